@@ -1,0 +1,36 @@
+export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
+
+# everything that must be green: format, lint, types, imports, generated files, tests
+check:
+    ruff format --check .
+    ruff check .
+    mypy
+    lint-imports --no-cache
+    python -m meshllm.cli.manual check
+    pytest --cov --cov-report=term -n 2 --dist worksteal
+    coverage report --include='meshllm/protocol/*' --fail-under=100
+
+# mend what a machine can mend
+fix:
+    ruff check --fix .
+    ruff format .
+    python -m meshllm.cli.manual write
+
+# every table of the README
+bench:
+    python -m tests.bench.memory
+    python -m tests.bench.transports
+    python -m tests.bench.budget
+    meshllm bench --model qwen3-0.6b --nodes 1,2,3
+
+# the parity table over every model type (minutes)
+families:
+    python -m tests.bench.families --write
+
+# a wheel in a clean virtual environment
+wheel:
+    rm -rf dist && pip wheel --no-deps -w dist . && python -m venv dist/venv
+    dist/venv/bin/pip install -q -c tests/constraints.txt dist/*.whl
+    dist/venv/bin/meshllm --version -v
+    dist/venv/bin/meshllm transport list
+    MANPATH=dist/venv/share/man man -w meshllm

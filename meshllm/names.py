@@ -1,0 +1,68 @@
+"""The words of the house: identifiers and spans; knows nothing about what they are used for.
+
+node
+    one process with an identity.
+ring
+    the nodes that together hold every layer of one model, in rank order.
+rank
+    place in the ring; rank 0 is the **entry**, where text becomes tokens and back.
+span
+    contiguous layers ``[start, stop)``.
+ends
+    embedding, final norm and head: what stands before and after the layers.
+session
+    one generation; **step** one trip round the ring; **hop** one link of it.
+blob
+    a tensor's bytes with a header and a keyed hash.
+plan
+    who holds which span, in which order, for one **epoch**.
+standby
+    a node to which the plan gives no span.
+"""
+
+from dataclasses import dataclass
+from typing import NewType, Self
+
+from meshllm.errors import UserError
+
+NodeId = NewType("NodeId", bytes)
+"""32 bytes that name a node."""
+
+SessionId = NewType("SessionId", bytes)
+"""16 random bytes that name a session."""
+
+Digest = NewType("Digest", bytes)
+"""32 bytes of blake3."""
+
+NODE_ID_BYTES = 32
+SESSION_ID_BYTES = 16
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Contiguous layers ``[start, stop)``; empty when both are equal."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise UserError(f"`{self.start}:{self.stop}` is no span of layers")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, layer: int) -> bool:
+        return self.start <= layer < self.stop
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``a:b``; raise `UserError` for anything else."""
+        start, colon, stop = text.partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal()):
+            raise UserError(f"`{text}` is no span of layers", hint="write it as `0:14`")
+        return cls(int(start), int(stop))

@@ -1,0 +1,113 @@
+"""What a user asks for and what comes back; knows nothing about how it is computed.
+
+The string under each field is its help text: the command line and the man page show it.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, TypedDict
+
+from meshllm.names import Span
+
+
+class Turn(TypedDict):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen; a pure function of (logits, seed, position, history)."""
+
+    temperature: float = 0.0
+    """Randomness: 0 takes the likeliest token."""
+    top_k: int = 0
+    """Keep the K likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that sum to P."""
+    min_p: float = 0.0
+    """Drop tokens below P times the likeliest."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens already seen; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtract this per earlier use in the answer."""
+    presence_penalty: float = 0.0
+    """Subtract this once a token was used in the answer."""
+    seed: int = 0
+    """Same seed, same text, on any ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation: the prompt, how to sample, when to stop."""
+
+    turns: tuple[Turn, ...] = ()
+    """The chat so far, oldest first; empty when `raw` is given."""
+    raw: str | None = None
+    """A prompt that is used as it is, without the chat template."""
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int = 512
+    """Longest answer, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class HopReport:
+    """What one rank did for a session, as means per decode step."""
+
+    rank: int
+    node: str
+    span: Span
+    compute_ms: float
+    """Time in the model, per step."""
+    wire_ms: float
+    """Time from this rank to the next, per step."""
+    bytes_per_token: float
+    """What this rank sent to the next, per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished generation."""
+
+    text: str
+    tokens: tuple[int, ...]
+    """The generated token ids, end token included."""
+    prompt_tokens: int
+    finish_reason: FinishReason
+    ttft_ms: float
+    """Time from the request to the first token."""
+    ms_per_token: float
+    """Mean time of every later token; 0 with fewer than two."""
+    tokens_per_second: float
+    hops: tuple[HopReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Progress: so many prompt tokens went round the ring."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of the answer; whole characters only."""
+
+    text: str
+
+
+Event = Prefilled | Piece | Answer
+"""What a generation yields: progress, pieces, and the answer last."""

@@ -1,0 +1,72 @@
+"""The import contracts hold, and each of them fails when it is broken."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PLANTS = {
+    "Floors": ("meshllm/model/tensor.py", "import meshllm.node.worker"),
+    "Deciding is pure": ("meshllm/protocol/stage.py", "import time"),
+    "The model computes": ("meshllm/model/tensor.py", "import asyncio"),
+    "The terminal": ("meshllm/node/gauge.py", "import rich"),
+    "Typer carries": ("meshllm/cli/app.py", "import click"),
+    "A plugin sees": ("plugins/meshllm_loopback/pipe.py", "import meshllm.protocol.blob"),
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("copy")
+    ignore = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.txt")
+    for name in ("meshllm", "plugins"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())"
+    return subprocess.run(
+        [sys.executable, "-c", program, "--no-cache"],
+        cwd=folder,
+        env={"PYTHONPATH": f"{folder}:{folder / 'plugins'}", "PATH": "", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_contracts_hold(copy: Path) -> None:
+    done = lint(copy)
+
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("contract", PLANTS)
+def test_a_planted_violation_is_caught(copy: Path, contract: str) -> None:
+    place, line = PLANTS[contract]
+    whole = (copy / place).read_text(encoding="utf-8")
+    (copy / place).write_text(f"{whole}\n{line}\n", encoding="utf-8")
+
+    done = lint(copy)
+
+    (copy / place).write_text(whole, encoding="utf-8")
+    broken = [text for text in done.stdout.splitlines() if text.endswith("BROKEN")]
+    assert done.returncode == 1
+    assert any(text.startswith(contract) for text in broken), done.stdout
+
+
+def test_a_module_without_a_floor_is_caught(copy: Path) -> None:
+    stray = copy / "meshllm" / "stray.py"
+    stray.write_text('"""No floor."""\n', encoding="utf-8")
+
+    done = lint(copy)
+
+    stray.unlink()
+    assert done.returncode == 1
+    assert "stray" in done.stdout

@@ -1,0 +1,124 @@
+"""What reaches stderr, and in what shape."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshllm.log import escape, event, setup
+
+logger = logging.getLogger("meshllm.node")
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("meshllm")
+    handlers, level = root.handlers[:], ours.level
+    yield
+    root.handlers[:] = handlers
+    ours.setLevel(level)
+
+
+@pytest.mark.parametrize(("verbosity", "lines"), [(0, 1), (1, 2), (2, 3), (7, 3)])
+def test_each_v_shows_one_level_more(
+    verbosity: int, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup(verbosity)
+
+    logger.warning("disk is full")
+    logger.info("joined")
+    logger.debug("> Activation")
+
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_other_libraries_keep_to_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(2)
+
+    logging.getLogger("elsewhere").info("news")
+
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_said_twice_after_a_second_setup(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(1)
+    setup(1)
+
+    logger.info("joined %s", "ring 7")
+
+    captured = capsys.readouterr()
+    assert captured.err.endswith(" info meshllm.node joined ring 7\n")
+    assert captured.err.count("joined") == 1
+    assert captured.out == ""
+
+
+def test_a_record_from_a_peer_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(0)
+
+    logger.warning("peer says %s", "hi\n12:00:00 error meshllm.node \x1b[31mfire")
+
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("peer says hi")
+    assert second == "    12:00:00 error meshllm.node \\x1b[31mfire"
+
+
+def test_an_event_is_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(1)
+
+    event("ring", epoch=3, policy="fastest", hurt=False, lost=None)
+
+    assert capsys.readouterr().err.endswith(
+        ' info meshllm.events.ring epoch=3 policy="fastest" hurt=false lost=null\n'
+    )
+
+
+def test_json_has_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(1, json=True)
+
+    event("ring", epoch=3)
+    logger.info("left\nat %d", 9)
+
+    ring, left = map(json.loads, capsys.readouterr().err.splitlines())
+    assert ring.pop("time").endswith("+00:00")
+    assert ring == {"level": "info", "logger": "meshllm.events.ring", "fields": {"epoch": 3}}
+    assert left["message"] == "left\nat 9"
+
+
+def test_json_keeps_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(0, json=True)
+
+    try:
+        int("nine")
+    except ValueError:
+        logger.exception("a bug")
+
+    message = json.loads(capsys.readouterr().err)["message"]
+    assert message.startswith("a bug\nTraceback")
+    assert message.endswith("ValueError: invalid literal for int() with base 10: 'nine'")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("a\rb\x00\x7f", "a\\x0db\\x00\\x7f"),
+        ("\x9b31m", "\\x9b31m"),
+        ("\u202eabc\u2066\u2069", "\\u202eabc\\u2066\\u2069"),
+        ("\ud800", "\\ud800"),
+        ("tab\tline\nå 你好 👩‍👩‍👧 e\u0301", "tab\tline\nå 你好 👩‍👩‍👧 e\u0301"),
+    ],
+)
+def test_what_a_terminal_would_obey_becomes_visible(text: str, shown: str) -> None:
+    assert escape(text) == shown
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(), max_size=5))
+def test_pieces_are_escaped_as_the_whole_is(pieces: list[str]) -> None:
+    whole = escape("".join(pieces))
+
+    assert "".join(map(escape, pieces)) == whole
+    assert all(c in "\n\t" or c.isprintable() or ord(c) > 0x9F for c in whole)
