@@ -1,0 +1,1 @@
+"""Pure decisions of the ring: no I/O, no clock, no randomness, no tensors."""

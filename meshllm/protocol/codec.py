@@ -1,0 +1,204 @@
+"""Messages to bytes and back, with every limit of the wire; knows nothing about rings.
+
+A message is one version byte, one kind byte and a fixed little-endian layout; only a tensor, a list
+of tallies or a text follows it. No length is written: what follows the layout is all of the rest,
+so nothing can trail it, and nothing larger than the input is ever allocated. A number without a
+limit of its own is bounded by the width of its field.
+"""
+
+from enum import IntEnum
+from struct import Struct
+from typing import Any, assert_never
+
+from meshllm.errors import PeerFault
+from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId
+from meshllm.protocol.blob import HEADER, check_shape, pack_header, unpack_header
+from meshllm.protocol.messages import (
+    MAX_RANKS,
+    PROTOCOL_VERSION,
+    Beat,
+    Blob,
+    Buffer,
+    Cancel,
+    Close,
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Gap,
+    Hello,
+    Message,
+    Tally,
+)
+
+MAX_ROWS = 4096  # rows of one Data message; 64 MiB of 8192 bf16 values
+MAX_POSITION = 1 << 24  # tokens of one session; the longest context published is 10 million
+MAX_TEXT = 512  # bytes of UTF-8 in a Fault; longer text is cut when it is sent
+
+
+class _Kind(IntEnum):
+    """The second byte of a message."""
+
+    HELLO = 1
+    BEAT = 2
+    DATA = 3
+    GAP = 4
+    CANCEL = 5
+    CLOSE = 6
+    FAULT = 7
+
+
+_LAYOUTS = {  # each begins with version and kind, and goes on with the fields of its message
+    _Kind.HELLO: Struct("<BB 32s I 32s"),
+    _Kind.BEAT: Struct("<BB Q Q Q"),
+    _Kind.DATA: Struct("<BB 16s I I I I B"),  # and a blob: its header, digest and payload
+    _Kind.GAP: Struct("<BB 16s I I I"),
+    _Kind.CANCEL: Struct("<BB 16s I I"),
+    _Kind.CLOSE: Struct("<BB 16s I"),  # and tallies
+    _Kind.FAULT: Struct("<BB 16s I B B"),  # and a text
+}
+_TALLY = Struct("<Q I Q I")
+_OPEN_ENDED = {_Kind.DATA, _Kind.CLOSE, _Kind.FAULT}
+
+_DATA_BYTES = _LAYOUTS[_Kind.DATA].size
+_BLOB_BYTES = HEADER.size + DIGEST_BYTES
+
+
+def encode(message: Message) -> list[Buffer]:
+    """Write a message as parts to be sent one after the other; a payload is not copied."""
+    match message:
+        case Hello(node, epoch, plan):
+            return [_pack(_Kind.HELLO, node, epoch, plan)]
+        case Beat(stamp, echo, held):
+            return [_pack(_Kind.BEAT, stamp, echo, held)]
+        case Data():
+            return _pack_data(message)
+        case Gap(session, epoch, gen, kv_len):
+            return [_pack(_Kind.GAP, session, epoch, gen, kv_len)]
+        case Cancel(session, epoch, gen):
+            return [_pack(_Kind.CANCEL, session, epoch, gen)]
+        case Close(session, epoch, tallies):
+            return [_pack(_Kind.CLOSE, session, epoch) + b"".join(map(_pack_tally, tallies))]
+        case Fault(session, epoch, code, rank, text):
+            return [_pack(_Kind.FAULT, session, epoch, code, rank) + _cut(text)]
+        case _:
+            assert_never(message)
+
+
+def size(message: Data) -> int:
+    """Count the bytes that ``encode`` makes of a Data message."""
+    blob = message.blob
+    return _DATA_BYTES + (0 if blob is None else _BLOB_BYTES + len(blob.payload))
+
+
+def decode(buffer: Buffer) -> Message:
+    """Read one whole message; a payload is a view into ``buffer``, not a copy.
+
+    Raises:
+        PeerFault: anything but what `encode` writes of a message within the limits.
+    """
+    view = memoryview(buffer)
+    if len(view) < 2:
+        raise PeerFault(f"Message of {len(view)} bytes")
+    if view[0] != PROTOCOL_VERSION:
+        raise PeerFault(
+            f"Message of protocol version {view[0]}; this node speaks {PROTOCOL_VERSION}",
+            hint="run the same version of meshllm on every node",
+        )
+    try:
+        kind = _Kind(view[1])
+    except ValueError:
+        raise PeerFault(f"Message of unknown kind {view[1]}") from None
+    layout, name = _LAYOUTS[kind], kind.name.capitalize()
+    if len(view) < layout.size:
+        raise PeerFault(f"{name} of {len(view)} bytes; it takes {layout.size}")
+    if len(view) > layout.size and kind not in _OPEN_ENDED:
+        raise PeerFault(f"{name} with {len(view) - layout.size} trailing bytes")
+    _, _, *fields = layout.unpack_from(view)
+    return _build(kind, fields, view[layout.size :])
+
+
+def _build(kind: _Kind, fields: list[Any], rest: memoryview) -> Message:
+    match kind:
+        case _Kind.HELLO:
+            node, epoch, plan = fields
+            return Hello(NodeId(node), epoch, Digest(plan))
+        case _Kind.BEAT:
+            return Beat(*fields)
+        case _Kind.DATA:
+            return _data(fields, rest)
+        case _Kind.GAP:
+            session, epoch, gen, kv_len = fields
+            return Gap(SessionId(session), epoch, gen, _bounded("kv_len", kv_len, 0, MAX_POSITION))
+        case _Kind.CANCEL:
+            return Cancel(*fields)
+        case _Kind.CLOSE:
+            session, epoch = fields
+            return Close(SessionId(session), epoch, _tallies(rest))
+        case _Kind.FAULT:
+            return _fault(fields, rest)
+        case _:
+            assert_never(kind)
+
+
+def _data(fields: list[Any], rest: memoryview) -> Data:
+    session, epoch, gen, pos, rows, flags = fields
+    _bounded("rows", rows, 1, MAX_ROWS)
+    _bounded("pos", pos, 0, MAX_POSITION - rows)
+    _bounded("flags", flags, 0, sum(Flags))
+    blob = _blob(rest) if rest else None
+    return Data(SessionId(session), epoch, gen, pos, rows, Flags(flags), blob)
+
+
+def _blob(rest: memoryview) -> Blob:
+    if len(rest) < _BLOB_BYTES:
+        raise PeerFault(f"Blob of {len(rest)} bytes; its header takes {_BLOB_BYTES}")
+    payload = rest[_BLOB_BYTES:]
+    dtype, shape = unpack_header(rest[: HEADER.size])
+    check_shape(dtype, shape, len(payload))
+    return Blob(dtype, shape, Digest(bytes(rest[HEADER.size : _BLOB_BYTES])), payload)
+
+
+def _tallies(rest: memoryview) -> tuple[Tally, ...]:
+    count, trailing = divmod(len(rest), _TALLY.size)
+    if trailing:
+        raise PeerFault(f"Close with {trailing} trailing bytes after {count} tallies")
+    _bounded("tallies", count, 0, MAX_RANKS)
+    return tuple(Tally(*fields) for fields in _TALLY.iter_unpack(rest))
+
+
+def _fault(fields: list[Any], rest: memoryview) -> Fault:
+    session, epoch, code, rank = fields
+    _bounded("text bytes", len(rest), 0, MAX_TEXT)
+    try:
+        return Fault(SessionId(session), epoch, FaultCode(code), rank, str(rest, "utf-8"))
+    except UnicodeDecodeError:
+        raise PeerFault(f"Fault with {len(rest)} bytes that are no UTF-8") from None
+    except ValueError:
+        raise PeerFault(f"Fault of unknown code {code}") from None
+
+
+def _bounded(name: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise PeerFault(f"Message with {value} {name}; allowed are {low} to {high}")
+    return value
+
+
+def _pack(kind: _Kind, *fields: bytes | int) -> bytes:
+    return _LAYOUTS[kind].pack(PROTOCOL_VERSION, kind, *fields)
+
+
+def _pack_data(data: Data) -> list[Buffer]:
+    head = _pack(_Kind.DATA, data.session, data.epoch, data.gen, data.pos, data.rows, data.flags)
+    if (blob := data.blob) is None:
+        return [head]
+    return [head + pack_header(blob.dtype, blob.shape) + blob.digest, blob.payload]
+
+
+def _pack_tally(tally: Tally) -> bytes:
+    return _TALLY.pack(tally.compute_us, tally.steps, tally.bytes_sent, tally.round_trip_us)
+
+
+def _cut(text: str) -> bytes:
+    # "ignore" drops the half character that the cut may leave, and lone surrogates.
+    return text.encode(errors="ignore")[:MAX_TEXT].decode(errors="ignore").encode()

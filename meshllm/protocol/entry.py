@@ -1,0 +1,345 @@
+"""Rank 0's side of one generation: what to inject, what to accept; the only place with tokens.
+
+Theory of operation
+-------------------
+::
+
+    IDLE --open--> PREFILL --first token--> DECODE --Done or Failed--> CLOSING --Closed--> CLOSED
+                      '-------------------Done or Failed------------------^
+
+The entry holds the tokens: the prompt, then one more for every row that came back and was sampled.
+Positions below ``done`` have been all round the ring, positions below ``injected`` have left this
+rank; ``done <= injected <= len(tokens)``. One rule drives both prefill and decode: while fewer than
+``window`` chunks are in flight, embed the next chunk of tokens that are known. Only the chunk with
+the last known token asks for a row, so a prompt costs one row on the way back, and a decode step is
+a chunk of one.
+
+Only results of the current gen count, and only those that end beyond ``done``: late
+and repeated ones are dropped without a word. When a rank reports a Gap, or nothing came back for
+``patience_s`` (doubled each time), the gen is raised and the tokens are injected again from the
+first position that some rank may lack: crop on write makes that safe at any time. A Cancel runs
+ahead so that stale chunks are not computed. Tokens once emitted never change (I5).
+
+The driver does one job at a time for a session, `Embed` or `Pick`, and answers it. Races:
+
+- A restart against a running Embed: the restart. The output is of an older gen and is dropped; the
+  next Embed crops the local cache.
+- A restart against a running Pick: both. Its row was accepted before, so the token holds; chunks
+  are injected again after it.
+- The end against everything: the end. Close goes out once; answers to jobs, results and gaps that
+  come later find a state that no longer listens. If Close is lost, ``close_s`` ends the wait.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from meshllm.errors import UserError
+from meshllm.names import SessionId
+from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.messages import (
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    SessionMessage,
+    Tally,
+)
+from meshllm.protocol.stage import MAX_PENDING
+from meshllm.request import FinishReason
+
+
+class State(Enum):
+    """How far a generation is."""
+
+    IDLE = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    CLOSING = auto()
+    CLOSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One generation."""
+
+    session: SessionId
+    epoch: int
+    ring: int
+    """Ranks; 1 is this node alone, which sends nothing."""
+    prompt: tuple[int, ...]
+    max_tokens: int
+    context: int
+    """Most tokens that the model takes, prompt included."""
+    croppable: bool = True
+    """Whether caches can go back; where they cannot, a restart begins at 0, which all can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a generation is fed to the ring."""
+
+    chunk: int = 256
+    """Rows of a prefill chunk; 128 to 256 is best on CPUs."""
+    window: int = 4
+    """Chunks in flight: one per stage keeps a ring of 4 busy."""
+    patience_s: float = 600.0
+    """Wait for a result before the first retry. Links are reliable and notice silence themselves,
+    and a busy rank may queue for minutes: this is for what neither explains."""
+    retries: int = 3
+    """Restarts without progress before the generation fails."""
+    close_s: float = 3.0
+    """Wait for Close to come back; as long as a link may be silent."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk <= MAX_ROWS:
+            raise UserError(f"A chunk of {self.chunk} rows; allowed are 1 to {MAX_ROWS}")
+        if not 1 <= self.window <= MAX_PENDING:
+            raise UserError(f"A window of {self.window} chunks; allowed are 1 to {MAX_PENDING}")
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """Crop the local cache to ``pos``, embed, run the local layers; answer ``computed``."""
+
+    gen: int
+    pos: int
+    tokens: tuple[int, ...]
+    keep: int
+    """Output rows to hand back; 0 alone in the ring, where the last row stays for a Pick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Norm, head and sampling of the token at position ``pos``; answer ``picked``.
+
+    The digest of the blob is not checked yet: hashing belongs on the thread that computes.
+    """
+
+    pos: int
+    blob: Blob | None
+    """``[1, 1, D]``; None stands for the last row of the last Embed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """This token is part of the answer, for good."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """So many tokens of the prompt have been all round the ring."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer is complete."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """There is no more answer to come, and why."""
+
+    code: FaultCode
+    text: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The session is over on every rank that can be reached; free the local cache. Comes last."""
+
+    tallies: tuple[Tally, ...]
+    """Of rank 1, 2, and so on; empty when Close did not come back."""
+
+
+Action = Embed | Pick | Emit | Forward | Progress | Done | Failed | Closed
+
+
+class Entry:
+    """One generation; times are seconds on the driver's clock.
+
+    Raises:
+        UserError: the prompt is empty or does not leave room in the context, or no token is asked.
+    """
+
+    def __init__(self, task: Task, pace: Pace) -> None:
+        context = min(task.context, MAX_POSITION)
+        if not 0 < len(task.prompt) < context:
+            raise UserError(
+                f"A prompt of {len(task.prompt)} tokens; the model takes 1 to {context - 1}",
+                hint="shorten the prompt or the chat",
+            )
+        if task.max_tokens < 1:
+            raise UserError(f"An answer of at most {task.max_tokens} tokens is none")
+        self.state = State.IDLE
+        self._task = task
+        self._pace = pace
+        self._limit = min(len(task.prompt) + task.max_tokens, context)
+        self._tokens = list(task.prompt)
+        self._gen = 0
+        self._done = 0  # positions that came back in this gen or are known to be everywhere
+        self._best = 0  # highest ``done`` ever: what counts as progress
+        self._injected = 0
+        self._flight: deque[int] = deque()  # where each chunk in flight ends
+        self._job: Embed | Pick | None = None
+        self._tries = 0
+        self._waiting = 0.0  # since when: the last injection, result or Close
+
+    def open(self, now: float) -> list[Action]:
+        """Begin; the first action is an Embed."""
+        self.state, self._waiting = State.PREFILL, now
+        return self._pump()
+
+    def receive(self, message: SessionMessage, now: float) -> list[Action]:
+        """Take a message of this session that came all round the ring."""
+        if message.epoch != self._task.epoch:
+            return []
+        match self.state, message:
+            case State.PREFILL | State.DECODE, Data(gen=self._gen) as data:
+                return self._result(data, now)
+            case State.PREFILL | State.DECODE, Gap(gen=self._gen, kv_len=kv_len):
+                return self._restart(kv_len, now)
+            case State.PREFILL | State.DECODE, Fault(code=code, rank=rank, text=text):
+                return self._fail(Failed(code, text, rank), now)
+            case State.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
+                return self._closed(tallies)
+            case _:
+                return []
+
+    def computed(self, blob: Blob | None, now: float) -> list[Action]:
+        """Take the output of the Embed: ``[1, keep, D]``, or None when nothing was to be kept."""
+        job, self._job = self._job, None
+        if not self._is_live or not isinstance(job, Embed):
+            return []
+        if job.gen != self._gen:
+            return self._pump()
+        end = job.pos + len(job.tokens)
+        self._flight.append(end)
+        self._waiting = now
+        if self._task.ring == 1:
+            return self._returned(end, None, now)
+        return [Forward(self._data_of(job, blob)), *self._pump()]
+
+    def picked(self, token: int, now: float, *, stop: bool = False) -> list[Action]:
+        """Take the sampled token; ``stop`` ends the answer with it."""
+        self._job = None
+        if not self._is_live:
+            return []
+        self.state = State.DECODE
+        self._tokens.append(token)
+        if stop:
+            return [Emit(token), *self.finish(FinishReason.STOP, now)]
+        if len(self._tokens) >= self._limit:
+            return [Emit(token), *self.finish(FinishReason.LENGTH, now)]
+        return [Emit(token), *self._pump()]
+
+    def failed(self, code: FaultCode, text: str, now: float) -> list[Action]:
+        """End the generation because this rank cannot go on with it."""
+        return self._fail(Failed(code, text, 0), now) if self._is_live else []
+
+    def finish(self, reason: FinishReason, now: float) -> list[Action]:
+        """End the answer where it is; also the way to cancel it, at any time."""
+        return [Done(reason), *self._leave(now)] if self._is_live else []
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``expire`` has something to do; None while the next move is the driver's."""
+        if self.state is State.CLOSING:
+            return self._waiting + self._pace.close_s
+        if self._is_live and self._flight and self._job is None:
+            return self._waiting + self._pace.patience_s * (1 << self._tries)
+        return None
+
+    def expire(self, now: float) -> list[Action]:
+        """Do what is due: another try, or the end of waiting for Close."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        return self._closed(()) if self.state is State.CLOSING else self._restart(self._done, now)
+
+    @property
+    def _is_live(self) -> bool:
+        return self.state not in {State.CLOSING, State.CLOSED}
+
+    def _pump(self) -> list[Action]:
+        """Start the next Embed, if there is something to inject and room in flight."""
+        pos = self._injected
+        tokens = tuple(self._tokens[pos : pos + self._pace.chunk])
+        if self._job or not tokens or len(self._flight) >= self._pace.window:
+            return []
+        self._injected += len(tokens)
+        keep = 0 if self._task.ring == 1 else len(tokens)
+        self._job = Embed(self._gen, pos, tokens, keep)
+        return [self._job]
+
+    def _data_of(self, job: Embed, blob: Blob | None) -> Data:
+        rows, flags = len(job.tokens), Flags(0)
+        if job.pos < len(self._task.prompt) or rows > 1:
+            flags |= Flags.PREFILL
+        if job.pos + rows == len(self._tokens):
+            flags |= Flags.NEED_ROW
+        return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)
+
+    def _result(self, data: Data, now: float) -> list[Action]:
+        end = data.pos + data.rows
+        if end <= self._done:
+            return []
+        has_row = data.blob is not None and data.blob.shape[:2] == (1, 1)
+        if end not in self._flight or (end == len(self._tokens) and not has_row):
+            text = f"The answer for positions {data.pos} to {end} is not what was asked"
+            return self._fail(Failed(FaultCode.RULES, text, self._task.ring - 1), now)
+        return self._returned(end, data.blob, now)
+
+    def _returned(self, end: int, blob: Blob | None, now: float) -> list[Action]:
+        while self._flight and self._flight[0] <= end:
+            self._flight.popleft()
+        self._done, self._waiting = end, now
+        actions = self._progress()
+        if end < len(self._tokens):
+            return [*actions, *self._pump()]
+        self._job = Pick(end, blob)
+        return [*actions, self._job]
+
+    def _progress(self) -> list[Action]:
+        if self._done <= self._best:
+            return []
+        before, self._best, self._tries = self._best, self._done, 0
+        total = len(self._task.prompt)
+        return [Progress(min(self._done, total), total)] if before < total else []
+
+    def _restart(self, start: int, now: float) -> list[Action]:
+        """Inject again from ``start`` or the first position that is not known to be everywhere."""
+        if self._tries == self._pace.retries:
+            text = f"No progress past position {self._best} after {self._tries} retries"
+            return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
+        self._tries += 1
+        self._gen += 1
+        self._done = self._injected = min(start, self._done) if self._task.croppable else 0
+        self._flight.clear()
+        cancel = Forward(Cancel(self._task.session, self._task.epoch, self._gen))
+        return [cancel, *self._pump()]
+
+    def _fail(self, failed: Failed, now: float) -> list[Action]:
+        return [failed, *self._leave(now)]
+
+    def _leave(self, now: float) -> list[Action]:
+        self.state, self._waiting = State.CLOSING, now
+        if self._task.ring == 1:
+            return self._closed(())
+        return [Forward(Close(self._task.session, self._task.epoch))]
+
+    def _closed(self, tallies: tuple[Tally, ...]) -> list[Action]:
+        self.state = State.CLOSED
+        return [Closed(tallies)]

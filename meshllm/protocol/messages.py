@@ -1,0 +1,178 @@
+"""What travels between ring neighbours; knows nothing about bytes on the wire.
+
+Data messages go from rank to rank round the ring and come back to the entry with the hidden state
+after the last layer. Everything else is small and rare.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag, auto
+
+from meshllm.names import Digest, NodeId, SessionId
+
+PROTOCOL_VERSION = 1
+"""The first byte of every message; a node refuses any other."""
+
+MAX_RANKS = 256
+"""Ranks of one ring: more hops than any model has layers to share."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+class DType(IntEnum):
+    """Element types that may travel; the number is the code on the wire."""
+
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class Flags(IntFlag):
+    """What the entry wants of a Data message."""
+
+    PREFILL = auto()
+    """The rows are a chunk of the prompt."""
+    NEED_ROW = auto()
+    """Rows are to come back: the last one of a chunk, each of a decode step; else none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A tensor as bytes: C order, little endian."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    digest: Digest
+    """blake3 of header and payload under the session's key."""
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message in each direction of a link: who speaks, and for which plan."""
+
+    node: NodeId
+    epoch: int
+    plan: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """I am here; ``echo`` returns the ``stamp`` of the last beat heard, for the round trip."""
+
+    stamp: int
+    """Microseconds on the sender's clock."""
+    echo: int
+    """The other side's last stamp, or 0."""
+    held: int
+    """Microseconds between hearing that stamp and sending this beat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Rows of hidden state at positions ``[pos, pos + rows)`` of a session."""
+
+    session: SessionId
+    epoch: int
+    gen: int
+    pos: int
+    rows: int
+    flags: Flags
+    blob: Blob | None
+    """``[1, rows, D]`` from rank to rank; what comes back to the entry is ``[1, 1, D]`` for a chunk
+    with NEED_ROW, None for one without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A rank was asked to write at a position that it has not reached; goes on to the entry."""
+
+    session: SessionId
+    epoch: int
+    gen: int
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Results below ``gen`` are not wanted any more; out of band, may be lost."""
+
+    session: SessionId
+    epoch: int
+    gen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What one rank did for a session."""
+
+    compute_us: int
+    """Time in the model for decode steps."""
+    steps: int
+    """Decode steps counted in ``compute_us``."""
+    bytes_sent: int
+    """Bytes of those steps that left for the next rank."""
+    round_trip_us: int
+    """Round trip of the link to the next rank; 0 when not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Free the session; each rank appends its tally, and the message ends at the entry."""
+
+    session: SessionId
+    epoch: int
+    tallies: tuple[Tally, ...] = ()
+    """The tallies of rank 1, 2, and so on."""
+
+
+class FaultCode(IntEnum):
+    """Why a session cannot go on."""
+
+    BUSY = 1
+    """No room for another session's cache."""
+    INTEGRITY = 2
+    """A blob is not what its hash says."""
+    MODEL = 3
+    """The model raised."""
+    EPOCH = 4
+    """The rank serves another epoch."""
+    RULES = 5
+    """A rank sent what the rules forbid."""
+    LOST = 6
+    """A neighbour is gone."""
+    TIMED_OUT = 7
+    """Nothing came back in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A rank gave up on a session; goes on to the entry, which ends it with a typed error."""
+
+    session: SessionId
+    epoch: int
+    code: FaultCode
+    rank: int
+    text: str
+
+
+SessionMessage = Data | Gap | Cancel | Close | Fault
+"""What goes from rank to rank, round the ring."""
+
+Message = Hello | Beat | SessionMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """An action of every rank: send this to the next one."""
+
+    message: SessionMessage
+
+    @property
+    def control(self) -> bool:
+        """Whether it may overtake waiting Data; everything that is no Data may."""
+        return not isinstance(self.message, Data)

@@ -1,0 +1,247 @@
+"""A rank behind the entry: the sessions it serves, row by row; knows nothing about tokens.
+
+Theory of operation
+-------------------
+A session on a stage is (gen, kv_len, what runs, what waits). One rule moves it, crop on write::
+
+    Data, older epoch or gen     dropped
+    Data, newer epoch            Fault(EPOCH): this rank has not heard of that plan
+    Data, pos > kv_len           Gap(kv_len): rows before it never arrived
+    Data, else                   crop the cache to pos, run the rows, kv_len = pos + rows, forward
+
+So nothing is ever rolled back by message: a rejected or repeated row is undone by the next write at
+its position. Gap, Fault, Cancel and Close go on round the ring to the entry, which alone decides.
+
+Invariant: while nothing runs, ``kv_len`` is what the driver's cache holds. While rows run it is
+where they are written; a session takes one `Compute` at a time and the driver answers each with
+``computed`` or ``failed``. The driver does its actions in order, `Free` after the `Compute` that it
+overtakes.
+
+Races, and who wins:
+
+- Cancel against waiting Data: Cancel. It raises gen, and stale rows are dropped before they run.
+- Cancel against running rows: both. They finish, ``kv_len`` says so, but they are not forwarded.
+- Close against anything: Close. The cache is freed at once, and the session is remembered as closed
+  so that Data which Close overtook cannot bring it back. Running rows find no session and vanish.
+- A newer gen against its own repeated Data: the order of the link. As long as only committed tokens
+  are injected a row is the same in every gen, so even lost or reordered messages cannot make a
+  cache wrong. Guessed rows (drafts) need what a link promises: messages in order, or loss of the
+  link.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from meshllm.errors import PeerFault
+from meshllm.names import SessionId
+from meshllm.protocol.codec import size
+from meshllm.protocol.messages import (
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    SessionMessage,
+    Tally,
+)
+
+MAX_PENDING = 16  # Data of one session that wait; an entry never has more chunks in flight
+MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
+
+_NOTHING = Tally(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Crop the session's cache to ``pos``, run the rows, answer ``computed`` or ``failed``.
+
+    The digest of the blob is not checked yet: hashing belongs on the thread that computes.
+    """
+
+    session: SessionId
+    pos: int
+    rows: int
+    keep: int
+    """How many of the last output rows to hand back; 0 is none, and ``computed`` gets no blob."""
+    blob: Blob
+    """``[1, rows, D]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the session's cache."""
+
+    session: SessionId
+
+
+Action = Compute | Free | Forward
+
+
+@dataclass(slots=True)
+class _Session:
+    heard: float  # when it was made or last computed; what only meets gaps is idle
+    gen: int = 0
+    kv_len: int = 0
+    running: Data | None = None
+    pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
+    tally: Tally = _NOTHING
+
+    def raise_gen(self, gen: int) -> None:
+        if gen > self.gen:
+            self.gen = gen
+            self.pending = deque(item for item in self.pending if item[0].gen >= gen)
+
+
+class Stage:
+    """The sessions of one rank; times are seconds on the driver's clock."""
+
+    def __init__(
+        self, rank: int, ring: int, *, epoch: int, max_sessions: int = 8, idle_s: float = 120.0
+    ) -> None:
+        self.round_trip_us = 0
+        """Round trip to the next rank, for the tallies; the driver keeps it current."""
+        self._rank = rank
+        self._is_last = rank == ring - 1
+        self._epoch = epoch
+        self._max_sessions = max_sessions
+        self._idle_s = idle_s
+        self._sessions: dict[SessionId, _Session] = {}
+        self._closed: dict[SessionId, Tally] = {}
+
+    def receive(self, message: SessionMessage, now: float) -> list[Action]:
+        """Take one message from the rank before.
+
+        Raises:
+            PeerFault: the message breaks the rules; no session was changed.
+        """
+        if message.epoch < self._epoch:
+            return []
+        match message:
+            case Data():
+                return self._data(message, now)
+            case Close():
+                return self._close(message)
+            case Cancel(session, _, gen):
+                if session in self._sessions:
+                    self._sessions[session].raise_gen(gen)
+                return [Forward(message)]
+            case Gap() | Fault():
+                return [Forward(message)]
+            case _:
+                assert_never(message)
+
+    def computed(
+        self, session: SessionId, blob: Blob | None, now: float, *, compute_us: int
+    ) -> list[Action]:
+        """Take the output of the rows that ran, ``[1, keep, D]``, and the time they took."""
+        state = self._sessions.get(session)
+        if state is None or state.running is None:
+            return []
+        done, state.running = state.running, None
+        state.kv_len, state.heard = done.pos + done.rows, now
+        if done.gen < state.gen:
+            return self._next(state)
+        answer = replace(done, blob=blob)
+        if not done.flags & Flags.PREFILL:
+            state.tally = _counted(state.tally, compute_us, size(answer))
+        return [Forward(answer), *self._next(state)]
+
+    def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
+        """End the session here because the rows that ran could not be computed."""
+        state = self._sessions.get(session)
+        if state is None or state.running is None:
+            return []
+        return [*self._free(session), self._fault(state.running, code, text)]
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next idle session is freed; None while every session computes."""
+        idle = (state.heard for state in self._sessions.values() if state.running is None)
+        return min((heard + self._idle_s for heard in idle), default=None)
+
+    def expire(self, now: float) -> list[Action]:
+        """Free the sessions that nobody has asked for in a while; a later Data meets a Gap."""
+        idle = [
+            session
+            for session, state in self._sessions.items()
+            if state.running is None and now >= state.heard + self._idle_s
+        ]
+        for session in idle:
+            del self._sessions[session]
+        return [Free(session) for session in idle]
+
+    def _data(self, data: Data, now: float) -> list[Action]:
+        session, blob = data.session, data.blob
+        if session in self._closed:
+            return []
+        if data.epoch > self._epoch:
+            text = f"Rank {self._rank} is at epoch {self._epoch}, not {data.epoch}"
+            return [self._fault(data, FaultCode.EPOCH, text)]
+        if blob is None or len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
+            shape = blob and list(blob.shape)
+            raise PeerFault(f"Data of {data.rows} rows with a blob of shape {shape}")
+        if session not in self._sessions:
+            if data.pos > 0:
+                return [_gap(data, 0)]
+            if len(self._sessions) >= self._max_sessions:
+                text = f"{self._max_sessions} sessions are served already"
+                return [self._fault(data, FaultCode.BUSY, text)]
+            self._sessions[session] = _Session(now)
+        compute = Compute(session, data.pos, data.rows, self._keep(data), blob)
+        return self._queue(self._sessions[session], data, compute)
+
+    def _queue(self, state: _Session, data: Data, compute: Compute) -> list[Action]:
+        if data.gen < state.gen:
+            return []
+        state.raise_gen(data.gen)
+        if len(state.pending) >= MAX_PENDING:
+            raise PeerFault(f"Data at position {data.pos} while {MAX_PENDING} others wait")
+        state.pending.append((data, compute))
+        return self._next(state) if state.running is None else []
+
+    def _next(self, state: _Session) -> list[Action]:
+        refused: list[Action] = []
+        while state.pending:
+            data, compute = state.pending.popleft()
+            if data.pos <= state.kv_len:
+                state.running, state.kv_len = data, data.pos
+                return [*refused, compute]
+            refused.append(_gap(data, state.kv_len))
+        return refused
+
+    def _keep(self, data: Data) -> int:
+        if not self._is_last:
+            return data.rows
+        if not data.flags & Flags.NEED_ROW:
+            return 0
+        return 1 if data.flags & Flags.PREFILL else data.rows
+
+    def _close(self, close: Close) -> list[Action]:
+        if len(close.tallies) != self._rank - 1:
+            raise PeerFault(f"Close with {len(close.tallies)} tallies at rank {self._rank}")
+        freed = self._free(close.session)
+        tally = replace(self._closed[close.session], round_trip_us=self.round_trip_us)
+        return [*freed, Forward(replace(close, tallies=(*close.tallies, tally)))]
+
+    def _free(self, session: SessionId) -> list[Action]:
+        state = self._sessions.pop(session, None)
+        self._closed.setdefault(session, state.tally if state else _NOTHING)
+        if len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        return [Free(session)] if state else []
+
+    def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:
+        return Forward(Fault(data.session, data.epoch, code, self._rank, text))
+
+
+def _gap(data: Data, kv_len: int) -> Forward:
+    return Forward(Gap(data.session, data.epoch, data.gen, kv_len))
+
+
+def _counted(tally: Tally, compute_us: int, bytes_sent: int) -> Tally:
+    return Tally(tally.compute_us + compute_us, tally.steps + 1, tally.bytes_sent + bytes_sent, 0)

@@ -1,0 +1,98 @@
+"""Hypothesis strategies for everything that travels; the one place where they are written."""
+
+from math import prod
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from meshllm.names import Digest, NodeId, SessionId
+from meshllm.protocol.blob import MAX_DIMS, seal, session_key
+from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT
+from meshllm.protocol.messages import (
+    Beat,
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Gap,
+    Hello,
+    Message,
+    SessionMessage,
+    Tally,
+)
+
+# Time is no property: the machines that run tests are shared.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("house")
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+sessions = st.binary(min_size=16, max_size=16).map(SessionId)
+digests = st.binary(min_size=32, max_size=32).map(Digest)
+nodes = st.binary(min_size=32, max_size=32).map(NodeId)
+texts = st.text(max_size=MAX_TEXT // 4)
+
+
+@st.composite
+def blobs(draw: st.DrawFn) -> Blob:
+    """Small sealed blobs of every dtype and number of dimensions."""
+    dtype = draw(st.sampled_from(DType))
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=MAX_DIMS)))
+    length = prod(shape) * dtype.itemsize
+    payload = draw(st.binary(min_size=length, max_size=length))
+    return seal(session_key(draw(sessions)), dtype, shape, payload)
+
+
+@st.composite
+def data(draw: st.DrawFn) -> Data:
+    """Data within the limits, with and without a blob."""
+    rows = draw(st.integers(1, MAX_ROWS))
+    pos = draw(st.integers(0, MAX_POSITION - rows))
+    flags = draw(st.sampled_from([Flags(bits) for bits in range(sum(Flags) + 1)]))
+    blob = draw(st.none() | blobs())
+    return Data(draw(sessions), draw(u32), draw(u32), pos, rows, flags, blob)
+
+
+tallies = st.builds(Tally, u64, u32, u64, u32)
+closes = st.builds(Close, sessions, u32, st.lists(tallies, max_size=5).map(tuple))
+faults = st.builds(Fault, sessions, u32, st.sampled_from(FaultCode), st.integers(0, 255), texts)
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Hello, nodes, u32, digests),
+    st.builds(Beat, u64, u64, u64),
+    data(),
+    st.builds(Gap, sessions, u32, u32, st.integers(0, MAX_POSITION)),
+    st.builds(Cancel, sessions, u32, u32),
+    closes,
+    faults,
+)
+
+few_sessions = st.sampled_from([SessionId(b"1" * 16), SessionId(b"2" * 16)])
+few_epochs = st.sampled_from([4, 5, 5, 5, 6])
+few_gens = st.integers(0, 3)
+
+
+@st.composite
+def rows_of_few(draw: st.DrawFn) -> Data:
+    """Data that meets the same few sessions, epochs, gens and positions again and again."""
+    rows = draw(st.integers(1, 3))
+    shape = (1, draw(st.sampled_from([rows, rows, 1])), 2)
+    payload = bytes(prod(shape) * 2)
+    session = draw(few_sessions)
+    blob = draw(st.none() | st.just(seal(session_key(session), DType.BFLOAT16, shape, payload)))
+    flags = Flags(draw(st.integers(0, sum(Flags))))
+    pos = draw(st.integers(0, 6))
+    return Data(session, draw(few_epochs), draw(few_gens), pos, rows, flags, blob)
+
+
+few_messages: st.SearchStrategy[SessionMessage] = st.one_of(
+    rows_of_few(),
+    rows_of_few(),
+    st.builds(Gap, few_sessions, few_epochs, few_gens, st.integers(0, 6)),
+    st.builds(Cancel, few_sessions, few_epochs, few_gens),
+    st.builds(Close, few_sessions, few_epochs, st.lists(tallies, max_size=2).map(tuple)),
+    st.builds(Fault, few_sessions, few_epochs, st.sampled_from(FaultCode), st.just(1), texts),
+)

@@ -1,0 +1,138 @@
+"""Whatever travels comes back whole, and nothing a stranger sends does more than a PeerFault."""
+
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.errors import IntegrityFault, PeerFault
+from meshllm.names import SessionId
+from meshllm.protocol.blob import check, seal, session_key
+from meshllm.protocol.codec import decode, encode, size
+from meshllm.protocol.entry import Closed, Done, Embed, Entry, Failed, Pace, Pick, Task
+from meshllm.protocol.messages import (
+    PROTOCOL_VERSION,
+    Blob,
+    Data,
+    DType,
+    Message,
+    SessionMessage,
+)
+from meshllm.protocol.stage import Action, Compute, Free, Stage
+from tests.property.strategies import data, few_messages, messages, sessions
+
+pytestmark = pytest.mark.property
+
+
+@given(messages)
+def test_every_message_comes_back_from_its_bytes(message: Message) -> None:
+    assert decode(b"".join(encode(message))) == message
+
+
+@given(data())
+def test_the_size_of_data_is_the_length_of_its_bytes(message: Data) -> None:
+    assert size(message) == sum(map(len, encode(message)))
+
+
+@given(st.binary(max_size=300), st.integers(0, 9))
+def test_garbage_is_a_peer_fault_or_a_message(garbage: bytes, kind: int) -> None:
+    with suppress(PeerFault):
+        decode(garbage)
+    with suppress(PeerFault):
+        decode(bytes([PROTOCOL_VERSION, kind]) + garbage)
+
+
+@given(messages, st.data())
+def test_damaged_bytes_are_a_peer_fault_or_another_message(
+    message: Message, draws: st.DataObject
+) -> None:
+    encoded = bytearray(b"".join(encode(message)))
+    place = draws.draw(st.integers(0, len(encoded) - 1))
+    encoded[place] ^= draws.draw(st.integers(1, 255))
+
+    with suppress(PeerFault):
+        assert decode(encoded) != message
+
+
+@given(messages, st.data())
+def test_what_is_decoded_encodes_to_the_same_bytes(message: Message, draws: st.DataObject) -> None:
+    encoded = b"".join(encode(message))
+    part = encoded[: draws.draw(st.integers(0, len(encoded)))]
+
+    with suppress(PeerFault):
+        assert b"".join(encode(decode(part))) == part
+
+
+@given(sessions, st.sampled_from(DType), st.binary(min_size=4, max_size=64), st.data())
+def test_one_changed_bit_breaks_the_seal(
+    session: SessionId, dtype: DType, payload: bytes, draws: st.DataObject
+) -> None:
+    key = session_key(session)
+    payload = payload[: len(payload) // dtype.itemsize * dtype.itemsize]
+    blob = seal(key, dtype, (1, len(payload) // dtype.itemsize), payload)
+    damaged = bytearray(payload)
+    damaged[draws.draw(st.integers(0, len(payload) - 1))] ^= 1 << draws.draw(st.integers(0, 7))
+
+    check(key, blob)
+
+    with pytest.raises(IntegrityFault):
+        check(key, Blob(blob.dtype, blob.shape, blob.digest, damaged))
+
+
+@given(st.integers(1, 2), st.lists(st.none() | few_messages, max_size=60))
+def test_whatever_a_stage_hears_its_caches_have_no_gap(
+    rank: int, heard: list[SessionMessage | None]
+) -> None:
+    stage = Stage(rank, 3, epoch=5, max_sessions=1)
+    caches: Counter[SessionId] = Counter()
+    running: dict[SessionId, Compute] = {}
+
+    for message in heard:
+        actions: list[Action] = []
+        if message is not None:
+            with suppress(PeerFault):
+                actions = stage.receive(message, 0.0)
+        elif running:  # None stands for the end of the oldest computation
+            job = running.pop(next(iter(running)))
+            caches[job.session] = job.pos + job.rows
+            actions = stage.computed(job.session, job.blob, 0.0, compute_us=1)
+        for action in actions:
+            match action:
+                case Compute(session, pos):
+                    assert session not in running
+                    assert pos <= caches[session]
+                    running[session] = action
+                case Free(session):
+                    running.pop(session, None)
+                    del caches[session]
+
+
+@given(st.integers(1, 3), st.lists(st.none() | few_messages, max_size=60))
+def test_whatever_an_entry_hears_it_ends_once_and_does_one_job_at_a_time(
+    ring: int, heard: list[SessionMessage | None]
+) -> None:
+    task = Task(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=3, context=6)
+    entry = Entry(task, Pace(chunk=2, window=2))
+    actions = entry.open(0.0)
+    job: Embed | Pick | None = None
+    ends: Counter[type] = Counter()
+
+    for message in heard:
+        for action in actions:
+            ends[type(action)] += 1
+            if isinstance(action, Embed | Pick):
+                assert job is None
+                job = action
+        if message is not None:
+            actions = entry.receive(message, 0.0)
+        elif job is not None:  # None stands for the end of the job
+            done, job = job, None
+            embeds = isinstance(done, Embed)
+            actions = entry.computed(None, 0.0) if embeds else entry.picked(7, 0.0)
+        else:
+            actions = entry.expire(1e9)
+
+    assert ends[Done] + ends[Failed] <= 1
+    assert ends[Closed] <= ends[Done] + ends[Failed]

@@ -1,0 +1,102 @@
+"""Blobs: the header is checked before the hash, the hash before anything else."""
+
+import pytest
+
+from meshllm.errors import IntegrityFault, PeerFault
+from meshllm.names import Digest, SessionId
+from meshllm.protocol.blob import (
+    HEADER,
+    MAX_DIM,
+    check,
+    pack_header,
+    seal,
+    session_key,
+    unpack_header,
+)
+from meshllm.protocol.messages import Blob, DType
+
+SESSION = SessionId(bytes(range(16)))
+KEY = session_key(SESSION)
+DIGEST = seal(KEY, DType.FLOAT16, (4,), b"abcdefgh").digest
+
+
+def test_a_sealed_blob_is_accepted() -> None:
+    payload = bytearray(b"abcdefgh")
+
+    blob = seal(KEY, DType.BFLOAT16, (1, 2, 2), payload)
+
+    check(KEY, blob)
+    assert blob.payload is payload
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_the_hash_is_the_same_for_every_kind_of_buffer(kind: type) -> None:
+    blob = seal(KEY, DType.FLOAT32, (2,), kind(b"abcdefgh"))
+
+    assert blob.digest.hex().startswith("b1741d68")
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        Blob(DType.FLOAT16, (4,), Digest(bytes(32)), b"abcdefgh"),
+        Blob(DType.BFLOAT16, (4,), DIGEST, b"abcdefgh"),
+        Blob(
+            DType.FLOAT16, (2, 2), seal(KEY, DType.FLOAT16, (4,), b"abcdefgh").digest, b"abcdefgh"
+        ),
+    ],
+    ids=["digest", "dtype", "shape"],
+)
+def test_a_changed_blob_is_refused_with_its_session_and_numbers(blob: Blob) -> None:
+    with pytest.raises(IntegrityFault, match=f"8 bytes.*`{SESSION.hex()[:8]}`"):
+        check(KEY, blob)
+
+
+def test_the_key_of_another_session_opens_nothing() -> None:
+    blob = seal(KEY, DType.FLOAT16, (4,), b"abcdefgh")
+
+    with pytest.raises(IntegrityFault):
+        check(session_key(SessionId(bytes(16))), blob)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((), "0 dimensions"),
+        ((1, 1, 1, 1, 4), "5 dimensions"),
+        ((0, 4), "each dimension"),
+        ((MAX_DIM + 1,), "each dimension"),
+        ((3,), "is 6 bytes, not 8"),
+        ((MAX_DIM,) * 4, "not 8"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_before_the_hash(
+    shape: tuple[int, ...], words: str
+) -> None:
+    blob = Blob(DType.FLOAT16, shape, Digest(bytes(32)), b"abcdefgh")
+
+    with pytest.raises(PeerFault, match=words) as caught:
+        check(KEY, blob)
+
+    assert not isinstance(caught.value, IntegrityFault)
+
+
+def test_a_header_comes_back() -> None:
+    assert unpack_header(pack_header(DType.FLOAT32, (1, 7, 64))) == (DType.FLOAT32, (1, 7, 64))
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (HEADER.pack(9, 1, 4, 0, 0, 0), "unknown dtype 9"),
+        (HEADER.pack(1, 5, 1, 1, 1, 1), "5 dimensions"),
+        (HEADER.pack(1, 1, 4, 4, 0, 0), "1 dimensions of sizes"),
+    ],
+)
+def test_a_header_that_nobody_writes_is_refused(header: bytes, words: str) -> None:
+    with pytest.raises(PeerFault, match=words):
+        unpack_header(header)
+
+
+def test_the_secret_does_not_show() -> None:
+    assert "secret" not in repr(KEY)

@@ -1,0 +1,132 @@
+"""The wire: each message comes back, every limit holds, nothing is copied."""
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.names import Digest, NodeId, SessionId
+from meshllm.protocol.blob import seal, session_key
+from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT, decode, encode, size
+from meshllm.protocol.messages import (
+    MAX_RANKS,
+    Beat,
+    Cancel,
+    Close,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Gap,
+    Hello,
+    Message,
+    Tally,
+)
+
+SESSION = SessionId(bytes(range(16)))
+BLOB = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 4), bytes(range(16)))
+DATA = Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NEED_ROW, BLOB)
+TALLY = Tally(compute_us=1200, steps=3, bytes_sent=9000, round_trip_us=450)
+FAULT = Fault(SESSION, 3, FaultCode.MODEL, 2, "no memory for 4 rows")
+MESSAGES: list[Message] = [
+    Hello(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),
+    Beat(5_000_000, 4_000_000, 12),
+    DATA,
+    Data(SESSION, 3, 1, 7, 2, Flags(0), None),
+    Gap(SESSION, 3, 1, 512),
+    Cancel(SESSION, 3, 2),
+    Close(SESSION, 3),
+    Close(SESSION, 3, (TALLY, TALLY)),
+    FAULT,
+]
+NAMES = ["hello", "beat", "data", "answer", "gap", "cancel", "close", "closed", "fault"]
+
+
+def packed(message: Message) -> bytearray:
+    return bytearray(b"".join(encode(message)))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
+def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
+    assert decode(packed(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
+def test_one_byte_more_or_less_is_refused(message: Message) -> None:
+    encoded = packed(message)
+    text = isinstance(message, Fault)  # a text has no length of its own
+
+    with pytest.raises(PeerFault):
+        decode(encoded[: 2 if text else -1])
+    if not text:
+        with pytest.raises(PeerFault):
+            decode(encoded + b"\0")
+
+
+def test_a_payload_is_not_copied_on_either_side() -> None:
+    buffer = packed(DATA)
+
+    _, payload = encode(DATA)
+    decoded = decode(buffer)
+    buffer[-1] = 99
+
+    assert payload is BLOB.payload
+    assert isinstance(decoded, Data)
+    assert decoded.blob is not None
+    assert decoded.blob.payload[-1] == 99
+
+
+def test_the_header_of_data_leaves_room_in_the_budget() -> None:
+    head, _ = encode(DATA)
+
+    assert len(head) == size(DATA) - 16 == 85
+
+
+def test_another_version_is_refused_with_a_way_out() -> None:
+    with pytest.raises(PeerFault, match=r"version 2.*speaks 1") as caught:
+        decode(b"\x02" + packed(DATA)[1:])
+
+    assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (Data(SESSION, 0, 0, 0, 0, Flags(0), None), "0 rows"),
+        (Data(SESSION, 0, 0, 0, MAX_ROWS + 1, Flags(0), None), "4097 rows"),
+        (Data(SESSION, 0, 0, MAX_POSITION, 1, Flags(0), None), "pos"),
+        (Data(SESSION, 0, 0, 0, 1, Flags(128), None), "128 flags"),
+        (Gap(SESSION, 0, 0, MAX_POSITION + 1), "kv_len"),
+        (Close(SESSION, 0, (TALLY,) * (MAX_RANKS + 1)), "257 tallies"),
+    ],
+)
+def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> None:
+    with pytest.raises(PeerFault, match=words):
+        decode(packed(message))
+
+
+@pytest.mark.parametrize(
+    ("encoded", "words"),
+    [
+        (b"", "0 bytes"),
+        (b"\x01", "1 bytes"),
+        (b"\x01\x63", "unknown kind 99"),
+        (b"\x01\x01abc", "Hello of 5 bytes"),
+        (packed(DATA)[:40], "header takes"),
+        (packed(DATA)[:-2], "is 16 bytes, not 14"),
+        (packed(FAULT)[:24] + b"\xff", "no UTF-8"),
+        (packed(FAULT)[:22] + b"\x63\x00", "unknown code 99"),
+        (packed(FAULT) + MAX_TEXT * b"x", "532 text bytes"),
+    ],
+)
+def test_bytes_that_nobody_writes_are_refused(encoded: bytes, words: str) -> None:
+    with pytest.raises(PeerFault, match=words):
+        decode(encoded)
+
+
+def test_a_long_text_is_cut_between_characters() -> None:
+    fault = Fault(SESSION, 0, FaultCode.MODEL, 1, "é" * 300 + "\ud800")
+
+    decoded = decode(packed(Fault(SESSION, 0, FaultCode.MODEL, 1, "x" + fault.text)))
+
+    assert isinstance(decoded, Fault)
+    assert decoded.text == "x" + "é" * 255

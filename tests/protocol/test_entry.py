@@ -1,0 +1,421 @@
+"""Rank 0's side of a generation: chunks out, rows back, tokens once and for good."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.errors import UserError
+from meshllm.names import SessionId
+from meshllm.protocol.blob import seal, session_key
+from meshllm.protocol.codec import MAX_ROWS
+from meshllm.protocol.entry import (
+    Action,
+    Closed,
+    Done,
+    Embed,
+    Emit,
+    Entry,
+    Failed,
+    Pace,
+    Pick,
+    Progress,
+    State,
+    Task,
+)
+from meshllm.protocol.messages import (
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    SessionMessage,
+    Tally,
+)
+from meshllm.protocol.stage import MAX_PENDING
+from meshllm.request import FinishReason
+
+SESSION = SessionId(bytes(range(16)))
+EPOCH = 5
+NO_FLAGS = Flags(0)
+LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
+TALLIES = (Tally(10, 1, 100, 5), Tally(20, 1, 200, 6))
+CANCELLED = FinishReason.CANCELLED
+
+TASK = Task(SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64)
+PACE = Pace(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
+
+
+def blob(rows: int) -> Blob:
+    return seal(session_key(SESSION), DType.BFLOAT16, (1, rows, 4), bytes(8 * rows))
+
+
+def sent(pos: int, rows: int, flags: Flags = NO_FLAGS, gen: int = 0) -> Forward:
+    return Forward(Data(SESSION, EPOCH, gen, pos, rows, flags, blob(rows)))
+
+
+def back(pos: int, rows: int, gen: int = 0, row: Blob | None = None) -> Data:
+    return Data(SESSION, EPOCH, gen, pos, rows, NO_FLAGS, row)
+
+
+def decoding() -> Entry:
+    """An entry whose first token, 90, was just embedded and sent."""
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked(90, 1.0)
+    entry.computed(blob(1), 1.0)
+    return entry
+
+
+def test_a_prompt_goes_out_in_chunks_without_waiting_up_to_the_window() -> None:
+    entry = Entry(TASK, PACE)
+
+    assert entry.open(0.0) == [Embed(0, 0, (11, 12), 2)]
+    assert entry.computed(blob(2), 0.1) == [
+        sent(0, 2, Flags.PREFILL),
+        Embed(0, 2, (13, 14), 2),
+    ]
+    assert entry.computed(blob(2), 0.2) == [sent(2, 2, Flags.PREFILL)]
+
+
+def test_a_chunk_that_came_back_makes_progress_and_room_for_the_last_one() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+
+    assert entry.receive(back(0, 2), 0.5) == [Progress(2, 5), Embed(0, 4, (15,), 1)]
+    assert entry.computed(blob(1), 0.6) == [sent(4, 1, LAST_CHUNK)]
+
+
+def test_a_chunk_that_came_back_speaks_for_those_before_it() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+
+    assert entry.receive(back(2, 2), 0.5) == [Progress(4, 5), Embed(0, 4, (15,), 1)]
+    assert entry.receive(back(0, 2), 0.6) == []
+
+
+def test_the_row_of_the_last_chunk_becomes_the_first_token() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+
+    assert entry.receive(back(0, 2, row=blob(1)), 0.5) == [Progress(2, 2), Pick(2, blob(1))]
+    assert entry.state is State.PREFILL
+    assert entry.picked(90, 0.6) == [Emit(90), Embed(0, 2, (90,), 1)]
+
+
+def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
+    entry = Entry(replace(TASK, prompt=(11,)), PACE)
+    entry.open(0.0)
+
+    assert entry.computed(blob(1), 0.1) == [sent(0, 1, LAST_CHUNK)]
+    assert entry.receive(back(0, 1, row=blob(1)), 0.5) == [Progress(1, 1), Pick(1, blob(1))]
+
+
+def test_a_decode_step_is_one_row_that_comes_back() -> None:
+    entry = decoding()
+
+    assert entry.state is State.DECODE
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(3, blob(1))]
+    assert entry.picked(91, 2.0) == [Emit(91), Embed(0, 3, (91,), 1)]
+    assert entry.computed(blob(1), 2.0) == [sent(3, 1, Flags.NEED_ROW)]
+
+
+def test_max_tokens_end_the_answer() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=1), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert entry.picked(90, 0.6) == [
+        Emit(90),
+        Done(FinishReason.LENGTH),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+
+
+def test_the_context_ends_the_answer() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), context=3), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert Done(FinishReason.LENGTH) in entry.picked(90, 0.6)
+
+
+def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> None:
+    entry = decoding()
+    entry.receive(back(2, 1, row=blob(1)), 2.0)
+
+    assert entry.picked(91, 2.0, stop=True) == [
+        Emit(91),
+        Done(FinishReason.STOP),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+
+
+def test_alone_in_the_ring_nothing_is_sent() -> None:
+    entry = Entry(replace(TASK, ring=1, max_tokens=2), PACE)
+
+    assert entry.open(0.0) == [Embed(0, 0, (11, 12), 0)]
+    assert entry.computed(None, 0.1) == [Progress(2, 5), Embed(0, 2, (13, 14), 0)]
+    assert entry.computed(None, 0.2) == [Progress(4, 5), Embed(0, 4, (15,), 0)]
+    assert entry.computed(None, 0.3) == [Progress(5, 5), Pick(5, None)]
+    assert entry.picked(90, 0.4) == [Emit(90), Embed(0, 5, (90,), 0)]
+    assert entry.computed(None, 0.5) == [Pick(6, None)]
+    assert entry.deadline is None
+    assert entry.picked(91, 0.6) == [Emit(91), Done(FinishReason.LENGTH), Closed(())]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        back(0, 2, row=blob(1)),
+        back(2, 1, gen=1, row=blob(1)),
+        replace(back(2, 1, row=blob(1)), epoch=EPOCH - 1),
+        Gap(SESSION, EPOCH, 1, 0),
+        Cancel(SESSION, EPOCH, 0),
+        Close(SESSION, EPOCH, TALLIES),
+    ],
+    ids=["repeated", "other gen", "other epoch", "gap of other gen", "cancel", "close too soon"],
+)
+def test_what_is_not_expected_is_ignored(message: SessionMessage) -> None:
+    entry = decoding()
+
+    assert entry.receive(message, 2.0) == []
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(3, blob(1))]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [back(2, 1), back(2, 1, row=blob(2)), back(2, 2, row=blob(1))],
+    ids=["no row", "two rows", "beyond"],
+)
+def test_an_answer_that_was_not_asked_ends_the_generation(message: Data) -> None:
+    failed, close = decoding().receive(message, 2.0)
+
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.rank) == (FaultCode.RULES, 2)
+    assert close == Forward(Close(SESSION, EPOCH))
+
+
+def test_a_gap_raises_the_gen_and_the_tokens_go_out_again_from_there() -> None:
+    entry = decoding()
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.0) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 1, (12, 90), 2),
+    ]
+    assert entry.computed(blob(2), 2.1) == [sent(1, 2, LAST_CHUNK, gen=1)]
+    assert entry.receive(back(2, 1, row=blob(1)), 2.2) == []
+    assert entry.receive(back(1, 2, gen=1, row=blob(1)), 2.3) == [Pick(3, blob(1))]
+
+
+def test_a_gap_beyond_what_came_back_does_not_skip_anything() -> None:
+    entry = decoding()
+
+    assert Embed(1, 2, (90,), 1) in entry.receive(Gap(SESSION, EPOCH, 0, 9), 2.0)
+
+
+def test_a_restart_empties_a_full_window() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.3) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 0, (11, 12), 2),
+    ]
+
+
+def test_a_restart_waits_for_a_running_embed_and_drops_its_output() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.2) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.computed(blob(2), 0.3) == [Embed(1, 0, (11, 12), 2)]
+
+
+def test_a_restart_leaves_a_running_pick_alone() -> None:
+    entry = decoding()
+    entry.receive(back(2, 1, row=blob(1)), 2.0)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.picked(91, 2.2) == [Emit(91), Embed(1, 2, (90, 91), 2)]
+    assert entry.computed(blob(2), 2.3) == [sent(2, 2, LAST_CHUNK, gen=1)]
+
+
+def test_progress_is_told_once() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+    entry.receive(back(0, 2), 0.3)
+    entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.4)
+    entry.computed(blob(1), 0.5)
+    entry.computed(blob(2), 0.6)
+
+    assert entry.receive(back(0, 2, gen=1), 0.7) == []
+
+
+def test_patience_runs_only_while_the_ring_has_the_next_move() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    deadlines = [entry.deadline]
+
+    entry.open(0.0)
+    deadlines.append(entry.deadline)
+    entry.computed(blob(2), 1.0)
+    deadlines.append(entry.deadline)
+    entry.receive(back(0, 2, row=blob(1)), 2.0)
+    deadlines.append(entry.deadline)
+
+    assert deadlines == [None, None, 1.0 + PACE.patience_s, None]
+    assert entry.expire(1000.0) == []
+
+
+def test_no_answer_means_another_try_from_the_last_committed_token() -> None:
+    entry = decoding()
+
+    assert entry.expire(10.9) == []
+    assert entry.expire(11.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 2, (90,), 1)]
+    assert entry.computed(blob(1), 12.0) == [sent(2, 1, Flags.NEED_ROW, gen=1)]
+    assert entry.deadline == 12.0 + 2 * PACE.patience_s
+
+
+def test_patience_ends() -> None:
+    entry = decoding()
+    actions: list[Action] = []
+    for now in (100.0, 200.0, 300.0):
+        actions = entry.expire(now)
+        entry.computed(blob(1), now)
+
+    assert actions == [
+        Failed(FaultCode.TIMED_OUT, "No progress past position 2 after 2 retries", 0),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+
+
+def test_progress_renews_patience() -> None:
+    entry = decoding()
+    entry.expire(100.0)
+    entry.computed(blob(1), 100.0)
+    entry.receive(back(2, 1, gen=1, row=blob(1)), 101.0)
+    entry.picked(91, 101.0)
+    entry.computed(blob(1), 101.0)
+
+    assert entry.deadline == 101.0 + PACE.patience_s
+
+
+def test_a_fault_of_a_rank_ends_the_generation_and_names_it() -> None:
+    fault = Fault(SESSION, EPOCH, FaultCode.MODEL, 2, "no memory")
+
+    assert decoding().receive(fault, 2.0) == [
+        Failed(FaultCode.MODEL, "no memory", 2),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+
+
+def test_a_failure_of_this_rank_ends_the_generation() -> None:
+    entry = decoding()
+
+    assert entry.failed(FaultCode.LOST, "rank 1 is gone", 2.0) == [
+        Failed(FaultCode.LOST, "rank 1 is gone", 0),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+    assert entry.failed(FaultCode.LOST, "again", 2.1) == []
+
+
+def test_cancel_ends_it_at_any_time_but_once() -> None:
+    entry = Entry(TASK, PACE)
+
+    assert entry.finish(CANCELLED, 0.0) == [Done(CANCELLED), Forward(Close(SESSION, EPOCH))]
+    assert entry.finish(CANCELLED, 0.0) == []
+
+
+def test_jobs_that_are_done_after_the_end_change_nothing() -> None:
+    embedding = decoding()
+    embedding.expire(100.0)
+    embedding.finish(CANCELLED, 100.0)
+    picking = decoding()
+    picking.receive(back(2, 1, row=blob(1)), 2.0)
+    picking.finish(CANCELLED, 2.0)
+
+    assert embedding.computed(blob(1), 100.1) == []
+    assert picking.picked(91, 2.1) == []
+
+
+def test_close_that_comes_back_brings_the_tallies() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+
+    assert entry.receive(back(2, 1, row=blob(1)), 2.1) == []
+    assert entry.receive(Close(SESSION, EPOCH, TALLIES), 2.2) == [Closed(TALLIES)]
+    assert entry.state is State.CLOSED
+    assert entry.deadline is None
+    assert entry.receive(Close(SESSION, EPOCH, TALLIES), 2.3) == []
+
+
+def test_close_that_skipped_a_rank_is_not_ours() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+
+    assert entry.receive(Close(SESSION, EPOCH, TALLIES[:1]), 2.2) == []
+
+
+def test_close_that_is_lost_does_not_hold_anyone_up() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+
+    assert entry.deadline == 2.0 + PACE.close_s
+    assert entry.expire(entry.deadline) == [Closed(())]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (replace(TASK, prompt=()), "prompt of 0 tokens"),
+        (replace(TASK, context=5), "prompt of 5 tokens; the model takes 1 to 4"),
+        (replace(TASK, max_tokens=0), "at most 0 tokens"),
+    ],
+)
+def test_a_task_that_cannot_be_done_is_refused(task: Task, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Entry(task, PACE)
+
+
+@pytest.mark.parametrize(("chunk", "window"), [(1, 1), (MAX_ROWS, MAX_PENDING)])
+def test_a_pace_at_the_limits_is_taken(chunk: int, window: int) -> None:
+    assert Pace(chunk=chunk, window=window).chunk == chunk
+
+
+@pytest.mark.parametrize(
+    ("chunk", "window", "words"),
+    [(0, 1, "chunk of 0 rows"), (5000, 1, "1 to 4096"), (1, 0, "window of 0"), (1, 17, "1 to 16")],
+)
+def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Pace(chunk=chunk, window=window)
+
+
+def test_a_cache_that_cannot_go_back_is_filled_again_from_the_start() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12, 13), croppable=False), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(1), 0.2)
+    entry.receive(back(0, 2), 0.3)
+
+    actions = entry.receive(Gap(SESSION, EPOCH, 0, 2), 0.5)
+
+    assert actions == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12), 2)]

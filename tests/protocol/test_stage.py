@@ -1,0 +1,307 @@
+"""A rank behind the entry: crop on write, one computation per session, and a clean end."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.names import SessionId
+from meshllm.protocol.blob import seal, session_key
+from meshllm.protocol.codec import size
+from meshllm.protocol.messages import (
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    SessionMessage,
+    Tally,
+)
+from meshllm.protocol.stage import MAX_CLOSED, MAX_PENDING, Compute, Free, Stage
+
+ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
+EPOCH = 5
+NO_FLAGS = Flags(0)
+NO_TALLY = Tally(0, 0, 0, 0)
+
+
+def blob(rows: int) -> Blob:
+    return seal(session_key(ONE), DType.BFLOAT16, (1, rows, 4), bytes(8 * rows))
+
+
+def data(
+    pos: int, rows: int = 1, gen: int = 0, flags: Flags = NO_FLAGS, session: SessionId = ONE
+) -> Data:
+    return Data(session, EPOCH, gen, pos, rows, flags, blob(rows))
+
+
+def middle() -> Stage:
+    return Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0)
+
+
+def filled(kv_len: int) -> Stage:
+    """A middle rank that holds so many rows of session ONE."""
+    stage = middle()
+    stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(kv_len), 0.0, compute_us=1)
+    return stage
+
+
+def test_data_is_computed_where_it_belongs() -> None:
+    assert filled(4).receive(data(4, rows=2), 1.0) == [Compute(ONE, 4, 2, 2, blob(2))]
+
+
+def test_what_was_computed_goes_on_under_the_same_header() -> None:
+    stage = filled(4)
+    stage.receive(data(4), 1.0)
+    out = replace(blob(1), digest=blob(2).digest)
+
+    actions = stage.computed(ONE, out, 1.1, compute_us=7)
+
+    assert actions == [Forward(replace(data(4), blob=out))]
+    assert not Forward(data(4)).control
+
+
+def test_a_write_below_the_end_crops() -> None:
+    stage = filled(6)
+
+    assert stage.receive(data(2, gen=1), 1.0) == [Compute(ONE, 2, 1, 1, blob(1))]
+    stage.computed(ONE, blob(1), 1.0, compute_us=1)
+    assert stage.receive(data(4, gen=1), 1.0) == [Forward(Gap(ONE, EPOCH, 1, 3))]
+
+
+@pytest.mark.parametrize("stage", [middle(), filled(3)], ids=["unknown", "known"])
+def test_a_write_beyond_the_end_is_answered_by_a_gap(stage: Stage) -> None:
+    kv_len = 3 if stage.deadline else 0
+
+    assert stage.receive(data(4), 1.0) == [Forward(Gap(ONE, EPOCH, 0, kv_len))]
+
+
+def test_older_data_is_dropped() -> None:
+    stage = filled(4)
+    stage.receive(Cancel(ONE, EPOCH, 2), 1.0)
+
+    assert stage.receive(data(4, gen=1), 1.0) == []
+    assert stage.receive(replace(data(4, gen=2), epoch=EPOCH - 1), 1.0) == []
+    assert stage.receive(data(4, gen=2), 1.0) == [Compute(ONE, 4, 1, 1, blob(1))]
+
+
+def test_data_of_a_newer_epoch_is_refused() -> None:
+    newer = replace(data(0), epoch=EPOCH + 1)
+
+    assert middle().receive(newer, 0.0) == [
+        Forward(Fault(ONE, EPOCH + 1, FaultCode.EPOCH, 1, "Rank 1 is at epoch 5, not 6"))
+    ]
+
+
+def test_one_computation_runs_and_the_others_wait_in_order() -> None:
+    stage = middle()
+    first, second = data(0, rows=2), data(2, rows=3)
+
+    assert len(stage.receive(first, 0.0)) == 1
+    assert stage.receive(second, 0.0) == []
+    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == [
+        Forward(first),
+        Compute(ONE, 2, 3, 3, blob(3)),
+    ]
+
+
+def test_sessions_do_not_wait_for_each_other_here() -> None:
+    stage = middle()
+    stage.receive(data(0), 0.0)
+
+    assert stage.receive(data(0, session=TWO), 0.0) == [Compute(TWO, 0, 1, 1, blob(1))]
+
+
+def test_waiting_data_with_a_gap_before_it_is_refused_when_its_turn_comes() -> None:
+    stage = middle()
+    stage.receive(data(0, rows=2), 0.0)
+    stage.receive(data(3), 0.0)
+
+    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == [
+        Forward(data(0, rows=2)),
+        Forward(Gap(ONE, EPOCH, 0, 2)),
+    ]
+
+
+def test_more_waiting_data_than_any_entry_sends_is_a_fault() -> None:
+    stage = middle()
+    for pos in range(MAX_PENDING + 1):
+        stage.receive(data(pos), 0.0)
+
+    with pytest.raises(PeerFault, match="position 17 while 16 others wait"):
+        stage.receive(data(MAX_PENDING + 1), 0.0)
+
+
+def test_cancel_wins_over_waiting_data_and_goes_on() -> None:
+    stage = middle()
+    cancel = Cancel(ONE, EPOCH, 1)
+    stage.receive(data(0, rows=2), 0.0)
+    stage.receive(data(2), 0.0)
+
+    assert stage.receive(cancel, 0.0) == [Forward(cancel)]
+    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == []
+    assert stage.receive(data(3, gen=1), 0.2) == [Forward(Gap(ONE, EPOCH, 1, 2))]
+
+
+def test_a_newer_gen_drops_waiting_data_of_the_older() -> None:
+    stage = middle()
+    stage.receive(data(0, rows=2), 0.0)
+    stage.receive(data(2), 0.0)
+    stage.receive(data(0, gen=1), 0.0)
+
+    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == [Compute(ONE, 0, 1, 1, blob(1))]
+
+
+def test_an_older_cancel_changes_nothing() -> None:
+    stage = filled(2)
+    stage.receive(Cancel(ONE, EPOCH, 3), 0.0)
+    stage.receive(Cancel(ONE, EPOCH, 1), 0.0)
+
+    assert stage.receive(data(2, gen=2), 0.0) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Gap(ONE, EPOCH, 0, 7),
+        Fault(ONE, EPOCH, FaultCode.MODEL, 1, "no memory"),
+        Cancel(ONE, EPOCH, 4),
+    ],
+)
+def test_what_is_for_the_entry_goes_on(message: SessionMessage) -> None:
+    assert middle().receive(message, 0.0) == [Forward(message)]
+    assert Forward(message).control
+
+
+@pytest.mark.parametrize(
+    ("flags", "keep"),
+    [
+        (Flags.PREFILL, 0),
+        (Flags.PREFILL | Flags.NEED_ROW, 1),
+        (Flags.NEED_ROW, 3),
+    ],
+    ids=["chunk", "last chunk", "decode"],
+)
+def test_the_last_rank_keeps_only_the_rows_that_are_needed(flags: Flags, keep: int) -> None:
+    stage = Stage(2, 3, epoch=EPOCH)
+
+    assert stage.receive(data(0, rows=3, flags=flags), 0.0) == [Compute(ONE, 0, 3, keep, blob(3))]
+
+
+@pytest.mark.parametrize("payload", [None, blob(2), replace(blob(1), shape=(4,))])
+def test_data_without_its_rows_is_a_fault(payload: Blob | None) -> None:
+    with pytest.raises(PeerFault, match="1 rows with a blob of shape"):
+        middle().receive(replace(data(0), blob=payload), 0.0)
+
+
+def test_a_failed_computation_frees_the_session_and_tells_the_entry() -> None:
+    stage = filled(2)
+    stage.receive(data(2), 1.0)
+
+    actions = stage.failed(ONE, FaultCode.MODEL, "no memory")
+
+    assert actions == [Free(ONE), Forward(Fault(ONE, EPOCH, FaultCode.MODEL, 1, "no memory"))]
+    assert stage.receive(data(2), 1.1) == []
+
+
+def test_an_answer_for_nothing_is_ignored() -> None:
+    stage = filled(2)
+
+    assert stage.computed(ONE, blob(1), 0.0, compute_us=1) == []
+    assert stage.computed(TWO, blob(1), 0.0, compute_us=1) == []
+    assert stage.failed(ONE, FaultCode.MODEL, "late") == []
+    assert stage.failed(TWO, FaultCode.MODEL, "late") == []
+
+
+def test_close_frees_the_session_and_carries_the_tally_of_its_decode_steps() -> None:
+    stage = Stage(2, 3, epoch=EPOCH)
+    stage.round_trip_us = 450
+    stage.receive(data(0, rows=2, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, None, 0.0, compute_us=1000)
+    for pos in (2, 3):
+        stage.receive(data(pos, flags=Flags.NEED_ROW), 0.0)
+        stage.computed(ONE, blob(1), 0.0, compute_us=10)
+
+    actions = stage.receive(Close(ONE, EPOCH, (NO_TALLY,)), 1.0)
+
+    tally = Tally(compute_us=20, steps=2, bytes_sent=2 * size(data(2)), round_trip_us=450)
+    assert actions == [Free(ONE), Forward(Close(ONE, EPOCH, (NO_TALLY, tally)))]
+
+
+def test_a_repeated_close_frees_nothing_and_says_the_same() -> None:
+    stage = filled(2)
+    stage.receive(data(2), 0.0)
+    stage.computed(ONE, blob(1), 0.0, compute_us=10)
+
+    first, second = stage.receive(Close(ONE, EPOCH), 1.0), stage.receive(Close(ONE, EPOCH), 1.0)
+
+    assert first == [Free(ONE), *second]
+
+
+def test_close_of_an_unknown_session_goes_on_and_is_remembered() -> None:
+    stage = middle()
+
+    assert stage.receive(Close(ONE, EPOCH), 0.0) == [Forward(Close(ONE, EPOCH, (NO_TALLY,)))]
+    assert stage.receive(data(0), 0.0) == []
+
+
+def test_close_wins_over_a_running_computation() -> None:
+    stage = middle()
+    stage.receive(data(0), 0.0)
+    stage.receive(Close(ONE, EPOCH), 0.0)
+
+    assert stage.computed(ONE, blob(1), 0.1, compute_us=1) == []
+    assert stage.receive(data(0), 0.2) == []
+
+
+def test_close_that_skipped_a_rank_is_a_fault() -> None:
+    with pytest.raises(PeerFault, match="2 tallies at rank 1"):
+        middle().receive(Close(ONE, EPOCH, (NO_TALLY, NO_TALLY)), 0.0)
+
+
+def test_only_so_many_closed_sessions_are_remembered() -> None:
+    stage = middle()
+    for number in range(MAX_CLOSED + 1):
+        stage.receive(Close(SessionId(number.to_bytes(16, "big")), EPOCH), 0.0)
+
+    forgotten, remembered = SessionId(bytes(16)), SessionId((1).to_bytes(16, "big"))
+
+    assert stage.receive(data(0, session=forgotten), 0.0) != []
+    assert stage.receive(data(0, session=remembered), 0.0) == []
+
+
+def test_one_session_too_many_is_refused() -> None:
+    stage = filled(2)
+    stage.receive(data(0, session=TWO), 0.0)
+    three = SessionId(b"3" * 16)
+
+    assert stage.receive(data(0, session=three), 0.0) == [
+        Forward(Fault(three, EPOCH, FaultCode.BUSY, 1, "2 sessions are served already"))
+    ]
+
+
+def test_an_idle_session_is_freed_and_can_come_back() -> None:
+    stage = filled(2)
+
+    deadline = stage.deadline
+
+    assert deadline == 60.0
+    assert stage.expire(59.0) == []
+    assert stage.expire(60.0) == [Free(ONE)]
+    assert stage.deadline is None
+    assert stage.receive(data(2), 61.0) == [Forward(Gap(ONE, EPOCH, 0, 0))]
+    assert stage.receive(data(0, gen=1), 61.0) == [Compute(ONE, 0, 1, 1, blob(1))]
+
+
+def test_a_session_that_computes_is_not_idle() -> None:
+    stage = filled(2)
+    stage.receive(data(2), 1.0)
+
+    assert stage.deadline is None
+    assert stage.expire(1000.0) == []
