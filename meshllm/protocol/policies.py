@@ -1,0 +1,159 @@
+"""What makes one plan better than another; knows nothing about sessions.
+
+Theory of operation
+-------------------
+`fastest` is one session's time per token: the sum of all stages, the way round, and the head. It
+takes a lower bound of every ring worth a look, and divides the layers exactly in the order of the
+bounds until no bound is below the best division. Where layers are alike the bound is exact, and
+with up to twelve nodes every set of them is looked at: nothing is faster.
+
+`throughput` is `fastest` under a limit: the least time in which the slowest stage can be done.
+
+`proportional` is the paper's Algorithm 1, repaired. As printed it gives a node no layers (3 layers
+on 4 nodes), or -5 of them (28 layers, memories 100 and 9 x 1), or the smallest node the most (10
+and 3 x 9.9), because the last one takes what rounding leaves. Here the squared distance from the
+proportional share is least, within what each node holds and with one layer at least: the method of
+the largest remainder, where no capacity binds.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from meshllm.errors import UserError
+from meshllm.names import Span
+from meshllm.protocol.division import Division, Filling, divide, token_time
+from meshllm.protocol.plan import Links, Offer, Plan, Policy, Shape, Stage, Standby, Terms
+from meshllm.protocol.problem import NANOSECOND, Problem, pose
+from meshllm.protocol.reasons import refusal, standby_reasons
+from meshllm.protocol.rings import rings
+
+_LOOSEN = 16  # a limit that unequal layers cannot keep grows by 1/16
+_EVEN = 1 << 32  # more than the sum of squares of the spans of any model
+
+UNBOUND = Terms()
+
+
+def make_plan(
+    offers: Sequence[Offer],
+    links: Links,
+    shape: Shape,
+    *,
+    policy: Policy = Policy.AUTO,
+    epoch: int = 1,
+    terms: Terms = UNBOUND,
+) -> Plan:
+    """Choose who holds which layers; the order of the offers does not matter.
+
+    Raises:
+        ModelError: the model does not fit; the message names what is missing.
+        UserError: the offers or the terms contradict each other.
+    """
+    offers = sorted(offers, key=lambda offer: offer.node)
+    if len({offer.node for offer in offers}) < len(offers):
+        raise UserError("A node makes one offer")
+    if terms.spans and policy is Policy.PROPORTIONAL:
+        raise UserError("`proportional` takes no bound spans", hint="use `fastest`")
+    problem = pose(offers, links, shape, terms)
+    division = _SOLVERS[policy](problem)
+    if division is None:
+        raise refusal(problem, shape)
+    stages = zip(division.order, division.spans, strict=True)
+    return Plan(
+        epoch=epoch,
+        model=shape.name,
+        ends=terms.ends,
+        stages=tuple(Stage(problem.nodes[node], span) for node, span in stages),
+        standbys=tuple(
+            Standby(problem.nodes[node], reason)
+            for node, reason in standby_reasons(problem, division.order)
+        ),
+    )
+
+
+def fastest(problem: Problem) -> Division | None:
+    """Find the ring with the least time per token; among equals the smallest and most even."""
+    filling = Filling(problem)
+    best: tuple[int, Division] | None = None
+    for bound, _, ring in sorted(rings(problem, filling)):
+        if best is not None and bound >= best[0]:
+            break
+        division = divide(problem, ring, lambda node, span: _even_time(problem, node, span))
+        if division is None:
+            continue
+        token = token_time(problem, division)
+        if best is None or token < best[0]:
+            best = token, division
+    return None if best is None else best[1]
+
+
+def throughput(problem: Problem) -> Division | None:
+    """Find the ring with the fastest slowest stage; among those the `fastest`.
+
+    Nothing has a faster one where `fastest` is exact; elsewhere it may be 1/16 slower than found.
+    """
+    if fastest(problem) is None:
+        return None
+    limit = _least_limit(problem)
+    while (found := fastest(problem.limited(limit))) is None:
+        limit += limit // _LOOSEN + NANOSECOND
+    return found
+
+
+def proportional(problem: Problem) -> Division | None:
+    """Give every node, largest memory first, layers in proportion to its memory."""
+    filling = Filling(problem)
+    most = problem.members or problem.layers + problem.client
+    by_memory = sorted(filling.holders, key=lambda node: -problem.memory[node])
+    for entry in sorted(filling.entries, key=lambda node: -problem.memory[node]):
+        others = [node for node in by_memory if node != entry]
+        chosen = sorted(others, key=lambda node: node not in problem.required)[: most - 1]
+        ring = (entry, *(node for node in others if node in chosen))
+        if problem.allows(ring) and (found := divide(problem, ring, _share(problem, ring))):
+            return found
+    return None
+
+
+_SOLVERS: dict[Policy, Callable[[Problem], Division | None]] = {
+    Policy.AUTO: fastest,
+    Policy.FASTEST: fastest,
+    Policy.THROUGHPUT: throughput,
+    Policy.PROPORTIONAL: proportional,
+}
+
+
+def _share(problem: Problem, order: Sequence[int]) -> Callable[[int, Span], int]:
+    usable = {node: problem.usable(node, entry=node == order[0]) for node in order}
+    if problem.client:
+        usable[order[0]] = 0
+    total, works = sum(usable.values()), problem.works
+
+    def distance(node: int, span: Span) -> int:
+        work = works[span.stop] - works[span.start]
+        return (work * total - works[-1] * usable[node]) ** 2
+
+    return distance
+
+
+def _even_time(problem: Problem, node: int, span: Span) -> int:
+    return problem.time(node, span) * _EVEN + len(span) ** 2
+
+
+def _least_limit(problem: Problem) -> int:
+    """Return the least time, in whole nanoseconds, in which there is room for all layers."""
+    slowest = max(problem.layer_ns) * problem.works[-1] + max(problem.head)
+    limits = range(0, slowest + 2 * NANOSECOND, NANOSECOND)
+    at = bisect_left(limits, 1, key=lambda limit: _has_room(problem.limited(limit)))
+    return limits[at]
+
+
+def _has_room(problem: Problem) -> bool:
+    filling = Filling(problem)
+    most = problem.members or problem.layers + problem.client
+    for entry in filling.entries:
+        rooms = filling.rooms(entry)
+        others = [node for node in filling.holders if node != entry]
+        others.sort(key=lambda node: (node not in problem.required, -rooms[node]))
+        ring = (entry, *others[: most - 1])
+        if problem.allows(ring) and sum(rooms[node] for node in ring) >= problem.works[-1]:
+            return True
+    return False
