@@ -1,0 +1,223 @@
+"""Keys, values and states of one session for the layers of a span; knows nothing about weights.
+
+The layers keep their global index; those of others are dummies. Rows of attention are appended in
+place, where transformers' own cache copies all of them for every token.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from meshllm.errors import ModelError
+from meshllm.names import Span
+
+CHUNK = 256  # tokens of room that are made at once: one copy per so many tokens
+SLACK = 64  # tokens that a sliding window keeps behind it, so that as many can be taken back
+
+
+class Rows:
+    """A tensor ``[B, H, T, D]`` that grows in place along T."""
+
+    __slots__ = ("buffer", "used")
+
+    def __init__(self, like: Tensor) -> None:
+        self.buffer = like.new_empty(*like.shape[:-2], 0, like.shape[-1])
+        self.used = 0
+
+    def append(self, rows: Tensor, keep: int | None = None) -> Tensor:
+        """Add rows and return all that are held; when room is made, only the last ``keep`` stay."""
+        stop = self.used + rows.shape[-2]
+        if stop > self.buffer.shape[-2]:
+            held = self.buffer[..., : self.used, :]
+            held = held if keep is None else held[..., max(0, self.used - keep) :, :]
+            self.used = held.shape[-2]
+            stop = self.used + rows.shape[-2]
+            wider = rows.new_empty(*rows.shape[:-2], stop + CHUNK, rows.shape[-1])
+            wider[..., : self.used, :] = held
+            self.buffer = wider
+        self.buffer[..., self.used : stop, :] = rows
+        self.used = stop
+        return self.buffer[..., :stop, :]
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not followed
+    """Full attention."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the rows of this step and return all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.rows = Rows(key_states), Rows(value_states)
+        self.keys = self.rows[0].append(key_states)
+        self.values = self.rows[1].append(value_states)
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` rows."""
+        if self.is_initialized and tokens_to_remove:
+            super().crop(tokens_to_remove)
+            for rows in self.rows:
+                rows.used = self.keys.shape[-2]
+
+
+class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
+    """Attention over a sliding window; `SLACK` rows behind it stay, to be able to go back."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the rows of this step and return those that it sees."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.rows = Rows(key_states), Rows(value_states)
+        tokens = key_states.shape[-2]
+        seen = min(self.cumulative_length, self.sliding_window - 1) + tokens
+        self.cumulative_length += tokens
+        keep = self.sliding_window - 1 + SLACK
+        self.keys = self.rows[0].append(key_states, keep)
+        self.values = self.rows[1].append(value_states, keep)
+        return self.keys[..., -seen:, :], self.values[..., -seen:, :]
+
+    @property
+    def floor(self) -> int:
+        """The shortest length that `crop` can go back to."""
+        forgotten = self.cumulative_length - (self.rows[0].used if self.is_initialized else 0)
+        return forgotten + self.sliding_window - 1 if forgotten else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` rows; the caller has looked at `floor`."""
+        if self.is_initialized and tokens_to_remove:
+            self.cumulative_length += tokens_to_remove
+            for rows in self.rows:
+                rows.used += tokens_to_remove
+            self.keys, self.values = (rows.buffer[..., : rows.used, :] for rows in self.rows)
+
+
+_CROPPABLE = (GrowingLayer, WindowLayer, DynamicIndexedLayer, DummyLayer)
+
+
+class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
+    """The cache of one session for the layers of one span."""
+
+    length: int
+    """Tokens so far; the shard counts them."""
+    layers: list[Any]
+    """By global index; dummies stand for the layers of others."""
+
+    def __init__(self, config: Any, span: Span) -> None:
+        super().__init__(config=config)
+        self.length = 0
+        self._config = config
+        self._span = span
+        self.layers = self._own(self.layers)
+        self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+        self._recurs = any(isinstance(la, LinearAttentionCacheLayerMixin) for la in self.layers)
+
+    @property
+    def croppable(self) -> bool:
+        """Whether tokens can be taken back; recurrent and convolution states know no way back."""
+        return all(type(layer) in _CROPPABLE for layer in self.layers)
+
+    @property
+    def floor(self) -> int:
+        """The shortest length, other than 0, that `crop` can go back to."""
+        if not self.croppable:
+            return self.length
+        return max((la.floor for la in self.layers if isinstance(la, WindowLayer)), default=0)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the states, room made ahead included."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for layer in self.layers
+            for tensor in _tensors(vars(layer).values())
+        }
+        return sum(storages.values())
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` tokens; 0 empties the cache of any family.
+
+        After a forward that raised, ``crop(cache.length)`` makes the layers agree again.
+
+        Raises:
+            ModelError: the states cannot go back that far; the cache is unharmed.
+        """
+        if length == 0:
+            self.layers = self._own(DynamicCache(config=self._config).layers)
+            self.length = 0
+            return
+        if length > self.length or (length < self.length and length < self.floor):
+            raise ModelError(
+                f"Cannot crop a cache of {self.length} tokens to {length};"
+                f" from {self.floor} on it can",
+                hint="crop it to 0 and prefill again",
+            )
+        for layer in self.layers:
+            if isinstance(layer, CacheLayerMixin) and type(layer) in _CROPPABLE:
+                layer.crop(min(0, length - layer.get_seq_length()))
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count the tokens before this step; stock code asks layer 0, which may be another's."""
+        if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], CacheLayerMixin):
+            return int(self.layers[layer_idx].get_seq_length())
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Give (keys, offset) for a mask; where no layer of the span attends, nobody reads it."""
+        if not self._attends:
+            return self.length + query_length, 0
+        own = layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], CacheLayerMixin)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx if own else 0)
+        return sizes
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Tell whether there was a step before; stock code may ask where the span has no state."""
+        if layer_idx is None and not self._recurs:
+            return self.length > 0
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
+    def _own(self, layers: list[Any]) -> list[Any]:
+        """Put dummies in place of what is not in the span."""
+        return [
+            _suit(layer) if index in self._span else DummyLayer()
+            for index, layer in enumerate(layers)
+        ]
+
+
+def _suit(layer: Any) -> Any:
+    """Replace a layer that copies itself for every token by one that grows in place."""
+    if type(layer) is DynamicLayer:
+        return GrowingLayer()
+    if type(layer) is DynamicSlidingWindowLayer:
+        return WindowLayer(layer.sliding_window)
+    return layer
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Find the tensors in attributes, and in dicts and tuples of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Rows):
+            yield value.buffer
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+        elif isinstance(value, tuple):
+            yield from _tensors(value)

@@ -1,0 +1,110 @@
+"""How large a model is, part by part, and what this machine has free; reads no tensor data."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+import torch
+from torch import Tensor
+
+from meshllm.model.anatomy import PROBE, run_on_meta, stubbed
+from meshllm.model.cache import SpanCache
+from meshllm.model.skeleton import Skeleton, build
+from meshllm.model.source import Source, stored_dtype
+from meshllm.names import Span
+
+UNLIMITED = 1 << 20  # tokens; for the rare config that gives no longest sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a planner has to know of a model."""
+
+    name: str
+    model_type: str
+    layers: int
+    layer_bytes: tuple[int, ...]
+    embed_bytes: int
+    """What stands before the layers."""
+    head_bytes: int
+    """What stands after them, without what it shares with the embedding."""
+    tied: bool
+    """Embedding and head share their weights."""
+    kv_bytes_per_token: tuple[int, ...]
+    """Per layer; 0 where the state does not grow. A sliding window grows until it is full."""
+    hidden_size: int
+    vocab_size: int
+    context: int
+    """Longest sequence, in tokens."""
+    dtype: str
+    """As ``bfloat16``."""
+    itemsize: int
+    """Bytes per element of a hidden state."""
+
+
+def shape_of(source: Source, dtype: torch.dtype | None = None) -> ModelShape:
+    """Measure a model as it would be in ``dtype``, or as stored.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    dtype = dtype or stored_dtype(source)
+    skeleton = build(source.config, dtype)
+    model, anatomy = skeleton.model, skeleton.anatomy
+    config = model.config.get_text_config(decoder=True)
+    tensors = model.state_dict()
+    tied = set(model.all_tied_weights_keys) & _under(tensors, anatomy.outputs)
+    return ModelShape(
+        name=source.name,
+        model_type=source.config.model_type,
+        layers=skeleton.layers,
+        layer_bytes=tuple(_size(layer.state_dict().values()) for layer in skeleton.parts),
+        embed_bytes=_size(tensors[name] for name in _under(tensors, anatomy.inputs)),
+        head_bytes=_size(tensors[name] for name in _under(tensors, anatomy.outputs) - tied),
+        tied=bool(tied),
+        kv_bytes_per_token=_kv_bytes(skeleton),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context=getattr(config, "max_position_embeddings", None) or UNLIMITED,
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+    )
+
+
+def free_memory() -> int:
+    """Tell how many bytes can be used without swapping."""
+    return int(psutil.virtual_memory().available)
+
+
+def _under(names: Iterable[str], modules: Iterable[str]) -> set[str]:
+    prefixes = tuple(f"{module}." for module in modules)
+    return {name for name in names if name.startswith(prefixes)}
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _kv_bytes(skeleton: Skeleton) -> tuple[int, ...]:
+    """Let one layer of each kind write into its cache on meta, and look at what it wrote."""
+    kinds = SpanCache(skeleton.model.config, Span(0, skeleton.layers)).layers
+    known: dict[object, int] = {}
+    sizes = []
+    for index, layer in enumerate(skeleton.parts):
+        kind = type(kinds[index]), tuple(tensor.shape for tensor in layer.parameters())
+        if kind not in known:
+            known[kind] = _probe(skeleton, index)
+        sizes.append(known[kind])
+    return tuple(sizes)
+
+
+def _probe(skeleton: Skeleton, index: int) -> int:
+    """Count the bytes that one token adds to the cache of one layer."""
+    model, anatomy = skeleton.model, skeleton.anatomy
+    cache = SpanCache(model.config, Span(index, index + 1))
+    with stubbed(model, anatomy.layers, anatomy.arity, keep=index):
+        run_on_meta(model, anatomy.call, cache)
+    layer = cache.layers[index]
+    rows = (getattr(layer, name, None) for name in ("keys", "values", "indexer_keys"))
+    return _size(row for row in rows if row is not None) // prod(PROBE)

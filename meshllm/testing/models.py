@@ -1,0 +1,42 @@
+"""Tiny models with random weights, in a folder as if downloaded; knows nothing about rings."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from meshllm.model.families import read_table, tiny_config
+from meshllm.model.skeleton import quiet
+from meshllm.model.source import Source, open_folder
+
+
+def tiny_model(
+    folder: Path,
+    name: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    file_bytes: int | None = None,
+) -> Source:
+    """Write a model of a type, or ``type:variant``, with 6 random layers; the same each time.
+
+    With ``file_bytes`` the weights are split into files of about that size, with an index.
+    """
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(name, read_table()), dtype=dtype)
+        with torch.no_grad():  # biases of zero and norms of one would hide a missing tensor
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape).to(dtype) * 0.02)
+        model.tie_weights()
+        model.save_pretrained(folder, **({"max_shard_size": file_bytes} if file_bytes else {}))
+    return open_folder(name, folder)
+
+
+def stock_model(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
+    """Load a whole model as any user of transformers would: the reference."""
+    with quiet():
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype or "auto"
+        )
+    return model.eval()

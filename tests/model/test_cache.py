@@ -1,0 +1,178 @@
+"""What a session remembers: grown in place, cropped, dropped behind a window."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, PreTrainedConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.cache import CHUNK, SLACK, GrowingLayer, SpanCache, WindowLayer
+from meshllm.names import Span
+
+WINDOW = 8
+
+
+def llama() -> PreTrainedConfig:
+    return LlamaConfig(num_hidden_layers=4)
+
+
+def mistral() -> PreTrainedConfig:
+    return MistralConfig(num_hidden_layers=4, sliding_window=WINDOW)
+
+
+def rows(start: int, count: int) -> Tensor:
+    """Keys ``[1, 2, count, 3]`` that tell their position."""
+    positions = torch.arange(start, start + count, dtype=torch.float32)
+    return positions.view(1, 1, -1, 1).expand(1, 2, -1, 3)
+
+
+def write(cache: SpanCache, count: int, layer: int = 1) -> Tensor:
+    """Do what a forward does with the cache of one layer; return the keys that it sees."""
+    keys, _ = cache.update(rows(cache.length, count), rows(cache.length, count), layer)
+    cache.length += count
+    return torch.as_tensor(keys[0, 0, :, 0])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2 * CHUNK), st.integers(0, SLACK)), min_size=1, max_size=6)
+)
+def test_full_attention_sees_every_row_that_was_not_cropped(steps: list[tuple[int, int]]) -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+
+    for count, taken in steps:
+        seen = write(cache, count)
+        assert torch.equal(seen, torch.arange(cache.length, dtype=torch.float32))
+        cache.crop(max(0, cache.length - taken))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2 * CHUNK), st.integers(0, SLACK)), min_size=1, max_size=6)
+)
+def test_a_window_sees_what_stock_code_makes_a_mask_for(steps: list[tuple[int, int]]) -> None:
+    cache = SpanCache(mistral(), Span(1, 2))
+
+    for count, taken in steps:
+        length, offset = cache.get_mask_sizes(count, 1)
+        seen = write(cache, count)
+        assert torch.equal(seen, torch.arange(offset, offset + length, dtype=torch.float32))
+        assert offset + length == cache.length
+        cache.crop(max(cache.floor, cache.length - taken, 1))
+
+
+def test_a_window_goes_back_by_its_slack_and_no_further() -> None:
+    cache = SpanCache(mistral(), Span(1, 2))
+    write(cache, 500)
+    write(cache, CHUNK + 1)  # makes room, and forgets what is far behind
+
+    floor = cache.floor
+
+    assert 0 < floor <= cache.length - SLACK
+    with pytest.raises(ModelError, match=f"of 757 tokens to {floor - 1}; from {floor} on it can"):
+        cache.crop(floor - 1)
+    cache.crop(floor)
+    assert write(cache, 1).tolist() == list(range(floor - WINDOW + 1, floor + 1))
+
+
+def test_rows_are_appended_without_copying_the_others() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 5)
+    before = cache.layers[1].keys.data_ptr()
+
+    for _ in range(CHUNK):
+        write(cache, 1)
+
+    assert cache.layers[1].keys.data_ptr() == before
+    write(cache, 1)
+    assert cache.layers[1].keys.data_ptr() != before
+
+
+def test_only_the_layers_of_the_span_store_anything() -> None:
+    cache = SpanCache(llama(), Span(1, 3))
+
+    assert [type(layer) is GrowingLayer for layer in cache.layers] == [False, True, True, False]
+    with pytest.raises(NotImplementedError):
+        write(cache, 1, layer=0)
+
+
+def test_sliding_layers_get_a_window() -> None:
+    assert type(SpanCache(mistral(), Span(0, 4)).layers[3]) is WindowLayer
+
+
+def test_stock_code_that_asks_layer_0_hears_the_length_of_the_session() -> None:
+    cache = SpanCache(llama(), Span(2, 3))
+    write(cache, 7, layer=2)
+
+    assert cache.get_seq_length() == 7
+    assert cache.get_seq_length(2) == 7
+    assert cache.get_mask_sizes(3, 0) == (10, 0)
+
+
+def test_ends_without_layers_count_tokens_too() -> None:
+    cache = SpanCache(llama(), Span(0, 0))
+    cache.length = 9
+
+    assert cache.get_seq_length() == 9
+    assert cache.get_mask_sizes(2, 0) == (11, 0)
+    assert cache.has_previous_state()
+    assert cache.croppable
+    cache.crop(4)
+    assert (cache.length, cache.bytes) == (4, 0)
+
+
+def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
+    cache = SpanCache(llama(), Span(0, 2))
+    for layer in (0, 1):
+        cache.update(rows(0, 5), rows(0, 5), layer)
+    cache.length = 5
+    cache.update(rows(5, 3), rows(5, 3), 0)  # the forward stops before layer 1
+
+    cache.crop(cache.length)
+
+    assert [cache.get_seq_length(layer) for layer in (0, 1)] == [5, 5]
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_a_crop_to_a_length_that_never_was_is_refused(length: int) -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 3)
+
+    with pytest.raises(ModelError, match=f"Cannot crop a cache of 3 tokens to {length}"):
+        cache.crop(length)
+
+
+def test_a_crop_to_nothing_frees_the_memory() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 3)
+
+    cache.crop(0)
+
+    assert (cache.length, cache.bytes) == (0, 0)
+    assert write(cache, 2).tolist() == [0, 1]
+
+
+def test_bytes_are_those_of_the_room_made() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 3)
+
+    assert cache.bytes == 2 * 2 * (3 + CHUNK) * 3 * 4  # keys and values, heads, rows, D, float32
+
+
+def test_a_recurrent_state_cannot_go_back_but_can_start_anew() -> None:
+    cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
+    cache.update_conv_state(torch.ones(1, 4, 3), 1)
+    cache.length = 3
+
+    assert not cache.croppable
+    assert cache.bytes > 0
+    assert cache.has_previous_state()
+    with pytest.raises(ModelError, match="from 3 on it can"):
+        cache.crop(2)
+    cache.crop(3)
+    cache.crop(0)
+    assert not cache.has_previous_state()
+
+
+def test_it_is_a_cache_to_stock_code() -> None:
+    assert isinstance(SpanCache(llama(), Span(0, 4)), DynamicCache)

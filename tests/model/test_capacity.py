@@ -1,0 +1,110 @@
+"""What a model takes, told from its config alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Lfm2Config, LlamaConfig, MixtralConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.capacity import UNLIMITED, ModelShape, free_memory, shape_of
+from meshllm.model.shard import Shard
+from meshllm.model.source import Source
+from meshllm.names import Span
+from meshllm.testing.models import tiny_model
+
+NOWHERE = Path("/nonexistent")  # nothing is read
+
+
+def qwen3_sized() -> ModelShape:
+    config = LlamaConfig(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    )
+    return shape_of(Source("big", NOWHERE, config), torch.bfloat16)
+
+
+def test_the_parts_of_a_published_size_add_up() -> None:
+    shape = qwen3_sized()
+
+    assert shape.layers == 28
+    assert shape.layer_bytes == (31_461_376,) * 28
+    assert shape.embed_bytes == 151_936 * 1024 * 2
+    assert (shape.head_bytes, shape.tied) == (1024 * 2, True)
+    assert shape.kv_bytes_per_token == (2 * 8 * 128 * 2,) * 28
+    assert (shape.context, shape.dtype, shape.itemsize) == (40_960, "bfloat16", 2)
+    assert (shape.hidden_size, shape.vocab_size, shape.model_type) == (1024, 151_936, "llama")
+
+
+def test_a_head_of_its_own_counts() -> None:
+    config = LlamaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+
+    shape = shape_of(Source("untied", NOWHERE, config), torch.float32)
+
+    assert not shape.tied
+    assert shape.head_bytes == (100 * 64 + 64) * 4
+
+
+def test_each_layer_counts_its_own_state() -> None:
+    config = Lfm2Config(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv"],
+    )
+
+    shape = shape_of(Source("mixed", NOWHERE, config), torch.float32)
+
+    assert shape.kv_bytes_per_token == (0, 2 * 2 * 16 * 4, 0)
+    assert shape.layer_bytes[0] == shape.layer_bytes[2] != shape.layer_bytes[1]
+
+
+def test_experts_count_with_their_layer() -> None:
+    config = MixtralConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+
+    shape = shape_of(Source("experts", NOWHERE, config), torch.float32)
+
+    assert shape.layer_bytes[0] > 4 * 3 * 64 * 96 * 4
+    assert shape.kv_bytes_per_token == (2 * 2 * 16 * 4,) * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_the_sizes_are_those_of_what_is_loaded(name: str, tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, name)
+    shape = shape_of(source)
+
+    for layer in range(shape.layers):
+        shard = Shard.load(source, Span(layer, layer + 1), embed=False, head=False)
+        held = sum(parameter.nbytes for parameter in shard.model.parameters())
+        assert held == shape.layer_bytes[layer]
+
+
+def test_a_config_without_a_longest_sequence_has_no_limit(tmp_path: Path) -> None:
+    assert shape_of(tiny_model(tmp_path, "bloom")).context == UNLIMITED
+
+
+def test_a_dtype_is_needed_where_neither_config_nor_weights_tell() -> None:
+    with pytest.raises(ModelError, match="has neither"):
+        shape_of(Source("x", NOWHERE, LlamaConfig(num_hidden_layers=1)))
+
+
+def test_some_memory_is_free() -> None:
+    assert free_memory() > 0
