@@ -1,0 +1,218 @@
+"""Whether a user's model may be split, and the proof on its own weights; knows no network.
+
+The parity table in ``FAMILIES.md`` covers a tiny config of every type. A user's model has switches
+of its own and every machine its own kernels, so the first use of a config on a machine is checked
+again on a tiny model with the same switches, and the verdict is remembered.
+"""
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from platformdirs import user_state_path
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+import meshllm
+from meshllm.errors import ModelError
+from meshllm.model import parity
+from meshllm.model.families import Table, read_table, shrink, tiny_config
+from meshllm.model.loader import list_weights, open_file
+from meshllm.model.measure import PROBE_ERRORS, describe, measure
+from meshllm.model.parity import RingSession, Session, WholeSession
+from meshllm.model.shard import Shard
+from meshllm.model.skeleton import Part, quiet
+from meshllm.model.source import Source, stored_dtype
+from meshllm.model.text import Text
+from meshllm.model.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+PROMPT = "A ring of strangers computes a sentence"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one division of a model compares to the whole."""
+
+    parts: tuple[Part, ...]
+    equal: bool
+    """The logits of the prompt and of every new token are equal bit for bit."""
+    same_tokens: bool
+    """Greedy tokens are those of ``transformers`` generate."""
+    gap: float
+    """The largest absolute difference of two logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found."""
+
+    model: str
+    dtype: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """What ``transformers`` generates greedily."""
+    splits: tuple[Split, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every split gives the numbers of the whole model."""
+        return all(split.equal and split.same_tokens for split in self.splits)
+
+
+def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
+    """Return the verdict on models with this config; measured once per machine and remembered.
+
+    ``folder`` holds what is remembered; by default it is in the user's state folder.
+    """
+    table = read_table()
+    if reason := table.excluded.get(config.model_type):
+        return Verdict(config.model_type, equal=False, reason=reason)
+    text = config.get_text_config(decoder=True)
+    record = (folder or user_state_path("meshllm") / "verdicts") / f"{_digest(text)}.json"
+    verdict = _recall(record)
+    if verdict is None:
+        verdict = table.explain(text.model_type, _measure_like(text, table))
+        _remember(record, verdict)
+    return verdict
+
+
+def verify(
+    source: Source,
+    *,
+    splits: Sequence[int] = (2, 3),
+    tokens: int = 16,
+    prompt: str | Sequence[int] = PROMPT,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[str], None] = log.info,
+) -> Report:
+    """Compare a model, with its own weights, to its parts: logits and greedy tokens.
+
+    Holds the whole model once at a time. ``progress`` hears one line before each stage.
+
+    Raises:
+        ModelError: the model cannot be loaded, or has fewer layers than a split has parts.
+    """
+    dtype = dtype or stored_dtype(source)
+    layers = source.config.get_text_config(decoder=True).num_hidden_layers
+    if max(splits) > layers:
+        raise ModelError(f"`{source.name}` has {layers} layers, too few for {max(splits)} parts")
+    ids = _ids(source, prompt)
+    progress(f"run the whole model, {layers} layers in {str(dtype).removeprefix('torch.')}")
+    with torch.inference_mode():
+        written, logits = _run_whole(source, torch.tensor([ids]), tokens, dtype)
+        found = []
+        for count in splits:
+            parts = parity.divide(layers, count)
+            progress(f"run it in {count} parts: {' '.join(str(part.span) for part in parts)}")
+            found.append(_compare(source, parts, dtype, written, logits))
+    new = tuple(written[0, len(ids) :].tolist())
+    return Report(source.name, str(dtype).removeprefix("torch."), tuple(ids), new, tuple(found))
+
+
+def _ids(source: Source, prompt: str | Sequence[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(prompt)
+    try:
+        return Text.load(source.folder).encode(prompt)
+    except ModelError:  # numbers can be compared without words
+        return list(range(1, 11))
+
+
+def _run_whole(
+    source: Source, ids: Tensor, tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """Generate greedily as transformers does; return all tokens [1, T] and the logits to each."""
+    for file in sorted(set(list_weights(source.folder).values())):
+        open_file(source.folder / file)  # refuses what is missing or damaged in our words
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, local_files_only=True, use_safetensors=True
+        ).eval()
+        # Replaced, as generate fills in what a given config leaves open: penalties, end tokens.
+        model.generation_config = GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+        written = model.generate(ids, attention_mask=torch.ones_like(ids))
+    return written, _write(WholeSession(model), written, ids.shape[1])
+
+
+def _compare(
+    source: Source,
+    parts: tuple[Part, ...],
+    dtype: torch.dtype,
+    written: Tensor,
+    expected: list[Tensor],
+) -> Split:
+    """Write the same tokens round a ring: its greedy choice is theirs as long as it is the same."""
+    shards = [
+        Shard.load(source, part.span, embed=part.embed, head=part.head, dtype=dtype)
+        for part in parts
+    ]
+    prompt = expected[0].shape[1]
+    logits = _write(RingSession(shards), written, prompt)
+    gap = max(float((a - b).abs().max()) for a, b in zip(expected, logits, strict=True))
+    chosen = [int(rows[0, -1].argmax()) for rows in logits]
+    return Split(
+        parts,
+        equal=parity.unequal(expected, logits) is None,
+        same_tokens=chosen == written[0, prompt:].tolist(),
+        gap=gap,
+    )
+
+
+def _write(session: Session, ids: Tensor, prompt: int) -> list[Tensor]:
+    """Write a prompt, then token by token all but the last, to which no logits are needed."""
+    logits = [session.write(ids[:, :prompt])]
+    logits += [session.write(ids[:, at : at + 1]) for at in range(prompt, ids.shape[1] - 1)]
+    return logits
+
+
+def _measure_like(config: PreTrainedConfig, table: Table) -> Verdict:
+    """Measure a tiny model with the config's own switches, else the table's of its type."""
+    try:
+        return measure(shrink(config, table))
+    except PROBE_ERRORS as error:  # widths that must fit one another do not survive in every type
+        log.warning(
+            "`%s` is checked with the usual switches of its type, not its own: %s",
+            config.model_type,
+            describe(error),
+        )
+    try:
+        return measure(tiny_config(config.model_type, table))
+    except PROBE_ERRORS as error:
+        reason = f"the stock model does not run in a tiny size: {describe(error)}"
+        return Verdict(config.model_type, equal=False, reason=reason)
+
+
+def _digest(config: PreTrainedConfig) -> str:
+    """Name a verdict: every switch of the model and every version that computes it."""
+    versions = [meshllm.__version__, transformers.__version__, torch.__version__]
+    text = json.dumps([versions, config.to_dict()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _recall(record: Path) -> Verdict | None:
+    """Read a verdict; a missing or damaged record is measured again."""
+    try:
+        return Verdict(**json.loads(record.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _remember(record: Path, verdict: Verdict) -> None:
+    """Write a verdict so that a reader sees all of it or nothing."""
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
+            json.dump(asdict(verdict), file)
+        Path(file.name).replace(record)
+    except OSError as error:
+        log.info("the verdict on `%s` is not kept: %s", verdict.model_type, error)

@@ -1,0 +1,147 @@
+"""The parity table: ``python -m tests.bench.families [--types a,b] [--write]``.
+
+Types run one after the other in a process of their own; when one crashes or hangs, that is its
+verdict and a new process goes on with the next.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import transformers
+
+from meshllm.model.families import Table, read_table, text_types, tiny_config
+from meshllm.model.measure import FULL, PROBE_ERRORS, describe, measure
+from meshllm.model.verdict import Verdict, known_verdicts
+
+LIMIT = 120.0  # s for one type; the slowest takes 10 s of one core
+FOLDER = Path(__file__).parents[2] / "meshllm" / "model"
+"""Where the table is written."""
+
+
+def survey(names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
+    """Measure types in order, each whatever becomes of the one before."""
+    context = multiprocessing.get_context("spawn")
+    rest = list(names)
+    while rest:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(rest, sender), daemon=True)
+        process.start()
+        sender.close()
+        try:
+            while rest:
+                yield rest[0], _next(receiver, rest[0])
+                rest.pop(0)
+        except (EOFError, TimeoutError) as end:
+            hung = isinstance(end, TimeoutError)
+            reason = f"no answer within {LIMIT:.0f} s" if hung else "the process died"
+            name = rest.pop(0)
+            yield name, Verdict(name.partition(":")[0], equal=False, reason=reason)
+        finally:
+            process.kill()
+            process.join()
+
+
+def work(names: Sequence[str], sender: Connection) -> None:
+    """Measure types and send each verdict."""
+    torch.set_num_threads(1)
+    table = read_table()
+    for name in names:
+        sender.send(judge(name, table))
+
+
+def judge(name: str, table: Table) -> Verdict:
+    """Measure the tiny config of one type in every way."""
+    try:
+        verdict = measure(tiny_config(name, table), FULL)
+    except PROBE_ERRORS as error:
+        reason = f"the stock model does not run: {describe(error)}"
+        verdict = Verdict(name.partition(":")[0], equal=False, reason=reason)
+    return table.explain(name, verdict)
+
+
+def render(verdicts: dict[str, Verdict], table: Table) -> str:
+    """Write the table as Markdown; the same verdicts give the same bytes."""
+    equal = [name for name, verdict in verdicts.items() if verdict.equal]
+    lines = [
+        "# Which model types can be split",
+        "",
+        "<!-- written by `python -m tests.bench.families --write` -->",
+        "",
+        f"Every causal-LM type that transformers {transformers.__version__} registers."
+        f" {len(equal)} of {len(verdicts)} text types and variants can be split,"
+        f" {len(verdicts) - len(equal)} are refused by name, {len(table.excluded)} are no text"
+        " decoders.",
+        "",
+        "*Equal*: a tiny random model in 1, 2, 3 and L parts, and with the head apart, gives logits"
+        " bit-equal to the whole one on a CPU, in float32 and bfloat16, in prefill, chunked"
+        " prefill, cached decode (one row and several), two interleaved sessions, a left-padded"
+        " batch, and after cropping 1 to 8 rows where the cache can be cropped.",
+        "*Chunks*: several rows may be written onto a filled cache.",
+        "*Crop*: rows may be taken back.",
+        "",
+        "| type | split | chunks | crop | why not |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [_row(name, verdict) for name, verdict in verdicts.items()]
+    lines += ["", "Multimodal types of which the text model is split:", ""]
+    lines += ["| type | as |", "|---|---|"]
+    lines += [f"| {name} | {text} |" for name, text in sorted(table.wrappers.items())]
+    lines += ["", "Not measured:", "", "| type | why |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in sorted(table.excluded.items())]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.families")
+    parser.add_argument("--types", help="only these, separated by commas")
+    parser.add_argument("--write", action="store_true", help="renew their rows in the package")
+    options = parser.parse_args(arguments)
+    table = read_table()
+    verdicts = {}
+    for name, verdict in survey(options.types.split(",") if options.types else text_types(table)):
+        verdicts[name] = verdict
+        print(_row(name, verdict), flush=True)
+    if options.write:
+        write(verdicts, table)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    equal = sum(verdict.equal for verdict in verdicts.values())
+    print(f"{equal} of {len(verdicts)} equal, {used.ru_utime + used.ru_stime:.0f} s of one core")
+    return 0
+
+
+def write(verdicts: dict[str, Verdict], table: Table) -> None:
+    """Renew some rows of the written table, or all."""
+    names = text_types(table)
+    known = (known_verdicts() if len(verdicts) < len(names) else {}) | verdicts
+    ordered = {name: known[name] for name in names if name in known}
+    fields = {name: asdict(verdict) for name, verdict in ordered.items()}
+    (FOLDER / "families.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
+    (FOLDER / "FAMILIES.md").write_text(render(ordered, table), "utf-8")
+
+
+def _next(receiver: Connection, name: str) -> Verdict:
+    if not receiver.poll(LIMIT):
+        raise TimeoutError(name)
+    verdict: Verdict = receiver.recv()
+    return verdict
+
+
+def _row(name: str, verdict: Verdict) -> str:
+    marks = ["yes" if mark else "no" for mark in (verdict.chunkable, verdict.croppable)]
+    if not verdict.equal:
+        marks = ["", ""]
+    split = "equal" if verdict.equal else "whole only" if verdict.whole else "refused"
+    return f"| {name} | {split} | {' | '.join(marks)} | {verdict.reason.replace('|', '/')} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
