@@ -1,0 +1,138 @@
+"""What a transport is; knows nothing about any particular network.
+
+A transport carries whole messages (byte strings) over links, in order per channel, and pushes back
+when the other side does not read. Who is at the other end, and that nobody listens in, is settled
+above it. This module is all that a plugin imports of meshllm, besides `meshllm.errors` and
+`meshllm.names`; `meshllm.testing.transports.check_transport` tells whether it keeps the contract.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import ClassVar, Protocol, runtime_checkable
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Longest message: 4096 rows of 8192 bf16 values."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Channel(IntEnum):
+    """Messages of one channel arrive in order; channels do not wait for each other."""
+
+    CONTROL = 0
+    DATA = 1
+
+
+class Path(StrEnum):
+    """How the bytes of a link travel at this moment."""
+
+    DIRECT = "direct"
+    RELAY = "relay"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatistics:
+    """What a link has carried so far, and how well it does."""
+
+    messages_sent: int
+    bytes_sent: int
+    """Of the messages, without what the transport adds to them."""
+    messages_received: int
+    bytes_received: int
+    round_trip_s: float | None = None
+    """Smoothed, in seconds; None where the transport does not measure it."""
+    path: Path = Path.DIRECT
+
+
+class Link(Protocol):
+    """One connection between two nodes; any task may send, one at a time may receive."""
+
+    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
+        """Send the parts as one message; wait while the other side is behind.
+
+        The parts may be changed as soon as this returns.
+
+        Raises:
+            LinkLost: either side has closed; the message may or may not have arrived.
+            ValueError: the message is longer than `MAX_MESSAGE_BYTES`; the link is unharmed.
+
+        If cancelled, the message was sent whole or not at all.
+        """
+        ...
+
+    async def receive(self) -> tuple[Channel, Buffer]:
+        """Wait for the next message; CONTROL goes before waiting DATA.
+
+        The message belongs to the caller: the link does not write to it any more.
+
+        Raises:
+            LinkLost: this side has closed, or the other side is gone and every message was read.
+
+        If cancelled, no message is lost; the next call returns it.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close both directions and wake who waits; more calls do nothing.
+
+        The other side reads what was sent, then gets `LinkLost`; here messages not yet read are
+        dropped.
+        """
+        ...
+
+    @property
+    def statistics(self) -> LinkStatistics:
+        """What this side has sent and received."""
+        ...
+
+
+class Listener(Protocol):
+    """A place where links arrive."""
+
+    @property
+    def address(self) -> str:
+        """Where others dial this listener."""
+        ...
+
+    def links(self) -> AsyncIterator[Link]:
+        """Yield each link that arrives, until the listener is closed."""
+        ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """One way to reach other nodes; made once per process, without arguments."""
+
+    name: ClassVar[str]
+    """The name under `meshllm.transports` and the scheme of its addresses."""
+
+    def listen(self, address: str | None = None) -> AbstractAsyncContextManager[Listener]:
+        """Accept links at ``address``, or at one of the transport's choice, inside the context.
+
+        Links that nobody took are closed at its end; the others live on.
+
+        Raises:
+            UserError: the address cannot be used.
+        """
+        ...
+
+    async def dial(self, address: str) -> Link:
+        """Open a link to a listener.
+
+        Raises:
+            LinkLost: nobody listens there.
+            UserError: this is not an address of this transport.
+
+        If cancelled, no link is left behind.
+        """
+        ...
+
+
+def measure(message: Sequence[Buffer]) -> int:
+    """Count the bytes of a message; raise `ValueError` when they are too many for one."""
+    size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in message)
+    if size > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {size} B is longer than {MAX_MESSAGE_BYTES} B")
+    return size

@@ -1,0 +1,6 @@
+"""The transport inside one process; knows nothing about sockets."""
+
+from meshllm_loopback.shaper import Shape
+from meshllm_loopback.transport import LoopbackTransport
+
+__all__ = ["LoopbackTransport", "Shape"]

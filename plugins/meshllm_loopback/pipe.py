@@ -1,0 +1,163 @@
+"""One direction of a loopback link; knows nothing about addresses that are dialled.
+
+It holds, per channel, what was sent and is not yet read, under way or arrived, up to `QUEUE_BYTES`
+and `QUEUE_MESSAGES`; a message that is larger passes alone. A sender without room waits in line,
+and whoever makes room admits it: being cancelled in line means not sent.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from meshllm.errors import LinkLost
+from meshllm.transport.contract import Channel
+from meshllm_loopback.shaper import Shaper
+
+QUEUE_BYTES = 8 * 1024 * 1024
+"""A prefill chunk of 256 rows of 8192 bf16 values, twice."""
+QUEUE_MESSAGES = 256
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One channel of one direction."""
+
+    queue: deque[bytes] = field(default_factory=deque)
+    """Sent and not yet read; the first ``arrived`` of them may be read."""
+    arrived: int = 0
+    size: int = 0
+    """Bytes in ``queue``."""
+    line: dict[asyncio.Future[bool], bytes] = field(default_factory=dict)
+    """Senders without room, in order; the result tells whether the message was sent."""
+
+    def has_room(self, size: int) -> bool:
+        fits = len(self.queue) < QUEUE_MESSAGES and self.size + size <= QUEUE_BYTES
+        return fits or not self.queue
+
+
+class Pipe:
+    """One direction of a link."""
+
+    def __init__(self, address: str, shaper: Shaper | None) -> None:
+        self._address = address
+        self._shaper = shaper
+        self._loop = asyncio.get_running_loop()
+        self._lanes = {channel: _Lane() for channel in Channel}  # CONTROL is looked at first
+        self._reader: asyncio.Future[None] = self._loop.create_future()  # done: nobody waits
+        self._reader.set_result(None)
+        self._sealed = False  # the sender can put nothing more in
+        self._ended = False  # the receiver knows it
+        self._dropped = False  # the receiver has closed
+        self.messages_in = self.bytes_in = self.messages_out = self.bytes_out = 0
+
+    async def put(self, channel: Channel, message: bytes) -> None:
+        """Send a message, when there is room and all before it in line were sent."""
+        lane = self._lanes[channel]
+        if self._sealed:
+            raise self._lost()
+        if not lane.line and lane.has_room(len(message)):
+            self._admit(channel, message)
+        elif not await self._stand_in_line(channel, message):
+            raise self._lost()
+
+    async def get(self) -> tuple[Channel, bytes]:
+        """Wait for the next message that arrived."""
+        while not self._dropped:
+            for channel, lane in self._lanes.items():
+                if lane.arrived:
+                    return channel, self._take(channel)
+            if self._ended and not any(lane.queue for lane in self._lanes.values()):
+                break
+            await self._wait()
+        raise self._lost()
+
+    def seal(self) -> None:
+        """Let nobody send any more; those in line have not sent."""
+        self._sealed = True
+        for lane in self._lanes.values():
+            for place in lane.line:
+                if not place.done():
+                    place.set_result(False)
+            lane.line.clear()
+
+    def end(self) -> None:
+        """Let the receiver know that nothing follows what is under way."""
+        self._ended = True
+        self._wake()
+
+    def drop(self) -> None:
+        """Let nobody receive any more, whatever is not yet read or still to come."""
+        self._dropped = True
+        self._wake()
+
+    def after_the_last(self, action: Callable[[], None]) -> None:
+        """Act when a message sent now would arrive."""
+        self._at_arrival(Channel.DATA, 0, action)
+
+    async def _stand_in_line(self, channel: Channel, message: bytes) -> bool:
+        """Wait for a turn; tell whether the message was sent."""
+        lane = self._lanes[channel]
+        place: asyncio.Future[bool] = self._loop.create_future()
+        lane.line[place] = message
+        try:
+            return await place
+        except asyncio.CancelledError:
+            lane.line.pop(place, None)
+            self._advance(channel)  # the next in line may fit where this one did not
+            raise
+
+    def _admit(self, channel: Channel, message: bytes) -> None:
+        lane, size = self._lanes[channel], len(message)
+        self.messages_in += 1
+        self.bytes_in += size
+        lane.queue.append(message)
+        lane.size += size
+        self._at_arrival(channel, size, partial(self._arrive, lane))
+
+    def _at_arrival(self, channel: Channel, size: int, action: Callable[[], None]) -> None:
+        if self._shaper is None:
+            action()
+        else:
+            now = self._loop.time()
+            self._loop.call_at(self._shaper.arrival(channel, size, now), action)
+
+    def _arrive(self, lane: _Lane) -> None:
+        # Counts instead of naming the message: timers of one instant fire in any order.
+        lane.arrived += 1
+        self._wake()
+
+    def _take(self, channel: Channel) -> bytes:
+        lane = self._lanes[channel]
+        message = lane.queue.popleft()
+        lane.arrived -= 1
+        lane.size -= len(message)
+        self.messages_out += 1
+        self.bytes_out += len(message)
+        self._advance(channel)
+        return message
+
+    def _advance(self, channel: Channel) -> None:
+        lane = self._lanes[channel]
+        while lane.line:
+            place, message = next(iter(lane.line.items()))
+            if not place.cancelled():
+                if not lane.has_room(len(message)):
+                    return
+                self._admit(channel, message)
+                place.set_result(True)
+            del lane.line[place]
+
+    async def _wait(self) -> None:
+        if not self._reader.done():
+            raise RuntimeError("two tasks receive from one link")
+        self._reader = self._loop.create_future()
+        await self._reader
+
+    def _wake(self) -> None:
+        if not self._reader.done():
+            self._reader.set_result(None)
+
+    def _lost(self) -> LinkLost:
+        return LinkLost(f"The link to `{self._address}` is closed")

@@ -1,0 +1,161 @@
+"""Links inside one process and one event loop; knows nothing about what the messages mean.
+
+A message is joined to one byte string, as on any wire: a ring over loopback runs the same code as
+a ring over a network, and pays one copy per hop. A send to a waiting receiver costs one wake-up;
+there is no task, no timer and no sleep unless a `Shape` makes the link slow.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from copy import copy
+from itertools import count
+from typing import ClassVar, Self
+
+from meshllm.errors import LinkLost, UserError
+from meshllm.transport.contract import Buffer, Channel, Link, LinkStatistics, Listener, measure
+from meshllm_loopback.pipe import Pipe
+from meshllm_loopback.shaper import Shape, Shaper
+
+_SCHEME = "loopback:"
+
+
+class LoopbackTransport:
+    """Links between the nodes of one process; each instance is a network of its own."""
+
+    name: ClassVar[str] = "loopback"
+
+    def __init__(
+        self,
+        shape: Shape | None = None,
+        *,
+        between: Mapping[tuple[str, str], Shape] | None = None,
+    ) -> None:
+        self._shape = shape
+        self._between = dict(between or {})
+        self._node = ""
+        self._listeners: dict[str, _Listener] = {}
+        self._dials: Counter[tuple[str, str]] = Counter()
+        self._numbers = count(1)
+
+    def dialing_as(self, node: str) -> Self:
+        """Return the same network as ``node`` sees it: what it dials is shaped by its name.
+
+        A message from ``a`` to ``b`` takes the shape of ``between["a", "b"]``, else the default.
+        """
+        seat = copy(self)
+        seat._node = node
+        return seat
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
+        """Accept links at ``loopback:NAME``, or under the next free number."""
+        name = self._free_number() if address is None else _name(address)
+        if name in self._listeners:
+            raise UserError(f"Address `{address}` is in use", hint="listen under another name")
+        listener = self._listeners[name] = _Listener(_SCHEME + name)
+        try:
+            yield listener
+        finally:
+            del self._listeners[name]
+            await listener.close()
+
+    async def dial(self, address: str) -> Link:
+        """Open a link to a listener of this instance; takes one round trip when shaped."""
+        here, there = self._node, _name(address)
+        out, back = self._shape_of(here, there), self._shape_of(there, here)
+        if out or back:
+            await asyncio.sleep(sum(shape.delay_s for shape in (out, back) if shape))
+        listener = self._listeners.get(there)
+        if listener is None:
+            raise LinkLost(f"Nobody listens at `{address}`")
+        self._dials[here, there] += 1
+        number = self._dials[here, there]
+        outgoing = _pipe(out, address, f"{here}>{there} {number}")
+        incoming = _pipe(back, address, f"{here}<{there} {number}")
+        listener.arrive(_Link(incoming, outgoing))
+        return _Link(outgoing, incoming)
+
+    def _shape_of(self, sender: str, receiver: str) -> Shape | None:
+        return self._between.get((sender, receiver), self._shape)
+
+    def _free_number(self) -> str:
+        return next(name for name in map(str, self._numbers) if name not in self._listeners)
+
+
+def _name(address: str) -> str:
+    name = address.removeprefix(_SCHEME)
+    if not name or name == address:
+        raise UserError(f"`{address}` is no loopback address", hint=f"write it as `{_SCHEME}NAME`")
+    return name
+
+
+def _pipe(shape: Shape | None, address: str, link: str) -> Pipe:
+    return Pipe(address, Shaper(shape, link) if shape else None)
+
+
+class _Listener:
+    """Links that arrived, in order; also the iterator over them."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._arrivals: asyncio.Queue[_Link | None] = asyncio.Queue()  # None: closed
+
+    def arrive(self, link: "_Link") -> None:
+        self._arrivals.put_nowait(link)
+
+    def links(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Link:
+        link = await self._arrivals.get()
+        if link is None:
+            self._arrivals.put_nowait(None)  # for whoever asks next
+            raise StopAsyncIteration
+        return link
+
+    async def close(self) -> None:
+        while not self._arrivals.empty():
+            if link := self._arrivals.get_nowait():
+                await link.close()
+        self._arrivals.put_nowait(None)
+
+
+class _Link:
+    """One end: sends into one pipe, receives from the other."""
+
+    def __init__(self, outgoing: Pipe, incoming: Pipe) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._closed = False
+
+    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
+        measure(message)
+        await self._outgoing.put(channel, b"".join(message))
+
+    async def receive(self) -> tuple[Channel, Buffer]:
+        return await self._incoming.get()
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._outgoing.seal()
+            self._incoming.drop()
+            self._outgoing.after_the_last(self._hang_up)
+
+    def _hang_up(self) -> None:
+        self._outgoing.end()
+        self._incoming.seal()
+
+    @property
+    def statistics(self) -> LinkStatistics:
+        return LinkStatistics(
+            self._outgoing.messages_in,
+            self._outgoing.bytes_in,
+            self._incoming.messages_out,
+            self._incoming.bytes_out,
+        )

@@ -1,0 +1,108 @@
+"""Time that jumps, and when it must not."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from meshllm.testing import clock
+from meshllm.testing.clock import InlineExecutor, run_virtual
+
+
+def test_an_hour_takes_no_time_and_sleepers_wake_in_order() -> None:
+    woken: list[tuple[float, float]] = []
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        woken.append((seconds, asyncio.get_running_loop().time()))
+
+    async def main() -> None:
+        await asyncio.gather(*map(sleep, (3600.0, 0.5, 60.0)))
+
+    began = time.monotonic()
+    run_virtual(main())
+
+    assert woken == [(0.5, 0.5), (60.0, 60.0), (3600.0, 3600.0)]
+    assert time.monotonic() - began < 60
+
+
+def test_a_timeout_passes_at_its_virtual_time() -> None:
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1000):
+                await asyncio.Event().wait()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 1000
+
+
+def test_time_stands_still_while_a_thread_computes() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(10, pytest.fail, "time went on")
+        with ThreadPoolExecutor(1) as executor:
+            await loop.run_in_executor(executor, time.sleep, 0.05)
+        alarm.cancel()
+        return loop.time()
+
+    assert run_virtual(main()) == 0
+
+
+def test_time_goes_on_when_nobody_waits_for_the_thread() -> None:
+    release = threading.Event()
+
+    async def main(executor: ThreadPoolExecutor) -> float:
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(executor, release.wait).cancel()
+        await asyncio.sleep(5)
+        release.set()
+        return loop.time()
+
+    with ThreadPoolExecutor(1) as executor:
+        assert run_virtual(main(executor)) == 5
+
+
+def test_the_threads_of_the_loop_itself_are_waited_for() -> None:
+    async def main() -> float:
+        await asyncio.to_thread(time.sleep, 0.05)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 0
+
+
+def test_a_thread_of_its_own_can_still_wake_a_task() -> None:
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str] = loop.create_future()
+        thread = threading.Timer(0.05, loop.call_soon_threadsafe, (answer.set_result, "here"))
+        thread.start()
+        return await answer
+
+    assert run_virtual(main()) == "here"
+
+
+def test_waiting_for_nothing_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "STALL_S", 0.01)
+
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="nothing is left that could wake one"):
+        run_virtual(main())
+
+
+def test_an_inline_executor_runs_in_the_thread_that_asks() -> None:
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(InlineExecutor(), threading.get_ident)
+
+    assert run_virtual(main()) == threading.get_ident()
+
+
+def test_an_inline_executor_returns_what_was_raised() -> None:
+    future = InlineExecutor().submit(int, "seven")
+
+    with pytest.raises(ValueError, match="seven"):
+        future.result()

@@ -1,0 +1,117 @@
+"""The registry, against distributions that are laid out on disk as pip leaves them."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshllm.errors import PluginError
+from meshllm.transport.contract import Transport
+from meshllm.transport.registry import GROUP, Offer, Registry
+
+Install = Callable[..., None]
+
+GOOD = """
+class Carrier:
+    name = "{name}"
+    def listen(self, address=None): ...
+    async def dial(self, address): ...
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Lay out a distribution with one module and one entry point."""
+
+    def lay_out(distribution: str, name: str, source: str, made_by: str = "Carrier") -> None:
+        module = distribution.replace("-", "_")
+        info = tmp_path / f"{module}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {distribution}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {module}:{made_by}\n")
+        (tmp_path / f"{module}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return lay_out
+
+
+def test_listing_imports_nothing(install: Install) -> None:
+    install("mesh-quiet", "quiet", "raise SystemExit('imported')")
+
+    registry = Registry.discover()
+
+    assert "quiet" in registry.names()
+    assert Offer("quiet", "mesh-quiet", "1.2", "mesh_quiet:Carrier") in registry.describe()
+    assert "mesh_quiet" not in sys.modules
+
+
+def test_the_chosen_transport_alone_is_imported(install: Install) -> None:
+    install("mesh-left", "left", GOOD.format(name="left"))
+    install("mesh-right", "right", GOOD.format(name="right"))
+
+    transport = Registry.discover().load("left")
+
+    assert isinstance(transport, Transport)
+    assert transport.name == "left"
+    assert "mesh_right" not in sys.modules
+
+
+def test_the_built_in_transport_comes_through_the_same_door() -> None:
+    assert Registry.discover().load("loopback").name == "loopback"
+
+
+def test_an_unknown_name_lists_what_is_installed(install: Install) -> None:
+    install("mesh-quiet", "quiet", "")
+
+    with pytest.raises(PluginError, match="No transport is named `quite`") as caught:
+        Registry.discover().load("quite")
+
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("did you mean `quiet`? installed: `")
+    assert "`loopback`" in caught.value.hint
+
+
+def test_an_empty_registry_says_so() -> None:
+    with pytest.raises(PluginError) as caught:
+        Registry([]).load("loopback")
+
+    assert caught.value.hint == "installed: none"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("Courier = None", "has no attribute 'Carrier'"),
+        ("def Carrier(:", "invalid syntax"),
+        ("def Carrier(address): ...", "missing 1 required positional argument"),
+        ("Carrier = 7", "not callable"),
+        ("class Carrier: name = 'broken'", "makes no transport named `broken`"),
+        (GOOD.format(name="other"), "makes no transport named `broken`"),
+    ],
+)
+def test_a_broken_plugin_names_its_distribution(install: Install, source: str, reason: str) -> None:
+    install("mesh-broken", "broken", source)
+    registry = Registry.discover()
+
+    with pytest.raises(PluginError, match=r"of `mesh-broken` 1\.2 ") as caught:
+        registry.load("broken")
+
+    assert reason in str(caught.value)
+    assert registry.load("loopback").name == "loopback"
+
+
+def test_a_name_that_two_distributions_offer_is_refused(install: Install) -> None:
+    install("mesh-one", "twice", GOOD.format(name="twice"))
+    install("mesh-two", "twice", GOOD.format(name="twice"))
+    registry = Registry.discover()
+
+    with pytest.raises(PluginError, match=r"`mesh-one` 1\.2, `mesh-two` 1\.2"):
+        registry.load("twice")
+
+    assert registry.names().count("twice") == 1
+    assert len([offer for offer in registry.describe() if offer.name == "twice"]) == 2
+    assert "mesh_one" not in sys.modules
+    assert registry.load("loopback").name == "loopback"
