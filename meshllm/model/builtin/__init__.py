@@ -1,0 +1,1 @@
+"""The embedded demonstration model, its corpus, and how to rebuild it."""
