@@ -1,0 +1,1 @@
+"""Nodes at work: asyncio around the machines, the compute thread around the model."""

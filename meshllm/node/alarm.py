@@ -1,0 +1,40 @@
+"""One timer for a deadline that moves; knows nothing about what is due."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Self
+
+
+class Alarm:
+    """Calls ``expire`` soon after ``deadline()``, in loop time, has passed.
+
+    The callback runs on the loop, never inside ``reset``, and may come early: a deadline that moves
+    on with every message costs no timer for each. It must not raise.
+    """
+
+    def __init__(self, deadline: Callable[[], float | None], expire: Callable[[], None]) -> None:
+        self._deadline = deadline
+        self._expire = expire
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        self.reset()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def reset(self) -> None:
+        """Look at the deadline again, after it may have moved."""
+        deadline = self._deadline()
+        if deadline is None or (self._timer and self._timer.when() <= deadline):
+            return
+        if self._timer:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._expire()
+        self.reset()

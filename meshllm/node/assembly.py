@@ -1,0 +1,156 @@
+"""The parts of a ring inside one process, put together; knows nothing about requests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from meshllm.errors import UserError
+from meshllm.model.capacity import ModelShape, free_memory
+from meshllm.model.shard import Shard
+from meshllm.model.source import Source
+from meshllm.names import NodeId, Span
+from meshllm.node.entry import EntryNode, Seat
+from meshllm.node.peers import Neighbours, Peer
+from meshllm.node.session import Ends as HeldEnds
+from meshllm.node.stage import StageNode
+from meshllm.node.worker import Worker
+from meshllm.protocol.entry import Pace
+from meshllm.protocol.link import Link
+from meshllm.protocol.messages import Hello
+from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Shape, Terms
+from meshllm.protocol.policies import make_plan
+from meshllm.protocol.stage import MAX_PENDING, Stage
+from meshllm.transport.contract import Transport
+
+MAX_SESSIONS = 8  # generations at a time; others wait their turn
+CONTEXT = 4096  # tokens for which the plan leaves room, where the model takes as many
+EPOCH = 1  # a ring inside one process never changes its plan
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What the ranks hold, once loaded."""
+
+    ends: HeldEnds
+    behind: tuple[Shard, ...]
+
+
+def local_plan(model: ModelShape, nodes: int, ends: Ends) -> Plan:
+    """Divide a model over equal nodes that share this machine's memory."""
+    if nodes > model.layers:
+        raise UserError(
+            f"{nodes} nodes for the {model.layers} layers of `{model.name}`",
+            hint=f"use `--nodes {model.layers}` or fewer",
+        )
+    ranks = nodes + (ends is Ends.CLIENT)
+    memory = free_memory() // ranks
+    ids = [NodeId(blake3(rank.to_bytes(4)).digest()) for rank in range(ranks)]
+    return make_plan(
+        [Offer(node, memory, ((1, 1e-3),), head_s=0.0) for node in ids],
+        Links(),
+        plan_shape(model),
+        policy=Policy.PROPORTIONAL,
+        epoch=EPOCH,
+        terms=Terms(ends=ends, members=ranks, entry=ids[0] if ends is Ends.CLIENT else None),
+    )
+
+
+def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
+    """Tell the planner what it needs to know of a model."""
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return Shape(
+        name=model.name,
+        layer_bytes=model.layer_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        embed_bytes=model.embed_bytes,
+        head_bytes=model.head_bytes,
+        tied=model.tied,
+        hidden_size=model.hidden_size,
+        itemsize=dtype.itemsize,
+        context=min(context, model.context or context),
+    )
+
+
+def load(source: Source, plan: Plan, dtype: torch.dtype | None, context: int) -> Shards:
+    """Load what every rank of a plan holds; runs on the compute thread."""
+    first, *others = plan.stages
+    alone = not others
+    front = Shard.load(source, first.span, embed=True, head=alone, dtype=dtype)
+    end = Span(plan.layers, plan.layers)
+    head = (
+        None if alone else Shard.load(source, end, embed=False, head=True, dtype=dtype, share=front)
+    )
+    behind = tuple(
+        Shard.load(source, stage.span, embed=False, head=False, dtype=dtype) for stage in others
+    )
+    return Shards(HeldEnds(front, head, context), behind)
+
+
+async def connect(plan: Plan, transport: Transport, stack: AsyncExitStack) -> list[Neighbours]:
+    """Listen at every rank and dial the next one; the links close with the ring."""
+    listeners = [await stack.enter_async_context(transport.listen()) for _ in plan.stages]
+    before, after = [], []
+    for listener in listeners:
+        after.append(await transport.dial(listener.address))
+        before.append(await anext(listener.links()))
+    ring = len(plan.stages)
+    ids = [stage.node for stage in plan.stages]
+    hellos = [Hello(node, plan.epoch, plan.digest) for node in ids]
+    # Rank r dials rank r + 1, so what was dialled at a listener is the way out of the rank before.
+    return [
+        Neighbours(
+            before=Peer(before[rank], Link(hellos[rank], peer=ids[rank - 1])),
+            after=Peer(after[after_rank], Link(hellos[rank], peer=ids[after_rank])),
+        )
+        for rank, after_rank in ((rank, (rank + 1) % ring) for rank in range(ring))
+    ]
+
+
+def seat(
+    shards: Shards,
+    plan: Plan,
+    worker: Worker,
+    neighbours: Sequence[Neighbours],
+    *,
+    chunk: int,
+    croppable: bool,
+) -> tuple[EntryNode, list[StageNode]]:
+    """Give every rank its node."""
+    ring = len(plan.stages)
+    pace = Pace(chunk=chunk, window=min(ring, MAX_PENDING))
+    place = Seat(ring, plan.epoch, pace, MAX_SESSIONS, croppable=croppable)
+    entry = EntryNode(shards.ends, place, worker, neighbours[0] if neighbours else None)
+    stages = [
+        StageNode(
+            Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS),
+            shard,
+            worker,
+            neighbours[rank],
+        )
+        for rank, shard in enumerate(shards.behind, start=1)
+    ]
+    return entry, stages
+
+
+@asynccontextmanager
+async def running(*nodes: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run the nodes beside the body, and stop them with it.
+
+    A task group would wrap the body's own errors; what a node raises is a bug and rises at the end.
+    """
+    tasks = [asyncio.create_task(node) for node in nodes]
+    try:
+        await asyncio.sleep(0)  # every node takes its first step, after which it takes work
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()

@@ -1,0 +1,219 @@
+"""Rank 0 at work: embeds, injects, samples; knows token ids, not text."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from meshllm.errors import LinkLost, MeshError
+from meshllm.names import SESSION_ID_BYTES, SessionId
+from meshllm.node.alarm import Alarm
+from meshllm.node.peers import Neighbours
+from meshllm.node.session import Ended, Ends, Generation, Order, Output
+from meshllm.node.wire import fault_code
+from meshllm.node.worker import Worker
+from meshllm.protocol.blob import session_key
+from meshllm.protocol.codec import size
+from meshllm.protocol.entry import (
+    Action,
+    Closed,
+    Embed,
+    Entry,
+    Pace,
+    Pick,
+    Task,
+)
+from meshllm.protocol.messages import Data, Flags, Forward, SessionMessage, Tally
+from meshllm.request import FinishReason
+
+logger = logging.getLogger(__name__)
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of an entry in its ring."""
+
+    ring: int
+    """Ranks of the ring."""
+    epoch: int
+    pace: Pace
+    max_sessions: int
+    """Generations at a time; others wait."""
+    croppable: bool
+    """Whether the caches of this model can go back."""
+
+
+class EntryNode:
+    """Serves generations; the ring behind it, if any, holds the other layers."""
+
+    def __init__(
+        self, ends: Ends, seat: Seat, worker: Worker, neighbours: Neighbours | None = None
+    ) -> None:
+        self._ends = ends
+        self._seat = seat
+        self._worker = worker
+        self._neighbours = neighbours
+        self._room = asyncio.Semaphore(seat.max_sessions)
+        self._sessions: dict[SessionId, Generation] = {}
+        self._lost: MeshError | None = None
+        self._alarm = Alarm(self._deadline, self._expire)
+        self._jobs = asyncio.TaskGroup()
+
+    @property
+    def sessions(self) -> int:
+        """Generations under way."""
+        return len(self._sessions)
+
+    async def run(self) -> MeshError:
+        """Serve until a neighbour is gone; return why. Alone in the ring, serve until cancelled."""
+        try:
+            async with self._jobs, self._alarm:
+                if self._neighbours is None:
+                    await asyncio.Event().wait()  # nobody sets it
+                    raise AssertionError
+                self._lost = await self._neighbours.run(self._receive)
+                logger.warning("the entry lost its ring: %s", self._lost)
+                return self._lost
+        finally:
+            self._end(self._lost or LinkLost("the ring was closed"))
+
+    async def generate(self, order: Order) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of an order, `Ended` last; wait while too many others are under way.
+
+        Raises:
+            UserError: the prompt does not fit the model.
+            MeshError: the generation failed; nothing of it is left on any rank.
+
+        Closing the iterator cancels the generation on every rank.
+        """
+        async with self._room:
+            session, generation = self._open(order)
+            try:
+                while not generation.closed.is_set() or not generation.outputs.empty():
+                    output = await generation.outputs.get()
+                    if isinstance(output, MeshError):
+                        raise output
+                    yield output
+            finally:
+                self._act(session, generation.machine.finish(FinishReason.CANCELLED, self._now()))
+                await generation.closed.wait()
+
+    def _open(self, order: Order) -> tuple[SessionId, Generation]:
+        if self._lost:
+            raise self._lost
+        session = SessionId(os.urandom(SESSION_ID_BYTES))
+        task = Task(
+            session=session,
+            epoch=self._seat.epoch,
+            ring=self._seat.ring,
+            prompt=order.prompt,
+            max_tokens=order.max_tokens,
+            context=self._ends.context,
+            croppable=self._seat.croppable,
+        )
+        machine, now = Entry(task, self._seat.pace), self._now()
+        generation = Generation(order, machine, self._ends, session_key(session), now)
+        self._sessions[session] = generation
+        self._act(session, machine.open(now))
+        return session, generation
+
+    def _receive(self, message: SessionMessage) -> None:
+        generation = self._sessions.get(message.session)
+        if generation is None:
+            return
+        if isinstance(message, Data):
+            generation.gauge.returned(self._now())
+        self._act(message.session, generation.machine.receive(message, self._now()))
+
+    def _act(self, session: SessionId, actions: list[Action]) -> None:
+        generation = self._sessions.get(session)
+        if generation is None:
+            return
+        for action in actions:
+            match action:
+                case Embed():
+                    self._jobs.create_task(self._embed(session, generation, action))
+                case Pick():
+                    self._jobs.create_task(self._pick(session, generation, action))
+                case Forward():
+                    self._forward(generation, action)
+                case Closed(tallies):
+                    self._close(session, tallies)
+                case _:
+                    generation.note(action)
+        self._alarm.reset()
+
+    def _forward(self, generation: Generation, action: Forward) -> None:
+        assert self._neighbours is not None  # a machine alone in its ring forwards nothing
+        if isinstance(action.message, Data) and not action.message.flags & Flags.PREFILL:
+            generation.gauge.left(self._now(), size(action.message))
+        self._neighbours.forward(action)
+
+    def _close(self, session: SessionId, tallies: tuple[Tally, ...]) -> None:
+        generation = self._sessions.pop(session)
+        match generation.outcome:
+            case MeshError() as error:
+                generation.outputs.put_nowait(error)
+            case reason:
+                round_trip_us = self._neighbours.round_trip_us if self._neighbours else 0
+                measured = generation.gauge.measured(tallies, round_trip_us)
+                generation.outputs.put_nowait(Ended(reason, measured))
+        generation.closed.set()
+
+    async def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
+        try:
+            blob, seconds = await self._worker.run(_timed, generation.embed, job)
+        except Exception as error:  # the supervisor: a bug ends its session, not the others
+            self._fail(session, generation, error)
+            return
+        if job.pos >= generation.prompt_tokens:
+            generation.gauge.computed(seconds)
+        self._act(session, generation.machine.computed(blob, self._now()))
+
+    async def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
+        try:
+            token, seconds = await self._worker.run(_timed, generation.pick, job)
+            is_last = session in self._sessions and generation.commit(token)
+        except Exception as error:  # as above; `commit` calls into the tokenizer
+            self._fail(session, generation, error)
+            return
+        if job.pos > generation.prompt_tokens:
+            generation.gauge.computed(seconds)
+        if session in self._sessions:
+            generation.gauge.token(self._now())
+            self._act(session, generation.machine.picked(token, self._now(), stop=is_last))
+
+    def _fail(self, session: SessionId, generation: Generation, error: Exception) -> None:
+        generation.cause = error if isinstance(error, MeshError) else None
+        self._act(session, generation.machine.failed(fault_code(error), str(error), self._now()))
+
+    def _end(self, reason: MeshError) -> None:
+        """Fail what is under way; nobody is there to return its Close."""
+        self._lost = reason
+        for session, generation in list(self._sessions.items()):
+            generation.outcome = reason
+            self._close(session, ())
+
+    def _deadline(self) -> float | None:
+        deadlines = (generation.machine.deadline for generation in self._sessions.values())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def _expire(self) -> None:
+        for session, generation in list(self._sessions.items()):
+            self._act(session, generation.machine.expire(self._now()))
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _timed(function: Callable[[J], R], job: J) -> tuple[R, float]:
+    """Run a job on the compute thread and tell how many seconds it took there."""
+    begin = time.perf_counter()
+    return function(job), time.perf_counter() - begin

@@ -1,0 +1,87 @@
+"""From a request in text to an answer in text, over any entry; knows nothing about rings."""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import assert_never
+
+from meshllm.errors import UserError
+from meshllm.model.sample import validate
+from meshllm.model.text import Text
+from meshllm.node.entry import EntryNode
+from meshllm.node.gauge import Measured
+from meshllm.node.session import Ended, Order, Token
+from meshllm.protocol.plan import Plan
+from meshllm.request import Answer, Event, HopReport, Piece, Prefilled, Request
+
+
+async def answer(
+    entry: EntryNode, text: Text, plan: Plan, request: Request
+) -> AsyncGenerator[Event, None]:
+    """Yield progress, pieces of text, and the `Answer` last.
+
+    Raises:
+        UserError: the request cannot be served as it is.
+        MeshError: the generation failed; nothing of it is left on any rank.
+
+    Closing the iterator cancels the generation on every rank.
+    """
+    validate(request.sampling)
+    prompt = tuple(_encode(text, request))
+    stream = text.stream(request.stop)
+    pieces: deque[str] = deque()
+
+    def is_last(token: int) -> bool:
+        ends = token in text.end_tokens
+        pieces.append("" if ends else stream.push(token))
+        return ends or stream.stopped
+
+    order = Order(prompt, request.sampling, request.max_tokens, is_last)
+    said: list[str] = []
+    tokens: list[int] = []
+    async with aclosing(entry.generate(order)) as outputs:
+        async for output in outputs:
+            match output:
+                case Prefilled():
+                    yield output
+                case Token(token):
+                    tokens.append(token)
+                    said.append(pieces.popleft())
+                case Ended(reason, measured):
+                    said.append(stream.finish())
+                case _:
+                    assert_never(output)
+            if said and said[-1] and not isinstance(output, Prefilled):
+                yield Piece(said[-1])
+    yield Answer(
+        text="".join(said),
+        tokens=tuple(tokens),
+        prompt_tokens=len(prompt),
+        finish_reason=reason,
+        ttft_ms=measured.ttft_s * 1e3,
+        ms_per_token=measured.token_s * 1e3,
+        tokens_per_second=1 / measured.token_s if measured.token_s else 0.0,
+        hops=_hops(measured, plan),
+    )
+
+
+def _encode(text: Text, request: Request) -> list[int]:
+    if request.raw is not None:
+        return text.encode(request.raw)
+    if not request.turns:
+        raise UserError("an empty prompt", hint="give a prompt, or pipe one in")
+    return text.encode_chat(request.turns)
+
+
+def _hops(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
+    return tuple(
+        HopReport(
+            rank=rank,
+            node=stage.node.hex()[:8],
+            span=stage.span,
+            compute_ms=hop.compute_s * 1e3,
+            wire_ms=hop.wire_s * 1e3,
+            bytes_per_token=hop.bytes_sent,
+        )
+        for rank, (stage, hop) in enumerate(zip(plan.stages, measured.hops, strict=False))
+    )

@@ -1,0 +1,126 @@
+"""A whole ring inside one process, as real as any: encoded, hashed, checked at every hop.
+
+Each rank has its own layers, caches and machine, and talks to its neighbours over a transport.
+Knows nothing about where a request comes from.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from meshllm.model.capacity import shape_of
+from meshllm.model.check import check
+from meshllm.model.loader import list_weights
+from meshllm.model.source import Source
+from meshllm.model.text import Text
+from meshllm.node.assembly import connect, load, local_plan, running, seat
+from meshllm.node.entry import EntryNode
+from meshllm.node.generate import answer
+from meshllm.node.session import Order, Token
+from meshllm.node.stage import StageNode
+from meshllm.node.worker import Worker, calibrate, compute_thread
+from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.plan import Ends, Plan
+from meshllm.request import Event, Request, Sampling
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Transport
+from meshllm.transport.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class RingOptions:
+    """What to build."""
+
+    nodes: int = 1
+    """Ranks that hold layers."""
+    transport: str = "loopback"
+    """Name of the transport plugin between them."""
+    ends: Ends = Ends.ENTRY
+    """Who holds embedding and head."""
+    dtype: torch.dtype | None = None
+    """As stored when None."""
+    threads: int | None = None
+    """Cores that torch may use; measured when None."""
+    chunk: int = 256
+    """Rows of a prefill chunk."""
+
+
+class Ring:
+    """A ring that is ready to answer."""
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        worker: Worker,
+        entry: EntryNode,
+        stages: Sequence[StageNode],
+    ) -> None:
+        self.source = source
+        self.plan = plan
+        self.worker = worker
+        self.entry = entry
+        self.stages = stages
+        """The ranks behind the entry."""
+
+    @cached_property
+    def text(self) -> Text:
+        """The model's tokenizer and chat template; raise `ModelError` when there is none."""
+        return Text.load(self.source.folder)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield progress, pieces of text, and the `Answer` last; see `generate.answer`."""
+        text = await self.worker.run(lambda: self.text)  # reading it takes long, once
+        async with aclosing(answer(self.entry, text, self.plan, request)) as events:
+            async for event in events:
+                yield event
+
+    async def tokens(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int
+    ) -> AsyncGenerator[int, None]:
+        """Yield ``max_tokens`` token ids after a prompt in token ids, past any end token."""
+        order = Order(tuple(prompt), sampling, max_tokens, is_last=lambda _: False)
+        async with aclosing(self.entry.generate(order)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Token):
+                    yield output.id
+
+
+@asynccontextmanager
+async def open_ring(
+    source: Source, options: RingOptions, transport: Transport | None = None
+) -> AsyncIterator[Ring]:
+    """Form a ring of nodes in this process; leave nothing running.
+
+    Raises:
+        UserError: more nodes than layers.
+        ModelError: the model does not fit, or its type cannot be split.
+        PluginError: there is no such transport.
+    """
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(compute_thread(options.threads or 1))
+        await worker.run(list_weights, source.folder)  # what is cheap to refuse goes first
+        verdict = await worker.run(check, source.config)
+        shape = await worker.run(shape_of, source, options.dtype)
+        plan = local_plan(shape, options.nodes, options.ends)
+        verdict.require(len(plan.stages))
+        if options.threads is None:
+            dtype: torch.dtype = getattr(torch, shape.dtype)
+            await worker.run(calibrate, worker.cores, shape.hidden_size, dtype)
+        context, chunk = shape.context or MAX_POSITION, options.chunk
+        most = min(MAX_ROWS, (MAX_MESSAGE_BYTES - 256) // (shape.hidden_size * 4))
+        chunk = min(chunk, most)
+        if not verdict.chunkable:  # the whole prompt goes in one message, which has a limit
+            context, chunk = min(context, most), most
+        shards = await worker.run(load, source, plan, options.dtype, context)
+        neighbours = []
+        if len(plan.stages) > 1:
+            transport = transport or Registry.discover().load(options.transport)
+            neighbours = await connect(plan, transport, stack)
+        entry, stages = seat(
+            shards, plan, worker, neighbours, chunk=chunk, croppable=verdict.croppable
+        )
+        await stack.enter_async_context(running(entry.run(), *(node.run() for node in stages)))
+        yield Ring(source, plan, worker, entry, stages)

@@ -1,0 +1,62 @@
+"""Between tensors and blobs, errors and faults; knows nothing about sessions.
+
+`meshllm.model` and `meshllm.protocol` are siblings that do not know each other: they meet here.
+"""
+
+import logging
+
+from torch import Tensor
+
+from meshllm.errors import (
+    IntegrityFault,
+    LinkLost,
+    MeshError,
+    ModelError,
+    PeerFault,
+    TimedOut,
+)
+from meshllm.model.tensor import from_payload, to_payload
+from meshllm.protocol.blob import SessionKey, check, seal
+from meshllm.protocol.messages import Blob, DType, FaultCode
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[FaultCode, type[MeshError]] = {
+    FaultCode.BUSY: MeshError,
+    FaultCode.INTEGRITY: IntegrityFault,
+    FaultCode.MODEL: ModelError,
+    FaultCode.EPOCH: PeerFault,
+    FaultCode.RULES: PeerFault,
+    FaultCode.LOST: LinkLost,
+    FaultCode.TIMED_OUT: TimedOut,
+}
+
+
+def sealed(key: SessionKey, hidden: Tensor) -> Blob:
+    """Seal a hidden state ``[1, T, D]`` for the next rank, in its own dtype."""
+    code, shape, payload = to_payload(hidden)
+    return seal(key, DType(code), shape, payload)
+
+
+def opened(key: SessionKey, blob: Blob) -> Tensor:
+    """Check a blob and see it as a tensor; raise `PeerFault` when it is not what it claims."""
+    check(key, blob)
+    return from_payload(blob.dtype, blob.shape, blob.payload)
+
+
+def fault_code(error: Exception) -> FaultCode:
+    """Say what an error in a job is called on the wire; log it when nobody expected it."""
+    if not isinstance(error, (MeshError, RuntimeError)):  # torch says out of memory as the latter
+        logger.error("a job failed", exc_info=error)
+    match error:
+        case IntegrityFault():
+            return FaultCode.INTEGRITY
+        case PeerFault():
+            return FaultCode.RULES
+        case _:
+            return FaultCode.MODEL
+
+
+def error_of(code: FaultCode, text: str, rank: int) -> MeshError:
+    """Make the error that ends a generation out of the fault that a rank reported."""
+    return _ERRORS[code](f"rank {rank}: {text}")

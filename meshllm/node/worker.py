@@ -1,0 +1,78 @@
+"""The one thread that computes; knows nothing about what it computes.
+
+All nodes of a process share one worker: two pools of OpenMP threads on the same cores stall each
+other at every barrier, and the nodes of one machine have one memory bus anyway.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+
+TRIALS = 20  # matrices; long enough to meet another program's time slice, a few ms
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Worker:
+    """Runs functions one after the other, off the event loop, in the order they were given."""
+
+    def __init__(self, executor: Executor, cores: int = 1) -> None:
+        self.cores = cores
+        """What torch would use by itself."""
+        self._executor = executor
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Wait for the result of a function.
+
+        If cancelled, the function still runs to its end when it has begun.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+
+
+@asynccontextmanager
+async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
+    """Start the compute thread; ``threads`` is the number of cores torch may use in it, at first.
+
+    Leaving waits for what runs, off the event loop, and drops what has not begun.
+    """
+
+    def begin() -> None:
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=begin)
+    before = torch.get_num_threads()  # what a thread sets, torch gives to threads to come
+    try:
+        yield Worker(executor, before)
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(executor.shutdown)
+        torch.set_num_threads(before)
+
+
+def calibrate(cores: int, width: int, dtype: torch.dtype) -> int:
+    """Choose between one core and ``cores`` for layers of this width, and return how many.
+
+    Threads meet at a barrier after every matrix: where another program has one of the cores, all
+    of them wait for it, and a token takes ten times as long. Run on the compute thread.
+    """
+    weight, row = torch.ones(4 * width, width, dtype=dtype), torch.ones(1, width, dtype=dtype)
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        row @ weight.T
+        begin = time.perf_counter()
+        for _ in range(TRIALS):
+            row @ weight.T
+        return time.perf_counter() - begin
+
+    best = min({1, cores}, key=lambda threads: min(seconds(threads) for _ in range(3)))
+    torch.set_num_threads(best)
+    return best

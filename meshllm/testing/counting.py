@@ -1,0 +1,70 @@
+"""A transport that counts what another one carries; knows nothing about what the messages mean."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+from meshllm.transport.contract import (
+    Buffer,
+    Channel,
+    Link,
+    LinkStatistics,
+    Listener,
+    Transport,
+    measure,
+)
+
+
+class CountingTransport:
+    """Wraps a transport and notes the size of every message sent, by channel."""
+
+    name: ClassVar[str] = "counting"
+
+    def __init__(self, inner: Transport) -> None:
+        self.sent: list[tuple[Channel, int]] = []
+        """Channel and bytes of each message, in the order they were sent on any link."""
+        self._inner = inner
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
+        """Listen as the inner transport does."""
+        async with self._inner.listen(address) as listener:
+            yield _Listener(listener, self.sent)
+
+    async def dial(self, address: str) -> Link:
+        """Dial as the inner transport does."""
+        return _Link(await self._inner.dial(address), self.sent)
+
+
+class _Listener:
+    def __init__(self, inner: Listener, sent: list[tuple[Channel, int]]) -> None:
+        self._inner = inner
+        self._sent = sent
+
+    @property
+    def address(self) -> str:
+        return self._inner.address
+
+    async def links(self) -> AsyncIterator[Link]:
+        async for link in self._inner.links():
+            yield _Link(link, self._sent)
+
+
+class _Link:
+    def __init__(self, inner: Link, sent: list[tuple[Channel, int]]) -> None:
+        self._inner = inner
+        self._sent = sent
+
+    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
+        self._sent.append((channel, measure(message)))
+        await self._inner.send(message, channel)
+
+    async def receive(self) -> tuple[Channel, Buffer]:
+        return await self._inner.receive()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    @property
+    def statistics(self) -> LinkStatistics:
+        return self._inner.statistics

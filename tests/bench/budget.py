@@ -1,0 +1,52 @@
+"""What a token costs on the wire: `python -m tests.bench.budget`.
+
+Messages and bytes per token of rings of 1 to 4 nodes, counted on the links; the model is random.
+"""
+
+import asyncio
+from itertools import product
+
+import torch
+
+from meshllm.model.source import Source, resolve
+from meshllm.node.ring import RingOptions, open_ring
+from meshllm.protocol.plan import Ends
+from meshllm.request import Sampling
+from meshllm.testing.counting import CountingTransport
+from meshllm.testing.table1 import random_model
+from meshllm.transport.contract import Channel
+from meshllm_loopback import LoopbackTransport
+
+FEW, MANY = 4, 24  # tokens; the difference is free of the prompt's cost
+
+
+async def count(source: Source, nodes: int, ends: Ends, tokens: int) -> tuple[int, int]:
+    """Return Data messages and their bytes for an answer of so many tokens."""
+    transport = CountingTransport(LoopbackTransport())
+    options = RingOptions(nodes=nodes, ends=ends, threads=1)
+    async with open_ring(source, options, transport) as ring:
+        async for _ in ring.tokens([1, 2, 3], Sampling(), tokens):
+            pass
+    sizes = [size for channel, size in transport.sent if channel is Channel.DATA]
+    return len(sizes), sum(sizes)
+
+
+def main() -> None:
+    """Print the table."""
+    with random_model("tiny", torch.bfloat16) as folder:
+        source = resolve(str(folder))
+        row = source.config.hidden_size * 2
+        print(f"hidden state of one token: {row} B\n")
+        print("| nodes | ends | messages per token | bytes per hop | beside the tensor |")
+        print("|---|---|---|---|---|")
+        for nodes, ends in product((1, 2, 3, 4), Ends):
+            few = asyncio.run(count(source, nodes, ends, FEW))
+            many = asyncio.run(count(source, nodes, ends, MANY))
+            messages = (many[0] - few[0]) / (MANY - FEW)
+            size = (many[1] - few[1]) / (many[0] - few[0]) if messages else 0
+            beside = size - row if messages else 0
+            print(f"| {nodes} | {ends} | {messages:g} | {size:g} | {beside:g} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+import asyncio
+
+from meshllm.node.alarm import Alarm
+from meshllm.testing.clock import run_virtual
+
+
+class Machine:
+    """Something with a deadline, in loop time."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self.deadline = deadline
+        self.expired: list[float] = []
+        self.alarm = Alarm(lambda: self.deadline, self.expire)
+
+    def expire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.deadline is not None and now >= self.deadline:
+            self.expired.append(now)
+            self.deadline = None
+
+
+def test_a_deadline_that_passes_expires_once() -> None:
+    async def story() -> list[float]:
+        machine = Machine(2.0)
+        async with machine.alarm:
+            await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == [2.0]
+
+
+def test_a_deadline_that_moves_on_expires_at_the_new_time() -> None:
+    async def story() -> list[float]:
+        machine = Machine(2.0)
+        async with machine.alarm:
+            await asyncio.sleep(1)
+            machine.deadline = 5.0
+            machine.alarm.reset()
+            await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == [5.0]
+
+
+def test_a_deadline_that_comes_nearer_is_kept() -> None:
+    async def story() -> list[float]:
+        machine = Machine(9.0)
+        async with machine.alarm:
+            machine.deadline = 1.5
+            machine.alarm.reset()
+            await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == [1.5]
+
+
+def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
+    async def story() -> list[float]:
+        machine = Machine(None)
+        async with machine.alarm:
+            await asyncio.sleep(1)
+            machine.deadline = 3.0
+            machine.alarm.reset()
+        await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == []

@@ -1,0 +1,77 @@
+from meshllm.node.gauge import Gauge, Hop, Measured
+from meshllm.protocol.messages import Tally
+
+
+def tally(compute_us: int, steps: int, sent: int, round_trip_us: int = 0) -> Tally:
+    return Tally(compute_us, steps, sent, round_trip_us)
+
+
+def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: float) -> None:
+    for _ in range(steps):
+        gauge.computed(compute_s)
+        gauge.left(now, 300)
+        now += trip_s
+        gauge.returned(now)
+        gauge.token(now)
+
+
+def test_nothing_happened() -> None:
+    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, (Hop(0.0, 0.0, 0.0),))
+
+
+def test_the_first_token_is_measured_from_the_order() -> None:
+    gauge = Gauge(10.0)
+    gauge.token(10.5)
+
+    measured = gauge.measured((), 0)
+
+    assert (measured.ttft_s, measured.token_s) == (0.5, 0.0)
+
+
+def test_later_tokens_have_a_mean() -> None:
+    gauge = Gauge(0.0)
+    for now in (1.0, 1.2, 1.8):
+        gauge.token(now)
+
+    assert abs(gauge.measured((), 0).token_s - 0.4) < 1e-9
+
+
+def test_the_wire_is_what_a_trip_took_beyond_computing() -> None:
+    gauge = Gauge(0.0)
+    gauge.token(1.0)
+    decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
+
+    measured = gauge.measured((tally(160_000, 4, 1200),), 0)
+
+    assert [round(hop.compute_s, 6) for hop in measured.hops] == [0.010, 0.040]
+    assert [round(hop.wire_s, 6) for hop in measured.hops] == [0.030, 0.030]
+    assert [hop.bytes_sent for hop in measured.hops] == [300, 300]
+
+
+def test_measured_round_trips_share_out_the_wire() -> None:
+    gauge = Gauge(0.0)
+    gauge.token(1.0)
+    decoded(gauge, 2, trip_s=0.090, compute_s=0.0, now=1.0)
+
+    measured = gauge.measured((tally(0, 2, 600, round_trip_us=2000),), 1000)
+
+    assert [round(hop.wire_s, 6) for hop in measured.hops] == [0.030, 0.060]
+
+
+def test_rows_of_the_prompt_leave_no_mark() -> None:
+    gauge = Gauge(0.0)
+    gauge.returned(3.0)
+    gauge.token(3.0)
+    decoded(gauge, 1, trip_s=0.020, compute_s=0.0, now=3.0)
+
+    measured = gauge.measured((tally(0, 1, 300),), 0)
+
+    assert round(sum(hop.wire_s for hop in measured.hops), 6) == 0.020
+
+
+def test_ranks_that_computed_longer_than_the_trip_leave_no_negative_wire() -> None:
+    gauge = Gauge(0.0)
+    gauge.token(1.0)
+    decoded(gauge, 1, trip_s=0.001, compute_s=0.0, now=1.0)
+
+    assert [hop.wire_s for hop in gauge.measured((tally(9000, 1, 300),), 0).hops] == [0.0, 0.0]

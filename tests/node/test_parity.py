@@ -1,0 +1,80 @@
+"""The ring answers as one process does: token for token, on 200 prompts of the embedded model."""
+
+import asyncio
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshllm.model.source import Source, resolve
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.request import Sampling
+
+HELDOUT = Path(__file__).parents[1] / "builtin" / "heldout.toml"
+SIZES = (1, 2, 3, 4)
+TOKENS = 12
+
+
+def prompts(ring: Ring) -> list[list[int]]:
+    cases = tomllib.loads(HELDOUT.read_text(encoding="utf-8"))["case"]
+    return [
+        ring.text.encode_chat([{"role": "user", "content": case["turns"][0]}]) for case in cases
+    ]
+
+
+def reference(source: Source, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+    return [
+        model.generate(
+            input_ids=torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            eos_token_id=None,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
+async def texts(nodes: int, sampling: Sampling, most: int | None = None) -> list[list[int]]:
+    options = RingOptions(nodes=nodes, dtype=torch.float32, threads=1)
+    async with open_ring(resolve("builtin"), options) as ring:
+        return [
+            [token async for token in ring.tokens(prompt, sampling, TOKENS)]
+            for prompt in prompts(ring)[:most]
+        ]
+
+
+async def encoded() -> list[list[int]]:
+    async with open_ring(resolve("builtin"), RingOptions(threads=1)) as ring:
+        return prompts(ring)
+
+
+@pytest.mark.timeout(300)
+def test_rings_of_1_to_4_nodes_answer_200_prompts_as_transformers_does() -> None:
+    source = resolve("builtin")
+    expected = reference(source, asyncio.run(encoded()))
+
+    rings = {nodes: asyncio.run(texts(nodes, Sampling())) for nodes in SIZES}
+
+    assert len(expected) == 200
+    assert [nodes for nodes in SIZES if rings[nodes] != expected] == []
+
+
+def test_a_seed_gives_the_same_text_on_every_ring() -> None:
+    sampling = Sampling(temperature=0.8, top_p=0.95, seed=7)
+
+    rings = [asyncio.run(texts(nodes, sampling, most=20)) for nodes in SIZES]
+
+    assert all(ring == rings[0] for ring in rings)
+
+
+def test_another_seed_gives_another_text() -> None:
+    first = asyncio.run(texts(2, Sampling(temperature=0.8, seed=1), most=10))
+    second = asyncio.run(texts(2, Sampling(temperature=0.8, seed=2), most=10))
+
+    assert first != second
