@@ -1,0 +1,160 @@
+"""The root of the command tree and its one boundary for errors; imports nothing heavy."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from io import TextIOWrapper
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.completion import completion_init  # type: ignore[attr-defined]  # no __all__ there
+from typer.core import TyperGroup
+
+from meshllm import __version__
+from meshllm.cli import config, model, render, ring, transport
+from meshllm.cli.bench import EXAMPLES as BENCH_EXAMPLES
+from meshllm.cli.bench import bench
+from meshllm.cli.chat import EXAMPLES as CHAT_EXAMPLES
+from meshllm.cli.chat import chat
+from meshllm.config import load
+from meshllm.errors import MeshError, UserError
+
+EXAMPLES = """\b
+Examples:
+  meshllm chat --nodes 3 "What is a ring?"
+  meshllm model show builtin
+  meshllm ring plan --model builtin --spec "8GiB,4GiB@20ms"
+
+Every setting can be a flag, a variable MESHLLM_NAME, or a line of config.toml:
+see `meshllm config show --origin`.
+"""
+
+
+class Boundary(TyperGroup):
+    """Where every error ends: two lines for what was expected, a short report for a bug."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
+        """Run the command and leave with its exit code."""
+        words = sys.argv[1:] if args is None else list(args)
+        extra["standalone_mode"] = False
+        completion_init()  # typer does it only beside its own options that install completions
+        try:
+            status = super().main(words, *rest, **extra)
+        except Exception as error:  # the boundary: a bug must not show a traceback unasked
+            status = _report(_first(error), debug=_wants_traceback(words))
+        sys.exit(status)
+
+
+app = typer.Typer(
+    cls=Boundary,
+    name="meshllm",
+    epilog=EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command(epilog=CHAT_EXAMPLES)(chat)
+app.add_typer(ring.app, name="ring")
+app.add_typer(model.app, name="model")
+app.add_typer(transport.app, name="transport")
+app.add_typer(config.app, name="config")
+app.command(epilog=BENCH_EXAMPLES)(bench)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version; with -v, of its parts too.")
+    ] = False,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "--verbose", "-v", count=True, show_default=False, help="Say more; twice for all."
+        ),
+    ] = 0,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where in the code an error was raised.")
+    ] = False,
+) -> None:
+    """Run one language model on several machines at once, in a ring."""
+    if version:
+        _print_version(verbose > 0)
+    elif context.invoked_subcommand is None:
+        render.out(context.get_help())
+    elif verbose:
+        from meshllm.log import setup
+
+        setup(verbose)
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.stdout is None:
+        sys.exit(_report(MeshError("Standard output is closed"), debug=False))
+    if isinstance(sys.stdout, TextIOWrapper):  # an encoding without emoji is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except KeyboardInterrupt:  # before typer listens
+        sys.exit(130)
+
+
+def _print_version(everything: bool) -> None:
+    render.out(f"meshllm {__version__}")
+    if everything:
+        import platform
+        from importlib.metadata import version
+
+        from meshllm.transport.registry import Registry
+
+        render.out(f"python {platform.python_version()}")
+        for package in ("torch", "transformers"):
+            render.out(f"{package} {version(package)}")
+        for offer in Registry.discover().describe():
+            render.out(f"transport {offer.name} ({offer.distribution} {offer.version})")
+
+
+def _first(error: BaseException) -> BaseException:
+    """Find the error that matters in a group: tasks that fail together fail for one reason."""
+    while isinstance(error, BaseExceptionGroup):
+        expected, _ = error.split(MeshError)
+        error = (expected or error).exceptions[0]
+    return error
+
+
+def _report(error: BaseException, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    match error:
+        case MeshError():
+            render.error(error)
+            return error.exit_code
+        case typer.Abort():
+            return 130
+        case typer.TyperException():
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "meshllm"
+            usage = UserError(
+                error.format_message().removesuffix("."), hint=f"see `{command} --help`"
+            )
+            render.error(usage)
+            return error.exit_code
+        case _:
+            render.error(_bug(error))
+            return 1
+
+
+def _bug(error: BaseException) -> MeshError:
+    return MeshError(
+        f"This is a bug in meshllm {__version__}: {type(error).__name__}: {error}",
+        hint="run it again with `meshllm --debug` in front and report what it prints",
+    )
+
+
+def _wants_traceback(words: Sequence[str]) -> bool:
+    try:
+        return "--debug" in words or load({}).settings.debug
+    except MeshError:
+        return False

@@ -1,0 +1,19 @@
+"""What Tab offers; imports no torch, so that Tab stays quick."""
+
+from pathlib import Path
+
+
+def models(incomplete: str) -> list[str]:
+    """Offer the builtin model and those in the Hugging Face cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = sorted(Path(HF_HUB_CACHE).glob("models--*"))
+    names = ["builtin", *(folder.name[8:].replace("--", "/") for folder in folders)]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def transports(incomplete: str) -> list[str]:
+    """Offer the installed transports."""
+    from meshllm.transport.registry import Registry
+
+    return [name for name in Registry.discover().names() if name.startswith(incomplete)]

@@ -1,0 +1,56 @@
+"""A ring inside this process, for the commands that answer; knows nothing about terminals."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import import_module
+from typing import Protocol, TypeAlias
+
+from meshllm.config import Settings
+from meshllm.request import Event, Request
+
+
+class Answers(Protocol):
+    """What a chat needs of a ring."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield progress, pieces, and the answer last; closing it cancels on every node."""
+
+
+Opener: TypeAlias = Callable[[Settings], AbstractAsyncContextManager[Answers]]
+
+
+@asynccontextmanager
+async def open_local(settings: Settings) -> AsyncIterator[Answers]:
+    """Form the ring that the settings ask for.
+
+    Raises:
+        MeshError: the model or the transport is missing, or the ring does not fit.
+    """
+    import asyncio
+
+    forming = await asyncio.to_thread(_load, settings)
+    async with forming as ring:
+        yield ring
+
+
+def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
+    """Do what takes seconds, torch first, away from the event loop."""
+    import torch
+
+    from meshllm.model.source import resolve
+    from meshllm.node.ring import RingOptions, open_ring
+    from meshllm.protocol.plan import Ends
+
+    options = RingOptions(
+        nodes=settings.nodes,
+        transport=settings.transport,
+        ends=Ends(settings.ends),
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        threads=settings.threads,
+    )
+    return open_ring(resolve(settings.model), options)
+
+
+def import_heavy() -> None:
+    """Import what takes seconds here and now: Ctrl-C stops it in the main thread only."""
+    import_module("meshllm.node.ring")

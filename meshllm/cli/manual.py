@@ -1,0 +1,228 @@
+"""Man pages and completions from the command tree: `python -m meshllm.cli.manual check|write`.
+
+Pages carry no date, so that they change only when a command does.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from meshllm.cli.app import app
+from meshllm.cli.options import help_of
+from meshllm.cli.render import out, talk
+from meshllm.config import PROJECT_FILE, keys
+
+ROOT = Path(str(files("meshllm"))).parent
+
+EXIT_STATUS = (
+    ("0", "It worked."),
+    ("1", "Something expected went wrong, or meshllm has a bug."),
+    ("2", "The command line, a setting or the prompt is wrong."),
+    ("3", "There is no ring, or a peer cannot be reached."),
+    ("4", "The model is not found, refused, damaged or too large."),
+    ("5", "The other side does not accept who we are."),
+    ("6", "A deadline passed."),
+    ("7", "Bytes are not what their hash says, or a peer broke the rules."),
+    ("130", "Interrupted."),
+    ("141", "The reader of standard output left; nothing is printed."),
+)
+
+_FILES = (
+    ("~/.config/meshllm/config.toml", "Settings of the user, one `name = value` a line."),
+    (PROJECT_FILE, "Settings of a project, read in the working directory; stronger."),
+    ("~/.local/state/meshllm/history", "Lines typed in conversations; only you can read it."),
+    ("~/.cache/huggingface/hub", "Models that were downloaded."),
+)
+_VARIABLES = (
+    ("HF_HOME", "Where models are kept."),
+    ("HF_HUB_OFFLINE", "1 forbids every download."),
+    ("NO_COLOR", "Turns colour off when it is set."),
+)
+
+COMPLETIONS = {
+    "meshllm.bash": """\
+_meshllm_completion() {
+    local IFS=$'\\n'
+    COMPREPLY=($(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \\
+                 _MESHLLM_COMPLETE=complete_bash $1))
+}
+
+complete -o default -F _meshllm_completion meshllm
+""",
+    "_meshllm": """\
+#compdef meshllm
+
+eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _MESHLLM_COMPLETE=complete_zsh meshllm)
+""",
+    "meshllm.fish": """\
+function __meshllm_complete
+    env _MESHLLM_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=$argv[1] \\
+        _TYPER_COMPLETE_ARGS=(commandline -cp) meshllm
+end
+
+complete --command meshllm --no-files --arguments "(__meshllm_complete get-args)" \\
+    --condition "__meshllm_complete is-args"
+""",
+}
+"""What a shell reads; each asks the command itself on Tab, so installed plugins complete too."""
+
+
+def generate() -> dict[str, str]:
+    """Make every page and completion, by its path under the repository."""
+    tree: Any = typer.main.get_command(app)
+    pages = {"man/meshllm.1": _root_page(tree)}
+    pages |= {f"man/meshllm-{name}.1": _page(name, child) for name, child in tree.commands.items()}
+    return pages | {f"completions/{name}": text for name, text in COMPLETIONS.items()}
+
+
+def stale(root: Path) -> list[str]:
+    """List what is missing, out of date or too much under a repository."""
+    wanted = generate()
+    present = {str(path.relative_to(root)) for path in _present(root)}
+    return sorted(
+        path
+        for path in wanted.keys() | present
+        if path not in present or wanted.get(path) != (root / path).read_text(encoding="utf-8")
+    )
+
+
+def write(root: Path) -> None:
+    """Bring the files of a repository up to date."""
+    wanted = generate()
+    for path in _present(root):
+        if str(path.relative_to(root)) not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+def main(words: list[str]) -> int:
+    """Check or write the generated files of this repository."""
+    match words:
+        case ["write"]:
+            write(ROOT)
+            return 0
+        case ["check"]:
+            behind = stale(ROOT)
+            for path in behind:
+                out(path)
+            if behind:
+                talk("hint: `python -m meshllm.cli.manual write` brings these up to date")
+            return 1 if behind else 0
+        case _:
+            talk("usage: python -m meshllm.cli.manual check|write")
+            return 2
+
+
+def _present(root: Path) -> list[Path]:
+    return [*root.glob("man/*"), *root.glob("completions/*")]
+
+
+def _root_page(tree: Any) -> str:
+    variables = [*((key.variable, help_of(key)) for key in keys().values()), *_VARIABLES]
+    return _lay_out(
+        "meshllm",
+        tree,
+        {
+            "SYNOPSIS": _synopsis("meshllm", tree),
+            "DESCRIPTION": _description(tree),
+            "COMMANDS": _list(
+                (f"meshllm-{name}(1)", _summary(child)) for name, child in tree.commands.items()
+            ),
+            "OPTIONS": _options(tree),
+            "ENVIRONMENT": _list(variables),
+            "FILES": _list(_FILES),
+            "EXIT STATUS": _list(EXIT_STATUS),
+            "EXAMPLES": _examples(tree),
+            "SEE ALSO": _references(f"meshllm-{name}" for name in tree.commands),
+        },
+    )
+
+
+def _page(name: str, command: Any) -> str:
+    """Make the page of a command, or of a group with all its commands."""
+    line = f"meshllm {name}"
+    children = {f"{line} {child}": it for child, it in getattr(command, "commands", {}).items()}
+    sections = {
+        "SYNOPSIS": "\n.br\n".join(
+            _synopsis(*each) for each in (children or {line: command}).items()
+        ),
+        "DESCRIPTION": _description(command),
+        "COMMANDS": "".join(
+            f'.SS "{_roff(child)}"\n{_description(it)}\n{_options(it)}'
+            for child, it in children.items()
+        ),
+        "OPTIONS": "" if children else _options(command),
+        "EXAMPLES": "".join(_examples(it) for it in (command, *children.values())),
+        "SEE ALSO": _references(["meshllm"]) + "\nfor settings, files and exit status",
+    }
+    return _lay_out(f"meshllm-{name}", command, sections)
+
+
+def _lay_out(name: str, command: Any, sections: dict[str, str]) -> str:
+    summary = _summary(command).removesuffix(".")
+    parts = {"NAME": f"{_roff(name)} \\- {_roff(summary)}"} | sections
+    body = "".join(f".SH {title}\n{text.rstrip()}\n" for title, text in parts.items() if text)
+    return f'.TH "{name.upper()}" "1" "" "meshllm" "meshllm manual"\n{body}'
+
+
+def _summary(command: Any) -> str:
+    return str(command.help or "").strip().partition("\n")[0]
+
+
+def _synopsis(line: str, command: Any) -> str:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    words = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+    tail = ["COMMAND ..."] if getattr(command, "commands", None) else words
+    return f".B {_roff(line)}\n{_roff(' '.join(['[OPTIONS]', *tail]))}"
+
+
+def _description(command: Any) -> str:
+    return _roff(re.sub(r"\n[ \t]*\n", "\n.PP\n", str(command.help or "").strip()))
+
+
+def _options(command: Any) -> str:
+    entries = [(_heading(each), _meaning(each)) for each in command.params]
+    return _list([*entries, ("-h, --help", "Show a summary and exit.")])
+
+
+def _heading(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar)
+    value = "" if parameter.is_flag or parameter.count else f" {parameter.metavar}"
+    return ", ".join(parameter.opts) + value
+
+
+def _meaning(parameter: Any) -> str:
+    default = f"  [default: {parameter.default}]" if parameter.show_default else ""
+    return (parameter.help or "") + (default if parameter.default else "")
+
+
+def _examples(command: Any) -> str:
+    lines = [line.strip() for line in str(command.epilog or "").splitlines()]
+    text = _roff("\n".join(line for line in lines if line.startswith(("meshllm ", "echo "))))
+    return f".nf\n{text}\n.fi\n" if text else ""
+
+
+def _references(names: Iterable[str]) -> str:
+    return ",\n".join(f".BR {_roff(name)} (1)" for name in names)
+
+
+def _list(entries: Iterable[tuple[str, str]]) -> str:
+    return "".join(f".TP\n.B {_roff(name)}\n{_roff(text)}\n" for name, text in entries)
+
+
+def _roff(text: str) -> str:
+    """Escape what groff would obey: backslashes, and dots and quotes that begin a line."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("`", "\\`")
+    return re.sub(r"(?m)^(?=['.])(?!\.PP$)", r"\\&", escaped)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Where a prompt comes from: the argument, a pipe, or neither; knows nothing about models."""
+
+from typing import TextIO
+
+from meshllm.errors import UserError
+
+
+def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
+    """Join piped text and the argument, in this order; None when a person sits there.
+
+    ``-`` as the argument means stdin alone. Newlines at the end of piped text are dropped, as
+    a shell does.
+
+    Raises:
+        UserError: nothing was asked, or it is not UTF-8.
+    """
+    if argument is None and (stdin is None or stdin.isatty()):
+        return None
+    piped = "" if stdin is None or (argument != "-" and stdin.isatty()) else _read(stdin)
+    given = "" if argument in (None, "-") else _encodable(argument)
+    prompt = "\n\n".join(part for part in (piped, given) if part)
+    if not prompt.strip():
+        raise UserError("The prompt is empty", hint='for example `meshllm chat "What is a ring?"`')
+    return prompt
+
+
+def _read(stdin: TextIO) -> str:
+    data = stdin.buffer.read()
+    try:
+        return data.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"Standard input is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
+            hint="convert it first: `iconv -f latin1 -t utf-8`",
+        ) from None
+
+
+def _encodable(argument: str) -> str:
+    try:
+        argument.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"The prompt is not UTF-8 at character {error.start}") from None
+    return argument

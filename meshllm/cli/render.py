@@ -1,0 +1,179 @@
+"""What the terminal shows: answer on stdout, talk on stderr; knows nothing about models."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self, TextIO
+
+from meshllm.cli.wrap import Wrap
+from meshllm.errors import MeshError
+from meshllm.request import Answer
+
+SCHEMA = 1
+"""Version of every ``--json`` object; a field may be added without changing it."""
+
+_BROKEN_PIPE = 141  # what a shell reports for a command that SIGPIPE ended
+_DIM, _RED, _CYAN, _PLAIN = "\x1b[2m", "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
+
+
+def out(text: str, end: str = "\n") -> None:
+    """Write data to stdout at once; leave quietly when its reader has gone."""
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except OSError as failure:
+        # Python flushes stdout once more at exit; that must find a door that is open.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(failure, BrokenPipeError):
+            raise SystemExit(_BROKEN_PIPE) from None
+        raise MeshError(f"Standard output cannot be written: {failure.strerror}") from None
+
+
+@contextmanager
+def answering() -> Iterator[Callable[[str], None]]:
+    """Yield what writes the pieces of an answer to stdout; end its last line.
+
+    A terminal gets whole words and no control characters, anything else the very bytes.
+    """
+    # The last column is left to the space behind a word, which would begin a line of its own.
+    wrap = Wrap(shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else None
+    is_begun = False
+
+    def write(piece: str) -> None:
+        nonlocal is_begun
+        is_begun = True
+        out(wrap.feed(safe(piece)) if wrap else piece, end="")
+
+    try:
+        yield write
+    finally:
+        if is_begun:
+            out(wrap.flush() if wrap else "")
+
+
+def talk(text: str, end: str = "\n") -> None:
+    """Write to stderr, where everything goes that is not the answer."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def dump(fields: dict[str, Any]) -> None:
+    """Write one JSON object with its schema version."""
+    out(json.dumps({"schema": SCHEMA, **fields}, indent=2 if sys.stdout.isatty() else None))
+
+
+def dim(text: str) -> str:
+    """Set talk back a little."""
+    return _paint(text, _DIM)
+
+
+def error(failure: MeshError) -> None:
+    """Say what happened and what to do about it."""
+    talk(f"{_paint('error:', _RED)} {safe(str(failure))}")
+    if failure.hint:
+        talk(f"{_paint('hint:', _CYAN)} {safe(failure.hint)}")
+
+
+def safe(text: str) -> str:
+    """Make text of strangers harmless to a terminal."""
+    from meshllm.log import escape
+
+    return escape(text)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Align columns: numbers to the right, words to the left."""
+    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(map(_is_number, column[1:])) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in cells
+    )
+
+
+def plain(value: object) -> str:
+    """Write a setting as a file or a person would."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return str(value).lower()
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
+
+
+def bytes_of(count: float) -> str:
+    """Write a number of bytes as people read it, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def statistics(answer: Answer) -> str:
+    """Tell how fast an answer came, and where the time went."""
+    lines = [
+        f"{answer.prompt_tokens} tokens read, {len(answer.tokens)} written,"
+        f" ended by {answer.finish_reason}",
+        f"first token {answer.ttft_ms:.1f} ms, then {answer.ms_per_token:.2f} ms per token,"
+        f" {answer.tokens_per_second:.1f} tokens/s",
+    ]
+    header = ("rank", "node", "layers", "compute ms", "wire ms", "bytes per token")
+    rows = [
+        (hop.rank, hop.node, str(hop.span), hop.compute_ms, hop.wire_ms, round(hop.bytes_per_token))
+        for hop in answer.hops
+    ]
+    return "\n".join([*lines, table(header, rows)])
+
+
+@dataclass(slots=True)
+class Status:
+    """One line on a terminal's stderr that goes away again; nothing anywhere else."""
+
+    stream: TextIO
+    shown: bool = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if not self.stream.isatty() or os.environ.get("TERM") == "dumb":
+            return
+        width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be erased
+        self.stream.write(f"\r\x1b[K{dim(text[:width])}")
+        self.stream.flush()
+        self.shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self.shown:
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+            self.shown = False
+
+
+def _paint(text: str, colour: str) -> str:
+    colourful = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    return f"{colour}{text}{_PLAIN}" if colourful and os.environ.get("TERM") != "dumb" else text
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else plain(value)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).replace("-", "", 1).isdecimal() or text == "-"

@@ -1,0 +1,43 @@
+"""Breaks the lines of a growing text between words; knows nothing about terminals but a width."""
+
+from unicodedata import east_asian_width
+
+LONGEST = 32  # characters that are held back while a word grows; then it is no word
+
+
+class Wrap:
+    """Text comes in pieces and goes out in lines of at most so many columns, where words allow."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.column = 0
+        self.word = ""
+
+    def feed(self, piece: str) -> str:
+        """Take a piece and return what can be shown; a word is held back until it has ended."""
+        return "".join(map(self._take, piece))
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        word, self.word = self.word, ""
+        width = sum(map(_width, word))
+        lacks_room = self.column > 0 and self.columns < self.column + width <= 2 * self.columns
+        self.column = (0 if lacks_room else self.column) + width
+        return f"\n{word}" if lacks_room else word
+
+    def _take(self, char: str) -> str:
+        if char == "\n":
+            shown = self.flush() + char
+            self.column = 0
+            return shown
+        if char.isspace():
+            shown = self.flush() + char
+            self.column += 1
+            return shown
+        self.word += char
+        # Scripts without spaces have wide characters, and a line may break before each of them.
+        return self.flush() if len(self.word) > LONGEST or _width(char) > 1 else ""
+
+
+def _width(char: str) -> int:
+    return 2 if east_asian_width(char) in "WF" else 1

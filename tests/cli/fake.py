@@ -1,0 +1,85 @@
+"""A ring that answers by rule, so that the command can be tested without a model."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from meshllm.cli.app import app
+from meshllm.config import Settings
+from meshllm.errors import MeshError, ModelError
+from meshllm.names import Span
+from meshllm.request import Answer, Event, FinishReason, HopReport, Piece, Prefilled, Request
+
+
+@dataclass
+class FakeRing:
+    """Repeats the last thing it was asked, word by word."""
+
+    error: MeshError | None = None
+    slow_s: float = 0.0
+    """How long it takes to form."""
+    requests: list[Request] = field(default_factory=list)
+    settings: Settings | None = None
+    is_open: bool = False
+    cancelled: int = 0
+
+    @asynccontextmanager
+    async def __call__(self, settings: Settings) -> AsyncIterator["FakeRing"]:
+        self.settings = settings
+        if settings.model == "missing":
+            raise ModelError("There is no model `missing`")
+        if self.error:
+            raise self.error
+        await asyncio.sleep(self.slow_s)
+        self.is_open = True
+        try:
+            yield self
+        finally:
+            self.is_open = False
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        asked = request.raw if request.raw is not None else request.turns[-1]["content"]
+        words = ["You", " said:", *(f" {word}" for word in asked.split())]
+        yield Prefilled(2, 2)
+        try:
+            for word in words:
+                yield Piece(word)
+                await asyncio.sleep(0)
+            while asked == "loop":
+                yield Piece(" on")
+                await asyncio.sleep(0.01)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += 1
+            raise
+        yield answer_of("".join(words), len(words))
+
+
+def answer_of(text: str, count: int) -> Answer:
+    hops = (
+        HopReport(0, "node-0", Span(0, 4), 1.25, 0.05, 512.0),
+        HopReport(1, "node-1", Span(4, 8), 1.5, 0.06, 512.0),
+    )
+    return Answer(
+        text=text,
+        tokens=tuple(range(count)),
+        prompt_tokens=2,
+        finish_reason=FinishReason.STOP,
+        ttft_ms=20.0,
+        ms_per_token=4.0,
+        tokens_per_second=250.0,
+        hops=hops,
+    )
+
+
+def main() -> None:
+    """Run the command line in a process of its own; say at the end what is left of the ring."""
+    ring = FakeRing(slow_s=float(os.environ.get("SLOW_S", "0")))
+    try:
+        app(obj=ring)
+    finally:
+        if ring.cancelled or ring.is_open:
+            print(f"cancelled {ring.cancelled}, open {ring.is_open}", file=sys.stderr)

@@ -1,0 +1,205 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import meshllm as package
+from meshllm.cli import app, chat
+from meshllm.errors import IntegrityFault, LinkLost, MeshError, ModelError, TimedOut
+from tests.cli.conftest import Invoke
+from tests.cli.fake import FakeRing
+
+HEAVY = {
+    "torch", "transformers", "asyncio", "websockets", "aioquic", "rich", "prompt_toolkit", "numpy",
+    "huggingface_hub", "safetensors",
+}  # fmt: skip
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, json, meshllm.cli.app; print(json.dumps(list(sys.modules)))"
+
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert HEAVY.isdisjoint(json.loads(told.stdout))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from meshllm.cli.app import main\n"
+        "sys.argv = ['meshllm', '--help']\n"
+        "try: main()\n"
+        f"except SystemExit: print({HEAVY!r} & set(sys.modules), file=sys.stderr)"
+    )
+
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "Commands:" in told.stdout
+    assert told.stderr == "set()\n"
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_help_lists_commands_and_examples(meshllm: Invoke, words: tuple[str, ...]) -> None:
+    result = meshllm(*words)
+
+    assert result.exit_code == 0
+    assert "  chat " in result.stdout
+    assert '\n    meshllm chat --nodes 3 "What is a ring?"\n' in result.stdout
+
+
+def test_version(meshllm: Invoke) -> None:
+    assert meshllm("--version").stdout == f"meshllm {package.__version__}\n"
+
+
+def test_version_with_v_tells_what_it_runs_on(meshllm: Invoke) -> None:
+    lines = [line.split()[0] for line in meshllm("--version", "-v").stdout.splitlines()]
+
+    assert lines[:4] == ["meshllm", "python", "torch", "transformers"]
+    assert "transport" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (("cha",), "No such command 'cha'. Did you mean 'chat'?", "see `meshllm --help`"),
+        (("chat", "--nods", "3"), "No such option: --nods", "see `meshllm chat --help`"),
+        (("chat", "--nodes", "x"), "Invalid value for '--nodes'", "see `meshllm chat --help`"),
+        (("config",), "Missing command", "see `meshllm config --help`"),
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(
+    meshllm: Invoke, words: tuple[str, ...], message: str, hint: str
+) -> None:
+    result = meshllm(*words)
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.endswith(f"hint: {hint}\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MeshError("it went wrong"),
+        LinkLost("it went wrong"),
+        ModelError("it went wrong"),
+        TimedOut("it went wrong"),
+        IntegrityFault("it went wrong"),
+    ],
+)
+def test_an_expected_error_is_a_line_and_its_own_exit_code(
+    meshllm: Invoke, ring: FakeRing, error: MeshError
+) -> None:
+    ring.error = error
+
+    result = meshllm("chat", "hi")
+
+    assert result.exit_code == error.exit_code
+    assert (result.stdout, result.stderr) == ("", "error: it went wrong\n")
+
+
+def test_a_hint_is_a_line_of_its_own(meshllm: Invoke, ring: FakeRing) -> None:
+    ring.error = ModelError("There is no model `x`", hint="pull it")
+
+    assert meshllm("chat", "hi").stderr == "error: There is no model `x`\nhint: pull it\n"
+
+
+def test_an_error_cannot_command_the_terminal(meshllm: Invoke, ring: FakeRing) -> None:
+    ring.error = ModelError("There is no model `\x1b[2J`")
+
+    assert meshllm("chat", "hi").stderr == "error: There is no model `\\x1b[2J`\n"
+
+
+def test_of_errors_in_a_group_the_expected_one_is_told(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = ExceptionGroup("", [OSError(), ExceptionGroup("", [LinkLost("Node 2 is gone")])])
+    monkeypatch.setattr(chat, "_request", _raising(group))
+
+    result = meshllm("chat", "hi")
+
+    assert (result.exit_code, result.stderr) == (3, "error: Node 2 is gone\n")
+
+
+def test_a_bug_is_reported_in_short(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_request", _raising(ZeroDivisionError("oh")))
+
+    result = meshllm("chat", "hi")
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: This is a bug in meshllm")
+    assert "ZeroDivisionError: oh\nhint: run it again with `meshllm --debug`" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_debug_shows_the_traceback(
+    meshllm: Invoke, ring: FakeRing, monkeypatch: pytest.MonkeyPatch, by_flag: bool
+) -> None:
+    ring.error = ModelError("no")
+    if not by_flag:
+        monkeypatch.setenv("MESHLLM_DEBUG", "1")
+
+    result = meshllm(*(["--debug"] if by_flag else []), "chat", "hi")
+
+    assert result.exit_code == 4
+    assert "Traceback" in result.stderr
+    assert result.stderr.endswith("error: no\n")
+
+
+def test_a_wrong_setting_is_told_even_when_debug_is_asked_of_it(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_NODES", "many")
+
+    result = meshllm("config", "show")
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: `nodes` is 'many', no whole number (MESHLLM_NODES)\n"
+
+
+def test_an_interrupt_exits_130(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_request", _raising(KeyboardInterrupt()))
+
+    result = meshllm("chat", "hi")
+
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_verbose_sets_up_the_log(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr("meshllm.log.setup", levels.append)
+
+    meshllm("-vv", "transport", "list")
+
+    assert levels == [2]
+
+
+def test_main_runs_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshllm", "--version"])
+
+    with pytest.raises(SystemExit) as left:
+        app.main()
+
+    assert left.value.code in {0, None}
+    assert capsys.readouterr().out.startswith("meshllm ")
+
+
+def test_an_interrupt_before_the_command_runs_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "app", _raising(KeyboardInterrupt()))
+
+    with pytest.raises(SystemExit) as left:
+        app.main()
+
+    assert left.value.code == 130
+
+
+def _raising(error: BaseException) -> object:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail

@@ -1,0 +1,213 @@
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FAKE = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches this process
+from tests.cli.fake import main
+main()
+"""
+PROMPT = ">>>"
+NO_CPR = {"PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody here tells where the cursor is
+PATIENCE = 30.0  # s; a test that waits so long fails
+
+
+class Terminal:
+    """A conversation in a real terminal: keys go in, what a person would read comes out."""
+
+    def __init__(self, *words: str, **environ: str) -> None:
+        self.fd, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FAKE, "chat", *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TERM": "xterm",
+                "NO_COLOR": "1",
+                **NO_CPR,
+                **environ,
+            },
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+
+    def press(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Read until a text appears; return what came up to it, without colours and moves."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.seen:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                self.seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._read())
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+    def wait(self) -> int:
+        """Read to the end and return the exit code."""
+        while select.select([self.fd], [], [], PATIENCE)[0] and (chunk := self._read()):
+            self.seen += chunk
+        return self.process.wait(PATIENCE)
+
+    def _read(self) -> str:
+        try:
+            return os.read(self.fd, 65536).decode(errors="replace")
+        except OSError:  # the other side has closed
+            return ""
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    with Terminal() as terminal:
+        terminal.wait_for(PROMPT)
+        yield terminal
+
+
+def test_a_conversation_answers_and_leaves(terminal: Terminal) -> None:
+    terminal.press("hello there\r")
+    terminal.wait_for("You said: hello there\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/show\r")
+    terminal.wait_for("turns")
+    turns = terminal.wait_for("\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("\x04")
+
+    assert turns.strip() == "2"
+    assert terminal.wait() == 0
+
+
+def test_control_c_stops_the_answer_and_keeps_what_was_said(terminal: Terminal) -> None:
+    terminal.press("loop\r")
+    terminal.wait_for("You said: loop on on on")
+    terminal.press("\x03")
+    terminal.wait_for("stopped")
+    terminal.wait_for(PROMPT)
+    terminal.press("/show\r")
+    terminal.wait_for("turns")
+    turns = terminal.wait_for("\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/bye\r")
+
+    assert turns.strip() == "2"
+    assert terminal.wait() == 0
+    assert "cancelled 1, open False" in terminal.seen
+
+
+def test_control_c_at_an_empty_prompt_tells_how_to_leave(terminal: Terminal) -> None:
+    terminal.press("\x03")
+
+    assert terminal.wait_for("Ctrl-D or /bye leaves")
+    terminal.wait_for(PROMPT)
+
+
+def test_quotes_and_alt_enter_make_several_lines(terminal: Terminal) -> None:
+    terminal.press('"""one\r')
+    terminal.wait_for("...")
+    terminal.press('two"""\r')
+    terminal.wait_for("You said: one two\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("three\x1b\rfour\r")
+
+    assert terminal.wait_for("You said: three four\r\n")
+
+
+def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
+    terminal.press("\x1b[200~one\ntwo\nthree\x1b[201~\r")
+
+    assert terminal.wait_for("You said: one two three\r\n")
+
+
+def test_tab_completes_commands_and_settings(terminal: Terminal) -> None:
+    terminal.press("/se\t")
+    terminal.wait_for("/set")
+    terminal.press(" temp\t 0.5\r")
+
+    assert terminal.wait_for("temperature is 0.5")
+
+
+def test_an_error_leaves_the_conversation_open(terminal: Terminal) -> None:
+    terminal.press("/nonsense\r")
+    terminal.wait_for("error: `/nonsense` is no command")
+    terminal.wait_for(PROMPT)
+    terminal.press("hi\r")
+
+    assert terminal.wait_for("You said: hi\r\n")
+
+
+def test_lines_are_remembered_for_this_person_alone(terminal: Terminal, home: Path) -> None:
+    terminal.press("hello\r")
+    terminal.wait_for("You said: hello\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/bye\r")
+    terminal.wait()
+
+    history = home / "state" / "meshllm" / "history"
+    assert "+hello\n" in history.read_text()
+    assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_history_can_be_turned_off(home: Path) -> None:
+    with Terminal(MESHLLM_HISTORY="0") as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.press("/bye\r")
+
+        assert terminal.wait() == 0
+
+    assert not (home / "state").exists()
+
+
+def test_the_prompt_is_there_before_the_ring() -> None:
+    with Terminal(SLOW_S="1") as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.press("early\r")
+
+        assert "loading builtin" in terminal.wait_for("You said: early\r\n")
+
+
+def test_leaving_does_not_wait_for_the_ring() -> None:
+    with Terminal(SLOW_S="60") as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.press("\x04")
+
+        assert terminal.wait() == 0
+
+
+def test_a_ring_that_does_not_form_ends_the_conversation() -> None:
+    with Terminal("--model", "missing") as terminal:
+        code = terminal.wait()
+
+    assert code == 4
+    assert "error: There is no model `missing`\r\n" in terminal.seen
+
+
+def test_json_needs_a_prompt() -> None:
+    with Terminal("--json") as terminal:
+        code = terminal.wait()
+
+    assert code == 2
+    assert "`--json` and `--raw` need a prompt" in terminal.seen

@@ -1,0 +1,158 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshllm.cli.options import help_of
+from meshllm.config import Config, Scalar, Settings, change, current, files, keys, load, parse
+from meshllm.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project folder; the user's own file is in `user/meshllm/config.toml`."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    (tmp_path / "user" / "meshllm").mkdir(parents=True)
+    return tmp_path
+
+
+def _load(
+    folder: Path,
+    *,
+    user: str = "",
+    project: str = "",
+    environ: dict[str, str] | None = None,
+    **flags: Scalar,
+) -> Config:
+    (folder / "user" / "meshllm" / "config.toml").write_text(user)
+    (folder / "meshllm.toml").write_text(project)
+    return load(flags, environ=environ or {}, folder=folder)
+
+
+def test_nothing_set_gives_the_defaults(folder: Path) -> None:
+    config = load({"nodes": None}, environ={"PATH": "/bin"}, folder=folder)
+
+    assert config.settings == Settings()
+    assert set(config.origins.values()) == {"default"}
+    assert config.origins.keys() == keys().keys()
+
+
+def test_a_later_origin_wins(folder: Path) -> None:
+    user, project, environ = "nodes = 2", "nodes = 3", {"MESHLLM_NODES": "4"}
+
+    configs = [
+        _load(folder, user=user),
+        _load(folder, user=user, project=project),
+        _load(folder, user=user, project=project, environ=environ),
+        _load(folder, user=user, project=project, environ=environ, nodes=5),
+    ]
+
+    assert [(each.settings.nodes, each.origins["nodes"]) for each in configs] == [
+        (2, str(folder / "user" / "meshllm" / "config.toml")),
+        (3, str(folder / "meshllm.toml")),
+        (4, "MESHLLM_NODES"),
+        (5, "--nodes"),
+    ]
+
+
+def test_origins_mix_setting_by_setting(folder: Path) -> None:
+    config = _load(
+        folder,
+        user='model = "a/b"\nhistory = false',
+        project="top_k = 40\ntemperature = 1",
+        environ={"MESHLLM_TOP_P": "0.5", "MESHLLM_DEBUG": "yes"},
+        max_tokens=7,
+    )
+
+    settings = config.settings
+    assert (settings.model, settings.history, settings.debug) == ("a/b", False, True)
+    assert (settings.max_tokens, settings.sampling.top_k) == (7, 40)
+    assert (settings.sampling.top_p, settings.sampling.temperature) == (0.5, 1.0)
+    assert type(settings.sampling.temperature) is float
+    assert config.origins["max_tokens"] == "--max-tokens"
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("node = 3", "No setting is named `node`", "did you mean `nodes`?"),
+        ("xyzzy = 3", "No setting is named `xyzzy`", "one of `model`"),
+        ('nodes = "3"', "`nodes` is '3', no whole number", None),
+        ("nodes = true", "`nodes` is True, no whole number", None),
+        ("nodes = 1.5", "`nodes` is 1.5, no whole number", None),
+        ("nodes = 0", "`nodes` is 0, not between 1 and 1024", None),
+        ("top_p = nan", "`top_p` is nan, not between 0 and 1", None),
+        ('ends = "last"', "`ends` is 'last'", "one of `entry`, `client`"),
+        ("history = 1", "`history` is 1, no true or false", None),
+        ("[model]\nname = 1", "`model` is {'name': 1}, no text", None),
+        ("nodes = ", "is not readable", None),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(
+    folder: Path, text: str, message: str, hint: str | None
+) -> None:
+    with pytest.raises(UserError) as caught:
+        _load(folder, project=text)
+
+    assert message in str(caught.value)
+    assert str(folder / "meshllm.toml") in str(caught.value)
+    assert (caught.value.hint or "").startswith(hint or "")
+
+
+def test_a_file_that_is_no_text_is_named(folder: Path) -> None:
+    (folder / "meshllm.toml").write_bytes(b"model = '\xff'")
+
+    with pytest.raises(UserError, match=r"meshllm\.toml` is not readable"):
+        load({}, environ={}, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("MESHLLM_NODE", "3", "No setting is named `node`"),
+        ("MESHLLM_NODES", "three", "`nodes` is 'three', no whole number"),
+        ("MESHLLM_SEED", "-1", "`seed` is -1, not between 0"),
+        ("MESHLLM_HISTORY", "perhaps", "`history` is 'perhaps', no true or false"),
+        ("MESHLLM_TEMPERATURE", "inf", "`temperature` is inf, not between"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_what_is_wrong(
+    folder: Path, variable: str, text: str, message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load({}, environ={variable: text}, folder=folder)
+
+    assert message in str(caught.value)
+    assert f"({variable})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("ON", True), ("no", False), ("0", False)]
+)
+def test_a_boolean_variable_is_read_in_words(text: str, value: bool) -> None:
+    assert parse("history", text, "here") is value
+
+
+def test_only_the_working_directory_has_a_project_file(folder: Path) -> None:
+    (folder / "meshllm.toml").write_text("nodes = 9")
+    inside = folder / "inside"
+    inside.mkdir()
+
+    assert load({}, environ={}, folder=inside).settings.nodes == 1
+    assert files(inside)[-1] == inside / "meshllm.toml"
+
+
+def test_every_setting_has_a_text_and_can_be_read_and_changed() -> None:
+    for name, key in keys().items():
+        assert current(Settings(), name) == key.default
+        assert 10 < len(help_of(key)) <= 60, name
+        assert change(Settings(), {name: key.default}) == Settings()
+
+
+def test_a_change_leaves_the_rest_alone() -> None:
+    settings = replace(Settings(), model="a/b")
+
+    changed = change(settings, {"top_k": 3, "nodes": 2})
+
+    assert (changed.model, changed.nodes, changed.sampling.top_k) == ("a/b", 2, 3)
+    assert settings.sampling.top_k == 0

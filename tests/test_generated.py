@@ -1,0 +1,81 @@
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshllm.cli import manual
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_pages_and_completions_are_up_to_date() -> None:
+    assert manual.stale(ROOT) == [], "run `python -m meshllm.cli.manual write`"
+
+
+def test_drift_is_found_and_mended(tmp_path: Path) -> None:
+    manual.write(tmp_path)
+    (tmp_path / "man" / "meshllm-chat.1").write_text("old")
+    (tmp_path / "man" / "meshllm-gone.1").write_text("no such command any more")
+    (tmp_path / "completions" / "_meshllm").unlink()
+
+    behind = manual.stale(tmp_path)
+    manual.write(tmp_path)
+
+    assert behind == ["completions/_meshllm", "man/meshllm-chat.1", "man/meshllm-gone.1"]
+    assert manual.stale(tmp_path) == []
+
+
+def test_check_exits_by_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(manual, "ROOT", tmp_path)
+
+    codes = [manual.main([word]) for word in ("check", "write", "check", "bogus")]
+
+    assert codes == [1, 0, 0, 2]
+    assert "man/meshllm-chat.1\n" in capsys.readouterr().out
+
+
+def test_pages_do_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = manual.generate()
+
+    monkeypatch.setenv("COLUMNS", "33")
+
+    assert manual.generate() == wide
+
+
+def test_the_first_page_tells_the_exit_codes_of_the_error_tree() -> None:
+    from meshllm import errors
+
+    codes = {
+        str(each.exit_code)
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, errors.MeshError)
+    }
+
+    assert codes | {"0", "130", "141"} == {code for code, _ in manual.EXIT_STATUS}
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
+@pytest.mark.parametrize("page", sorted(manual.generate()))
+def test_groff_has_nothing_to_say_about_a_page(page: str) -> None:
+    if not page.startswith("man/"):
+        return
+
+    told = subprocess.run(
+        ["groff", "-ww", "-man", "-Tutf8", "-z"],
+        input=manual.generate()[page],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert told.stderr == ""
+
+
+@pytest.mark.parametrize(("shell", "name"), [("bash", "meshllm.bash"), ("bash", "_meshllm")])
+def test_completions_parse(shell: str, name: str) -> None:
+    script = manual.COMPLETIONS[name]
+
+    assert subprocess.run([shell, "-n"], input=script, text=True, check=False).returncode == 0
