@@ -1,0 +1,35 @@
+"""What the README says about itself is true."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_no_place_is_left_to_fill_in() -> None:
+    assert "@@" not in README
+
+
+def test_every_file_it_links_to_is_there() -> None:
+    links = [rest.partition(")")[0] for rest in README.split("](")[1:]]
+
+    local = [link for link in links if not link.startswith(("#", "http"))]
+    assert local
+    assert [link for link in local if not (ROOT / link).exists() and link != "CHANGELOG"] == []
+
+
+def test_the_number_of_model_types_is_that_of_the_table() -> None:
+    verdicts = json.loads((ROOT / "meshllm" / "model" / "families.json").read_text("utf-8"))
+    types = {name: verdict for name, verdict in verdicts.items() if ":" not in name}
+    equal = sum(verdict["equal"] for verdict in types.values())
+
+    assert f"{equal} of the {len(types)} text model types" in README
+    assert equal >= 115
+
+
+def test_its_install_and_test_commands_are_those_of_the_gate() -> None:
+    for name in ("install", "test"):
+        block = README.partition(f"<!-- ci: {name} -->\n```sh\n")[2].partition("\n```")[0]
+        assert block.count("\n") == 0
+        assert block
