@@ -136,10 +136,8 @@ def _report(error: BaseException, *, debug: bool) -> int:
         case typer.TyperException():
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "meshllm"
-            usage = UserError(
-                error.format_message().removesuffix("."), hint=f"see `{command} --help`"
-            )
-            render.error(usage)
+            words = error.format_message().removesuffix(".").replace("Value error, ", "")
+            render.error(UserError(words, hint=f"see `{command} --help`"))
             return error.exit_code
         case _:
             render.error(_bug(error))

@@ -125,9 +125,13 @@ def statistics(answer: Answer) -> str:
     lines = [
         f"{answer.prompt_tokens} tokens read, {len(answer.tokens)} written,"
         f" ended by {answer.finish_reason}",
-        f"first token {answer.ttft_ms:.1f} ms, then {answer.ms_per_token:.2f} ms per token,"
-        f" {answer.tokens_per_second:.1f} tokens/s",
     ]
+    if not answer.ms_per_token:  # the steps after the first token are what is measured
+        return "\n".join([*lines, f"first token {answer.ttft_ms:.1f} ms"])
+    lines.append(
+        f"first token {answer.ttft_ms:.1f} ms, then {answer.ms_per_token:.2f} ms per token,"
+        f" {answer.tokens_per_second:.1f} tokens/s"
+    )
     header = ("rank", "node", "layers", "compute ms", "wire ms", "bytes per token")
     rows = [
         (hop.rank, hop.node, str(hop.span), hop.compute_ms, hop.wire_ms, round(hop.bytes_per_token))

@@ -65,6 +65,11 @@ def test_version_with_v_tells_what_it_runs_on(meshllm: Invoke) -> None:
         (("cha",), "No such command 'cha'. Did you mean 'chat'?", "see `meshllm --help`"),
         (("chat", "--nods", "3"), "No such option: --nods", "see `meshllm chat --help`"),
         (("chat", "--nodes", "x"), "Invalid value for '--nodes'", "see `meshllm chat --help`"),
+        (
+            ("chat", "--ends", "x"),
+            "Invalid value for '--ends': 'x' is",
+            "see `meshllm chat --help`",
+        ),
         (("config",), "Missing command", "see `meshllm config --help`"),
     ],
 )
@@ -77,6 +82,16 @@ def test_a_wrong_command_line_is_a_usage_error(
     assert result.stdout == ""
     assert result.stderr.startswith(f"error: {message}")
     assert result.stderr.endswith(f"hint: {hint}\n")
+
+
+def test_a_closed_stdout_is_one_clear_line() -> None:
+    code = "import sys; sys.stdout = None; from meshllm.cli.app import main; main()"
+
+    told = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False
+    )
+
+    assert (told.returncode, told.stderr) == (1, "error: Standard output is closed\n")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 import io
 import json
 from contextlib import redirect_stderr
+from dataclasses import replace
 
 import pytest
 
 from meshllm.cli import render
 from meshllm.errors import UserError
+from tests.cli.fake import answer_of
 
 
 class Terminal(io.StringIO):
@@ -55,6 +57,12 @@ def test_bytes_are_written_as_people_read_them(count: float, text: str) -> None:
 )
 def test_settings_are_written_plainly(value: object, text: str) -> None:
     assert render.plain(value) == text
+
+
+def test_an_answer_of_one_token_has_no_time_per_token() -> None:
+    told = render.statistics(replace(answer_of("Hi", 1), ms_per_token=0.0, tokens_per_second=0.0))
+
+    assert told == "2 tokens read, 1 written, ended by stop\nfirst token 20.0 ms"
 
 
 def test_json_carries_its_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.verdict import Verdict
 from meshllm.names import Span
+from meshllm.testing.models import tiny_model
 
 PROMPT = [5, 17, 80, 3, 44]
 KNOWN = Verdict("llama", equal=True, reason="", whole=True, chunkable=True, croppable=True)
@@ -199,3 +200,19 @@ def test_a_damaged_part_is_not_verified(llama: Source, monkeypatch: pytest.Monke
 def test_more_parts_than_layers_are_refused(llama: Source) -> None:
     with pytest.raises(ModelError, match="has 6 layers, too few for 7 parts"):
         verify(llama, splits=(7,), prompt=PROMPT)
+
+
+def test_a_model_without_a_tokenizer_is_compared_by_numbers(llama: Source) -> None:
+    report = verify(llama, splits=(2,))
+
+    assert report.equal
+    assert report.prompt == tuple(range(1, 11))
+
+
+def test_damaged_weights_are_refused_in_one_line(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+    with pytest.raises(ModelError, match="is damaged"):
+        verify(source, splits=(2,))

@@ -212,3 +212,11 @@ def test_a_config_that_does_not_fit_its_type_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"config\.json` is no config of a `llama`"):
         open_folder("x", tmp_path)
+
+
+def test_a_config_of_absurdly_many_layers_is_refused_at_once(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "text_config": {"num_hidden_layers": 10**9}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ModelError, match="names 1000000000 layers"):
+        resolve(str(tmp_path))
