@@ -70,7 +70,7 @@ def resolve(
     if not _is_model_id(name):
         raise ModelError(
             f"There is no folder `{name}`, and it is no model id",
-            hint="a model is `builtin`, a folder, or `org/name` from huggingface.co",
+            hint="a model is `builtin`, a folder, or `org/name` from the Hugging Face hub",
         )
     if download and not offline:
         return _fetch(name, revision, span)

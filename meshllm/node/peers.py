@@ -9,7 +9,7 @@ from typing import assert_never
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.protocol.codec import decode, encode
 from meshllm.protocol.link import BEAT, Action, Deliver, Link, Lost, Send
-from meshllm.protocol.messages import Forward, Message, SessionMessage
+from meshllm.protocol.messages import Beat, Forward, Message, SessionMessage
 from meshllm.transport import contract
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class Peer:
     def _act(self, action: Action, deliver: Callable[[SessionMessage], None]) -> None:
         match action:
             case Send(message):
+                if self._own and isinstance(self._own[-1], Beat):
+                    self._own.pop()  # it waits for a neighbour that does not read
                 self._own.append(message)
                 self._wake.set()
             case Deliver(message):

@@ -105,6 +105,27 @@ def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
     assert "No word" in str(run_virtual(story()))
 
 
+def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
+    async def story() -> tuple[int, bool]:
+        ours, theirs = await pair()
+        peer = peer_on(ours)
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        for _ in range(QUEUE_MESSAGES + 9):
+            peer.post(Forward(CANCEL))
+        running = asyncio.create_task(peer.run(lambda _: None))
+        for stamp in range(2, 60):
+            await asyncio.sleep(0.5)
+            await say(theirs, Beat(stamp, 0, 0))
+        alive = not running.done()
+        running.cancel()
+        return len(peer._own), alive
+
+    waiting, alive = run_virtual(story())
+
+    assert alive
+    assert waiting <= 1
+
+
 def test_a_neighbour_of_another_plan_is_refused() -> None:
     async def story() -> MeshError:
         ours, theirs = await pair()
