@@ -30,7 +30,8 @@ INTERVAL_S = 0.001
 
 SPANS = {
     "qwen3-0.6b": ("0:28+ends", "0:14+embed", "10:20", "10:11", "28:28+head"),
-    "experts": ("0:4",),  # the files have a tensor per expert, the model one for all of a layer
+    # The files have a tensor per expert, the model one for all experts of a layer.
+    "experts": ("0:1", "0:2", "0:4"),
 }
 DTYPES = ("bfloat16", "float32")
 """As stored: nothing is copied; wider: every byte is anonymous."""
