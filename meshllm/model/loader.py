@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from copy import copy
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, Self
@@ -17,6 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     convert_and_load_state_dict_in_model,
@@ -102,7 +106,7 @@ def load(
     config = LoadStateDictConfig(
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=[_assembling(entry) for entry in get_model_conversion_mapping(model)],
     )
     with quiet(), ExitStack() as opened:
         files = {
@@ -145,6 +149,50 @@ def _groups(chosen: Mapping[str, str]) -> list[list[str]]:
         places[place].append(name)
     merged = [names for names in places.values() if len(names) > 1]
     return [[names[0] for names in places.values() if len(names) == 1], *merged]
+
+
+class _Assemble(ConversionOps):  # type: ignore[misc]  # transformers has no types
+    """Stack the experts of a layer, and join their matrices, in one new tensor.
+
+    Every part is copied once, from the file to its place, and cast on the way. The library stacks
+    each matrix of all experts and joins the stacks: for a moment it holds the layer twice.
+    """
+
+    def convert(
+        self,
+        input_dict: dict[str, list[Tensor]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        full_layer_name: str,
+        model: Any,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        """Turn E tensors [rows_i, ...] of each pattern into one of [E, sum of rows_i, ...]."""
+        matrices = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
+        if len({(len(parts), part.shape[1:]) for parts in matrices for part in parts}) > 1:
+            raise ValueError("the experts are of different shapes")
+        rows = [parts[0].shape[0] for parts in matrices]
+        merged = torch.empty(
+            (len(matrices[0]), sum(rows), *matrices[0][0].shape[1:]),
+            dtype=model.get_parameter_or_buffer(full_layer_name).dtype,
+        )
+        for parts, place in zip(matrices, torch.split(merged, rows, dim=1), strict=True):
+            torch.stack(parts, out=place)
+        return {target_patterns[0]: merged}
+
+
+def _assembling(entry: Any) -> Any:
+    """Give a converter that only stacks and joins the operation that does both at once."""
+    stacks = [(MergeModulelist, 0), (Concatenate, 1)]
+    if isinstance(entry, WeightConverter):
+        operations = [
+            (type(operation), vars(operation).get("dim")) for operation in entry.operations
+        ]
+        if operations in (stacks[:1], stacks) and len(entry.target_patterns) == 1:
+            entry = copy(entry)
+            entry.operations = [_Assemble()]
+    return entry
 
 
 class _Uncast:
@@ -205,7 +253,8 @@ def _refuse(info: Any, folder: Path) -> None:
             f"Tensor `{name}` in `{folder}` has shape {list(stored)}, not {list(expected)}",
             hint=_MIXED_UP,
         )
-    for name, reason in info.conversion_errors.items():
+    for name, report in info.conversion_errors.items():  # a traceback, its message, what it means
+        reason = report.rpartition("\nError: ")[0].rpartition("\n")[2] or report
         raise ModelError(f"Tensor `{name}` in `{folder}` cannot be converted: {reason}")
 
 

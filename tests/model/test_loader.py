@@ -75,6 +75,25 @@ def test_experts_of_a_layer_are_merged_from_the_names_of_the_hub(
     assert all(torch.equal(held[name], expected[name]) for name in held)
 
 
+def test_experts_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "mixtral")
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(
+            name
+            for name in tensors
+            if ".layers.1." in name and name.endswith("experts.3.w3.weight")
+        )
+        tensors[name] = tensors[name][:, :-1].contiguous()
+
+    rewrite(source, widen)
+
+    with pytest.raises(
+        ModelError, match="cannot be converted: the experts are of different shapes"
+    ):
+        Shard.load(source, Span(1, 2), embed=False, head=False)
+
+
 def test_keys_without_the_prefix_of_the_base_model_are_found(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "gpt2")
     expected = load_all(source).model.state_dict()
