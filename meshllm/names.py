@@ -18,6 +18,15 @@ plan
     who holds which span, in which order, for one **epoch**.
 standby
     a node to which the plan gives no span.
+mesh
+    the nodes that share a mesh id; a **member** holds a credential for it, in the **role** of a
+    node, which serves, or of a client, which only asks.
+ingress
+    the node that took a request; any node of the mesh can be it.
+charter
+    what the whole mesh agreed on: the model and how its ring is to be chosen.
+door
+    the HTTP application of a node, on a unix socket of its owner.
 """
 
 from dataclasses import dataclass
@@ -31,11 +40,15 @@ NodeId = NewType("NodeId", bytes)
 SessionId = NewType("SessionId", bytes)
 """16 random bytes that name a session."""
 
+MeshId = NewType("MeshId", bytes)
+"""16 bytes that name a mesh; only its members and who was invited know them."""
+
 Digest = NewType("Digest", bytes)
 """32 bytes of blake3."""
 
 NODE_ID_BYTES = 32
 SESSION_ID_BYTES = 16
+MESH_ID_BYTES = 16
 DIGEST_BYTES = 32
 
 

@@ -19,6 +19,7 @@ class CountingTransport:
     """Wraps a transport and notes the size of every message sent, by channel."""
 
     name: ClassVar[str] = "counting"
+    schemes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, inner: Transport) -> None:
         self.sent: list[tuple[Channel, int]] = []
@@ -44,6 +45,10 @@ class _Listener:
     @property
     def address(self) -> str:
         return self._inner.address
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._inner.addresses
 
     async def links(self) -> AsyncIterator[Link]:
         async for link in self._inner.links():

@@ -44,6 +44,23 @@ async def _messages_keep_their_order(a: Link, b: Link, _: Terms) -> None:
             group.create_task(receive(link))
 
 
+async def _a_long_stream_arrives_once(a: Link, b: Link, _: Terms) -> None:
+    """Send more than a link holds, both ways, so that whatever it counts goes round."""
+
+    async def send(link: Link) -> None:
+        for number in range(MANY):
+            await link.send([_chunk(number)], Channel(number % 2))
+
+    async def receive(link: Link) -> None:
+        got = sorted([(await read(link))[1] for _ in range(MANY)])
+        expect(got == [_chunk(number) for number in range(MANY)], "the stream is another")
+
+    async with asyncio.TaskGroup() as group:
+        for link in (a, b):
+            group.create_task(send(link))
+            group.create_task(receive(link))
+
+
 async def _a_message_is_the_bytes_of_its_parts(a: Link, b: Link, _: Terms) -> None:
     reused = bytearray(b"1234")
     await a.send([b"0", reused, memoryview(b"xx5678xx")[2:6], memoryview(reused).cast("i")])
@@ -184,6 +201,7 @@ async def _statistics_add_up(a: Link, b: Link, _: Terms) -> None:
 
 PROMISES: tuple[Callable[[Link, Link, Terms], Awaitable[None]], ...] = (
     _messages_keep_their_order,
+    _a_long_stream_arrives_once,
     _a_message_is_the_bytes_of_its_parts,
     _senders_do_not_mix,
     _the_longest_message_passes,

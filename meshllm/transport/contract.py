@@ -69,6 +69,7 @@ class Link(Protocol):
 
         Raises:
             LinkLost: this side has closed, or the other side is gone and every message was read.
+            PeerFault: the other side broke the rules of the transport; the link is closed.
 
         If cancelled, no message is lost; the next call returns it.
         """
@@ -88,12 +89,29 @@ class Link(Protocol):
         ...
 
 
+@runtime_checkable
+class Guarded(Protocol):
+    """What a link adds where strangers can reach it."""
+
+    def limit_unread(self, size: int | None) -> None:
+        """Close the link when the other side sends more than ``size`` bytes that nobody has read.
+
+        For as long as it is a stranger; None is no limit besides back-pressure.
+        """
+        ...
+
+
 class Listener(Protocol):
     """A place where links arrive."""
 
     @property
     def address(self) -> str:
-        """Where others dial this listener."""
+        """Where others most likely reach this listener: the first of `addresses`."""
+        ...
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Everywhere others may reach this listener, likeliest first."""
         ...
 
     def links(self) -> AsyncIterator[Link]:
@@ -106,7 +124,9 @@ class Transport(Protocol):
     """One way to reach other nodes; made once per process, without arguments."""
 
     name: ClassVar[str]
-    """The name under `meshllm.transports` and the scheme of its addresses."""
+    """The name under `meshllm.transports`."""
+    schemes: ClassVar[tuple[str, ...]]
+    """What its addresses begin with, before the first colon."""
 
     def listen(self, address: str | None = None) -> AbstractAsyncContextManager[Listener]:
         """Accept links at ``address``, or at one of the transport's choice, inside the context.

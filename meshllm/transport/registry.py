@@ -84,7 +84,7 @@ def _make(point: EntryPoint) -> Transport:
     if not isinstance(transport, Transport) or transport.name != point.name:
         raise PluginError(
             f"`{point.value}` of {_source(point)} makes no transport named `{point.name}`",
-            hint="a transport has `name`, `listen` and `dial`: `meshllm.transport.contract`",
+            hint="a transport has what `meshllm.transport.contract.Transport` has",
         )
     return transport
 

@@ -25,6 +25,7 @@ class LoopbackTransport:
     """Links between the nodes of one process; each instance is a network of its own."""
 
     name: ClassVar[str] = "loopback"
+    schemes: ClassVar[tuple[str, ...]] = ("loopback",)
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class _Listener:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.addresses = (address,)
         self._arrivals: asyncio.Queue[_Link | None] = asyncio.Queue()  # None: closed
 
     def arrive(self, link: "_Link") -> None:

@@ -139,6 +139,18 @@ class LosesWhenCancelled(Sound):
         return message
 
 
+class RepeatsWhenMuchIsRead(Sound):
+    async def receive(self) -> tuple[Channel, Buffer]:
+        if self.held[0]:
+            (message, channel), self.held = self.held, (b"", Channel.DATA)
+            return channel, message
+        channel, arrived = await self.inner.receive()
+        if self.count < 2**23 <= self.count + len(arrived):
+            self.held = bytes(arrived), channel
+        self.count += len(arrived)
+        return channel, arrived
+
+
 class CountsItsHeaders(Sound):
     @property
     def statistics(self) -> LinkStatistics:
@@ -169,6 +181,10 @@ class WrappedListener:
     @property
     def address(self) -> str:
         return self.inner.address
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self.inner.addresses
 
     async def links(self) -> AsyncIterator[Link]:
         async for link in self.inner.links():
@@ -276,6 +292,7 @@ def test_a_sound_transport_passes() -> None:
         (OneQueue, "control overtakes waiting data: not done"),
         (SendsHalfWhenCancelled, "a cancelled send is whole or absent: "),
         (LosesWhenCancelled, "a cancelled receive loses nothing: not done"),
+        (RepeatsWhenMuchIsRead, "a long stream arrives once: "),
         (CountsItsHeaders, "statistics add up: "),
         (ClosesAllAtOnce, "links of one listener are independent: "),
     ],

@@ -15,6 +15,7 @@ Install = Callable[..., None]
 GOOD = """
 class Carrier:
     name = "{name}"
+    schemes = ("{name}",)
     def listen(self, address=None): ...
     async def dial(self, address): ...
 """

@@ -1,0 +1,161 @@
+"""Sealed messages of one direction of one channel, and their keys; knows no link and no node.
+
+Theory of operation
+-------------------
+AES-256-GCM, with the number of the message as its nonce. A key serves `REKEY_MESSAGES` and is then
+replaced by one derived from it, so a key found later opens nothing older. Each direction of each
+channel has a key of its own: channels do not wait for each other.
+
+A message arrives in the order in which it was sealed, or the link is dropped: what is replayed,
+reordered or left out does not bear the number that is due. There is one exception. A send that was
+cancelled may have sent its message or not, and its sender cannot tell; the number is used up in
+both cases, for a nonce must never serve two messages. So each message says before its seal, and
+under it, its number and how many numbers directly before it are doubtful. The receiver skips these
+and no others; whoever deletes messages on the way can delete only those that may be missing anyway.
+
+::
+
+    number u64 | doubtful u16 | ciphertext | tag 16 B
+"""
+
+from collections.abc import Sequence
+from struct import Struct
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from meshllm.errors import LinkLost, PeerFault
+
+KEY_BYTES = 32
+TAG_BYTES = 16
+REKEY_MESSAGES = 1 << 16
+"""2^38 blocks if each is of 64 MiB: one chance in 2^53 to tell them from noise (s^2 / 2^129)."""
+MAX_DOUBTFUL = REKEY_MESSAGES - 1
+"""Numbers skipped at once: no forged message makes the receiver derive more than one key."""
+
+_HEAD = Struct("<QH")
+OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
+_LARGE_BYTES = 128 * 1024
+"""From here on, joining the parts costs more than sealing them one by one: 4 MiB take 0.3 ms
+instead of 3.8 ms, where 4 KiB would take 4.5 us instead of 1.0 us."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+def derive(secret: bytes, salt: bytes, label: str) -> bytes:
+    """Derive a key with HKDF-SHA256 (RFC 5869)."""
+    return HKDF(SHA256(), KEY_BYTES, salt, label.encode()).derive(secret)
+
+
+class Seal:
+    """Seals what is sent on one channel, in order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._keys = _Keys(key)
+        self._number = 0
+        self._doubtful = 0
+
+    def seal(self, parts: Sequence[Buffer]) -> tuple[bytes, Buffer]:
+        """Seal the next message; return what is to be sent, head and body.
+
+        It is doubtful until `sent` says that it is not.
+
+        Raises:
+            LinkLost: more than `MAX_DOUBTFUL` sends in a row were cancelled.
+        """
+        if self._doubtful > MAX_DOUBTFUL:
+            raise LinkLost(f"{self._doubtful} sends in a row were cancelled")
+        number = self._number
+        head = _HEAD.pack(number, self._doubtful)
+        self._number += 1
+        self._doubtful += 1
+        cipher, nonce = self._keys.at(number), _nonce(number)
+        if sum(map(len, parts)) < _LARGE_BYTES:
+            return head, cipher.encrypt(nonce, b"".join(parts), head)
+        return head, _seal_large(self._keys.key, nonce, parts, head)
+
+    def sent(self) -> None:
+        """Note that the message sealed last was sent."""
+        self._doubtful = 0
+
+
+class Unseal:
+    """Opens what arrives on one channel, in order; of no more use after a fault."""
+
+    def __init__(self, key: bytes) -> None:
+        self._keys = _Keys(key)
+        self._due = 0
+
+    def open(self, message: Buffer) -> Buffer:
+        """Return what was sealed; a large message that may be written to is opened in its place.
+
+        Raises:
+            PeerFault: it is not the message that is due, or not as it was sealed.
+        """
+        view = memoryview(message)
+        if len(view) < OVERHEAD_BYTES:
+            raise PeerFault(f"Sealed message of {len(view)} bytes; it takes {OVERHEAD_BYTES}")
+        head = view[: _HEAD.size]
+        number, doubtful = _HEAD.unpack(head)
+        if not self._due <= number <= self._due + doubtful:
+            raise PeerFault(f"Sealed message {number} where {self._due} was due")
+        cipher, nonce, body = self._keys.at(number), _nonce(number), view[_HEAD.size :]
+        opened: Buffer
+        try:
+            if view.readonly or len(body) < _LARGE_BYTES:
+                opened = cipher.decrypt(nonce, body, head)
+            else:
+                opened = _open_large(self._keys.key, nonce, body, head)
+        except InvalidTag:
+            raise PeerFault(f"Sealed message {number} was changed on the way") from None
+        self._due = number + 1
+        return opened
+
+
+class _Keys:
+    """The key of each number, for numbers that rise."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key, self._cipher = key, AESGCM(key)
+        self._end = REKEY_MESSAGES  # the first number of the next key
+
+    def at(self, number: int) -> AESGCM:
+        if number >= self._end:
+            self.key = derive(self.key, b"", "meshllm rekey 1")
+            self._cipher = AESGCM(self.key)
+            self._end += REKEY_MESSAGES
+        return self._cipher
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def _seal_large(key: bytes, nonce: bytes, parts: Sequence[Buffer], head: bytes) -> bytearray:
+    """Do what AESGCM does, into one buffer and without joining the parts before."""
+    views = [memoryview(part).cast("B") for part in parts]
+    body = bytearray(sum(map(len, views)) + TAG_BYTES)
+    encryptor = Cipher(AES256(key), GCM(nonce)).encryptor()
+    encryptor.authenticate_additional_data(head)
+    place = 0
+    with memoryview(body) as target:
+        for view in views:
+            place += encryptor.update_into(view, target[place:])
+        encryptor.finalize()
+        target[place:] = encryptor.tag
+    return body
+
+
+def _open_large(key: bytes, nonce: bytes, body: memoryview, head: Buffer) -> memoryview:
+    """Do what AESGCM does, without a second buffer; what a fault leaves there is never used."""
+    sealed = body[:-TAG_BYTES]
+    decryptor = Cipher(AES256(key), GCM(nonce, bytes(body[-TAG_BYTES:]))).decryptor()
+    decryptor.authenticate_additional_data(head)
+    decryptor.update_into(sealed, body)
+    decryptor.finalize()
+    return sealed

@@ -1,0 +1,167 @@
+"""What mutated handshakes come to: each must end in one typed refusal.
+
+``python -m tests.bench.handshake [--mutations N] [--seed S]``
+
+A stranger changes what is on the wire. An insider knows the mesh, and seals and signs what it
+changed, so that the changes reach what the seals protect from strangers; what it says may also be
+taken at its word. Anything else than `PeerFault`, `NotAuthorised` or being taken at its word stops
+the run with a traceback.
+"""
+
+import argparse
+import resource
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from time import perf_counter
+
+from meshllm.errors import NotAuthorised, PeerFault
+from meshllm.protocol.handshake import Dialer, Listener, Own, State
+from meshllm.protocol.transcript import HAIL_BYTES, Fresh, Side, Transcript
+from tests.protocol.members import (
+    AS_JOINER,
+    AS_MEMBER,
+    FOUNDED,
+    FRESH_DIALER,
+    GUEST,
+    HOST,
+    MEMBER,
+    MESH,
+    OTHER_FRESH,
+    make_dialer,
+    make_listener,
+    said,
+)
+
+Machine = Dialer | Listener
+TAKEN = "taken at its word"
+
+
+def change(message: bytes, other: bytes, random: Random) -> bytes:
+    """Change a message in one of the ways in which networks and attackers do."""
+    start = random.randrange(len(message) + 1)
+    stop = random.randint(start, len(message))
+    piece = message[start:stop]
+    ways: tuple[Callable[[], bytes], ...] = (
+        lambda: message[:start] + bytes(byte ^ 1 << random.randrange(8) for byte in piece[:1]),
+        lambda: message[:start] + random.randbytes(1) + message[start + 1 :],
+        lambda: message[:start],
+        lambda: message[:start] + message[stop:],
+        lambda: message[:stop] + piece + message[stop:],
+        lambda: message[:start] + random.randbytes(len(piece)) + message[stop:],
+        lambda: message[:start] + bytes(len(piece)) + message[stop:],
+        lambda: message + random.randbytes(random.randint(1, 1000)),
+        lambda: message[:start] + other[start:],
+        lambda: other,
+        lambda: random.randbytes(random.randrange(1000)),
+    )
+    while (changed := random.choice(ways)()) == message:
+        start, stop, piece = 0, len(message), message
+    return changed
+
+
+class Recording:
+    """One good handshake, message by message, and how to stand before each of them."""
+
+    def __init__(self, own: Own, fresh: Fresh) -> None:
+        self._own, self._fresh = own, fresh
+        dialer, listener = make_dialer(own, fresh=fresh), make_listener()
+        first = said(dialer.start())
+        second = said(listener.receive(first))
+        third = said(dialer.receive(second))
+        listener.receive(third)
+        self.messages = (first, second, third, listener.admit(MEMBER)[0].message)
+
+    def heard(self, due: int) -> Transcript:
+        """Return what both sides have in common before the message of this number, from 1."""
+        transcript = Transcript(MESH, self._fresh)
+        transcript.first()
+        transcript.agree(transcript.add(self.messages[1][:HAIL_BYTES]))
+        if due > 1:
+            transcript.unseal("listener", self.messages[1][HAIL_BYTES:])
+        if due > 2:
+            transcript.unseal("dialer", self.messages[2])
+        return transcript
+
+    def before(self, due: int) -> Machine:
+        """Return the machine that waits for the message of this number, from 0."""
+        if due in {0, 2}:
+            listener = make_listener()
+            for message in self.messages[0:due:2]:
+                listener.receive(message)
+            return listener
+        dialer = make_dialer(self._own, fresh=self._fresh)
+        dialer.start()
+        for message in self.messages[1:due:2]:
+            dialer.receive(message)
+        return dialer
+
+
+def by_stranger(good: Recording, other: Recording, random: Random) -> tuple[Machine, bytes]:
+    """Change what is on the wire, or say what was said at another time."""
+    due = random.randrange(4)
+    # The first message of any member is a right one at any time: it alone proves nothing.
+    places = [place for place in range(4) if place != due or due > 0]
+    return good.before(due), change(
+        good.messages[due], other.messages[random.choice(places)], random
+    )
+
+
+def by_insider(good: Recording, _: Recording, random: Random) -> tuple[Machine, bytes]:
+    """Change what is under the seals, and sign it anew or not."""
+    due = random.randrange(1, 4)
+    side: Side = "dialer" if due == 2 else "listener"
+    key = GUEST if due == 2 else HOST
+    hail = HAIL_BYTES if due == 1 else 0
+    opened = good.heard(due).unseal(side, good.messages[due][hail:])
+    changed, writer = change(opened, FOUNDED.encode() + MEMBER.encode(), random), good.heard(due)
+    is_signed = due < 3 and random.random() < 0.5
+    sealed = writer.identify(side, key, changed[96:]) if is_signed else writer.seal(side, changed)
+    return good.before(due), good.messages[due][:hail] + sealed
+
+
+def outcome(machine: Machine, message: bytes) -> str:
+    """Let a machine hear a message; name what became of it."""
+    try:
+        machine.receive(message)
+    except (PeerFault, NotAuthorised) as refusal:
+        assert machine.state is State.GONE
+        assert machine.receive(message) == []
+        return type(refusal).__name__
+    return TAKEN
+
+
+def fuzz(mutations: int, seed: int) -> Counter[tuple[str, str]]:
+    """Count the outcomes of so many changed messages, by who changed them."""
+    random = Random(seed)
+    goods = [Recording(own, FRESH_DIALER) for own in (AS_MEMBER, AS_JOINER)]
+    other = Recording(AS_MEMBER, OTHER_FRESH)
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for _ in range(mutations):
+        by = random.choice((by_stranger, by_insider))
+        name = by.__name__.removeprefix("by_")
+        outcomes[name, outcome(*by(random.choice(goods), other, random))] += 1
+    assert ("stranger", TAKEN) not in outcomes
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What mutated handshakes come to.")
+    parser.add_argument("--mutations", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    fuzz(100, arguments.seed)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, perf_counter()
+    outcomes = fuzz(arguments.mutations, arguments.seed)
+    seconds = perf_counter() - began
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    print(f"{'changed by':<12}{'outcome':<22}{'messages':>10}")
+    for (name, ending), count in sorted(outcomes.items()):
+        print(f"{name:<12}{ending:<22}{count:>10}")
+    print(f"{arguments.mutations} in {seconds:.1f} s, peak memory {grown} KiB higher")
+
+
+if __name__ == "__main__":
+    main()

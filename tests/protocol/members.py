@@ -1,0 +1,66 @@
+"""A host who founded a mesh, a guest, and both machines of a handshake between them."""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from meshllm.names import NodeId
+from meshllm.protocol.credential import Removals, Role, found, issue
+from meshllm.protocol.handshake import Dialer, Established, Judge, Listener, Own, Purpose, Send
+from meshllm.protocol.identity import NodeKey
+from meshllm.protocol.ticket import Ticket
+from meshllm.protocol.transcript import Fresh
+from tests.protocol import handshake_vectors as vectors
+
+NOW = 1_800_000_000
+HOST, GUEST, OTHER = (
+    NodeKey(seed) for seed in (vectors.SEEDS["listener"], vectors.SEEDS["dialer"], bytes(32))
+)
+FOUNDED = found(HOST, vectors.SALT)
+MESH = FOUNDED.mesh
+MEMBER = issue(HOST, FOUNDED, GUEST.node, Role.NODE, vectors.EXPIRES_S)
+TICKET = Ticket(MESH, HOST.node, (), Role.NODE, 0, vectors.SECRET)
+
+AS_HOST = Own(HOST, MESH, 7, FOUNDED)
+AS_MEMBER = Own(GUEST, MESH, 3, MEMBER)
+AS_JOINER = Own(GUEST, MESH, 3, TICKET)
+
+FRESH_DIALER, FRESH_LISTENER = (
+    Fresh(vectors.EPHEMERALS[side], vectors.NONCES[side]) for side in ("dialer", "listener")
+)
+OTHER_FRESH = Fresh(bytes([9]) * 32, bytes(16))
+NOBODY: Removals = MappingProxyType({})
+
+
+def make_dialer(
+    own: Own = AS_MEMBER,
+    *,
+    expect: NodeId | None = None,
+    fresh: Fresh = FRESH_DIALER,
+    removals: Removals = NOBODY,
+) -> Dialer:
+    return Dialer(own, Purpose.MESH, fresh, expect=expect, now_s=NOW, removals=removals)
+
+
+def make_listener(own: Own = AS_HOST, *, fresh: Fresh = FRESH_LISTENER) -> Listener:
+    return Listener(own, fresh)
+
+
+def said(actions: Sequence[Send | Judge | Established]) -> bytes:
+    """Return what the only action sends."""
+    (action,) = actions
+    assert isinstance(action, Send)
+    return action.message
+
+
+def asked(actions: Sequence[Send | Judge]) -> Judge:
+    """Return the only action, a question."""
+    (action,) = actions
+    assert isinstance(action, Judge)
+    return action
+
+
+def known(actions: Sequence[Send | Established]) -> Established:
+    """Return the only action, the good end."""
+    (action,) = actions
+    assert isinstance(action, Established)
+    return action
