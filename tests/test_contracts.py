@@ -15,6 +15,7 @@ PLANTS = {
     "The model computes": ("meshllm/model/tensor.py", "import asyncio"),
     "The terminal": ("meshllm/node/gauge.py", "import rich"),
     "Typer carries": ("meshllm/cli/app.py", "import click"),
+    "Plugins do not know": ("plugins/meshllm_loopback/pipe.py", "import meshllm_websocket.link"),
     "A plugin sees": ("plugins/meshllm_loopback/pipe.py", "import meshllm.protocol.blob"),
 }
 

@@ -2,9 +2,11 @@
 
 ``python -m tests.bench.transports [--transport NAME]... [--json FILE]``
 
-Both ends run in one event loop of one process, for every row alike. ``tcp`` is the least that
-asyncio can do for messages over 127.0.0.1: a length and a `BufferedProtocol`, no channels and no
-limits. The transports take turns, so that a busy machine slows all of them: compare the ratios.
+``NAME+secure`` is a transport under `meshllm.node.secure`. Both ends run in one event loop of one
+process, for every row alike. ``tcp`` is the least that asyncio can do for messages over 127.0.0.1:
+a length and a `BufferedProtocol`, no channels and no limits. The transports take turns, so that a
+busy machine slows all of them: compare the ratios, each the median of those of the rounds. The
+command fails when a row misses what `TARGETS` asks of it.
 """
 
 import argparse
@@ -13,15 +15,21 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Protocol
+from time import perf_counter, process_time
+from typing import Protocol, Self
 
-from meshllm.transport.contract import Buffer
+from meshllm.node.secure import secure_accept, secure_dial
+from meshllm.protocol.credential import Credential, found
+from meshllm.protocol.handshake import Own, Purpose
+from meshllm.protocol.identity import NodeKey
+from meshllm.protocol.ticket import TicketProof
+from meshllm.transport.contract import Buffer, Link
 from meshllm.transport.registry import Registry
 
 ROUNDS = 10
@@ -31,6 +39,26 @@ STREAM_BYTES = 32 * 1024 * 1024
 """Sent one way in one round, at most; small messages are sent 1000 times."""
 HEADER_BYTES = 64
 BASELINE = "tcp"
+SECURE = "+secure"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a row is to reach, as ratios to the baseline of the same run."""
+
+    message_bytes: int
+    trip_ratio: float = float("inf")
+    """At most."""
+    rate_ratio: float = 0.0
+    """At least."""
+
+
+TARGETS = {
+    "websocket" + SECURE: (
+        Target(4 * 1024, trip_ratio=3.0),
+        Target(4 * 1024 * 1024, rate_ratio=0.5),
+    )
+}
 
 
 class End(Protocol):
@@ -45,16 +73,44 @@ Opener = Callable[[], AbstractAsyncContextManager[tuple[End, End]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """What one transport did in one of its turns."""
+
+    trips_s: list[float]
+    bytes_per_s: float
+    cpu_s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     transport: str
     message_bytes: int
     p50_us: float
     p99_us: float
     trip_ratio: float
-    """Median round trip, over that of the baseline: less is better."""
+    """Round trip over that of the baseline: less is better."""
     megabytes_per_s: float
     rate_ratio: float
-    """Median rate one way, over that of the baseline: more is better."""
+    """Rate one way over that of the baseline: more is better."""
+    cpu_s_per_gb: float
+    """Of both ends, one way."""
+
+    @classmethod
+    def of(cls, name: str, size: int, mine: list[Round], base: list[Round]) -> Self:
+        """Sum up the rounds of one transport, each beside that of the baseline."""
+        median = statistics.median
+        trips = [trip for turn in mine for trip in turn.trips_s]
+        pairs = list(zip(mine, base, strict=True))
+        return cls(
+            name,
+            size,
+            p50_us=median(trips) * 1e6,
+            p99_us=statistics.quantiles(trips, n=100)[-1] * 1e6,
+            trip_ratio=median(median(a.trips_s) / median(b.trips_s) for a, b in pairs),
+            megabytes_per_s=median(turn.bytes_per_s for turn in mine) / 1e6,
+            rate_ratio=median(a.bytes_per_s / b.bytes_per_s for a, b in pairs),
+            cpu_s_per_gb=median(turn.cpu_s_per_byte for turn in mine) * 1e9,
+        )
 
 
 class Wire(asyncio.BufferedProtocol):
@@ -113,13 +169,36 @@ async def open_tcp() -> AsyncIterator[tuple[End, End]]:
 
 @asynccontextmanager
 async def open_link(name: str) -> AsyncIterator[tuple[End, End]]:
-    transport = Registry.discover().load(name)
-    async with transport.listen() as listener:
+    plain_name = name.removesuffix(SECURE)
+    transport = Registry.discover().load(plain_name)
+    address = "ws://127.0.0.1:0" if "ws" in transport.schemes else None
+    async with transport.listen(address) as listener:
         arrivals = aiter(listener.links())
         near, far = await asyncio.gather(transport.dial(listener.address), anext(arrivals))
+        if name != plain_name:
+            near, far = await secured(near, far)
         yield near, far
         await near.close()
         await far.close()
+
+
+class OpenHouse:
+    """Lets everybody in who shows a credential."""
+
+    def judge(self, _node: object, proof: Credential | TicketProof, *_: object) -> Credential:
+        assert isinstance(proof, Credential)
+        return proof
+
+
+async def secured(near: Link, far: Link) -> tuple[Link, Link]:
+    """Shake hands as two nodes of one mesh."""
+    key = NodeKey(bytes(32))
+    credential = found(key, bytes(16))
+    own = Own(key, credential.mesh, 1, credential)
+    return await asyncio.gather(
+        secure_dial(near, own, Purpose.RING, now_s=0, removals={}),
+        secure_accept(far, own, OpenHouse()),
+    )
 
 
 def parts(size: int) -> list[bytes]:
@@ -146,8 +225,8 @@ async def round_trips(near: End, far: End, size: int, times: int) -> list[float]
     return seconds
 
 
-async def rate(near: End, far: End, size: int) -> float:
-    """Send messages one way; return bytes per second until the last has arrived."""
+async def rate(near: End, far: End, size: int) -> tuple[float, float]:
+    """Send messages one way; return bytes per second, and seconds of processor per byte."""
     times = min(1000, STREAM_BYTES // size)
     message = parts(size)
 
@@ -155,34 +234,25 @@ async def rate(near: End, far: End, size: int) -> float:
         for _ in range(times):
             await near.send(message)
 
-    began = perf_counter()
+    began, busy = perf_counter(), process_time()
     async with asyncio.TaskGroup() as group:
         group.create_task(send())
         for _ in range(times):
             await far.receive()
-    return times * size / (perf_counter() - began)
+    sent = times * size
+    return sent / (perf_counter() - began), (process_time() - busy) / sent
 
 
 async def measure(openers: dict[str, Opener], size: int) -> list[Row]:
     """Measure all transports in turn with messages of one size."""
-    trips: dict[str, list[float]] = {name: [] for name in openers}
-    rates: dict[str, list[float]] = {name: [] for name in openers}
+    rounds: dict[str, list[Round]] = {name: [] for name in openers}
     for _ in range(ROUNDS):
         for name, opener in openers.items():
             async with opener() as (near, far):
                 await round_trips(near, far, size, 2)
-                trips[name] += await round_trips(near, far, size, TRIPS[size])
-                rates[name].append(await rate(near, far, size))
-
-    base_trip = statistics.median(trips[BASELINE])
-    base_rate = statistics.median(rates[BASELINE])
-    rows = []
-    for name in openers:
-        trip, speed = statistics.median(trips[name]), statistics.median(rates[name])
-        last = statistics.quantiles(trips[name], n=100)[-1]
-        ratios = trip / base_trip, speed / base_rate
-        rows.append(Row(name, size, trip * 1e6, last * 1e6, ratios[0], speed / 1e6, ratios[1]))
-    return rows
+                trips = await round_trips(near, far, size, TRIPS[size])
+                rounds[name].append(Round(trips, *await rate(near, far, size)))
+    return [Row.of(name, size, mine, rounds[BASELINE]) for name, mine in rounds.items()]
 
 
 async def measure_all(openers: dict[str, Opener]) -> list[Row]:
@@ -191,17 +261,32 @@ async def measure_all(openers: dict[str, Opener]) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Lay the rows out for a terminal."""
-    heads = ("transport", "KiB", "p50 us", "p99 us", "x tcp", "MB/s", "x tcp")
-    lines = ["{:<12}{:>6}{:>10}{:>10}{:>8}{:>10}{:>8}".format(*heads)]
+    heads = ("transport", "KiB", "p50 us", "p99 us", "x tcp", "MB/s", "x tcp", "cpu s/GB")
+    lines = ["{:<18}{:>6}{:>10}{:>10}{:>8}{:>10}{:>8}{:>10}".format(*heads)]
     for row in rows:
         trip = f"{row.p50_us:>10.1f}{row.p99_us:>10.1f}{row.trip_ratio:>8.2f}"
-        speed = f"{row.megabytes_per_s:>10.0f}{row.rate_ratio:>8.2f}"
-        lines.append(f"{row.transport:<12}{row.message_bytes // 1024:>6}{trip}{speed}")
+        speed = f"{row.megabytes_per_s:>10.0f}{row.rate_ratio:>8.2f}{row.cpu_s_per_gb:>10.2f}"
+        lines.append(f"{row.transport:<18}{row.message_bytes // 1024:>6}{trip}{speed}")
     return "\n".join(lines)
 
 
+def missed(rows: list[Row]) -> list[str]:
+    """Name the targets that the rows miss."""
+    failures = []
+    for row in rows:
+        for target in TARGETS.get(row.transport, ()):
+            if row.message_bytes != target.message_bytes:
+                continue
+            what = f"{row.transport} with messages of {row.message_bytes // 1024} KiB"
+            if row.trip_ratio > target.trip_ratio:
+                failures.append(f"{what}: {row.trip_ratio:.2f}x, {target.trip_ratio}x at most")
+            if row.rate_ratio < target.rate_ratio:
+                failures.append(f"{what}: {row.rate_ratio:.2f}x, {target.rate_ratio}x at least")
+    return failures
+
+
 def main() -> None:
-    installed = Registry.discover().names()
+    installed = [n + end for n in Registry.discover().names() for end in ("", SECURE)]
     parser = argparse.ArgumentParser(description="How fast messages go round and through.")
     parser.add_argument("--transport", action="append", choices=installed, metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -216,6 +301,8 @@ def main() -> None:
         machine = {"python": platform.python_version(), "system": platform.platform()}
         report = {**machine, "cores": os.cpu_count(), "rows": [asdict(row) for row in rows]}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    if failures := missed(rows):
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from meshllm.testing.table1 import Case, Row
 from tests.cli.conftest import Invoke
 
 ROWS = [
-    Row("transformers", 100.0, 20.0, 50.0, 1.0, 0.5, 1.0),
-    Row("ring of 1", 50.0, 10.0, 100.0, 2.0, 1.0, 0.5),
+    Row("transformers", 100.0, 20.0, 50.0, 1.0, 0.5, 1.0, 0.0),
+    Row("ring of 1", 50.0, 10.0, 100.0, 2.0, 1.0, 0.5, 2.5),
 ]
 
 
@@ -19,7 +19,7 @@ def test_transports_are_listed_with_their_distribution(meshllm: Invoke) -> None:
     text = meshllm("transport", "list").stdout
     offers = json.loads(meshllm("transport", "list", "--json").stdout)["transports"]
 
-    assert "loopback  meshllm" in text
+    assert "loopback   meshllm" in text
     assert "loopback" in [offer["name"] for offer in offers]
 
 
@@ -64,7 +64,7 @@ def test_bench_measures_what_is_asked(meshllm: Invoke, cases: list[Case]) -> Non
 
     assert cases == [Case("tiny", (1, 3), 8, 4, 2, 1)]
     assert text.splitlines()[2].split() == [
-        "ring", "of", "1", "50.00", "10.00", "100.00", "2.00", "1.00", "0.50",
+        "ring", "of", "1", "50.00", "10.00", "100.00", "2.00", "1.00", "0.50", "2.50",
     ]  # fmt: skip
 
 

@@ -1,0 +1,139 @@
+"""Binary frames of RFC 6455, read without a copy too many; knows nothing about sockets.
+
+The library copies a frame four times on its way out and four times on its way in, which halves the
+rate of large messages (``python -m tests.bench.transports``). So the frames that carry pieces are
+made and read here; all others are handed to the library.
+"""
+
+import os
+from struct import Struct
+from typing import Protocol
+
+from websockets.speedups import apply_mask
+
+from meshllm.errors import PeerFault
+from meshllm_websocket.lanes import FIRST, NUMBER_BYTES, PIECE_BYTES
+
+HEAD_BYTES = 1 + NUMBER_BYTES
+MAX_FRAME_BYTES = HEAD_BYTES + PIECE_BYTES
+JOIN_BYTES = 16 * 1024
+"""A frame up to this is worth a copy, to be written at once."""
+
+_BINARY = 0x82  # the last, here the only, frame of a binary message
+_MASKED = 0x80
+_SHORT, _MEDIUM, _LONG = Struct("!BB"), Struct("!BBH"), Struct("!BBQ")
+
+
+def frame(head: bytes, body: memoryview | bytes, *, is_masked: bool) -> list[bytes]:
+    """Make the frame of one piece, in one part or two; it is a copy of the piece."""
+    size = len(head) + len(body)
+    if size < 126:
+        start = _SHORT.pack(_BINARY, size | (_MASKED if is_masked else 0))
+    elif size < 65536:
+        start = _MEDIUM.pack(_BINARY, 126 | (_MASKED if is_masked else 0), size)
+    else:
+        start = _LONG.pack(_BINARY, 127 | (_MASKED if is_masked else 0), size)
+    if is_masked:
+        mask = os.urandom(4)
+        start += mask
+        head, body = apply_mask(head, mask), apply_mask(body, _turned(mask, len(head)))
+        if size > JOIN_BYTES:
+            return [start + head, body]
+    return [b"".join((start, head, body))]
+
+
+class Pieces(Protocol):
+    """What takes the pieces that arrive."""
+
+    def begin(self, kind: int, number: int, size: int) -> None:
+        """Prepare for a piece with a body of ``size`` bytes; raise `PeerFault` if it may not be."""
+        ...
+
+    def fill(self, part: memoryview | bytes) -> None:
+        """Take the next part of the body."""
+        ...
+
+
+class FrameReader:
+    """Hands on pieces as they arrive."""
+
+    def __init__(self, pieces: Pieces, *, is_masked: bool) -> None:
+        self._pieces = pieces
+        self._mask_bytes = 4 if is_masked else 0
+        self._mask = b""  # as it applies to the next byte
+        self._left = 0  # of the body under way
+        self.others: list[bytes] = []
+        """Whole control frames that arrived, for the library."""
+
+    def read(self, data: memoryview) -> int:
+        """Read what arrived; return how many bytes were used. The rest is wanted again.
+
+        Raises:
+            PeerFault: no frame of ours begins so.
+        """
+        position = 0
+        while position < len(data):
+            if self._left:
+                position += self._fill(data[position : position + self._left])
+            elif used := self._open(data[position:]):
+                position += used
+            else:
+                break
+        return position
+
+    def _fill(self, part: memoryview) -> int:
+        size = len(part)
+        self._left -= size
+        if self._mask_bytes:
+            mask, self._mask = self._mask, _turned(self._mask, size)
+            self._pieces.fill(apply_mask(part, mask))
+        else:
+            self._pieces.fill(part)
+        return size
+
+    def _open(self, data: memoryview) -> int:
+        """Read the beginning of a frame; return its length, 0 when it is not all there."""
+        if len(data) < 2:
+            return 0
+        size, start = data[1] & 0x7F, 2
+        if data[0] != _BINARY or data[1] >> 7 != bool(self._mask_bytes):
+            return self._set_aside(data)
+        if size > 125:
+            start += 2 if size == 126 else 8
+            size = int.from_bytes(data[2:start], "big")
+        if len(data) < start + self._mask_bytes + min(size, HEAD_BYTES):
+            return 0
+        return self._begin(data[start:], size) + start
+
+    def _begin(self, data: memoryview, size: int) -> int:
+        """Read the head of the piece; return its length and that of the mask."""
+        if not 0 < size <= MAX_FRAME_BYTES:
+            raise PeerFault(f"A frame of {size} B")
+        mask, start = bytes(data[: self._mask_bytes]), self._mask_bytes
+        head: memoryview | bytes = data[start : start + min(size, HEAD_BYTES)]
+        if mask:
+            head = apply_mask(head, mask)
+        kind, length = head[0], HEAD_BYTES if head[0] >= FIRST else 1
+        if length > size:
+            raise PeerFault(f"A piece of kind {kind} with {size} B")
+        self._left = size - length
+        self._mask = _turned(mask, length)
+        self._pieces.begin(kind, int.from_bytes(head[1:length], "big"), self._left)
+        return start + length
+
+    def _set_aside(self, data: memoryview) -> int:
+        """Take a whole control frame, or one that the library will refuse by its first bytes."""
+        size, is_control = data[1] & 0x7F, data[0] & 0x88 == 0x88
+        whole = 2 + size + (4 if data[1] & _MASKED else 0)
+        if not is_control or size > 125:
+            raise PeerFault(f"A frame that begins with {data[0]:#04x}")
+        if len(data) < whole:
+            return 0
+        self.others.append(bytes(data[:whole]))
+        return whole
+
+
+def _turned(mask: bytes, by: int) -> bytes:
+    """Turn a mask so that it applies to what is ``by`` bytes further."""
+    by %= 4
+    return mask[by:] + mask[:by]

@@ -1,0 +1,193 @@
+"""A link over one WebSocket connection; knows nothing about how the connection came to be."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from meshllm.errors import LinkLost, MeshError, PeerFault
+from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
+from meshllm_websocket.lanes import BACK, Incoming, Outgoing
+
+_Line = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
+
+
+class Wire(Protocol):
+    """What a link needs of its connection."""
+
+    is_writable: bool
+    """Whether the socket takes more."""
+
+    def write(self, head: bytes, body: memoryview | bytes) -> None:
+        """Send one piece."""
+        ...
+
+    def say_goodbye(self) -> None:
+        """Tell the other side that nothing follows."""
+        ...
+
+    async def wait_gone(self) -> None:
+        """Wait until the connection is closed, for a moment at most."""
+        ...
+
+    def know(self, *, is_stranger: bool) -> None:
+        """Hear whether the other side has still to say who it is."""
+        ...
+
+
+class Link:
+    """One end; `meshllm.transport.contract.Link` for the application, the rest for the wire."""
+
+    def __init__(self, wire: Wire, address: str) -> None:
+        self._wire = wire
+        self._address = address
+        self._loop = asyncio.get_running_loop()
+        self._outgoing = Outgoing()
+        self._incoming = Incoming()
+        self._lines: dict[Channel, _Line] = {channel: {} for channel in Channel}
+        """Senders without credit, in order; the result tells whether the message was sent."""
+        self._reader: asyncio.Future[None] | None = None
+        self._end: MeshError | None = None  # why nothing more is sent, or arrives
+        self._is_closed = False
+        self._messages_sent = self._bytes_sent = 0
+        self._messages_received = self._bytes_received = 0
+
+    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
+        """Send when there is credit, and after all that wait for it."""
+        size = measure(message)
+        if self._end is not None:
+            raise self._lost()
+        if not self._lines[channel] and self._outgoing.has_credit(channel, size):
+            self._admit(channel, message, size)
+        elif not await self._stand_in_line(channel, message, size):
+            raise self._lost()
+
+    async def receive(self) -> tuple[Channel, Buffer]:
+        """Wait for the next message; give back the credit of those that were read."""
+        while not self._is_closed:
+            if (arrived := self._incoming.pop()) is not None:
+                self._note(*arrived)
+                return arrived
+            if self._end is not None:
+                raise self._end
+            await self._wait()
+        raise self._lost()
+
+    async def close(self) -> None:
+        """Close when what was sent has left, and wait a moment for the other side to agree."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._incoming.drop()
+            self._stop(self._lost())
+            self.flush()
+        await self._wire.wait_gone()
+
+    @property
+    def statistics(self) -> LinkStatistics:
+        """What this side has sent and received."""
+        return LinkStatistics(
+            self._messages_sent, self._bytes_sent, self._messages_received, self._bytes_received
+        )
+
+    def limit_unread(self, size: int | None) -> None:
+        """Hold a stranger to so many bytes that are not read."""
+        self._incoming.limit = size
+        self._wire.know(is_stranger=size is not None)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that were sent and have not left."""
+        return self._outgoing.unsent
+
+    def begin(self, kind: int, number: int, size: int) -> None:
+        """Prepare for a piece with a body of ``size`` bytes; raise `PeerFault` if it may not be."""
+        if self._is_closed:
+            return  # the other side does not know yet
+        if kind & ~1 == BACK and not size:
+            channel = Channel(kind & 1)
+            self._outgoing.take_back(channel, number)
+            self._advance(channel)
+        elif self._incoming.begin(kind, number, size):
+            self._wake()
+
+    def fill(self, part: memoryview | bytes) -> None:
+        """Take the next part of the body."""
+        if not self._is_closed and self._incoming.fill(part):
+            self._wake()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it."""
+        while self._wire.is_writable:
+            if (piece := self._outgoing.next_piece()) is None:
+                if self._is_closed:
+                    self._wire.say_goodbye()
+                return
+            self._wire.write(*piece)
+
+    def end(self, reason: PeerFault | None = None) -> None:
+        """Send nothing more; receiving ends when all is read, or at once for that reason."""
+        self._outgoing.drop()
+        if reason is not None:
+            self._incoming.drop()
+        self._stop(reason or self._lost())
+
+    def _stop(self, reason: MeshError) -> None:
+        self._end = self._end or reason
+        for line in self._lines.values():
+            for place in line:
+                if not place.done():
+                    place.set_result(False)
+            line.clear()
+        self._wake()
+
+    async def _stand_in_line(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
+        """Wait for credit and a turn; tell whether the message was sent."""
+        line = self._lines[channel]
+        place: asyncio.Future[bool] = self._loop.create_future()
+        line[place] = message, size
+        try:
+            return await place
+        except asyncio.CancelledError:
+            line.pop(place, None)
+            self._advance(channel)  # the next in line may fit where this one did not
+            raise
+
+    def _advance(self, channel: Channel) -> None:
+        line = self._lines[channel]
+        while line:
+            place, (message, size) = next(iter(line.items()))
+            if not place.cancelled():
+                if not self._outgoing.has_credit(channel, size):
+                    return
+                self._admit(channel, message, size)
+                place.set_result(True)
+            line.pop(place, None)
+
+    def _admit(self, channel: Channel, message: Sequence[Buffer], size: int) -> None:
+        self._messages_sent += 1
+        self._bytes_sent += size
+        self._outgoing.put(channel, message, size)
+        self.flush()
+        self._outgoing.own(channel)  # the sender may change what has not left
+
+    def _note(self, channel: Channel, message: Buffer) -> None:
+        self._messages_received += 1
+        self._bytes_received += len(message)
+        if self._end is None and (due := self._incoming.credit_due(channel)):
+            self._outgoing.give_back(channel, due)
+            self.flush()
+
+    async def _wait(self) -> None:
+        if self._reader is not None:
+            raise RuntimeError("two tasks receive from one link")
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _lost(self) -> LinkLost:
+        return LinkLost(f"The link to `{self._address}` is closed")

@@ -1,0 +1,126 @@
+"""Where connections arrive; knows nothing about how one is dialled, or what it carries."""
+
+import asyncio
+import logging
+from collections import Counter
+from http import HTTPStatus
+from typing import Self
+
+from websockets.http11 import Request, Response
+from websockets.server import ServerProtocol
+
+from meshllm.transport.contract import Link
+from meshllm_websocket.connection import SILENT, Connection
+
+OPEN_S = 10.0
+"""For the opening handshake."""
+MAX_HALF_OPEN = 64
+MAX_HALF_OPEN_PER_HOST = 8
+"""Connections that shake hands, wait to be taken, or have yet to say who they are."""
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Shakes hands with who arrives; also the iterator over the links."""
+
+    def __init__(self) -> None:
+        self.addresses: tuple[str, ...] = ()
+        self._half_open: dict[Connection, str] = {}
+        """With the host that each comes from."""
+        self._hosts: Counter[str] = Counter()
+        self._arrivals: asyncio.Queue[Connection | None] = asyncio.Queue()  # None: closed
+
+    @property
+    def address(self) -> str:
+        """Where others most likely reach this listener."""
+        return self.addresses[0]
+
+    def links(self) -> Self:
+        """Yield the links, also to several tasks."""
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Link:
+        connection = await self._arrivals.get()
+        if connection is None:
+            self._arrivals.put_nowait(None)  # for whoever asks next
+            raise StopAsyncIteration
+        self._forget(connection)
+        connection.socket.resume_reading()
+        return connection.link
+
+    def accept(self) -> Connection:
+        """Make what serves a connection that arrives."""
+        return Connection(ServerProtocol(logger=SILENT), self)
+
+    async def close(self) -> None:
+        """Close what nobody took."""
+        for connection in list(self._half_open):
+            connection.abort()
+            await connection.wait_gone()
+        while not self._arrivals.empty():
+            self._arrivals.get_nowait()
+        self._arrivals.put_nowait(None)
+
+    def begin(self, connection: Connection) -> None:
+        """Wait for a request, unless too many do not finish theirs."""
+        host = _host(connection)
+        if len(self._half_open) >= MAX_HALF_OPEN or self._hosts[host] >= MAX_HALF_OPEN_PER_HOST:
+            logger.debug("refused `%s`: %d are half open", connection.address, self._hosts[host])
+            connection.abort()
+            return
+        self._count(connection)
+        asyncio.get_running_loop().call_later(OPEN_S, self._expire, connection)
+
+    def heard(self, connection: Connection, word: Request | Response | None) -> None:
+        """Answer the request: a page in a browser may not come in, and others learn nothing."""
+        machine = connection.machine
+        assert isinstance(machine, ServerProtocol)
+        if not isinstance(word, Request):
+            self._refuse(connection, HTTPStatus.BAD_REQUEST)
+        elif "Origin" in word.headers:
+            self._refuse(connection, HTTPStatus.FORBIDDEN)
+        elif (response := machine.accept(word)).status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+            self._refuse(connection, HTTPStatus.NOT_FOUND)
+        else:
+            machine.send_response(response)
+            connection.transmit()
+            connection.socket.pause_reading()  # until it is taken: a stranger fills no memory
+            self._arrivals.put_nowait(connection)
+
+    def know(self, connection: Connection, *, is_stranger: bool) -> None:
+        """Count a link that was taken for as long as a stranger is at its other end."""
+        self._forget(connection)
+        if is_stranger and not connection.socket.is_closing():
+            self._count(connection)
+
+    def gone(self, connection: Connection) -> None:
+        """Make room for another."""
+        self._forget(connection)
+
+    def _expire(self, connection: Connection) -> None:
+        if not connection.is_open:
+            connection.abort()
+
+    def _refuse(self, connection: Connection, status: HTTPStatus) -> None:
+        logger.debug("refused `%s`: %d", connection.address, status)
+        connection.refuse(
+            f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+            "Connection: close\r\nContent-Length: 0\r\n\r\n".encode()
+        )
+
+    def _count(self, connection: Connection) -> None:
+        self._half_open[connection] = host = _host(connection)
+        self._hosts[host] += 1
+
+    def _forget(self, connection: Connection) -> None:
+        if (host := self._half_open.pop(connection, None)) is not None:
+            self._hosts[host] -= 1
+            self._hosts += Counter()  # drops the hosts that have none
+
+
+def _host(connection: Connection) -> str:
+    return str(connection.socket.get_extra_info("peername")[0])

@@ -1,0 +1,71 @@
+"""The transport over WebSocket; knows nothing about handshakes and frames."""
+
+import errno
+from asyncio import Server, get_running_loop
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+from meshllm.errors import UserError
+from meshllm.transport import contract
+from meshllm_websocket.address import parse, reachable
+from meshllm_websocket.dialler import Dialler
+from meshllm_websocket.listener import Listener
+
+PORTS = range(7700, 7800)
+"""Tried in turn when no address is given."""
+BACKLOG = 128
+
+
+class WebsocketTransport:
+    """Links over TCP that look like HTTP to what is in between."""
+
+    name: ClassVar[str] = "websocket"
+    schemes: ClassVar[tuple[str, ...]] = ("ws", "wss")
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[contract.Listener]:
+        """Accept links at ``ws://HOST:PORT``, or on every interface at the first free port."""
+        listener = Listener()
+        path = ""
+        if address is None:
+            server = await _serve_anywhere(listener)
+        else:
+            uri = parse(address)
+            if uri.secure:
+                hint = "listen at `ws://` behind a proxy that holds the certificate"
+                raise UserError(f"`{address}` needs a certificate to listen with", hint=hint)
+            path = uri.path
+            try:
+                server = await _serve(listener, [uri.host], uri.port)
+            except OSError as error:
+                raise UserError(f"`{address}` cannot be listened at: {error.strerror}") from error
+        listener.addresses = reachable((s.getsockname()[:2] for s in server.sockets), path)
+        try:
+            yield listener
+        finally:
+            server.close()
+            await listener.close()
+
+    async def dial(self, address: str) -> contract.Link:
+        """Open a link to ``ws://HOST:PORT/PATH``, ``wss://HOST:PORT/PATH`` or ``HOST:PORT``."""
+        return await Dialler(address).dial()
+
+
+async def _serve_anywhere(listener: Listener) -> Server:
+    hosts = ["0.0.0.0", "::"]  # strangers are turned away above the transport
+    for port in PORTS:
+        try:
+            return await _serve(listener, hosts, port)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:  # a machine without IPv6
+                hosts = hosts[:1]
+    raise UserError(
+        f"None of the ports {PORTS.start} to {PORTS.stop - 1} is free",
+        hint="choose one with `--listen HOST:PORT`",
+    )
+
+
+async def _serve(listener: Listener, hosts: Sequence[str], port: int) -> Server:
+    loop = get_running_loop()
+    return await loop.create_server(listener.accept, hosts, port, backlog=BACKLOG)

@@ -1,0 +1,373 @@
+"""Links over real sockets: the contract, addresses, opening handshakes, proxies."""
+
+import asyncio
+import errno
+import socket
+import ssl
+from asyncio import Server
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from meshllm.errors import LinkLost, UserError
+from meshllm.testing.links import read
+from meshllm.testing.transports import Terms, check_transport
+from meshllm.transport import contract
+from meshllm.transport.registry import Registry
+from meshllm_websocket import WebsocketTransport, address, connection, dialler
+from meshllm_websocket.lanes import CREDIT
+from meshllm_websocket.link import Link
+from meshllm_websocket.transport import PORTS
+
+pytestmark = pytest.mark.socket
+
+ANY = "ws://127.0.0.1:0"
+
+
+class Local(WebsocketTransport):
+    """Listens at a free port of the loopback address unless told otherwise."""
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[contract.Listener]:
+        async with super().listen(address or ANY) as listener:
+            yield listener
+
+
+@asynccontextmanager
+async def linked(through: str = "{}") -> AsyncIterator[tuple[Link, Link]]:
+    """Link two ends, and close them."""
+    transport = WebsocketTransport()
+    async with transport.listen(ANY) as listener:
+        dialling = asyncio.create_task(transport.dial(through.format(listener.address)))
+        ends = await anext(aiter(listener.links())), await dialling
+    one, other = (end for end in reversed(ends) if isinstance(end, Link))
+    try:
+        yield one, other
+    finally:
+        await asyncio.gather(one.close(), other.close())
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[str]:
+    """Answer each connection with the same bytes, and hang up."""
+
+    async def answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(answer_one, "127.0.0.1", 0) as server:
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def proxy(
+    backend: str, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[int, list[bytes]]]:
+    """Pass requests on as a reverse proxy does; yield its port, and the request lines it saw."""
+    seen: list[bytes] = []
+    port = int(backend.rpartition(":")[2])
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        line, rest = head.split(b"\r\n", 1)
+        seen.append(line)
+        behind, before = await asyncio.open_connection("127.0.0.1", port)
+        before.write(line + b"\r\nX-Forwarded-For: 192.0.2.7\r\n" + rest)
+        await asyncio.gather(pump(reader, before), pump(behind, writer))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as server:
+        yield server.sockets[0].getsockname()[1], seen
+
+
+def certificate(folder: Path) -> Path:
+    """Write a certificate for 127.0.0.1, signed by itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "proxy")])
+    now = datetime.now(UTC)
+    host = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    built = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(host, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    file = folder / "certificate.pem"
+    secret = key.private_bytes(pem, form, serialization.NoEncryption())
+    file.write_bytes(secret + built.public_bytes(pem))
+    return file
+
+
+async def test_websocket_keeps_the_contract() -> None:
+    await check_transport(Local, Terms(settle_s=0.05))
+
+
+def test_it_comes_through_the_same_door_as_strangers() -> None:
+    transport = Registry.discover().load("websocket")
+
+    assert transport.schemes == ("ws", "wss")
+    assert isinstance(transport, contract.Transport)
+
+
+async def test_a_slow_reader_bounds_the_memory_of_both_sides() -> None:
+    async with linked() as (one, other):
+        sender = asyncio.create_task(flood(one))
+        await asyncio.wait([sender], timeout=0.3)
+
+        assert not sender.done()
+        assert one.statistics.bytes_sent <= CREDIT
+        assert sum(map(held, (one, other))) <= CREDIT
+        for _ in range(200):
+            await other.receive()
+        assert CREDIT < one.statistics.bytes_sent <= 200 * 64 * 1024 + CREDIT
+        sender.cancel()
+
+
+async def flood(link: Link) -> None:
+    while True:
+        await link.send([bytes(64 * 1024)])
+
+
+def held(link: Link) -> int:
+    """Bytes of messages that an end holds."""
+    lanes = link._incoming._lanes.values()
+    return link.unsent + sum(len(message) for lane in lanes for message in lane.queue)
+
+
+async def test_control_overtakes_a_long_message() -> None:
+    async with linked() as (one, other):
+        sending = asyncio.create_task(one.send([bytes(64 * 1024 * 1024)]))
+        await asyncio.sleep(0)
+        await one.send([b"now"], contract.Channel.CONTROL)
+
+        assert await read(other) == (contract.Channel.CONTROL, b"now")
+        await sending
+        assert len((await other.receive())[1]) == 64 * 1024 * 1024
+
+
+async def test_the_socket_sends_at_once_and_notices_a_machine_that_is_gone() -> None:
+    async with linked() as ends:
+        for end in ends:
+            assert isinstance(end._wire, connection.Connection)
+            sock = end._wire.socket.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_a_silent_other_side_holds_up_no_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "GONE_S", 0.05)
+    monkeypatch.setattr(connection, "LINGER_S", 0.05)
+    async with linked() as (one, other):
+        assert isinstance(other._wire, connection.Connection)
+        other._wire.socket.pause_reading()
+        sending = asyncio.create_task(flood(one))
+        await asyncio.sleep(0.05)
+
+        await one.close()
+        assert isinstance(one._wire, connection.Connection)
+        await one._wire._gone
+
+        with pytest.raises(LinkLost):
+            await sending
+        other._wire.socket.resume_reading()
+
+
+async def test_two_listen_anywhere_at_different_ports() -> None:
+    transport = WebsocketTransport()
+    async with transport.listen() as one, transport.listen() as other:
+        for listener in (one, other):
+            assert listener.address == listener.addresses[0]
+            assert address.parse(listener.address).port in PORTS
+            hosts = [ip_address(address.parse(place).host) for place in listener.addresses]
+            assert not any(host.is_unspecified for host in hosts)
+            assert hosts == sorted(hosts, key=lambda host: host.is_loopback)
+            assert hosts[-1].is_loopback
+        assert not set(one.addresses) & set(other.addresses)
+        link = await transport.dial(other.addresses[-1])
+        await link.close()
+
+
+async def test_no_port_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = WebsocketTransport()
+    async with transport.listen() as listener:
+        taken = address.parse(listener.address).port
+        monkeypatch.setattr("meshllm_websocket.transport.PORTS", range(taken, taken + 1))
+
+        with pytest.raises(UserError, match=f"None of the ports {taken} to {taken} is free"):
+            await transport.listen().__aenter__()
+
+
+async def test_a_machine_without_ipv6_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    create = loop.create_server
+
+    async def without_ipv6(make: Any, hosts: list[str], port: int, backlog: int) -> Server:
+        if "::" in hosts:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return await create(make, hosts, port, backlog=backlog)
+
+    monkeypatch.setattr(loop, "create_server", without_ipv6)
+    async with WebsocketTransport().listen() as listener:
+        assert not any("[" in place for place in listener.addresses)
+
+
+def test_a_wildcard_keeps_its_path() -> None:
+    places = address.reachable([("0.0.0.0", 7700), ("::", 7701)], "/mesh")
+
+    assert "ws://127.0.0.1:7700/mesh" in places
+    assert all(place.endswith("/mesh") for place in places)
+
+
+def test_a_machine_without_interfaces_keeps_what_was_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.net_if_addrs", dict)
+
+    assert address.reachable([("0.0.0.0", 7700)]) == ("ws://0.0.0.0:7700",)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "resource"),
+    [
+        ("ws://10.0.0.7:7700", "10.0.0.7", 7700, "/"),
+        ("10.0.0.7:7700", "10.0.0.7", 7700, "/"),
+        ("node.example:1", "node.example", 1, "/"),
+        ("[fd00::2]:7700", "fd00::2", 7700, "/"),
+        ("wss://mesh.example/a/b?c=d", "mesh.example", 443, "/a/b?c=d"),
+        ("ws://mesh.example", "mesh.example", 80, "/"),
+    ],
+)
+def test_addresses_are_read(text: str, host: str, port: int, resource: str) -> None:
+    uri = address.parse(text)
+
+    assert (uri.host, uri.port, uri.resource_name) == (host, port, resource)
+    assert uri.secure is text.startswith("wss")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "7700", "host", "host:", ":7700", "host:port", "host:99999", "host:1/path", "ws://",
+        "ws://[::1:7700", "http://host:1", "ws://user@host:1", "ws://user:word@host:1",
+        "ws://host:1/#x", "ws://ho st:1", "ws://host:1/a\r\nb", "ws://höst:1", "tcp:host:1",
+        "ws://a..b:1", f"ws://{'a' * 64}:1",
+    ],
+)  # fmt: skip
+async def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is no WebSocket address"):
+        await WebsocketTransport().dial(text)
+
+
+async def test_nobody_listens_with_a_certificate() -> None:
+    with pytest.raises(UserError, match="needs a certificate"):
+        await WebsocketTransport().listen("wss://127.0.0.1:0").__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\nsorry", "answered 502"),
+        (b"HTTP/1.1 200 OK\r\n\r\nhello", "does not open links"),
+        (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", "answered 101"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "does not open links"),
+        (b"x" * 20_000, "does not open links"),
+        (b"", "closed the connection"),
+    ],
+)
+async def test_who_is_no_node_is_a_lost_link(answer: bytes, reason: str) -> None:
+    async with answering(answer) as place:
+        with pytest.raises(LinkLost, match=reason):
+            await WebsocketTransport().dial(place)
+
+
+async def test_a_dial_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialler, "OPEN_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+
+        with pytest.raises(LinkLost, match=r"No answer from `127\.0\.0\.1:\d+` within 0\.05 s"):
+            await WebsocketTransport().dial(f"127.0.0.1:{port}")
+
+
+async def test_a_cancelled_dial_leaves_no_link() -> None:
+    hung_up = asyncio.Event()
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        hung_up.set()
+
+    async with await asyncio.start_server(wait, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        dialling = asyncio.create_task(WebsocketTransport().dial(f"127.0.0.1:{port}"))
+        await asyncio.sleep(0.05)
+        dialling.cancel()
+        await hung_up.wait()
+
+    assert dialling.cancelled()
+
+
+async def test_a_proxy_in_front_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")  # nobody asks the environment
+    transport = WebsocketTransport()
+    async with (
+        transport.listen(ANY) as listener,
+        proxy(listener.address) as (port, seen),
+    ):
+        link = await transport.dial(f"ws://127.0.0.1:{port}/mesh/one?a=b")
+        behind = await anext(aiter(listener.links()))
+        await link.send([bytes(1_000_000)])
+
+        assert len((await behind.receive())[1]) == 1_000_000
+        assert seen == [b"GET /mesh/one?a=b HTTP/1.1"]
+        await asyncio.gather(link.close(), behind.close())
+
+
+async def test_a_proxy_may_hold_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = certificate(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(file)
+    transport = WebsocketTransport()
+    async with (
+        transport.listen(ANY) as listener,
+        proxy(listener.address, tls) as (port, _),
+    ):
+        with pytest.raises(LinkLost, match="certificate verify failed"):
+            await transport.dial(f"wss://127.0.0.1:{port}")
+
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+        link = await transport.dial(f"wss://127.0.0.1:{port}")
+        behind = await anext(aiter(listener.links()))
+        await behind.send([bytes(1_000_000)])
+
+        assert len((await link.receive())[1]) == 1_000_000
+        await asyncio.gather(link.close(), behind.close())
+
+
+async def test_two_readers_of_one_link_are_a_mistake() -> None:
+    async with linked() as (one, _):
+        reading = asyncio.create_task(one.receive())
+        await asyncio.sleep(0)
+
+        with pytest.raises(RuntimeError, match="two tasks"):
+            await one.receive()
+        reading.cancel()

@@ -1,0 +1,280 @@
+"""What strangers send to a listener, byte by byte; it stays up, and its log stays quiet."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+import pytest
+from websockets.frames import Frame, Opcode
+
+from meshllm.errors import LinkLost, PeerFault
+from meshllm.testing.links import read
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Listener
+from meshllm_websocket import WebsocketTransport, listener
+from meshllm_websocket.connection import Connection
+from meshllm_websocket.frames import MAX_FRAME_BYTES
+from meshllm_websocket.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
+from meshllm_websocket.link import Link
+from meshllm_websocket.listener import MAX_HALF_OPEN_PER_HOST
+
+pytestmark = pytest.mark.socket
+
+REQUEST = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nothing a stranger sends is a warning, or makes a traceback."""
+    caplog.set_level(logging.DEBUG)
+    yield
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+    assert "Traceback" not in caplog.text
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Listener]:
+    """Listen, and see afterwards that a node that keeps the rules still comes in."""
+    transport = WebsocketTransport()
+    async with transport.listen("ws://127.0.0.1:0") as place:
+        yield place
+        link, behind = await asyncio.gather(
+            transport.dial(place.address), anext(aiter(place.links()))
+        )
+        await link.send([b"well"])
+        assert await read(behind) == (Channel.DATA, b"well")
+        await asyncio.gather(link.close(), behind.close())
+
+
+def port_of(place: Listener) -> int:
+    return int(place.address.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def connected(place: Listener) -> AsyncIterator[Streams]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(place))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@asynccontextmanager
+async def stranger(place: Listener) -> AsyncIterator[tuple[Streams, Link]]:
+    """Shake hands, and take the link at the other side."""
+    async with connected(place) as (reader, writer):
+        writer.write(REQUEST)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+        link = await anext(aiter(place.links()))
+        assert isinstance(link, Link)
+        yield (reader, writer), link
+        await link.close()
+
+
+def binary(payload: bytes) -> bytes:
+    return Frame(Opcode.BINARY, payload).serialize(mask=True)
+
+
+def piece(kind: int, number: int | None, body: bytes = b"") -> bytes:
+    return binary(bytes([kind]) + (b"" if number is None else number.to_bytes(4, "big")) + body)
+
+
+def whole(size: int) -> bytes:
+    """Frame a message of that size by the rules."""
+    frames = piece(FIRST, size, bytes(min(size, PIECE_BYTES)))
+    for start in range(PIECE_BYTES, size, PIECE_BYTES):
+        frames += piece(NEXT, None, bytes(min(size - start, PIECE_BYTES)))
+    return frames
+
+
+async def all_of(reader: asyncio.StreamReader) -> bytes:
+    with suppress(ConnectionError):
+        return await reader.read()
+    return b""
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (REQUEST.replace(b"Host", b"Origin: http://page.example\r\nHost"), b"403 Forbidden"),
+        (b"GET / HTTP/1.1\r\nOrigin: null\r\n\r\n", b"403 Forbidden"),
+        (b"GET /favicon.ico HTTP/1.1\r\nHost: x\r\n\r\n", b"404 Not Found"),
+        (REQUEST.replace(b"GET", b"POST"), b"404 Not Found"),
+        (REQUEST.replace(b": 13", b": 12"), b"404 Not Found"),
+        (REQUEST.replace(b"Sec-WebSocket-Key", b"X"), b"404 Not Found"),
+        (REQUEST.replace(b"HTTP/1.1", b"HTTP/9.9"), b"400 Bad Request"),
+        (REQUEST + b"early", b"400 Bad Request"),
+        (b"\r\n\r\n", b"400 Bad Request"),
+        (b"\x16\x03\x01\x02" * 20 + b"\r\n\r\n", b"400 Bad Request"),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000, b"400 Bad Request"),
+    ],
+)
+async def test_a_request_that_is_no_node_gets_a_short_no(request_: bytes, status: bytes) -> None:
+    async with listening() as place, connected(place) as (reader, writer):
+        writer.write(request_)
+
+        answer = await all_of(reader)
+
+        no = b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        assert answer == no or (not answer and len(request_) > 16_384)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Frame(Opcode.TEXT, b"\x02hello").serialize(mask=True),
+        Frame(Opcode.BINARY, b"\x02hello", fin=False).serialize(mask=True),
+        Frame(Opcode.CONT, b"\x02hello").serialize(mask=True) * 1000,
+        Frame(Opcode.BINARY, b"\x02hello").serialize(mask=False),
+        binary(bytes(MAX_FRAME_BYTES + 1)),
+        b"\x82\xff" + b"\xff" * 100,
+        b"\x89\xfe" + bytes(200),
+        b"\x8b\x80" + bytes(40),
+        Frame(Opcode.CLOSE, b"\x00\x01").serialize(mask=True),
+        piece(FIRST, MAX_MESSAGE_BYTES + 1, bytes(PIECE_BYTES)),
+        piece(NEXT, None, b"of nothing"),
+        piece(BACK, 1),
+        piece(BACK, 1, b"more"),
+        piece(FIRST, 9, b"short"),
+        piece(7, 1),
+        random.Random(0).randbytes(1000),
+    ],
+    ids=map(str, count()),  # masks differ from process to process
+)
+async def test_a_broken_rule_closes_the_link(stream: bytes) -> None:
+    async with listening() as place, stranger(place) as ((reader, writer), link):
+        writer.write(stream)
+
+        for _ in range(2):
+            with pytest.raises(PeerFault, match=r"`127\.0\.0\.1:\d+` broke the rules: "):
+                await link.receive()
+        with pytest.raises(LinkLost):
+            await link.send([b"?"])
+        await all_of(reader)
+
+
+async def test_who_overruns_its_credit_is_cut_off() -> None:
+    async with listening() as place, stranger(place) as ((reader, writer), link):
+        for _ in range(2):
+            writer.write(whole(CREDIT // 2 + 1))
+        await all_of(reader)
+
+        with pytest.raises(PeerFault, match="unread"):
+            await link.receive()
+
+
+async def test_a_guest_may_leave_little_unread() -> None:
+    async with listening() as place, stranger(place) as ((reader, writer), link):
+        assert isinstance(link, Guarded)
+        link.limit_unread(1000)
+        writer.write(piece(FIRST, MAX_MESSAGE_BYTES, bytes(PIECE_BYTES)))
+        await all_of(reader)
+
+        with pytest.raises(PeerFault, match="where 1000 B are allowed"):
+            await link.receive()
+
+
+async def test_before_a_link_is_taken_nothing_is_read() -> None:
+    async with listening() as place, connected(place) as (reader, writer):
+        writer.write(REQUEST)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(whole(CREDIT // 2))
+        await asyncio.sleep(0.05)
+
+        link = await anext(aiter(place.links()))
+        assert isinstance(link, Link)
+        assert link._incoming.pop() is None
+        assert len((await link.receive())[1]) == CREDIT // 2
+        await link.close()
+
+
+async def test_pings_that_nobody_hears_the_answer_of_fill_no_memory() -> None:
+    ping = Frame(Opcode.PING, bytes(125)).serialize(mask=True)
+    async with listening() as place, stranger(place) as ((_reader, writer), link):
+        wire = link._wire
+        assert isinstance(wire, Connection)
+        for _ in range(400):
+            writer.write(ping * 200)
+            await asyncio.sleep(0)
+            assert wire.socket.get_write_buffer_size() <= 2 * PIECE_BYTES
+        writer.transport.abort()
+
+
+async def test_too_many_half_open_connections_of_one_host_are_refused() -> None:
+    async with listening() as place:
+        waiting = [connected(place) for _ in range(MAX_HALF_OPEN_PER_HOST)]
+        for one in waiting:
+            await one.__aenter__()
+        await asyncio.sleep(0.02)
+        async with connected(place) as (reader, _):
+            assert await all_of(reader) == b""
+        for one in waiting:
+            await one.__aexit__(None, None, None)
+
+
+async def test_too_many_of_one_host_that_do_not_say_who_they_are_are_refused() -> None:
+    transport = WebsocketTransport()
+    async with listening() as place:
+        silent, taken = [], []
+        for _ in range(MAX_HALF_OPEN_PER_HOST):
+            silent.append(await transport.dial(place.address))
+            taken.append(await anext(aiter(place.links())))
+            assert isinstance(taken[-1], Guarded)
+            taken[-1].limit_unread(1000)
+
+        with pytest.raises(LinkLost):
+            await transport.dial(place.address)
+
+        assert isinstance(taken[0], Guarded)
+        taken[0].limit_unread(None)
+        silent.append(await transport.dial(place.address))
+        taken.append(await anext(aiter(place.links())))
+        await asyncio.gather(*(link.close() for link in (*silent, *taken)))
+
+
+async def test_who_does_not_finish_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "OPEN_S", 0.05)
+    async with listening() as place, connected(place) as (reader, writer):
+        writer.write(REQUEST[:-4])
+
+        assert await all_of(reader) == b""
+
+
+async def test_a_listener_that_closes_hangs_up_on_who_waits() -> None:
+    async with WebsocketTransport().listen("127.0.0.1:0") as place:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(place))
+        writer.write(REQUEST)
+        await reader.readuntil(b"\r\n\r\n")
+
+    assert await all_of(reader) == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_garbage_ends_in_one_typed_error(seed: int) -> None:
+    draw = random.Random(seed)
+    good = [whole(100), piece(FIRST | 1, 0), Frame(Opcode.PING, b"").serialize(mask=True)]
+    async with listening() as place:
+        for _ in range(20):
+            async with stranger(place) as ((reader, writer), link):
+                stream = bytearray(b"".join(draw.choices(good, k=20)))
+                for _ in range(draw.randrange(1, 4)):
+                    stream[draw.randrange(len(stream))] ^= 1 << draw.randrange(8)
+                writer.write(stream)
+                writer.write_eof()
+                with pytest.raises((PeerFault, LinkLost)):
+                    await drain(link)
+                await all_of(reader)
+
+
+async def drain(link: Link) -> None:
+    while True:
+        await link.receive()

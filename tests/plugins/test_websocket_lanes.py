@@ -1,0 +1,208 @@
+"""Pieces and credit, one side's lanes against the other's."""
+
+import random
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel
+from meshllm_websocket import lanes
+from meshllm_websocket.lanes import (
+    BACK,
+    CREDIT,
+    FIRST,
+    MESSAGE_COST,
+    NEXT,
+    PIECE_BYTES,
+    Incoming,
+    Outgoing,
+)
+
+CONTROL, DATA = Channel
+HALF = CREDIT // 2
+
+
+def carry(outgoing: Outgoing, incoming: Incoming, pieces: int = 10_000) -> int:
+    """Carry pieces over; return how many there were."""
+    for count in range(pieces):
+        if (piece := outgoing.next_piece()) is None:
+            return count
+        head, body = piece
+        incoming.begin(head[0], int.from_bytes(head[1:], "big"), len(body))
+        if body:
+            incoming.fill(body)
+    return pieces
+
+
+def put(outgoing: Outgoing, message: bytes, channel: Channel = DATA) -> None:
+    outgoing.put(channel, [message], len(message))
+    outgoing.own(channel)
+
+
+def hold(incoming: Incoming, cost: int) -> None:
+    """Let a message of that cost arrive."""
+    outgoing = Outgoing()
+    put(outgoing, bytes(cost - MESSAGE_COST))
+    carry(outgoing, incoming)
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 1])
+def test_a_message_is_put_together_again(size: int) -> None:
+    outgoing, incoming = Outgoing(), Incoming()
+    message = random.Random(size).randbytes(size)
+
+    put(outgoing, message)
+    pieces = carry(outgoing, incoming)
+
+    assert pieces == max(1, -(-size // PIECE_BYTES))
+    arrived = incoming.pop()
+    assert arrived is not None
+    assert (arrived[0], bytes(arrived[1])) == (DATA, message)
+    assert incoming.pop() is None
+
+
+def test_parts_are_cut_wherever_they_meet() -> None:
+    outgoing, incoming = Outgoing(), Incoming()
+    parts = [b"", b"head", bytes(PIECE_BYTES), b"", b"middle" * 50_000, b"tail"]
+
+    outgoing.put(DATA, parts, sum(map(len, parts)))
+    carry(outgoing, incoming)
+
+    arrived = incoming.pop()
+    assert arrived is not None
+    assert bytes(arrived[1]) == b"".join(parts)
+
+
+def test_what_has_not_left_may_be_changed_by_its_owner() -> None:
+    outgoing, incoming = Outgoing(), Incoming()
+    part = bytearray(b"a" * 2 * PIECE_BYTES)
+
+    outgoing.put(DATA, [part], len(part))
+    carry(outgoing, incoming, pieces=1)
+    outgoing.own(DATA)
+    part[:] = b"b" * len(part)
+    carry(outgoing, incoming)
+
+    arrived = incoming.pop()
+    assert arrived is not None
+    assert bytes(arrived[1]) == b"a" * len(part)
+
+
+def test_control_goes_between_the_pieces_of_data() -> None:
+    outgoing, incoming = Outgoing(), Incoming()
+    put(outgoing, bytes(3 * PIECE_BYTES))
+    carry(outgoing, incoming, pieces=1)
+
+    put(outgoing, b"now", CONTROL)
+    carry(outgoing, incoming, pieces=1)
+
+    assert incoming.pop() == (CONTROL, b"now")
+    assert outgoing.unsent == 2 * PIECE_BYTES
+
+
+def test_credit_is_spent_by_channel() -> None:
+    outgoing = Outgoing()
+    put(outgoing, bytes(HALF))
+    put(outgoing, bytes(HALF - 2 * MESSAGE_COST))
+
+    assert not outgoing.has_credit(DATA, 0)
+    assert outgoing.has_credit(CONTROL, MAX_MESSAGE_BYTES)
+
+
+def test_a_message_longer_than_the_credit_passes_when_half_of_it_is_left() -> None:
+    outgoing = Outgoing()
+    put(outgoing, bytes(HALF))
+    assert not outgoing.has_credit(DATA, MAX_MESSAGE_BYTES)
+
+    outgoing.take_back(DATA, MESSAGE_COST)
+
+    assert outgoing.has_credit(DATA, MAX_MESSAGE_BYTES)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_waits_for_ever_and_no_more_is_held_than_is_allowed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credit = 8192
+    monkeypatch.setattr(lanes, "CREDIT", credit)
+    draw = random.Random(seed)
+    outgoing, incoming = Outgoing(), Incoming()
+    unread = size = 0
+    for _ in range(1000):
+        if outgoing.has_credit(DATA, size):
+            put(outgoing, bytes(size))
+            carry(outgoing, incoming)
+            unread += size
+            size = draw.choice([0, 100, 1000, credit // 2, credit, 2 * credit])
+        else:
+            arrived = incoming.pop()
+            assert arrived is not None, f"{size} B wait although all was read"
+            unread -= len(arrived[1])
+            outgoing.take_back(DATA, incoming.credit_due(DATA))
+        assert unread <= credit // 2 + 2 * credit
+
+
+def test_who_sends_beyond_the_credit_is_at_fault() -> None:
+    incoming = Incoming()
+    hold(incoming, HALF + 1)
+
+    with pytest.raises(PeerFault, match="unread"):
+        hold(incoming, HALF)
+
+
+def test_empty_messages_are_not_free() -> None:
+    incoming = Incoming()
+
+    for _ in range(CREDIT // MESSAGE_COST):
+        incoming.begin(FIRST | DATA, 0, 0)
+
+    with pytest.raises(PeerFault, match="unread"):
+        incoming.begin(FIRST | DATA, 0, 0)
+
+
+def test_a_stranger_may_leave_little_unread_of_what_it_announces() -> None:
+    incoming = Incoming()
+    incoming.limit = 1000
+    incoming.begin(FIRST, 100, 100)
+    incoming.fill(bytes(100))
+    incoming.pop()
+
+    with pytest.raises(PeerFault, match="where 1000 B are allowed"):
+        incoming.begin(FIRST, 5000, 5000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "size"),
+    [
+        (NEXT, 0, 5),
+        (NEXT, 0, 0),
+        (FIRST, 10, 9),
+        (FIRST, 10, 11),
+        (FIRST, 0, 1),
+        (FIRST, PIECE_BYTES + 1, 1),
+        (FIRST, MAX_MESSAGE_BYTES + 1, PIECE_BYTES),
+        (BACK, 1, 1),
+        (6, 1, 0),
+        (255, 1, 1),
+    ],
+)
+def test_a_piece_that_does_not_fit_is_a_fault(kind: int, number: int, size: int) -> None:
+    with pytest.raises(PeerFault):
+        Incoming().begin(kind, number, size)
+
+
+def test_a_message_inside_another_is_a_fault() -> None:
+    incoming = Incoming()
+    incoming.begin(FIRST, 2 * PIECE_BYTES, PIECE_BYTES)
+    incoming.fill(bytes(PIECE_BYTES))
+
+    with pytest.raises(PeerFault, match=f"{PIECE_BYTES} B of another missing"):
+        incoming.begin(FIRST, 1, 1)
+
+
+def test_more_credit_than_is_out_is_a_fault() -> None:
+    outgoing = Outgoing()
+    put(outgoing, b"four")
+
+    with pytest.raises(PeerFault, match="of credit came back"):
+        outgoing.take_back(DATA, 5 + MESSAGE_COST)
