@@ -95,11 +95,15 @@ class Link:
         """The neighbour has our Hello: it sent a Beat, which only an open side does. Messages of
         sessions wait for it, because channels of a link do not wait for each other."""
         self._hello = hello
+        self._is_begun = False
         self._heard = self._sent = self._beaten = 0.0
         self._echo: tuple[int, float] | None = None  # their last stamp, and when it was heard
 
     def open(self, now: float) -> list[Action]:
-        """Begin, once the connection stands."""
+        """Begin, once the connection stands; a second call does nothing."""
+        if self._is_begun:
+            return []
+        self._is_begun = True
         self._heard = self._sent = now
         return [Send(self._hello)]
 

@@ -10,14 +10,16 @@ from enum import StrEnum
 from itertools import pairwise
 from math import inf, isfinite
 from struct import Struct
+from typing import Self
 
 from blake3 import blake3
 
-from meshllm.errors import UserError
+from meshllm.errors import PeerFault, UserError
 from meshllm.names import NODE_ID_BYTES, Digest, NodeId, Span
 from meshllm.protocol.messages import MAX_RANKS
 
 MAX_NAME_BYTES = 512  # of UTF-8; a Hugging Face name has at most 96 characters on each side of `/`
+MAX_EPOCH = (1 << 32) - 1  # what the messages of a ring can say
 MAX_SECONDS = 3600.0  # of one layer or one hop; what is slower is no member of a ring
 
 _MAGIC = b"meshllm plan 1\n"
@@ -249,6 +251,41 @@ class Plan:
                 *(at.node for at in self.standbys),
             )
         )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what `encode` wrote; standbys come without their reasons.
+
+        Raises:
+            PeerFault: it is anything else, or its epoch is above `MAX_EPOCH`.
+        """
+        head = len(_MAGIC) + _HEAD.size
+        if len(data) < head:
+            raise PeerFault(f"A plan of {len(data)} bytes")
+        epoch, client, length, stages, standbys = _HEAD.unpack_from(data, len(_MAGIC))
+        first = head + length
+        last = first + stages * _STAGE.size
+        if len(data) != last + standbys * NODE_ID_BYTES or epoch > MAX_EPOCH:
+            raise PeerFault(f"A plan of epoch {epoch} in {len(data)} bytes")
+        try:
+            plan = cls(
+                epoch,
+                data[head:first].decode(),
+                Ends.CLIENT if client else Ends.ENTRY,
+                tuple(
+                    Stage(NodeId(node), Span(*span))
+                    for node, *span in _STAGE.iter_unpack(data[first:last])
+                ),
+                tuple(
+                    Standby(NodeId(data[at : at + NODE_ID_BYTES]), "")
+                    for at in range(last, len(data), NODE_ID_BYTES)
+                ),
+            )
+        except (UnicodeDecodeError, UserError) as error:
+            raise PeerFault(f"A plan that is none: {error}") from None
+        if plan.encode() != data:
+            raise PeerFault("A plan that is written in another way")
+        return plan
 
     def rank(self, node: NodeId) -> int | None:
         """Return the rank of a node; None for one without a stage."""

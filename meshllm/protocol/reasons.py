@@ -6,7 +6,7 @@ from itertools import pairwise
 from meshllm.errors import ModelError
 from meshllm.protocol.cycles import length
 from meshllm.protocol.division import Filling
-from meshllm.protocol.plan import Shape
+from meshllm.protocol.plan import MAX_SECONDS, Shape
 from meshllm.protocol.problem import HEADROOM_PERCENT, MILLISECOND, Problem
 
 _UNITS = "KiB", "MiB", "GiB"
@@ -64,6 +64,8 @@ def _change(problem: Problem, filling: Filling, ring: Sequence[int], node: int) 
     places = range(1, len(ring) + 1)
     grown = min(length(problem.hops, (*ring[:at], node, *ring[at:])) for at in places)
     added = (grown - length(problem.hops, ring)) / MILLISECOND
+    if added >= MAX_SECONDS * 1e3:  # what is not measured counts as the longest way
+        return "no link from it to the ring is measured yet"
     before, after = filling.compute(ring), filling.compute((*ring, node))
     if before is None or after is None:
         return "the bound spans leave it no layer"

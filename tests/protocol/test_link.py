@@ -24,6 +24,14 @@ def test_each_side_says_hello_without_waiting() -> None:
     assert Link(OURS).open(10.0) == [Send(OURS)]
 
 
+def test_a_link_says_hello_once() -> None:
+    link = Link(OURS)
+    link.open(10.0)
+
+    assert link.open(11.0) == []
+    assert link.deadline == 10.0 + SILENCE
+
+
 def test_a_hello_opens_the_link_and_is_answered_by_the_first_beat() -> None:
     link = Link(OURS)
     link.open(10.0)

@@ -3,10 +3,10 @@ from math import inf, nan
 
 import pytest
 
-from meshllm.errors import UserError
+from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId, Span
 from meshllm.protocol.messages import MAX_RANKS
-from meshllm.protocol.plan import Ends, Links, Offer, Plan, Shape, Stage, Standby, Wire
+from meshllm.protocol.plan import MAX_EPOCH, Ends, Links, Offer, Plan, Shape, Stage, Standby, Wire
 from tests.protocol.nodes import A, B, C, D, model, node
 
 PLAN = Plan(7, "tiny", Ends.ENTRY, (Stage(B, Span(0, 3)), Stage(A, Span(3, 4))), (Standby(C, ""),))
@@ -53,6 +53,40 @@ def test_where_the_ends_are_shows_in_the_digest() -> None:
 
     assert client.layers == 4
     assert client.encode()[len(b"meshllm plan 1\n") + 8] == 1
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PLAN,
+        replace(PLAN, epoch=MAX_EPOCH, standbys=()),
+        Plan(1, "", Ends.CLIENT, (Stage(C, Span(0, 0)), Stage(B, Span(0, 4)))),
+    ],
+)
+def test_a_plan_comes_back_from_its_bytes(plan: Plan) -> None:
+    assert Plan.decode(plan.encode()) == plan
+
+
+HEAD = len(b"meshllm plan 1\n")
+BYTES = PLAN.encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(BYTES[:length] for length in range(len(BYTES))),
+        BYTES + b"\0",
+        b"M" + BYTES[1:],
+        replace(PLAN, epoch=MAX_EPOCH + 1).encode(),
+        BYTES[: HEAD + 8] + b"\2" + BYTES[HEAD + 9 :],  # neither entry nor client
+        BYTES.replace(b"tiny", b"\xff\xff\xff\xff"),
+        BYTES.replace(b"c" * 32, b"a" * 32),  # a node twice
+        BYTES.replace(b"\x04\0\0\0", b"\x02\0\0\0"),  # a span that ends before it begins
+    ],
+)
+def test_any_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(PeerFault):
+        Plan.decode(data)
 
 
 def test_rank_is_the_place_in_the_ring() -> None:

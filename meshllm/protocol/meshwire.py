@@ -1,0 +1,242 @@
+"""Messages of mesh links to bytes and back, with every limit; knows not when one is sent.
+
+A message is one version byte, one kind byte and fields; what follows the fixed ones is all of the
+rest. An item is only taken apart here: whether it is to be believed is not decided by its bytes.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+from typing import TypeAlias, assert_never
+
+from meshllm.errors import PeerFault
+from meshllm.names import NODE_ID_BYTES, NodeId
+from meshllm.protocol.gossip import MARK_BYTES, MAX_ITEM_BYTES, Entry, Item, Kind, Slot
+from meshllm.protocol.layout import Reader, sized
+from meshllm.protocol.messages import PROTOCOL_VERSION, Buffer
+from meshllm.protocol.records import MAX_MEMBERS
+
+MAX_REMOVALS = 1024  # nodes that were removed from one mesh, ever
+MAX_SLOTS = 2 * MAX_MEMBERS + 1 + MAX_REMOVALS
+MAX_ITEMS = 256  # of one message
+MAX_ITEMS_BYTES = 256 * 1024  # of one message
+MAX_ASK_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
+MAX_SAID_BYTES = 4 * 1024 * 1024  # of JSON: one event of an answer
+ASK_ID_BYTES = 16
+
+_PREFIX = Struct("<BB")
+_BEAT = Struct(f"<QQQ {MARK_BYTES}s")
+_SLOT = Struct(f"<B {NODE_ID_BYTES}s")
+_ENTRY = Struct(f"<B {NODE_ID_BYTES}s Q Q {MARK_BYTES}s")
+
+
+class Why(IntEnum):
+    """Why a link is closed by one side."""
+
+    LEAVING = 1
+    """Its node stops."""
+    TWIN = 2
+    """Another process with the same key is linked already."""
+    CROSSED = 3
+    """Both sides dialled, and the other link stays."""
+    SILENT = 4
+    """Nothing was heard."""
+    REMOVED = 5
+    """The node, or who let it in, was removed from the mesh, or its membership is over."""
+    RULES = 6
+    """It sent what the rules forbid."""
+    FULL = 7
+    """There are as many links as may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """I am here, and this is what I hold; ``echo`` and ``held`` are for the round trip."""
+
+    stamp: int
+    """Microseconds on the sender's clock."""
+    echo: int
+    """The other side's last stamp, or 0."""
+    held: int
+    """Microseconds between hearing that stamp and sending this beat."""
+    digest: bytes
+    """8 bytes that name the items that the sender shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Which items the sender shares; the answer is Items and Want."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Items that the other side lacks, as far as the sender knows."""
+
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Slots of which the sender lacks the item that the other side has."""
+
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for a generation; what it says is the business of the node."""
+
+    ask: bytes
+    """16 bytes that name the request on this link."""
+    body: bytes
+    """JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One event of the answer."""
+
+    ask: bytes
+    body: bytes
+    """JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hush:
+    """The rest of the answer is not wanted."""
+
+    ask: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The last message of a link: why it is closed."""
+
+    why: Why
+
+
+Talk: TypeAlias = Ask | Said | Hush
+"""What goes through a link for the node above."""
+
+Message: TypeAlias = Beat | Summary | Items | Want | Bye | Talk
+
+
+class _Kind(IntEnum):
+    BEAT = 1
+    SUMMARY = 2
+    ITEMS = 3
+    WANT = 4
+    ASK = 5
+    SAID = 6
+    HUSH = 7
+    BYE = 8
+
+
+def encode(message: Message) -> bytes:
+    """Write a message."""
+    match message:
+        case Beat(stamp, echo, held, digest):
+            return _pack(_Kind.BEAT, _BEAT.pack(stamp, echo, held, digest))
+        case Summary(entries):
+            return _pack(_Kind.SUMMARY, *map(_pack_entry, entries))
+        case Items(items):
+            return _pack(_Kind.ITEMS, *(sized(item.encode()) for item in items))
+        case Want(slots):
+            return _pack(_Kind.WANT, *(_SLOT.pack(slot.kind, slot.subject) for slot in slots))
+        case Ask(ask, body) | Said(ask, body):
+            return _pack(_Kind.ASK if isinstance(message, Ask) else _Kind.SAID, ask, body)
+        case Hush(ask):
+            return _pack(_Kind.HUSH, ask)
+        case Bye(why):
+            return _pack(_Kind.BYE, bytes([why]))
+        case _:
+            assert_never(message)
+
+
+def decode(buffer: Buffer) -> Message:
+    """Read one whole message.
+
+    Raises:
+        PeerFault: anything but what `encode` writes of a message within the limits.
+    """
+    reader = Reader(bytes(buffer), "Message")
+    version, code = reader.unpack(_PREFIX)
+    if version != PROTOCOL_VERSION:
+        raise PeerFault(
+            f"Message of protocol version {version}; this node speaks {PROTOCOL_VERSION}",
+            hint="run the same version of meshllm on every node",
+        )
+    kind = _Kind(reader.bounded("as kind", code, 1, len(_Kind)))
+    message = _read(kind, reader)
+    reader.end()
+    return message
+
+
+def batches(items: list[Item]) -> list[Items]:
+    """Put items into as few messages as the limits of one allow, in order."""
+    messages, batch, size = [], list[Item](), 0
+    for item in items:
+        size += len(item.encode()) + 2
+        if size > MAX_ITEMS_BYTES or len(batch) == MAX_ITEMS:
+            messages.append(Items(tuple(batch)))
+            batch, size = [], len(item.encode()) + 2
+        batch.append(item)
+    return [*messages, Items(tuple(batch))] if batch else messages
+
+
+def _read(kind: _Kind, reader: Reader) -> Message:
+    match kind:
+        case _Kind.BEAT:
+            return Beat(*reader.unpack(_BEAT))
+        case _Kind.SUMMARY:
+            count = reader.bounded("entries", reader.left // _ENTRY.size, 0, MAX_SLOTS)
+            return Summary(tuple(_entry(reader) for _ in range(count)))
+        case _Kind.ITEMS:
+            return Items(tuple(_items(reader)))
+        case _Kind.WANT:
+            count = reader.bounded("slots", reader.left // _SLOT.size, 0, MAX_SLOTS)
+            return Want(tuple(_slot(reader, *reader.unpack(_SLOT)) for _ in range(count)))
+        case _Kind.ASK | _Kind.SAID | _Kind.HUSH:
+            return _talk(kind, reader)
+        case _Kind.BYE:
+            return Bye(Why(reader.bounded("as reason", reader.take(1)[0], 1, len(Why))))
+        case _:
+            assert_never(kind)
+
+
+def _talk(kind: _Kind, reader: Reader) -> Talk:
+    ask = reader.take(ASK_ID_BYTES)
+    if kind is _Kind.HUSH:
+        return Hush(ask)
+    if kind is _Kind.ASK:
+        return Ask(ask, reader.rest(MAX_ASK_BYTES))
+    return Said(ask, reader.rest(MAX_SAID_BYTES))
+
+
+def _items(reader: Reader) -> list[Item]:
+    reader.bounded("bytes of items", reader.left, 0, MAX_ITEMS_BYTES)
+    items: list[Item] = []
+    while reader.left:
+        reader.bounded("items", len(items), 0, MAX_ITEMS - 1)
+        items.append(Item.decode(reader.sized(MAX_ITEM_BYTES)))
+    return items
+
+
+def _entry(reader: Reader) -> Entry:
+    code, subject, incarnation, seq, mark = reader.unpack(_ENTRY)
+    return Entry(_slot(reader, code, subject), incarnation, seq, mark)
+
+
+def _slot(reader: Reader, code: int, subject: bytes) -> Slot:
+    return Slot(Kind(reader.bounded("as kind of item", code, 1, len(Kind))), NodeId(subject))
+
+
+def _pack(kind: _Kind, *parts: bytes) -> bytes:
+    return _PREFIX.pack(PROTOCOL_VERSION, kind) + b"".join(parts)
+
+
+def _pack_entry(entry: Entry) -> bytes:
+    slot = entry.slot
+    return _ENTRY.pack(slot.kind, slot.subject, entry.incarnation, entry.seq, entry.mark)

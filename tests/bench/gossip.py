@@ -1,0 +1,63 @@
+"""What knowing each other costs: `python -m tests.bench.gossip`.
+
+Machines of a mesh on a manual clock, each linked to each, after everything has settled: messages
+and bytes that one node sends per second while nothing happens, as they go to the transport, sealed
+and framed.
+"""
+
+from tests.simulation.mesh_world import (
+    Network,
+    Node,
+    Pipe,
+    World,
+    disagreement,
+    remembered_signatures,
+)
+
+NODES = (3, 10, 50)
+SETTLE_S = 20.0
+IDLE_S = 20.0
+SEAL_BYTES = 16  # tag of AES-256-GCM
+FRAME_BYTES = 6  # WebSocket: two of header, four of mask
+
+
+class CountedWorld(World):
+    """A world that counts what its nodes send."""
+
+    messages = 0
+    size = 0
+
+    def send(self, node: Node, pipe: Pipe, data: bytes) -> None:
+        self.messages += 1
+        self.size += len(data) + SEAL_BYTES + FRAME_BYTES
+        super().send(node, pipe, data)
+
+
+def settle(nodes: int) -> CountedWorld:
+    """Start so many nodes at once, and let them find each other."""
+    world = CountedWorld(nodes)
+    world.network = Network(slowest_s=0.002)
+    for number in range(nodes):
+        world.start(number)
+    world.run(SETTLE_S)
+    if wrong := disagreement(world):
+        raise AssertionError(wrong)
+    return world
+
+
+def main() -> None:
+    """Print the table."""
+    print("| nodes | to settle, kB per node | idle messages/s per node | idle B/s per node |")
+    print("|---|---|---|---|")
+    with remembered_signatures():
+        for nodes in NODES:
+            world = settle(nodes)
+            messages, size = world.messages, world.size
+            world.run(IDLE_S)
+            idle_messages = (world.messages - messages) / IDLE_S / nodes
+            idle_size = (world.size - size) / IDLE_S / nodes
+            print(f"| {nodes} | {size / nodes / 1e3:.0f} | {idle_messages:.1f} | {idle_size:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

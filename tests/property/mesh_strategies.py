@@ -1,0 +1,103 @@
+"""Hypothesis strategies for what goes through the links of a mesh, and the records in it."""
+
+from hypothesis import strategies as st
+
+from meshllm.names import Digest, Span
+from meshllm.protocol.charter import MAX_VERSION, Charter
+from meshllm.protocol.gossip import Entry, Item, Kind, Slot
+from meshllm.protocol.meshwire import Ask, Beat, Bye, Hush, Items, Message, Said, Summary, Want, Why
+from meshllm.protocol.messages import DType
+from meshllm.protocol.plan import MAX_SECONDS, Ends, Policy, Shape
+from meshllm.protocol.records import (
+    MAX_ADDRESSES,
+    MAX_BYTES,
+    MAX_LAYERS,
+    MAX_MEMBERS,
+    MAX_ROUND_TRIP_US,
+    Lifecycle,
+    Profile,
+    State,
+)
+from tests.property.strategies import digests, nodes, u64
+
+labels = st.text(max_size=16)  # of four bytes each at most
+sizes = st.integers(0, MAX_BYTES)
+seconds = st.floats(1e-12, MAX_SECONDS)
+sixteen = st.binary(min_size=16, max_size=16)
+eight = st.binary(min_size=8, max_size=8)
+costs = st.dictionaries(st.integers(1, 4096), seconds, max_size=5).map(
+    lambda table: tuple(sorted(table.items()))
+)
+spans = st.integers(1, MAX_LAYERS).flatmap(
+    lambda stop: st.integers(0, stop - 1).map(lambda start: Span(start, stop))
+)
+profiles = st.builds(
+    Profile,
+    labels,
+    labels,
+    st.lists(st.text(max_size=20), max_size=MAX_ADDRESSES).map(tuple),
+    sizes,
+    costs,
+    st.floats(0, MAX_SECONDS),
+    sizes,
+    st.none() | spans,
+    labels,
+    st.lists(sixteen, max_size=5).map(tuple),
+)
+round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
+states = st.builds(
+    State,
+    st.sampled_from(Lifecycle),
+    st.lists(round_trips, max_size=5).map(tuple),
+    st.binary(max_size=40),
+    st.booleans(),
+    st.booleans(),
+)
+few_nodes = st.lists(nodes, max_size=3).map(tuple)
+
+
+@st.composite
+def charters(draw: st.DrawFn) -> Charter:
+    """Charters within the limits, of small models."""
+    layers = draw(st.lists(st.tuples(st.integers(1, MAX_BYTES), sizes), min_size=1, max_size=4))
+    shape = Shape(
+        draw(labels),
+        tuple(weights for weights, _ in layers),
+        tuple(cache for _, cache in layers),
+        draw(sizes),
+        draw(sizes),
+        tied=draw(st.booleans()),
+        hidden_size=draw(st.integers(1, 9000)),
+        itemsize=draw(st.sampled_from([2, 4])),
+        context=draw(st.integers(1, 99_999)),
+    )
+    return Charter(
+        draw(st.integers(0, MAX_VERSION)),
+        shape,
+        draw(st.sampled_from(DType)),
+        Digest(draw(digests)),
+        draw(st.sampled_from(Policy)),
+        draw(st.none() | st.integers(1, MAX_MEMBERS)),
+        draw(st.integers(1, 9)),
+        draw(st.sampled_from(Ends)),
+        draw(few_nodes),
+        draw(few_nodes),
+    )
+
+
+kinds = st.sampled_from(Kind)
+slots = st.builds(Slot, kinds, nodes)
+signatures = st.binary(min_size=64, max_size=64)
+items = st.builds(
+    Item, kinds, nodes, nodes, u64, u64, st.binary(max_size=30), st.binary(max_size=30), signatures
+)
+mesh_messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Beat, u64, u64, u64, eight),
+    st.builds(Summary, st.lists(st.builds(Entry, slots, u64, u64, eight), max_size=4).map(tuple)),
+    st.builds(Items, st.lists(items, max_size=4).map(tuple)),
+    st.builds(Want, st.lists(slots, max_size=4).map(tuple)),
+    st.builds(Ask, sixteen, st.binary(max_size=30)),
+    st.builds(Said, sixteen, st.binary(max_size=30)),
+    st.builds(Hush, sixteen),
+    st.builds(Bye, st.sampled_from(Why)),
+)

@@ -1,0 +1,122 @@
+"""The wire of mesh links: each message comes back, every limit holds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.errors import PeerFault
+from meshllm.protocol.gossip import summarise
+from meshllm.protocol.meshwire import (
+    MAX_ASK_BYTES,
+    MAX_ITEMS,
+    MAX_ITEMS_BYTES,
+    MAX_SAID_BYTES,
+    MAX_SLOTS,
+    Ask,
+    Beat,
+    Bye,
+    Hush,
+    Items,
+    Message,
+    Said,
+    Summary,
+    Want,
+    Why,
+    batches,
+    decode,
+    encode,
+)
+from tests.property.mesh_strategies import mesh_messages
+from tests.protocol.people import FOUNDER, STATE, sign
+
+ITEM = sign(FOUNDER, STATE)
+ID = bytes(range(16))
+MESSAGES: list[Message] = [
+    Beat(5, 4, 12, bytes(8)),
+    Summary(summarise([ITEM])),
+    Items((ITEM, ITEM)),
+    Want((ITEM.slot,)),
+    Ask(ID, b"{}"),
+    Said(ID, b"{}"),
+    Hush(ID),
+    Bye(Why.TWIN),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
+    assert decode(encode(message)) == message
+    assert decode(memoryview(encode(message))) == message
+
+
+@given(mesh_messages)
+def test_any_message_comes_back_from_its_bytes(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@given(st.integers(0, 9), st.binary())
+def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
+    try:
+        message = decode(bytes([1, kind]) + data)
+    except PeerFault:
+        return
+    assert encode(message) == bytes([1, kind]) + data
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_one_byte_more_or_less_is_refused(message: Message) -> None:
+    if isinstance(message, Ask | Said):  # JSON has no length of its own
+        with pytest.raises(PeerFault):
+            decode(encode(message)[:17])
+        return
+    for data in (encode(message) + b"\0", encode(message)[:-1]):
+        with pytest.raises(PeerFault):
+            decode(data)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x01", b"\x01\x00", b"\x01\x09", b"\x01\x08\x00"])
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(PeerFault):
+        decode(data)
+
+
+def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
+    with pytest.raises(PeerFault, match="protocol version 2; this node speaks 1") as caught:
+        decode(b"\x02\x01")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Summary(summarise([ITEM]) * (MAX_SLOTS + 1)),
+        Want((ITEM.slot,) * (MAX_SLOTS + 1)),
+        Items((ITEM,) * (MAX_ITEMS + 1)),
+        Items((replace(ITEM, payload=bytes(30_000)),) * 9),
+        Ask(ID, bytes(MAX_ASK_BYTES + 1)),
+        Said(ID, bytes(MAX_SAID_BYTES + 1)),
+    ],
+    ids=["summary", "want", "items", "bytes of items", "ask", "said"],
+)
+def test_a_message_beyond_a_limit_is_refused(message: Message) -> None:
+    with pytest.raises(PeerFault, match="allowed are 0 to"):
+        decode(encode(message))
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_ITEMS, MAX_ITEMS + 1])
+def test_items_go_into_few_messages_within_the_limits(count: int) -> None:
+    messages = batches([ITEM] * count)
+
+    assert sum(len(message.items) for message in messages) == count
+    assert len(messages) == -(-count // MAX_ITEMS)
+    assert [decode(encode(message)) for message in messages] == messages
+
+
+def test_long_items_go_into_messages_within_the_limits() -> None:
+    messages = batches([replace(ITEM, payload=bytes(30_000))] * 20)
+
+    assert sum(len(message.items) for message in messages) == 20
+    assert all(len(encode(message)) <= MAX_ITEMS_BYTES + 2 for message in messages)
+    assert [decode(encode(message)) for message in messages] == messages
