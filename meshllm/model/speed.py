@@ -1,0 +1,187 @@
+"""How fast this machine runs a model and what memory it can give; knows no other machine."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshllm.model.capacity import free_memory
+from meshllm.model.manifest import config_digest
+from meshllm.model.memo import recall, remember
+from meshllm.model.shard import Shard
+from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
+from meshllm.model.source import Source
+from meshllm.names import Span
+
+ROWS = (1, 8, 32, 256)
+"""Decoding, and chunks of a prompt."""
+TRIALS = 3
+ENOUGH_S = 0.1  # for trials of the same; many rows of a large layer are timed once
+MAX_AGE_S = 24 * 3600.0
+SHARE = 0.8  # of free memory; the rest is for what starts after us
+CGROUP = Path("/sys/fs/cgroup")
+
+_COLD_BYTES = 64 << 20  # more than the last cache of most machines
+_TILE = 4099  # values; prime, so that no two rows of a matrix are alike
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a machine takes for the parts of one model."""
+
+    layer_s: tuple[tuple[int, float], ...]
+    """Seconds of one mean layer for so many rows."""
+    head_s: float
+    """Seconds of the final norm and head for one row."""
+
+
+def measure_speed(source: Source, dtype: torch.dtype, cache: Path) -> Speed:
+    """Time one layer and the head with random weights, on this thread and as many cores as it has.
+
+    What was measured is remembered in the folder ``cache`` for a day.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    key = config_digest(source).hex(), str(dtype), torch.get_num_threads(), torch.__version__
+    if known := _read(recall(cache, *key)):
+        return known
+    with torch.inference_mode():
+        speed = Speed(_layer_seconds(source, dtype), _head_seconds(source, dtype))
+    remember(cache, asdict(speed) | {"at_s": time.time()}, *key)
+    return speed
+
+
+def memory_budget(limit: int | None = None, *, share: float = SHARE, cgroup: Path = CGROUP) -> int:
+    """Tell how many bytes this machine gives to models: a share of what is free, or ``limit``.
+
+    ``limit`` is what its owner says, and counts as far as it is free. A container's own limit
+    binds too, which the machine's free memory does not show.
+    """
+    free = max(0, int(min(free_memory(), _cgroup_free(cgroup))))
+    return int(free * share) if limit is None else min(limit, free)
+
+
+def _read(record: Any) -> Speed | None:
+    """Read what was remembered; what is old or damaged is measured again."""
+    try:
+        if not 0 <= time.time() - record["at_s"] < MAX_AGE_S:
+            return None
+        rows = tuple((int(rows), float(seconds)) for rows, seconds in record["layer_s"])
+        return Speed(rows, float(record["head_s"]))
+    except (TypeError, ValueError, LookupError):
+        return None
+
+
+def _layer_seconds(source: Source, dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
+    """Time the layer nearest to the mean, without what surrounds the layers of a shard."""
+    skeleton = build(source.config, dtype)
+    sizes = [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
+    mean = sum(sizes) / len(sizes)
+    index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
+    stopwatch = _Stopwatch(skeleton.parts[index])  # before the shard's own hook, which leaves
+    shard = _random_shard(skeleton, Part(Span(index, index + 1), embed=False, head=False))
+    config = skeleton.model.config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None) or max(ROWS)
+
+    def seconds(rows: int) -> float:
+        _forward(shard, rows)
+        return stopwatch.seconds
+
+    seconds(1)  # what is made once, at the first call, is not the price of a layer
+    scale = mean / sizes[index]
+    return tuple((rows, _best(seconds, rows) * scale) for rows in ROWS if rows <= context)
+
+
+def _head_seconds(source: Source, dtype: torch.dtype) -> float:
+    skeleton = build(source.config, dtype)
+    end = Span(skeleton.layers, skeleton.layers)
+    shard = _random_shard(skeleton, Part(end, embed=False, head=True))
+
+    def seconds(rows: int) -> float:
+        begin = time.perf_counter()
+        _forward(shard, rows)
+        return time.perf_counter() - begin
+
+    seconds(1)
+    return _best(seconds, 1)
+
+
+class _Stopwatch:
+    """Times the forward of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seconds = 0.0
+        self._begin = 0.0
+        module.register_forward_pre_hook(self._start)
+        module.register_forward_hook(self._stop)
+
+    def _start(self, *_: Any) -> None:
+        self._begin = time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        self.seconds = time.perf_counter() - self._begin
+
+
+def _best(seconds: Callable[[int], float], rows: int) -> float:
+    """Take the shortest of several times, each with weights that no cache has."""
+    cold = torch.empty(_COLD_BYTES, dtype=torch.uint8)
+    times: list[float] = []
+    while len(times) < TRIALS and sum(times) < ENOUGH_S:
+        cold.fill_(len(times))
+        times.append(seconds(rows))
+    return min(times)
+
+
+def _forward(shard: Shard, rows: int) -> None:
+    width = shard.model.config.get_text_config(decoder=True).hidden_size
+    hidden = torch.ones(1, rows, width, dtype=shard.model.dtype)  # [1, T, D]
+    shard.forward(hidden, shard.new_cache())
+
+
+def _random_shard(skeleton: Skeleton, part: Part) -> Shard:
+    """Give a part of a model on meta weights that take as long as real ones."""
+    strip(skeleton, part)
+    model = skeleton.model
+    tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
+    for name, parameter in list(model.named_parameters()):
+        if name in model.all_tied_weights_keys:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, _tiled(parameter, tile.to(parameter.dtype)))
+    with quiet():  # buffers are made by the stock model, as when weights are loaded
+        buffers = set(model.state_dict()) - set(
+            dict(model.named_parameters(remove_duplicate=False))
+        )
+        model._move_missing_keys_from_meta_to_device(buffers, None, None, None)
+        model._initialize_missing_keys(False)
+        model.tie_weights(recompute_mapping=False)
+    return Shard(skeleton, part)
+
+
+def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
+    """Repeat a few random values, which is quicker than to draw them all."""
+    value = torch.empty(like.shape, dtype=like.dtype)
+    flat = value.view(-1)
+    whole = flat.numel() // _TILE * _TILE
+    flat[:whole].view(-1, _TILE).copy_(tile)
+    flat[whole:] = tile[: flat.numel() - whole]
+    parameter = nn.Parameter(value, requires_grad=False)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # or it is drawn again
+    return parameter
+
+
+def _cgroup_free(folder: Path) -> float:
+    """Tell what the group of processes that we are in may still take; caches can be dropped."""
+    try:
+        limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
+        lines = (folder / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in lines)
+        return int(limit) - int(used) + int(stat["inactive_file"])
+    except (OSError, ValueError, LookupError):  # no such limit, or none that we can read
+        return inf

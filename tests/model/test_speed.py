@@ -1,0 +1,122 @@
+"""What is measured of this machine; how long it takes is no matter here."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshllm.model import speed as module
+from meshllm.model.capacity import free_memory
+from meshllm.model.skeleton import Part, build
+from meshllm.model.source import Source, open_folder
+from meshllm.model.speed import MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
+from meshllm.names import Span
+from meshllm.testing.models import tiny_model
+
+KNOWN = Speed(((1, 0.5), (8, 0.75)), 0.25)
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clear no caches: the figures are of no use anyway."""
+    monkeypatch.setattr(module, "_COLD_BYTES", 1)
+
+
+@pytest.fixture
+def source(llama: Path) -> Source:
+    return open_folder("llama", llama)
+
+
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_layer_seconds", lambda *_: KNOWN.layer_s)
+    monkeypatch.setattr(module, "_head_seconds", lambda *_: KNOWN.head_s)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2", "mamba", "gemma3_text", "lfm2"])
+def test_any_family_is_timed_without_its_weights(tmp_path: Path, name: str) -> None:
+    found = tiny_model(tmp_path / "model", name)
+    for file in found.folder.glob("*.safetensors"):
+        file.unlink()
+
+    speed = measure_speed(found, torch.float32, tmp_path)
+
+    context = getattr(found.config, "max_position_embeddings", None) or max(ROWS)
+    assert [rows for rows, _ in speed.layer_s] == [rows for rows in ROWS if rows <= context]
+    assert all(0 < seconds < 60 for _, seconds in speed.layer_s)
+    assert 0 < speed.head_s < 60
+
+
+def test_weights_are_no_nonsense(source: Source) -> None:
+    # Infinite and tiny numbers take longer, and a row like another takes the same expert.
+    skeleton = build(source.config, torch.bfloat16)
+    part = Part(Span(6, 6), embed=False, head=True)
+    shard = module._random_shard(skeleton, part)
+
+    logits = shard.forward(torch.ones(1, 2, 64, dtype=torch.bfloat16), shard.new_cache())
+
+    assert logits.isfinite().all()
+    assert len(set(logits.flatten().tolist())) > 50
+
+
+def test_what_was_measured_is_remembered(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_measuring(monkeypatch)
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+    monkeypatch.setattr(module, "_layer_seconds", None)
+
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+    with pytest.raises(TypeError):
+        measure_speed(source, torch.bfloat16, tmp_path)
+
+
+@pytest.mark.parametrize("age", [MAX_AGE_S + 1, -60.0])
+def test_a_day_later_it_is_measured_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float
+) -> None:
+    no_measuring(monkeypatch)
+    measure_speed(source, torch.float32, tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + age)
+    monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)
+
+    assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
+
+
+def test_a_damaged_record_is_measured_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_measuring(monkeypatch)
+    measure_speed(source, torch.float32, tmp_path)
+    (record,) = tmp_path.iterdir()
+    record.write_text('{"at_s": "now"}')
+
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+
+
+def test_a_share_of_what_is_free_is_given(tmp_path: Path) -> None:
+    given = memory_budget(cgroup=tmp_path)
+
+    assert 0 < given < free_memory()
+    assert memory_budget(1000, cgroup=tmp_path) == 1000
+    assert memory_budget(1 << 60, cgroup=tmp_path) < 1 << 60
+
+
+def test_the_limit_of_a_container_binds(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("600000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 100000\n")
+
+    assert memory_budget(cgroup=tmp_path) == 400_000
+    assert memory_budget(share=0.5, cgroup=tmp_path) == 250_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_budget(cgroup=tmp_path) > 1_000_000
+
+
+def test_a_container_that_is_full_gives_nothing(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+
+    assert memory_budget(cgroup=tmp_path) == 0

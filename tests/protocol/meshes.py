@@ -1,0 +1,94 @@
+"""What a node knows of small meshes, in which every two nodes are linked unless a test says so."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from meshllm.names import Digest, NodeId, Span
+from meshllm.protocol.agreement import Agreement, agree
+from meshllm.protocol.candidates import View
+from meshllm.protocol.charter import Charter
+from meshllm.protocol.messages import DType
+from meshllm.protocol.plan import Plan
+from meshllm.protocol.records import ENDS, Lifecycle, Profile, State
+from tests.protocol.nodes import model
+
+CONFIG = Digest(b"c" * 32)
+
+
+def charter(layers: int = 4) -> Charter:
+    """Agree on a model of small layers."""
+    return Charter(1, model(layers), DType.BFLOAT16, CONFIG)
+
+
+def weights(layers: int = 4, changed: Mapping[int, bytes] | None = None) -> tuple[bytes, ...]:
+    """Make the manifest of a model, with other digests for some of its parts."""
+    parts = [bytes([index + 1]) * 16 for index in range(layers + ENDS - 1)]
+    for index, digest in (changed or {}).items():
+        parts[index] = digest
+    return (*parts, CONFIG[:16])
+
+
+def profile(layers: float, *, ms: float = 1.0, span: Span | None = None) -> Profile:
+    """Bring memory for so many layers of four, each of which takes ``ms``."""
+    return Profile(
+        "name",
+        "1.0",
+        (),
+        round(layers * 100),
+        ((1, ms / 1e3),),
+        span=span,
+        model="tiny",
+        weights=weights(),
+    )
+
+
+@dataclass(frozen=True)
+class World:
+    """All that is true in a mesh; every node of one component sees the same of it."""
+
+    profiles: Mapping[NodeId, Profile]
+    charter: Charter = field(default_factory=charter)
+    apart_ms: Mapping[frozenset[NodeId], float] = field(default_factory=dict)
+    """Round trips that are not 1 ms."""
+    cut: Collection[frozenset[NodeId]] = ()
+    """Pairs without a link."""
+    followed: Mapping[NodeId, Plan] = field(default_factory=dict)
+    busy: Collection[NodeId] = ()
+    """Entries with sessions that a change would hurt."""
+    left: Collection[NodeId] = ()
+    gone: Collection[NodeId] = ()
+    """Nodes that died: nobody is linked to them."""
+    removed: Collection[NodeId] = ()
+
+    def view(self, me: NodeId, author: NodeId | None = None) -> View:
+        """Look at it from a node; the author of the charter is the lowest unless given."""
+        states = {node: self._state(node) for node in self.profiles}
+        author = author or min(self.profiles)
+        return View(me, self.charter, author, self.profiles, states, self.removed)
+
+    def agree(self, me: NodeId | None = None) -> Agreement:
+        """Ask one node, the lowest that is here unless given."""
+        return agree(self.view(me or min(set(self.profiles).difference(self.gone, self.left))))
+
+    def follow(self, agreement: Agreement) -> "World":
+        """Let every node that is here follow what was agreed."""
+        if agreement.plan is None:
+            return self
+        return replace(
+            self, followed={**self.followed, **dict.fromkeys(agreement.alive, agreement.plan)}
+        )
+
+    def _state(self, node: NodeId) -> State:
+        plan = self.followed.get(node)
+        return State(
+            Lifecycle.LEFT if node in self.left else Lifecycle.SERVING,
+            tuple(
+                (peer, round(self.apart_ms.get(frozenset({node, peer}), 1.0) * 1e3))
+                for peer in self.profiles
+                if peer != node
+                and frozenset({node, peer}) not in self.cut
+                and not {node, peer} & {*self.gone, *self.left}
+            ),
+            plan.encode() if plan else b"",
+            may_change=node not in self.busy,
+        )

@@ -1,0 +1,189 @@
+"""Meshes on a bad network: whatever went wrong, the living agree in the end; seeds are printed.
+
+The mutants at the end show that these tests can fail.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+
+from meshllm.protocol.agreement import Agreement, agree
+from meshllm.protocol.candidates import View
+from meshllm.protocol.presence import BEAT, SILENCE
+from meshllm.protocol.records import State
+from tests.simulation.mesh_world import Node, Schedule, World, disagreement, remembered_signatures
+
+BLOCKS, BLOCK = 10, 190  # schedules of the gate, in parts that run side by side
+ON_THE_WAY = 0.3  # s: what was sent before, what is told after, and the gap between two tellings
+PLANS = 20  # schedules in which nodes follow plans, too
+
+
+@pytest.fixture(autouse=True)
+def _fast() -> Iterator[None]:
+    with remembered_signatures():
+        yield
+
+
+class Followers:
+    """What a node does about plans: it agrees, and follows at once."""
+
+    def __init__(self) -> None:
+        self.agreements: dict[Node, Agreement] = {}
+
+    def view(self, node: Node) -> View | None:
+        mesh = node.mesh
+        if mesh.charter is None or mesh.author is None:
+            return None
+        return View(
+            mesh.me, mesh.charter, mesh.author, mesh.profiles, mesh.states, mesh.removals.keys()
+        )
+
+    def __call__(self, world: World, node: Node) -> None:
+        state = node.mesh.states.get(node.id)
+        if (view := self.view(node)) is None or state is None:
+            return
+        self.agreements[node] = agree(view, self.agreements.get(node))
+        plan = self.agreements[node].plan
+        followed = plan.encode() if plan else state.followed
+        if followed != state.followed:
+            told = replace(state, followed=followed)
+            world.act(node, node.mesh.publish(state=told, now=world.now))
+
+
+def settled(nodes: int) -> World:
+    world = World(nodes)
+    for number in range(nodes):
+        world.start(number)
+    world.run(10)
+    assert disagreement(world) is None
+    return world
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_all_living_nodes_come_to_know_the_same(block: int) -> None:
+    seeds = range(block * BLOCK, (block + 1) * BLOCK)
+
+    wrong = {seed: text for seed in seeds if (text := Schedule(seed).run())}
+
+    assert not wrong, f"seeds that go wrong: {wrong}"
+
+
+def test_all_living_nodes_come_to_follow_the_same_plan() -> None:
+    for seed in range(PLANS):
+        followers = Followers()
+        schedule = Schedule(seed, followers)
+        world = schedule.world
+        world.at(0.5, partial(start_with_charter, world))
+
+        wrong = schedule.run()
+        world.run(5)
+        told = [followed(node) for node in world.members]
+        world.run(20)
+
+        assert not wrong, f"seed {seed}: {wrong}"
+        found = followers.agreements
+        plans = {found[node].plan for node in world.members if node.mesh.charter}
+        assert len(plans) <= 1, f"seed {seed}: {plans}"
+        assert [followed(node) for node in world.members] == told, f"seed {seed}: plans flap"
+        for plan in plans - {None}:
+            assert plan is not None
+            here = {node.id for node in world.members}
+            assert {at.node for at in plan.stages} <= here, f"seed {seed}: a dead node in {plan}"
+            assert set(told) == {plan.encode()}, f"seed {seed}: not the agreed plan is followed"
+
+
+def start_with_charter(world: World) -> None:
+    if 0 not in world.nodes:
+        world.start(0)
+    world.version += 1
+    world.charter(world.nodes[0])
+
+
+def followed(node: Node) -> bytes:
+    return node.mesh.states[node.id].followed
+
+
+@pytest.mark.parametrize("nodes", [2, 5])
+def test_a_node_that_falls_silent_is_gone_within_the_silence(nodes: int) -> None:
+    world = settled(nodes)
+    victim = world.nodes[1]
+
+    world.crash(victim, silently=True)
+    world.run(SILENCE + ON_THE_WAY)
+
+    assert all(victim.id not in node.mesh.alive for node in world.living)
+
+
+def test_a_node_whose_streams_close_is_gone_at_once() -> None:
+    world = settled(5)
+    victim = world.nodes[1]
+
+    world.crash(victim, silently=False)
+    world.run(ON_THE_WAY)
+
+    assert all(victim.id not in node.mesh.alive for node in world.living)
+
+
+def test_a_pause_shorter_than_the_silence_harms_nobody() -> None:
+    world = settled(3)
+
+    world.pause(world.nodes[1], SILENCE - 2 * BEAT)
+    for _ in range(60):
+        world.run(0.1)
+
+        assert all(len(node.mesh.alive) == 3 for node in world.living)
+
+
+def test_the_loss_of_one_link_leaves_all_alive() -> None:
+    world = settled(3)
+
+    world.network.loss[0, 1] = world.network.loss[1, 0] = 1.0
+    world.run(10)
+
+    assert all(len(node.mesh.alive) == 3 for node in world.living)
+    assert world.nodes[1].id not in world.nodes[0].mesh.links
+
+
+def test_halves_of_a_mesh_that_parted_for_an_hour_find_each_other() -> None:
+    world = settled(4)
+    ways = {(a, b): 1.0 for a in range(4) for b in range(4) if (a < 2) != (b < 2)}
+
+    with patch.object(world, "_remember"):
+        world.network.loss |= ways
+        world.run(3600)
+        parted = [len(node.mesh.alive) for node in world.living]
+        world.network.loss.clear()
+        world.run(60)
+
+    assert parted == [2, 2, 2, 2]
+    assert disagreement(world) is None
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        ("meshllm.protocol.mesh.summarise", lambda _: ()),
+        ("meshllm.protocol.gossip.Item.rank", (0, 0, b"", b"")),
+        ("meshllm.protocol.exchange.Exchange._recount", lambda *_: None),
+        ("meshllm.protocol.presence.SILENCE", 1e9),
+        ("meshllm.protocol.dialling.Dialling.want", lambda *_: None),
+    ],
+    ids=["no summaries", "no order", "no recount", "no silence", "no dials"],
+)
+def test_a_broken_machine_is_found(mutant: tuple[str, object]) -> None:
+    with patch(*mutant), patch("tests.simulation.mesh_world.BOUND", 30):
+        assert any(Schedule(seed).run() for seed in range(60))
+
+
+def test_a_state_is_told_to_the_last_field() -> None:
+    world = settled(2)
+    node, other = world.nodes[0], world.nodes[1]
+
+    told = State(node.mesh.states[node.id].lifecycle, is_loaded=True, may_change=False)
+    world.act(node, node.mesh.publish(state=told, now=world.now))
+    world.run(1)
+
+    assert replace(other.mesh.states[node.id], links=()) == told
