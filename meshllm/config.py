@@ -15,13 +15,15 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeAlias, cast, get_args, get_type_hints
 
-from platformdirs import user_config_path
+from platformdirs import user_config_path, user_state_path
 
 from meshllm.errors import UserError
 from meshllm.request import Request, Sampling
 
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+PolicyName: TypeAlias = Literal["auto", "fastest", "throughput", "proportional"]
+LogFormat: TypeAlias = Literal["text", "json"]
 Scalar: TypeAlias = str | int | float | bool | None
 
 PREFIX = "MESHLLM_"
@@ -30,6 +32,8 @@ DEFAULT = "default"
 
 _RANGES: dict[str, tuple[float, float]] = {
     "nodes": (1, 1024),  # more than any model has layers
+    "members": (1, 64),
+    "context": (16, 10_000_000),
     "threads": (1, 4096),
     "max_tokens": (1, 10_000_000),
     "temperature": (0, 100),
@@ -64,6 +68,34 @@ class Settings:
     """Processor threads; torch decides when not set."""
     system: str | None = None
     """What the model is told before the conversation."""
+    state: str | None = None
+    """Folder of the node's key, mesh and door."""
+    listen: str | None = None
+    """Where others reach this node; port 7700 when not set."""
+    advertise: str | None = None
+    """Another address of this node, as of a reverse proxy."""
+    join: str | None = None
+    """Ticket of the mesh to join."""
+    name: str | None = None
+    """Name of this node; that of the machine when not set."""
+    memory: str | None = None
+    """Memory for models: `8GiB`, or `50%` of what is free."""
+    layers: str | None = None
+    """Hold exactly the layers A:B."""
+    policy: PolicyName = "auto"
+    """What the ring is to be good at."""
+    members: int | None = None
+    """Nodes of the ring; the policy chooses when not set."""
+    exclude: str | None = None
+    """Nodes without layers: names or ids, with commas."""
+    prefer: str | None = None
+    """Nodes to use if a layer fits: names or ids, with commas."""
+    context: int = 4096
+    """Tokens of one session for which the ring has room."""
+    discovery: bool = True
+    """Look for nodes of the mesh on the local network."""
+    log_format: LogFormat = "text"
+    """Form of the log on stderr."""
     history: bool = True
     """Remember the lines typed in a conversation."""
     debug: bool = False
@@ -169,6 +201,13 @@ def files(folder: Path | None = None) -> list[Path]:
     """List the files that are read when they exist, the strongest last."""
     user = user_config_path("meshllm", appauthor=False) / "config.toml"
     return [user, (folder or Path.cwd()) / PROJECT_FILE]
+
+
+def state_path(settings: Settings) -> Path:
+    """Name the folder of the node's key, mesh and door."""
+    if settings.state is not None:
+        return Path(settings.state).expanduser().absolute()
+    return user_state_path("meshllm", appauthor=False)
 
 
 _WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}

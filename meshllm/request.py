@@ -71,6 +71,10 @@ class HopReport:
     span: Span
     compute_ms: float
     """Time in the model, per step."""
+    serialise_ms: float
+    """Time between bytes and tensors, the keyed hash included, per step."""
+    queue_ms: float
+    """Time that work which had arrived here waited for its turn, per step."""
     wire_ms: float
     """Time from this rank to the next, per step."""
     bytes_per_token: float

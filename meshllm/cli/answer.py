@@ -47,6 +47,8 @@ def as_fields(answer: Answer) -> dict[str, Any]:
                 "node": hop.node,
                 "layers": str(hop.span),
                 "compute_ms": round(hop.compute_ms, 3),
+                "serialise_ms": round(hop.serialise_ms, 3),
+                "queue_ms": round(hop.queue_ms, 3),
                 "wire_ms": round(hop.wire_ms, 3),
                 "bytes_per_token": round(hop.bytes_per_token, 1),
             }

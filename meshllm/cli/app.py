@@ -16,6 +16,12 @@ from meshllm.cli.bench import EXAMPLES as BENCH_EXAMPLES
 from meshllm.cli.bench import bench
 from meshllm.cli.chat import EXAMPLES as CHAT_EXAMPLES
 from meshllm.cli.chat import chat
+from meshllm.cli.doctor import EXAMPLES as DOCTOR_EXAMPLES
+from meshllm.cli.doctor import doctor
+from meshllm.cli.identity import EXAMPLES as ID_EXAMPLES
+from meshllm.cli.identity import identity
+from meshllm.cli.node import EXAMPLES as NODE_EXAMPLES
+from meshllm.cli.node import node
 from meshllm.config import load
 from meshllm.errors import MeshError, UserError
 
@@ -23,7 +29,8 @@ EXAMPLES = """\b
 Examples:
   meshllm chat --nodes 3 "What is a ring?"
   meshllm model show builtin
-  meshllm ring plan --model builtin --spec "8GiB,4GiB@20ms"
+  meshllm node --model builtin
+  meshllm ring status --watch
 
 Every setting can be a flag, a variable MESHLLM_NAME, or a line of config.toml:
 see `meshllm config show --origin`.
@@ -55,7 +62,10 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command(epilog=CHAT_EXAMPLES)(chat)
+app.command(epilog=NODE_EXAMPLES)(node)
 app.add_typer(ring.app, name="ring")
+app.command("id", epilog=ID_EXAMPLES)(identity)
+app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.add_typer(model.app, name="model")
 app.add_typer(transport.app, name="transport")
 app.add_typer(config.app, name="config")

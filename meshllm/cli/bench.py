@@ -16,6 +16,7 @@ from meshllm.errors import UserError
 EXAMPLES = """\b
 Examples:
   meshllm bench --model qwen3-0.6b --nodes 1,2,3
+  meshllm bench --processes --nodes 2 --threads 1
   meshllm bench --model llama-3.2-1b --nodes 1,2 --rounds 5 --json table.json
 """
 
@@ -26,13 +27,17 @@ def bench(
         str,
         typer.Option(metavar="NAME", help="Published dimensions: `qwen3-0.6b` or `llama-3.2-1b`."),
     ] = "qwen3-0.6b",
-    nodes: Annotated[
-        str, typer.Option(metavar="N,N", help="Sizes of the rings, all in this process.")
-    ] = "1,2,3",
+    nodes: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the rings.")] = "1,2,3",
     prompt_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Length of the prompt.")
     ] = 256,
     new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Length of the answer.")] = 32,
+    processes: Annotated[
+        bool,
+        typer.Option(
+            "--processes", help="Run each node as a process, linked over WebSocket, encrypted."
+        ),
+    ] = False,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Measure so often; medians are shown.")
     ] = 3,
@@ -53,13 +58,14 @@ def bench(
         status.show("loading torch")
         from meshllm.testing.table1 import Case, measure
 
-        case = Case(model, sizes, prompt_tokens, new_tokens, rounds, threads)
+        case = Case(model, sizes, prompt_tokens, new_tokens, rounds, threads, processes=processes)
         rows = measure(case, status.show)
     fields = {
         "model": model,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "rounds": rounds,
+        "processes": processes,
         "machine": _machine(),
         "rows": [asdict(row) for row in rows],
     }
@@ -106,14 +112,14 @@ def _machine() -> dict[str, Any]:
 def _table(rows: Any) -> str:
     header = (
         "contestant", "first token ms", "ms per token", "tokens/s",
-        "decode x", "decode x of fewest", "first token x",
+        "decode x", "decode x of fewest", "first token x", "ms per hop",
     )  # fmt: skip
     return render.table(
         header,
         [
             (
                 row.name, row.ttft_ms, row.ms_per_token, row.tokens_per_second,
-                row.decode_ratio, row.decode_ratio_one, row.ttft_ratio,
+                row.decode_ratio, row.decode_ratio_one, row.ttft_ratio, row.hop_ms,
             )
             for row in rows
         ],

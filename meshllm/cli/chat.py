@@ -7,6 +7,7 @@ import typer
 
 from meshllm.cli import render
 from meshllm.cli.answer import as_fields, stream
+from meshllm.cli.choice import choose
 from meshllm.cli.conversation import turns_of
 from meshllm.cli.local import Opener, import_heavy, open_local
 from meshllm.cli.options import Json, settings, takes
@@ -21,14 +22,15 @@ Examples:
   meshllm chat --nodes 3 "What is a ring?"
   meshllm chat "Sum this up:" < notes.txt
   echo "What is a span?" | meshllm chat --json
+  meshllm chat --join "$(cat ticket)" "Who is there?"
   meshllm chat --seed 7 --temperature 0.9 "Tell me a story about a fox"
 """
 
 
 @takes(
-    "model", "nodes", "transport", "ends", "dtype", "threads", "system", "max_tokens",
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed",
+    "model", "nodes", "transport", "ends", "dtype", "threads", "state", "join", "system",
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip
 def chat(
     context: typer.Context,
@@ -51,13 +53,20 @@ def chat(
 ) -> None:
     """Ask a model, once or in a conversation.
 
+    The mesh of the running node answers; where there is none, or with `--nodes`, a ring in this
+    process does. With `--join` this is a client of the mesh of a ticket, and loads nothing.
+
     With PROMPT or piped text it answers once: stdout is the answer and nothing else. Piped text
     comes first, then PROMPT. On a terminal without PROMPT it opens a conversation.
     """
     chosen = settings(flags)
     text = read_prompt(prompt, sys.stdin)
-    opener: Opener = context.obj if callable(context.obj) else open_local  # a test brings its own
     ends = tuple(stop or ())
+    opener: Opener
+    if callable(context.obj):  # a test brings its own
+        opener = context.obj
+    else:
+        opener, chosen = choose(chosen, flags)
     if text is None:
         if as_json or raw:
             raise UserError("`--json` and `--raw` need a prompt", hint="give PROMPT, or pipe it in")
@@ -89,8 +98,9 @@ def _answer_once(opener: Opener, chosen: Settings, request: Request, *, as_json:
     import asyncio
 
     with render.Status(sys.stderr) as status, render.answering() as write:
-        status.show(f"loading {chosen.model}")
+        status.show(f"waiting for {chosen.model}")
         if opener is open_local:
+            status.show(f"loading {chosen.model}")
             import_heavy()
 
         async def once() -> Answer:

@@ -11,7 +11,10 @@ from typing import Any, Self, TextIO
 
 from meshllm.cli.wrap import Wrap
 from meshllm.errors import MeshError
-from meshllm.request import Answer
+from meshllm.request import Answer, HopReport
+
+PER_TOKEN = "per token, times in ms"
+"""What stands above a table of hops."""
 
 SCHEMA = 1
 """Version of every ``--json`` object; a field may be added without changing it."""
@@ -132,12 +135,17 @@ def statistics(answer: Answer) -> str:
         f"first token {answer.ttft_ms:.1f} ms, then {answer.ms_per_token:.2f} ms per token,"
         f" {answer.tokens_per_second:.1f} tokens/s"
     )
-    header = ("rank", "node", "layers", "compute ms", "wire ms", "bytes per token")
+    header = ("rank", "node", "layers", "compute", "serialise", "queue", "wire", "bytes")
     rows = [
-        (hop.rank, hop.node, str(hop.span), hop.compute_ms, hop.wire_ms, round(hop.bytes_per_token))
+        (hop.rank, hop.node, str(hop.span), *parts(hop), round(hop.bytes_per_token))
         for hop in answer.hops
     ]
-    return "\n".join([*lines, table(header, rows)])
+    return "\n".join([*lines, f"{PER_TOKEN}:", table(header, rows)])
+
+
+def parts(hop: HopReport) -> tuple[float, float, float, float]:
+    """Return what a hop takes of a token, in ms: compute, serialise, queue, wire."""
+    return hop.compute_ms, hop.serialise_ms, hop.queue_ms, hop.wire_ms
 
 
 @dataclass(slots=True)

@@ -1,202 +1,91 @@
-"""`meshllm ring`: who would hold what, how fast, and why; decides nothing itself."""
+"""`meshllm ring`: the ring as it is and as it would be; decides nothing itself."""
 
+import json
+import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshllm.cli import render
+from meshllm.cli import members, plan, render, trace
 from meshllm.cli.options import Json, settings, takes
 from meshllm.config import Scalar
-from meshllm.errors import UserError
 
 if TYPE_CHECKING:
-    from meshllm.cli.spec import Spec
-    from meshllm.protocol.plan import Plan, Shape
-    from meshllm.protocol.prediction import Alternative, PredictedHop, Prediction
+    from meshllm.cli.door import Client
 
-PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
-PolicyName = Literal["auto", "fastest", "throughput", "proportional"]
-
-app = typer.Typer(help="Plan who holds which layers.", rich_markup_mode=None)
-
-
-@app.callback()
-def group() -> None:
-    """Keep `plan` a command of its own even while it is the only one."""
+app = typer.Typer(help="See, plan and change the ring.", rich_markup_mode=None)
 
 
 @app.command(
     epilog="""\b
 Examples:
-  meshllm ring plan
-  meshllm ring plan --model builtin --spec "8GiB,4GiB@20ms"
-  meshllm ring plan --spec "3x8GiB:2.5ms@5ms" --policy throughput --json
-  meshllm ring plan --nodes home.toml
+  meshllm ring status
+  meshllm ring status --watch
+  meshllm ring status --watch --json | jq .ring.state
 """
 )
-@takes("model")
-def plan(
-    nodes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Nodes and links in a TOML file.")
-    ] = None,
-    spec: Annotated[
-        str | None,
-        typer.Option(metavar="NODES", help="Nodes as `8GiB:2.5ms@20ms`: memory, layer, distance."),
-    ] = None,
-    policy: Annotated[
-        PolicyName,
-        typer.Option(
-            metavar="auto|fastest|throughput|proportional", help="What the ring is to be good at."
-        ),
-    ] = "auto",
-    context: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of one session to leave room for.")
-    ] = 4096,
+@takes("state")
+def status(
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again whenever something changes.")
+    ] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
-    """Show who would hold which layers, how fast, and why.
+    """Show nodes, ring, links and times of the mesh.
 
-    Without nodes it plans for this machine alone. Nothing is contacted: figures follow from what
-    the nodes are said to have.
+    It is what the node of this machine knows. With `--watch` a terminal is redrawn in place until
+    Ctrl-C; a pipe gets the text, or one line of JSON, each time something changes.
     """
-    if nodes is not None and spec is not None:
-        raise UserError("`--nodes` and `--spec` both name nodes", hint="leave out one of them")
-    with render.Status(sys.stderr) as status:
-        status.show("looking at the model")
-        from meshllm.protocol.plan import Policy
-        from meshllm.protocol.policies import make_plan
-        from meshllm.protocol.prediction import compare, predict
+    import asyncio
 
-        shape = _shape(settings(flags).model, context)
-        there = _nodes(nodes, spec, shape)
-        found = make_plan(there.offers, there.links, shape, policy=Policy(policy))
-        outlook = _Outlook(
-            plan=found,
-            prediction=predict(found, there.offers, there.links, shape, prompt_tokens=PROMPT),
-            others=compare(there.offers, there.links, shape),
-            spec=there,
-            shape=shape,
-        )
-    if as_json:
-        render.dump(outlook.fields())
+    from meshllm.cli.door import Client, door_path
+
+    client = Client(door_path(settings(flags)))
+    if not watch:
+        fields = asyncio.run(client.get("/mesh/status"))
+        render.dump(fields) if as_json else render.out(_text(fields))
+    elif sys.stdout.isatty() and not as_json:
+        _watch_live(client)
     else:
-        render.out(outlook.text())
+        from meshllm.cli.watch import changes, follow
+
+        show = changes(lambda it: render.out(_line(it) if as_json else f"{_text(it)}\n"))
+        asyncio.run(follow(client, show))
 
 
-def _shape(model: str, context: int) -> "Shape":
-    from meshllm.model.capacity import shape_of
-    from meshllm.model.source import resolve
-    from meshllm.node.assembly import plan_shape
-
-    return plan_shape(shape_of(resolve(model)), context)
-
-
-def _nodes(path: Path | None, text: str | None, shape: "Shape") -> "Spec":
-    from meshllm.cli.spec import parse_spec, read_spec
-    from meshllm.model.capacity import free_memory
-
-    if path is not None:
-        return read_spec(path, shape)
-    return parse_spec(text if text is not None else f"{free_memory()}B", shape)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("ticket", epilog=members.TICKET_EXAMPLES)(members.ticket)
+app.command("members")(members.members)
+app.command("remove", epilog=members.REMOVE_EXAMPLES)(members.remove)
+app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outlook:
-    """A plan with all there is to say about it."""
+def _watch_live(client: "Client") -> None:
+    import asyncio
 
-    plan: "Plan"
-    prediction: "Prediction"
-    others: "tuple[Alternative, ...]"
-    spec: "Spec"
-    shape: "Shape"
+    from rich.live import Live
+    from rich.text import Text
 
-    def fields(self) -> dict[str, Any]:
-        """Lay it out for ``--json``."""
-        return {
-            "model": self.plan.model,
-            "context": self.shape.context,
-            "digest": self.plan.digest.hex(),
-            "stages": [
-                {
-                    "rank": rank,
-                    "node": self.spec.names[hop.node],
-                    "layers": str(hop.span),
-                    "memory_bytes": memory,
-                    "compute_ms": hop.compute_s * 1e3,
-                    "wire_ms": hop.wire_s * 1e3,
-                    "bytes_per_token": hop.bytes_per_token,
-                }
-                for rank, hop, memory in self._ranks()
-            ],
-            "standbys": self._standbys(),
-            "head_ms": self.prediction.head_s * 1e3,
-            "ttft_ms": self.prediction.ttft_s * 1e3,
-            "ms_per_token": self.prediction.seconds_per_token * 1e3,
-            "policies": [
-                {
-                    "policy": policy,
-                    "nodes": nodes,
-                    "ms_per_token": token_ms,
-                    "slowest_stage_ms": stage_ms,
-                    "reason": reason,
-                }
-                for policy, nodes, token_ms, stage_ms, reason in self._policies()
-            ],
-            "assumed": list(self.spec.assumed),
-        }
+    from meshllm.cli.watch import follow
 
-    def text(self) -> str:
-        """Lay it out for a person."""
-        ranks = [
-            (rank, self.spec.names[hop.node], str(hop.span), render.bytes_of(memory),
-             hop.compute_s * 1e3, hop.wire_s * 1e3)
-            for rank, hop, memory in self._ranks()
-        ]  # fmt: skip
-        policies = [row[:4] for row in self._policies()]
-        token_s = self.prediction.seconds_per_token
-        return "\n".join(
-            [
-                render.table(("rank", "node", "layers", "memory", "compute ms", "wire ms"), ranks),
-                *(f"standby {each['node']}: {each['reason']}" for each in self._standbys()),
-                "",
-                f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
-                f" (head {self.prediction.head_s * 1e3:.2f} ms)",
-                f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT}",
-                "",
-                render.table(("policy", "nodes", "ms per token", "slowest stage ms"), policies),
-                *(f"{each.policy}: {each.reason}" for each in self.others if each.plan is None),
-                *(f"assumed: {each}" for each in self.spec.assumed),
-            ]
-        )
+    # Left alone, stdout can tell its encoding; nothing else writes there.
+    with Live(screen=True, auto_refresh=False, redirect_stdout=False) as live:
 
-    def _ranks(self) -> Iterator[tuple[int, "PredictedHop", int]]:
-        """Yield rank, hop and the bytes it needs: layers, one session's caches, and the ends."""
-        caches = [each * self.shape.context for each in self.shape.kv_bytes_per_token]
-        for rank, hop in enumerate(self.prediction.hops):
-            span = slice(hop.span.start, hop.span.stop)
-            ends = self.shape.ends_bytes if rank == 0 else 0
-            yield rank, hop, sum(self.shape.layer_bytes[span]) + sum(caches[span]) + ends
+        def show(fields: dict[str, Any]) -> None:
+            live.update(Text(_text(fields, live.console.height)), refresh=True)
 
-    def _standbys(self) -> list[dict[str, str]]:
-        return [
-            {"node": self.spec.names[each.node], "reason": each.reason}
-            for each in self.plan.standbys
-        ]
+        asyncio.run(follow(client, show))
 
-    def _policies(self) -> list[tuple[str, int | None, float | None, float | None, str]]:
-        """List what each policy would do; figures are None where it finds no ring."""
-        return [
-            (
-                str(each.policy),
-                len(each.plan.stages) if each.plan else None,
-                each.prediction.seconds_per_token * 1e3 if each.prediction else None,
-                each.prediction.slowest_stage_s * 1e3 if each.prediction else None,
-                each.reason,
-            )
-            for each in self.others
-        ]
+
+def _line(fields: dict[str, Any]) -> str:
+    return json.dumps({"schema": render.SCHEMA, **fields})
+
+
+def _text(fields: dict[str, Any], rows: int | None = None) -> str:
+    from meshllm.cli.picture import drawable
+    from meshllm.cli.status import clean, lay_out
+
+    text = lay_out(clean(fields), shutil.get_terminal_size().columns, rows)
+    return drawable(text, sys.stdout.encoding)

@@ -140,7 +140,7 @@ def _repeated(part: str, number: int) -> list[_Node]:
             hint="write `8GiB`, `3x8GiB` or `8GiB:2.5ms@20ms`: memory, time per layer, distance",
         )
     count, memory, layer, away = found.groups()
-    size, layer_s, away_s = _memory(memory), _time(layer), _time(away)
+    size, layer_s, away_s = parse_memory(memory), _time(layer), _time(away)
     if layer_s == 0:
         raise UserError(f"A layer of `{part}` takes no time", hint="write it as `:2.5ms`")
     numbers = range(number, number + int(count or 1))
@@ -152,7 +152,8 @@ def _away(a: _Node, b: _Node) -> Wire | None:
     return Wire(max(given)) if given else None
 
 
-def _memory(text: str) -> int:
+def parse_memory(text: str) -> int:
+    """Read `8GiB` or `800MB` as bytes; raise `UserError` for anything else."""
     if found := _MEMORY.fullmatch(text):
         size = round(float(found[1]) * _UNITS[found[2]])
         if 0 < size <= MAX_MEMORY:
@@ -186,7 +187,7 @@ def _node(table: Mapping[str, Any]) -> _Node:
     _only(table, "node", ("name", "memory", "ms_per_layer", "head_ms"))
     return _Node(
         name=_text(table, "name"),
-        memory=_memory(_text(table, "memory")),
+        memory=parse_memory(_text(table, "memory")),
         layer_s=_seconds(table, "ms_per_layer", zero=False),
         head_s=_seconds(table, "head_ms"),
     )

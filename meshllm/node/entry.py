@@ -3,16 +3,15 @@
 import asyncio
 import logging
 import os
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.names import SESSION_ID_BYTES, SessionId
 from meshllm.node.alarm import Alarm
 from meshllm.node.peers import Neighbours
 from meshllm.node.session import Ended, Ends, Generation, Order, Output
+from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
 from meshllm.protocol.blob import session_key
@@ -30,9 +29,6 @@ from meshllm.protocol.messages import Data, Flags, Forward, SessionMessage, Tall
 from meshllm.request import FinishReason
 
 logger = logging.getLogger(__name__)
-
-J = TypeVar("J")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +62,11 @@ class EntryNode:
         self._jobs = asyncio.TaskGroup()
 
     @property
+    def context(self) -> int:
+        """Most tokens that the model takes, prompt included."""
+        return self._ends.context
+
+    @property
     def sessions(self) -> int:
         """Generations under way."""
         return len(self._sessions)
@@ -78,7 +79,7 @@ class EntryNode:
                     await asyncio.Event().wait()  # nobody sets it
                     raise AssertionError
                 self._lost = await self._neighbours.run(self._receive)
-                logger.warning("the entry lost its ring: %s", self._lost)
+                logger.info("the entry lost its ring: %s", self._lost)
                 return self._lost
         finally:
             self._end(self._lost or LinkLost("the ring was closed"))
@@ -138,9 +139,9 @@ class EntryNode:
         for action in actions:
             match action:
                 case Embed():
-                    self._jobs.create_task(self._embed(session, generation, action))
+                    self._jobs.create_task(self._embed(session, generation, action, Stopwatch()))
                 case Pick():
-                    self._jobs.create_task(self._pick(session, generation, action))
+                    self._jobs.create_task(self._pick(session, generation, action, Stopwatch()))
                 case Forward():
                     self._forward(generation, action)
                 case Closed(tallies):
@@ -166,25 +167,29 @@ class EntryNode:
                 generation.outputs.put_nowait(Ended(reason, measured))
         generation.closed.set()
 
-    async def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
+    async def _embed(
+        self, session: SessionId, generation: Generation, job: Embed, watch: Stopwatch
+    ) -> None:
         try:
-            blob, seconds = await self._worker.run(_timed, generation.embed, job)
+            blob = await self._worker.run(generation.embed, job, watch)
         except Exception as error:  # the supervisor: a bug ends its session, not the others
             self._fail(session, generation, error)
             return
         if job.pos >= generation.prompt_tokens:
-            generation.gauge.computed(seconds)
+            generation.gauge.computed(watch.spent)
         self._act(session, generation.machine.computed(blob, self._now()))
 
-    async def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
+    async def _pick(
+        self, session: SessionId, generation: Generation, job: Pick, watch: Stopwatch
+    ) -> None:
         try:
-            token, seconds = await self._worker.run(_timed, generation.pick, job)
+            token = await self._worker.run(generation.pick, job, watch)
             is_last = session in self._sessions and generation.commit(token)
         except Exception as error:  # as above; `commit` calls into the tokenizer
             self._fail(session, generation, error)
             return
         if job.pos > generation.prompt_tokens:
-            generation.gauge.computed(seconds)
+            generation.gauge.computed(watch.spent)
         if session in self._sessions:
             generation.gauge.token(self._now())
             self._act(session, generation.machine.picked(token, self._now(), stop=is_last))
@@ -211,9 +216,3 @@ class EntryNode:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _timed(function: Callable[[J], R], job: J) -> tuple[R, float]:
-    """Run a job on the compute thread and tell how many seconds it took there."""
-    begin = time.perf_counter()
-    return function(job), time.perf_counter() - begin

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshllm.protocol.messages import Tally
+from meshllm.protocol.messages import Spent, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,8 +11,10 @@ class Hop:
     """One rank's part of a decode step, as a mean."""
 
     compute_s: float
+    serialise_s: float
+    queue_s: float
     wire_s: float
-    """From this rank to the next, queues included."""
+    """From this rank to the next."""
     bytes_sent: float
 
 
@@ -36,16 +38,16 @@ class Gauge:
         self._first: float | None = None
         self._latest = begin
         self._tokens = 0
-        self._compute_s = 0.0
+        self._spent = Spent(0, 0, 0)
         self._steps = 0
         self._bytes = 0
         self._trips = 0
         self._trip_s = 0.0
         self._left: float | None = None
 
-    def computed(self, seconds: float) -> None:
-        """Count time in the model for a decode step."""
-        self._compute_s += seconds
+    def computed(self, spent: Spent) -> None:
+        """Count the time of a job for a decode step."""
+        self._spent += spent
 
     def left(self, now: float, size: int) -> None:
         """Note that the row of a decode step left for the next rank."""
@@ -69,11 +71,11 @@ class Gauge:
         self._tokens += 1
 
     def measured(self, tallies: Sequence[Tally], round_trip_us: int) -> Measured:
-        """Sum up; the time on wires is what a trip took beyond what the ranks computed."""
+        """Sum up; the time on wires is what a trip took beyond what ranks spent."""
         first = self._latest if self._first is None else self._first
         token_s = (self._latest - first) / self._steps if self._steps else 0.0
         own = Tally(
-            compute_us=round(self._compute_s * 1e6),
+            spent=self._spent,
             steps=self._steps,
             bytes_sent=self._bytes,
             round_trip_us=round_trip_us,
@@ -81,13 +83,24 @@ class Gauge:
         return Measured(first - self._begin, token_s, self._hops((own, *tallies)))
 
     def _hops(self, tallies: Sequence[Tally]) -> tuple[Hop, ...]:
-        computes = [tally.compute_us / 1e6 / max(1, tally.steps) for tally in tallies]
+        behind = sum(tally.spent.total_us / max(1, tally.steps) for tally in tallies[1:])  # us
         trip_s = self._trip_s / max(1, self._trips)
-        wire_s = max(0.0, trip_s - sum(computes[1:])) if len(tallies) > 1 else 0.0
+        wire_s = max(0.0, trip_s - behind / 1e6) if len(tallies) > 1 else 0.0
         shares = [float(tally.round_trip_us) for tally in tallies]
         if not all(shares):  # not every link is measured yet: equal shares
             shares = [1.0] * len(tallies)
         return tuple(
-            Hop(compute, wire_s * share / sum(shares), tally.bytes_sent / max(1, tally.steps))
-            for compute, share, tally in zip(computes, shares, tallies, strict=True)
+            _hop(tally, wire_s * share / sum(shares))
+            for share, tally in zip(shares, tallies, strict=True)
         )
+
+
+def _hop(tally: Tally, wire_s: float) -> Hop:
+    steps, spent = max(1, tally.steps), tally.spent
+    return Hop(
+        compute_s=spent.compute_us / 1e6 / steps,
+        serialise_s=spent.serialise_us / 1e6 / steps,
+        queue_s=spent.queue_us / 1e6 / steps,
+        wire_s=wire_s,
+        bytes_sent=tally.bytes_sent / steps,
+    )

@@ -11,12 +11,16 @@ from meshllm.model.text import Text
 from meshllm.node.entry import EntryNode
 from meshllm.node.gauge import Measured
 from meshllm.node.session import Ended, Order, Token
+from meshllm.node.worker import Worker
+from meshllm.protocol.identity import short
 from meshllm.protocol.plan import Plan
 from meshllm.request import Answer, Event, HopReport, Piece, Prefilled, Request
 
+MOST_LETTERS = 64  # characters of one token, which of common text has four
+
 
 async def answer(
-    entry: EntryNode, text: Text, plan: Plan, request: Request
+    entry: EntryNode, worker: Worker, text: Text, plan: Plan, request: Request
 ) -> AsyncGenerator[Event, None]:
     """Yield progress, pieces of text, and the `Answer` last.
 
@@ -27,7 +31,8 @@ async def answer(
     Closing the iterator cancels the generation on every rank.
     """
     validate(request.sampling)
-    prompt = tuple(_encode(text, request))
+    _check_length(request, entry.context)
+    prompt = tuple(await worker.run(_encode, text, request))  # seconds for megabytes of text
     stream = text.stream(request.stop)
     pieces: deque[str] = deque()
 
@@ -65,6 +70,15 @@ async def answer(
     )
 
 
+def _check_length(request: Request, context: int) -> None:
+    """Raise `UserError` for what is too long without a look at its tokens."""
+    letters = len(request.raw or "") + sum(len(turn["content"]) for turn in request.turns)
+    if letters > context * MOST_LETTERS:
+        raise UserError(
+            f"The prompt has {letters} characters, too many for {context} tokens of context"
+        )
+
+
 def _encode(text: Text, request: Request) -> list[int]:
     if request.raw is not None:
         return text.encode(request.raw)
@@ -77,9 +91,11 @@ def _hops(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
     return tuple(
         HopReport(
             rank=rank,
-            node=stage.node.hex()[:8],
+            node=short(stage.node),
             span=stage.span,
             compute_ms=hop.compute_s * 1e3,
+            serialise_ms=hop.serialise_s * 1e3,
+            queue_ms=hop.queue_s * 1e3,
             wire_ms=hop.wire_s * 1e3,
             bytes_per_token=hop.bytes_sent,
         )

@@ -73,7 +73,7 @@ class Ring:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield progress, pieces of text, and the `Answer` last; see `generate.answer`."""
         text = await self.worker.run(lambda: self.text)  # reading it takes long, once
-        async with aclosing(answer(self.entry, text, self.plan, request)) as events:
+        async with aclosing(answer(self.entry, self.worker, text, self.plan, request)) as events:
             async for event in events:
                 yield event
 

@@ -12,6 +12,7 @@ from meshllm.errors import MeshError, ModelError
 from meshllm.model.sample import pick
 from meshllm.model.shard import Shard
 from meshllm.node.gauge import Gauge, Measured
+from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import error_of, opened, sealed
 from meshllm.protocol.blob import SessionKey
 from meshllm.protocol.entry import Done, Embed, Emit, Entry, Failed, Pick, Progress
@@ -85,30 +86,38 @@ class Generation:
         """Tokens of the prompt."""
         return len(self._order.prompt)
 
-    def embed(self, job: Embed) -> Blob | None:
+    def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens through the embedding and the local layers."""
+        watch.queued()
         self._cache.crop(job.pos)
         tokens = torch.tensor([job.tokens])  # [1, T]
         output = self._ends.front.forward(tokens, self._cache, rows=self._rows)  # [1, T, D]
+        watch.computed()
         if job.keep:
-            return sealed(self._key, output[:, -job.keep :])
+            blob = sealed(self._key, output[:, -job.keep :])
+            watch.serialised()
+            return blob
         self._row = output[:, -1:]
         return None
 
-    def pick(self, job: Pick) -> int:
+    def pick(self, job: Pick, watch: Stopwatch) -> int:
         """Run the head on one row and sample the token at ``job.pos``."""
+        watch.queued()
         row = self._row if job.blob is None else opened(self._key, job.blob)  # [1, 1, D]
         if row is None:
             raise ModelError(f"no row to sample the token at position {job.pos} from")
+        watch.serialised()
         head = self._ends.head
         logits = head.forward(row, None, rows=1) if head else row  # [1, 1, V]
-        return pick(
+        token = pick(
             logits[0, -1],
             self._order.sampling,
             position=job.pos,
             history=self._history,
             prompt_len=self.prompt_tokens,
         )
+        watch.computed()
+        return token
 
     def note(self, action: Emit | Progress | Done | Failed) -> None:
         """Pass on what the machine says to whoever waits for the outputs."""

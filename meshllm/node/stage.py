@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -12,6 +11,7 @@ from meshllm.model.shard import Shard
 from meshllm.names import SessionId
 from meshllm.node.alarm import Alarm
 from meshllm.node.peers import Neighbours
+from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import fault_code, opened, sealed
 from meshllm.node.worker import Worker
 from meshllm.protocol.blob import SessionKey, session_key
@@ -55,7 +55,7 @@ class StageNode:
                 reason = await self._neighbours.run(self._receive)
         finally:
             self._held.clear()
-        logger.warning("a stage lost its ring: %s", reason)
+        logger.info("a stage lost its ring: %s", reason)
         return reason
 
     def _receive(self, message: SessionMessage) -> None:
@@ -71,31 +71,35 @@ class StageNode:
                 case Forward():
                     self._neighbours.forward(action)
                 case Compute():
-                    self._jobs.create_task(self._serve(action))
+                    self._jobs.create_task(self._serve(action, Stopwatch()))
                 case Free(session):
                     self._jobs.create_task(self._worker.run(self._held.pop, session, None))
                 case _:
                     assert_never(action)
         self._alarm.reset()
 
-    async def _serve(self, job: Compute) -> None:
+    async def _serve(self, job: Compute, watch: Stopwatch) -> None:
         try:
-            blob, spent_us = await self._worker.run(self._compute, job)
+            blob = await self._worker.run(self._compute, job, watch)
         except Exception as error:  # the supervisor: a bug ends its session, not the others
             self._act(self._machine.failed(job.session, fault_code(error), str(error)))
         else:
-            self._act(self._machine.computed(job.session, blob, self._now(), compute_us=spent_us))
+            self._act(self._machine.computed(job.session, blob, self._now(), watch.spent))
 
-    def _compute(self, job: Compute) -> tuple[Blob | None, int]:
-        begin = time.perf_counter_ns()
+    def _compute(self, job: Compute, watch: Stopwatch) -> Blob | None:
+        watch.queued()
         if job.session not in self._held:
             held = _Held(session_key(job.session), self._shard.new_cache())
             self._held[job.session] = held
         held = self._held[job.session]
+        hidden = opened(held.key, job.blob)  # [1, T, D]
+        watch.serialised()
         held.cache.crop(job.pos)
-        output = self._shard.forward(opened(held.key, job.blob), held.cache)  # [1, T, D]
+        output = self._shard.forward(hidden, held.cache)  # [1, T, D]
+        watch.computed()
         blob = sealed(held.key, output[:, -job.keep :]) if job.keep else None
-        return blob, (time.perf_counter_ns() - begin) // 1000
+        watch.serialised()
+        return blob
 
     @staticmethod
     def _now() -> float:

@@ -28,6 +28,7 @@ from meshllm.protocol.messages import (
     Gap,
     Hello,
     Message,
+    Spent,
     Tally,
 )
 
@@ -57,7 +58,7 @@ _LAYOUTS = {  # each begins with version and kind, and goes on with the fields o
     _Kind.CLOSE: Struct("<BB 16s I"),  # and tallies
     _Kind.FAULT: Struct("<BB 16s I B B"),  # and a text
 }
-_TALLY = Struct("<Q I Q I")
+_TALLY = Struct("<Q Q Q I Q I")
 _OPEN_ENDED = {_Kind.DATA, _Kind.CLOSE, _Kind.FAULT}
 
 _DATA_BYTES = _LAYOUTS[_Kind.DATA].size
@@ -164,7 +165,8 @@ def _tallies(rest: memoryview) -> tuple[Tally, ...]:
     if trailing:
         raise PeerFault(f"Close with {trailing} trailing bytes after {count} tallies")
     _bounded("tallies", count, 0, MAX_RANKS)
-    return tuple(Tally(*fields) for fields in _TALLY.iter_unpack(rest))
+    rows = _TALLY.iter_unpack(rest)
+    return tuple(Tally(Spent(*fields[:3]), *fields[3:]) for fields in rows)
 
 
 def _fault(fields: list[Any], rest: memoryview) -> Fault:
@@ -196,7 +198,15 @@ def _pack_data(data: Data) -> list[Buffer]:
 
 
 def _pack_tally(tally: Tally) -> bytes:
-    return _TALLY.pack(tally.compute_us, tally.steps, tally.bytes_sent, tally.round_trip_us)
+    spent = tally.spent
+    return _TALLY.pack(
+        spent.compute_us,
+        spent.serialise_us,
+        spent.queue_us,
+        tally.steps,
+        tally.bytes_sent,
+        tally.round_trip_us,
+    )
 
 
 def _cut(text: str) -> bytes:

@@ -107,13 +107,37 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """Where the time of jobs on one rank went, in microseconds."""
+
+    compute_us: int
+    """In the model."""
+    serialise_us: int
+    """Between bytes and tensors, the keyed hash included."""
+    queue_us: int
+    """From the arrival of a message to the start of its job on the compute thread."""
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(
+            self.compute_us + other.compute_us,
+            self.serialise_us + other.serialise_us,
+            self.queue_us + other.queue_us,
+        )
+
+    @property
+    def total_us(self) -> int:
+        """All of it: the parts do not overlap."""
+        return self.compute_us + self.serialise_us + self.queue_us
+
+
+@dataclass(frozen=True, slots=True)
 class Tally:
     """What one rank did for a session."""
 
-    compute_us: int
-    """Time in the model for decode steps."""
+    spent: Spent
+    """On decode steps."""
     steps: int
-    """Decode steps counted in ``compute_us``."""
+    """Decode steps counted in ``spent``."""
     bytes_sent: int
     """Bytes of those steps that left for the next rank."""
     round_trip_us: int

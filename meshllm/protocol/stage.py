@@ -47,13 +47,14 @@ from meshllm.protocol.messages import (
     Forward,
     Gap,
     SessionMessage,
+    Spent,
     Tally,
 )
 
 MAX_PENDING = 16  # Data of one session that wait; an entry never has more chunks in flight
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
-_NOTHING = Tally(0, 0, 0, 0)
+_NOTHING = Tally(Spent(0, 0, 0), 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Stage:
                 assert_never(message)
 
     def computed(
-        self, session: SessionId, blob: Blob | None, now: float, *, compute_us: int
+        self, session: SessionId, blob: Blob | None, now: float, spent: Spent
     ) -> list[Action]:
         """Take the output of the rows that ran, ``[1, keep, D]``, and the time they took."""
         state = self._sessions.get(session)
@@ -148,7 +149,7 @@ class Stage:
             return self._next(state)
         answer = replace(done, blob=blob)
         if not done.flags & Flags.PREFILL:
-            state.tally = _counted(state.tally, compute_us, size(answer))
+            state.tally = _counted(state.tally, spent, size(answer))
         return [Forward(answer), *self._next(state)]
 
     def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
@@ -243,5 +244,5 @@ def _gap(data: Data, kv_len: int) -> Forward:
     return Forward(Gap(data.session, data.epoch, data.gen, kv_len))
 
 
-def _counted(tally: Tally, compute_us: int, bytes_sent: int) -> Tally:
-    return Tally(tally.compute_us + compute_us, tally.steps + 1, tally.bytes_sent + bytes_sent, 0)
+def _counted(tally: Tally, spent: Spent, bytes_sent: int) -> Tally:
+    return Tally(tally.spent + spent, tally.steps + 1, tally.bytes_sent + bytes_sent, 0)

@@ -7,6 +7,7 @@ ratios are medians over rounds of ratios inside a round. Knows nothing about pri
 
 import asyncio
 import gc
+import shutil
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -15,16 +16,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from meshllm.errors import UserError
+from meshllm.errors import MeshError, UserError
 from meshllm.model.skeleton import quiet
-from meshllm.model.source import Source, resolve
+from meshllm.model.source import BUILTIN, Source, resolve
+from meshllm.model.text import Text
 from meshllm.node.ring import Ring, RingOptions, open_ring
-from meshllm.request import Sampling
+from meshllm.node.worker import compute_thread
+from meshllm.request import Request, Sampling
+from meshllm.testing.fleet import Fleet, open_fleet
 
 TRANSFORMERS = "transformers"
 
@@ -40,6 +44,8 @@ class Case:
     rounds: int
     threads: int | None
     dtype: torch.dtype = torch.bfloat16
+    processes: bool = False
+    """Every node is a process of its own, linked over WebSocket, encrypted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class Run:
 
     ttft_ms: float
     ms_per_token: float
+    hop_ms: float = 0.0
+    """Time of a token that no rank computes, divided by the hops: messages, wires and waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class Row:
     """Speed against the ring of the fewest nodes in the same round, median."""
     ttft_ratio: float
     """Time to first token against transformers in the same round, median."""
+    hop_ms: float
+    """Milliseconds per hop and token beside the computing, median; 0 where it is not measured."""
 
 
 def _qwen3() -> PretrainedConfig:
@@ -97,6 +107,13 @@ DIMENSIONS: dict[str, Callable[[], PretrainedConfig]] = {
 """Published dimensions by name; `tiny` shows the shape of the table in a second."""
 
 
+Contestant: TypeAlias = Callable[[], Awaitable[Run]]
+
+WORD = "ring "
+"""A token of the builtin model's tokenizer, which the random models borrow; text begins with one
+more."""
+
+
 @contextmanager
 def random_model(name: str, dtype: torch.dtype) -> Iterator[Path]:
     """Write a model of published dimensions and random weights; gone afterwards."""
@@ -110,6 +127,8 @@ def random_model(name: str, dtype: torch.dtype) -> Iterator[Path]:
             model.save_pretrained(folder)
         del model
         gc.collect()
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(resolve(BUILTIN).folder / file, folder)
         yield Path(folder)
 
 
@@ -151,27 +170,20 @@ async def _ring(ring: Ring, prompt: Sequence[int], new_tokens: int) -> Run:
 
 
 async def _measure(case: Case, source: Source, told: Callable[[str], None]) -> dict[str, list[Run]]:
-    prompt = [(7 * i + 3) % 500 for i in range(case.prompt_tokens)]
     threads = case.threads or torch.get_num_threads()  # the same for everyone
-    names = [TRANSFORMERS, *map(_name, case.nodes)]
-    runs: dict[str, list[Run]] = {name: [] for name in names}
     async with AsyncExitStack() as stack:
-        rings = {
-            _name(nodes): await stack.enter_async_context(
-                open_ring(source, RingOptions(nodes=nodes, threads=threads, dtype=case.dtype))
-            )
-            for nodes in case.nodes
-        }
+        worker = await stack.enter_async_context(compute_thread(threads))
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=case.dtype).eval()
-        worker = next(iter(rings.values())).worker
+        form = _fleets if case.processes else _rings
+        prompt, rings = await form(stack, case, source, threads, told)
 
         async def plain() -> Run:
             return await worker.run(_plain, model, prompt, case.new_tokens)
 
-        contestants: dict[str, Callable[[], Awaitable[Run]]] = {TRANSFORMERS: plain}
-        for name, ring in rings.items():
-            contestants[name] = partial(_ring, ring, prompt, case.new_tokens)
+        contestants = {TRANSFORMERS: plain, **rings}
+        names = list(contestants)
+        runs: dict[str, list[Run]] = {name: [] for name in names}
         for round_ in range(case.rounds + 1):
             told(f"round {round_} of {case.rounds}" if round_ else "warming up")
             turn = round_ % len(names)  # nobody always runs after the same one
@@ -180,6 +192,47 @@ async def _measure(case: Case, source: Source, told: Callable[[str], None]) -> d
                 for name, run in lap.items():
                     runs[name].append(run)
     return runs
+
+
+async def _rings(
+    stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
+) -> tuple[list[int], dict[str, Contestant]]:
+    """Form rings inside this process."""
+    prompt = [(7 * i + 3) % 500 for i in range(case.prompt_tokens)]
+    rings: dict[str, Contestant] = {}
+    for nodes in case.nodes:
+        told(f"a ring of {nodes} loads")
+        options = RingOptions(nodes=nodes, threads=threads, dtype=case.dtype)
+        ring = await stack.enter_async_context(open_ring(source, options))
+        rings[_name(nodes)] = partial(_ring, ring, prompt, case.new_tokens)
+    return prompt, rings
+
+
+async def _fleets(
+    stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
+) -> tuple[list[int], dict[str, Contestant]]:
+    """Form rings of processes; they get the prompt as text, and transformers the same tokens."""
+    raw = WORD * (case.prompt_tokens - 1)
+    prompt = Text.load(source.folder).encode(raw)
+    if len(prompt) != case.prompt_tokens:
+        raise UserError(f"No prompt has {case.prompt_tokens} tokens", hint="choose 2 or more")
+    request = Request(raw=raw, max_tokens=case.new_tokens)
+    rings: dict[str, Contestant] = {}
+    for nodes in case.nodes:
+        told(f"{nodes} processes load")
+        fleet = await stack.enter_async_context(open_fleet(source.folder, nodes, threads))
+        rings[_name(nodes)] = partial(_asked, fleet, request)
+    return prompt, rings
+
+
+async def _asked(fleet: Fleet, request: Request) -> Run:
+    """Take the figures of the entry, and check that the answer was not cut short."""
+    answer = await fleet.answer(request)
+    if len(answer.tokens) != request.max_tokens:
+        raise MeshError(f"An answer of {len(answer.tokens)} tokens, not {request.max_tokens}")
+    computed = sum(hop.compute_ms for hop in answer.hops)
+    rest = (answer.ms_per_token - computed) / len(answer.hops)
+    return Run(answer.ttft_ms, answer.ms_per_token, rest)
 
 
 def _name(nodes: int) -> str:
@@ -201,6 +254,7 @@ def table(runs: dict[str, list[Run]]) -> list[Row]:
             decode_ratio=_paired(plain, mine, lambda run: run.ms_per_token),
             decode_ratio_one=_paired(one, mine, lambda run: run.ms_per_token),
             ttft_ratio=1 / _paired(plain, mine, lambda run: run.ttft_ms),
+            hop_ms=statistics.median(run.hop_ms for run in mine),
         )
 
     return [row(name, mine) for name, mine in runs.items()]

@@ -60,8 +60,8 @@ class FakeRing:
 
 def answer_of(text: str, count: int) -> Answer:
     hops = (
-        HopReport(0, "node-0", Span(0, 4), 1.25, 0.05, 512.0),
-        HopReport(1, "node-1", Span(4, 8), 1.5, 0.06, 512.0),
+        HopReport(0, "node-0", Span(0, 4), 1.25, 0.08, 0.02, 0.05, 512.0),
+        HopReport(1, "node-1", Span(4, 8), 1.5, 0.09, 0.03, 0.06, 512.0),
     )
     return Answer(
         text=text,

@@ -12,7 +12,7 @@ from tests.cli.fake import FakeRing
 
 HEAVY = {
     "torch", "transformers", "asyncio", "websockets", "aioquic", "rich", "prompt_toolkit", "numpy",
-    "huggingface_hub", "safetensors",
+    "huggingface_hub", "safetensors", "httpx2", "uvicorn", "starlette", "cryptography",
 }  # fmt: skip
 
 
@@ -39,12 +39,29 @@ def test_help_imports_nothing_heavy() -> None:
     assert told.stderr == "set()\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("node",), ("id",), ("doctor",), ("ring", "status"), ("ring", "ticket"),
+        ("ring", "members"), ("ring", "remove"), ("ring", "trace"), ("ring", "plan"),
+    ],
+)  # fmt: skip
+def test_every_command_has_a_summary_of_one_line(meshllm: Invoke, words: tuple[str, ...]) -> None:
+    result = meshllm(*words, "--help")
+
+    summary = result.stdout.splitlines()[2].strip()
+    assert result.exit_code == 0
+    assert summary.endswith(".")
+    assert len(summary) <= 70
+
+
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
 def test_help_lists_commands_and_examples(meshllm: Invoke, words: tuple[str, ...]) -> None:
     result = meshllm(*words)
 
     assert result.exit_code == 0
-    assert "  chat " in result.stdout
+    for name in ("chat", "node", "ring", "id", "doctor", "model", "transport", "config", "bench"):
+        assert f"\n  {name} " in result.stdout
     assert '\n    meshllm chat --nodes 3 "What is a ring?"\n' in result.stdout
 
 

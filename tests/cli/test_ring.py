@@ -1,56 +1,131 @@
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from meshllm.cli import watch
+from meshllm.errors import LinkLost
 from tests.cli.conftest import Invoke
+from tests.cli.statuses import FakeDoor, status_of, waiting
 
 
-def test_without_nodes_the_plan_is_for_this_machine(meshllm: Invoke) -> None:
-    plan = json.loads(meshllm("ring", "plan", "--json").stdout)
-
-    assert [stage["layers"] for stage in plan["stages"]] == ["0:8"]
-    assert (plan["schema"], plan["model"], plan["standbys"]) == (1, "builtin", [])
-    assert plan["stages"][0]["wire_ms"] == 0
-
-
-def test_a_plan_says_who_holds_what_and_why(meshllm: Invoke) -> None:
-    text = meshllm("ring", "plan", "--spec", "8GiB,4GiB@20ms").stdout
-
-    assert "   0  n1    0:8 " in text
-    assert "\nstandby n2: its link adds 40.0 ms" in text
-    assert " ms per token, " in text
-    assert "\nproportional      2 " in text
-    assert "\nassumed: " in text
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
+    monkeypatch.setattr(watch, "PACE_S", 0)
+    monkeypatch.setattr(watch, "EVERY_S", 0.01)
+    return FakeDoor(monkeypatch)
 
 
-def test_a_policy_may_be_chosen(meshllm: Invoke) -> None:
-    words = ("ring", "plan", "--spec", "2x1GiB:2ms@5ms", "--policy", "proportional", "--json")
+def test_the_group_names_its_commands(meshllm: Invoke) -> None:
+    text = meshllm("ring", "--help").stdout
 
-    plan = json.loads(meshllm(*words).stdout)
-
-    assert [stage["layers"] for stage in plan["stages"]] == ["0:4", "4:8"]
-    assert [stage["wire_ms"] > 4 for stage in plan["stages"]] == [True, True]
-    assert {each["policy"] for each in plan["policies"]} == {
-        "fastest", "throughput", "proportional",
-    }  # fmt: skip
+    for name in ("status", "plan", "ticket", "members", "remove", "trace"):
+        assert f"\n  {name} " in text
 
 
-def test_nodes_may_be_in_a_file(meshllm: Invoke, home: Path) -> None:
-    (home / "home.toml").write_text('[[node]]\nname = "attic"\nmemory = "8GiB"\n')
+def test_status_shows_the_ring(meshllm: Invoke, door: FakeDoor) -> None:
+    result = meshllm("ring", "status", "--state", "here")
 
-    text = meshllm("ring", "plan", "--nodes", "home.toml").stdout
-
-    assert "   0  attic  0:8 " in text
-
-
-def test_nodes_are_named_once(meshllm: Invoke) -> None:
-    result = meshllm("ring", "plan", "--nodes", "x.toml", "--spec", "8GiB")
-
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: `--nodes` and `--spec` both name nodes\n")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("ring    serving\n")
+    assert door.path == Path.cwd() / "here" / "door.sock"
 
 
-def test_a_model_that_does_not_fit_exits_4(meshllm: Invoke) -> None:
-    result = meshllm("ring", "plan", "--spec", "2x1MiB")
+def test_status_as_json_is_what_the_node_says(meshllm: Invoke, door: FakeDoor) -> None:
+    assert json.loads(meshllm("ring", "status", "--json").stdout) == {
+        "schema": 1,
+        **status_of(3),
+    }
 
-    assert (result.exit_code, result.stdout) == (4, "")
-    assert result.stderr.startswith("error: The ring lacks ")
+
+def test_without_a_node_there_is_no_status(meshllm: Invoke, door: FakeDoor) -> None:
+    door.status = [LinkLost("No node is running", hint="start one with `meshllm node`")]
+
+    result = meshllm("ring", "status")
+
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.endswith("hint: start one with `meshllm node`\n")
+
+
+def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, door: FakeDoor) -> None:
+    later = status_of(2)
+    later["nodes"][1]["link"] |= {"heard_s": 0.9, "bytes_sent": 1}
+    later["since_s"] += 1
+    door.status = [waiting("alone"), status_of(2), later, LinkLost("The node is gone")]
+
+    result = meshllm("ring", "status", "--watch", "--json")
+
+    told = [json.loads(each) for each in result.stdout.splitlines()]
+    assert [(each["schema"], each["ring"]["state"]) for each in told] == [
+        (1, "waiting"),
+        (1, "serving"),
+    ]
+    assert (result.exit_code, result.stderr) == (3, "error: The node is gone\n")
+
+
+def test_a_watched_pipe_gets_text_without_control_characters(
+    meshllm: Invoke, door: FakeDoor
+) -> None:
+    door.status = [waiting("alone"), status_of(2), LinkLost("The node is gone")]
+
+    result = meshllm("ring", "status", "--watch")
+
+    assert result.stdout.count("\nmodel   ") == 2
+    assert "\n\nring    serving\n" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal: the one to read what is shown, and the one to run on."""
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+
+
+_WATCH = """
+import pytest
+from meshllm.cli.app import main
+from tests.cli.statuses import FakeDoor
+FakeDoor(pytest.MonkeyPatch())
+main()
+"""
+
+
+def test_a_watched_terminal_is_redrawn_in_place_and_given_back(terminal: tuple[int, int]) -> None:
+    ours, theirs = terminal
+    words = [sys.executable, "-c", _WATCH, "ring", "status", "--watch"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    environment["PYTHONIOENCODING"] = "utf-8"
+
+    with subprocess.Popen(
+        words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = _read_until(ours, b"faster")
+        process.send_signal(signal.SIGINT)
+        shown += _read_until(ours, b"\x1b[?1049l")
+
+    assert process.returncode == 130
+    assert shown.startswith(b"\x1b[?1049h")
+    assert "───▶".encode() in shown
+    assert b"\x1b[2J" not in shown  # it would flicker
+    assert b"Traceback" not in shown
+
+
+def _read_until(terminal: int, wanted: bytes) -> bytes:
+    shown = b""
+    deadline = time.monotonic() + 30
+    while wanted not in shown and time.monotonic() < deadline:
+        try:
+            shown += os.read(terminal, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+    return shown

@@ -1,14 +1,14 @@
 from meshllm.node.gauge import Gauge, Hop, Measured
-from meshllm.protocol.messages import Tally
+from meshllm.protocol.messages import Spent, Tally
 
 
 def tally(compute_us: int, steps: int, sent: int, round_trip_us: int = 0) -> Tally:
-    return Tally(compute_us, steps, sent, round_trip_us)
+    return Tally(Spent(compute_us, 0, 0), steps, sent, round_trip_us)
 
 
 def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: float) -> None:
     for _ in range(steps):
-        gauge.computed(compute_s)
+        gauge.computed(Spent(round(compute_s * 1e6), 200, 100))
         gauge.left(now, 300)
         now += trip_s
         gauge.returned(now)
@@ -16,7 +16,7 @@ def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: f
 
 
 def test_nothing_happened() -> None:
-    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, (Hop(0.0, 0.0, 0.0),))
+    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),))
 
 
 def test_the_first_token_is_measured_from_the_order() -> None:
@@ -46,6 +46,18 @@ def test_the_wire_is_what_a_trip_took_beyond_computing() -> None:
     assert [round(hop.compute_s, 6) for hop in measured.hops] == [0.010, 0.040]
     assert [round(hop.wire_s, 6) for hop in measured.hops] == [0.030, 0.030]
     assert [hop.bytes_sent for hop in measured.hops] == [300, 300]
+
+
+def test_what_ranks_serialised_and_waited_is_not_on_the_wire() -> None:
+    gauge = Gauge(0.0)
+    gauge.token(1.0)
+    decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
+
+    measured = gauge.measured((Tally(Spent(160_000, 40_000, 80_000), 4, 1200, 0),), 0)
+
+    assert [round(hop.serialise_s, 6) for hop in measured.hops] == [0.0002, 0.010]
+    assert [round(hop.queue_s, 6) for hop in measured.hops] == [0.0001, 0.020]
+    assert [round(hop.wire_s, 6) for hop in measured.hops] == [0.015, 0.015]
 
 
 def test_measured_round_trips_share_out_the_wire() -> None:

@@ -73,6 +73,21 @@ async def test_figures_come_with_the_answer(ring: Ring) -> None:
     assert [hop.span for hop in answer.hops] == [stage.span for stage in ring.plan.stages]
 
 
+async def test_the_parts_of_a_token_are_no_more_than_it(ring: Ring) -> None:
+    _, answer = await events_of(ring, ASKED)
+
+    parts = [
+        part
+        for hop in answer.hops
+        for part in (hop.compute_ms, hop.serialise_ms, hop.queue_ms, hop.wire_ms)
+    ]
+
+    assert min(parts) >= 0
+    assert all(hop.compute_ms > 0 and hop.serialise_ms > 0 for hop in answer.hops)
+    assert all(hop.queue_ms > 0 for hop in answer.hops)
+    assert sum(parts) <= answer.ms_per_token
+
+
 async def test_a_raw_prompt_is_used_as_it_is(ring: Ring) -> None:
     _, answer = await events_of(ring, Request(raw="Once upon a time", max_tokens=5))
 

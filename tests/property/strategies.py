@@ -22,6 +22,7 @@ from meshllm.protocol.messages import (
     Hello,
     Message,
     SessionMessage,
+    Spent,
     Tally,
 )
 
@@ -57,7 +58,7 @@ def data(draw: st.DrawFn) -> Data:
     return Data(draw(sessions), draw(u32), draw(u32), pos, rows, flags, blob)
 
 
-tallies = st.builds(Tally, u64, u32, u64, u32)
+tallies = st.builds(Tally, st.builds(Spent, u64, u64, u64), u32, u64, u32)
 closes = st.builds(Close, sessions, u32, st.lists(tallies, max_size=5).map(tuple))
 faults = st.builds(Fault, sessions, u32, st.sampled_from(FaultCode), st.integers(0, 255), texts)
 messages: st.SearchStrategy[Message] = st.one_of(

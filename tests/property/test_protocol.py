@@ -19,6 +19,7 @@ from meshllm.protocol.messages import (
     DType,
     Message,
     SessionMessage,
+    Spent,
 )
 from meshllm.protocol.stage import Action, Compute, Free, Stage
 from tests.property.strategies import data, few_messages, messages, sessions
@@ -97,7 +98,7 @@ def test_whatever_a_stage_hears_its_caches_have_no_gap(
         elif running:  # None stands for the end of the oldest computation
             job = running.pop(next(iter(running)))
             caches[job.session] = job.pos + job.rows
-            actions = stage.computed(job.session, job.blob, 0.0, compute_us=1)
+            actions = stage.computed(job.session, job.blob, 0.0, Spent(1, 1, 1))
         for action in actions:
             match action:
                 case Compute(session, pos):

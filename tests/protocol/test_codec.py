@@ -19,13 +19,14 @@ from meshllm.protocol.messages import (
     Gap,
     Hello,
     Message,
+    Spent,
     Tally,
 )
 
 SESSION = SessionId(bytes(range(16)))
 BLOB = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 4), bytes(range(16)))
 DATA = Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NEED_ROW, BLOB)
-TALLY = Tally(compute_us=1200, steps=3, bytes_sent=9000, round_trip_us=450)
+TALLY = Tally(Spent(1200, 80, 15), steps=3, bytes_sent=9000, round_trip_us=450)
 FAULT = Fault(SESSION, 3, FaultCode.MODEL, 2, "no memory for 4 rows")
 MESSAGES: list[Message] = [
     Hello(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),

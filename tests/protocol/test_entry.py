@@ -34,6 +34,7 @@ from meshllm.protocol.messages import (
     Forward,
     Gap,
     SessionMessage,
+    Spent,
     Tally,
 )
 from meshllm.protocol.stage import MAX_PENDING
@@ -43,7 +44,7 @@ SESSION = SessionId(bytes(range(16)))
 EPOCH = 5
 NO_FLAGS = Flags(0)
 LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
-TALLIES = (Tally(10, 1, 100, 5), Tally(20, 1, 200, 6))
+TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
 CANCELLED = FinishReason.CANCELLED
 
 TASK = Task(SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64)

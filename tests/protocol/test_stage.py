@@ -20,6 +20,7 @@ from meshllm.protocol.messages import (
     Forward,
     Gap,
     SessionMessage,
+    Spent,
     Tally,
 )
 from meshllm.protocol.stage import MAX_CLOSED, MAX_PENDING, Compute, Free, Stage
@@ -27,7 +28,8 @@ from meshllm.protocol.stage import MAX_CLOSED, MAX_PENDING, Compute, Free, Stage
 ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
 EPOCH = 5
 NO_FLAGS = Flags(0)
-NO_TALLY = Tally(0, 0, 0, 0)
+NO_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
+SPENT = Spent(compute_us=10, serialise_us=3, queue_us=1)
 
 
 def blob(rows: int) -> Blob:
@@ -48,7 +50,7 @@ def filled(kv_len: int) -> Stage:
     """A middle rank that holds so many rows of session ONE."""
     stage = middle()
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
-    stage.computed(ONE, blob(kv_len), 0.0, compute_us=1)
+    stage.computed(ONE, blob(kv_len), 0.0, SPENT)
     return stage
 
 
@@ -61,7 +63,7 @@ def test_what_was_computed_goes_on_under_the_same_header() -> None:
     stage.receive(data(4), 1.0)
     out = replace(blob(1), digest=blob(2).digest)
 
-    actions = stage.computed(ONE, out, 1.1, compute_us=7)
+    actions = stage.computed(ONE, out, 1.1, SPENT)
 
     assert actions == [Forward(replace(data(4), blob=out))]
     assert not Forward(data(4)).control
@@ -71,7 +73,7 @@ def test_a_write_below_the_end_crops() -> None:
     stage = filled(6)
 
     assert stage.receive(data(2, gen=1), 1.0) == [Compute(ONE, 2, 1, 1, blob(1))]
-    stage.computed(ONE, blob(1), 1.0, compute_us=1)
+    stage.computed(ONE, blob(1), 1.0, SPENT)
     assert stage.receive(data(4, gen=1), 1.0) == [Forward(Gap(ONE, EPOCH, 1, 3))]
 
 
@@ -105,7 +107,7 @@ def test_one_computation_runs_and_the_others_wait_in_order() -> None:
 
     assert len(stage.receive(first, 0.0)) == 1
     assert stage.receive(second, 0.0) == []
-    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == [
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [
         Forward(first),
         Compute(ONE, 2, 3, 3, blob(3)),
     ]
@@ -123,7 +125,7 @@ def test_waiting_data_with_a_gap_before_it_is_refused_when_its_turn_comes() -> N
     stage.receive(data(0, rows=2), 0.0)
     stage.receive(data(3), 0.0)
 
-    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == [
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [
         Forward(data(0, rows=2)),
         Forward(Gap(ONE, EPOCH, 0, 2)),
     ]
@@ -145,7 +147,7 @@ def test_cancel_wins_over_waiting_data_and_goes_on() -> None:
     stage.receive(data(2), 0.0)
 
     assert stage.receive(cancel, 0.0) == [Forward(cancel)]
-    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == []
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == []
     assert stage.receive(data(3, gen=1), 0.2) == [Forward(Gap(ONE, EPOCH, 1, 2))]
 
 
@@ -155,7 +157,7 @@ def test_a_newer_gen_drops_waiting_data_of_the_older() -> None:
     stage.receive(data(2), 0.0)
     stage.receive(data(0, gen=1), 0.0)
 
-    assert stage.computed(ONE, blob(2), 0.1, compute_us=1) == [Compute(ONE, 0, 1, 1, blob(1))]
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [Compute(ONE, 0, 1, 1, blob(1))]
 
 
 def test_an_older_cancel_changes_nothing() -> None:
@@ -213,8 +215,8 @@ def test_a_failed_computation_frees_the_session_and_tells_the_entry() -> None:
 def test_an_answer_for_nothing_is_ignored() -> None:
     stage = filled(2)
 
-    assert stage.computed(ONE, blob(1), 0.0, compute_us=1) == []
-    assert stage.computed(TWO, blob(1), 0.0, compute_us=1) == []
+    assert stage.computed(ONE, blob(1), 0.0, SPENT) == []
+    assert stage.computed(TWO, blob(1), 0.0, SPENT) == []
     assert stage.failed(ONE, FaultCode.MODEL, "late") == []
     assert stage.failed(TWO, FaultCode.MODEL, "late") == []
 
@@ -223,21 +225,21 @@ def test_close_frees_the_session_and_carries_the_tally_of_its_decode_steps() -> 
     stage = Stage(2, 3, epoch=EPOCH)
     stage.round_trip_us = 450
     stage.receive(data(0, rows=2, flags=Flags.PREFILL), 0.0)
-    stage.computed(ONE, None, 0.0, compute_us=1000)
+    stage.computed(ONE, None, 0.0, Spent(1000, 2000, 3000))
     for pos in (2, 3):
         stage.receive(data(pos, flags=Flags.NEED_ROW), 0.0)
-        stage.computed(ONE, blob(1), 0.0, compute_us=10)
+        stage.computed(ONE, blob(1), 0.0, SPENT)
 
     actions = stage.receive(Close(ONE, EPOCH, (NO_TALLY,)), 1.0)
 
-    tally = Tally(compute_us=20, steps=2, bytes_sent=2 * size(data(2)), round_trip_us=450)
+    tally = Tally(Spent(20, 6, 2), steps=2, bytes_sent=2 * size(data(2)), round_trip_us=450)
     assert actions == [Free(ONE), Forward(Close(ONE, EPOCH, (NO_TALLY, tally)))]
 
 
 def test_a_repeated_close_frees_nothing_and_says_the_same() -> None:
     stage = filled(2)
     stage.receive(data(2), 0.0)
-    stage.computed(ONE, blob(1), 0.0, compute_us=10)
+    stage.computed(ONE, blob(1), 0.0, SPENT)
 
     first, second = stage.receive(Close(ONE, EPOCH), 1.0), stage.receive(Close(ONE, EPOCH), 1.0)
 
@@ -256,7 +258,7 @@ def test_close_wins_over_a_running_computation() -> None:
     stage.receive(data(0), 0.0)
     stage.receive(Close(ONE, EPOCH), 0.0)
 
-    assert stage.computed(ONE, blob(1), 0.1, compute_us=1) == []
+    assert stage.computed(ONE, blob(1), 0.1, SPENT) == []
     assert stage.receive(data(0), 0.2) == []
 
 

@@ -11,7 +11,18 @@ def test_every_contestant_gets_a_row() -> None:
 
     assert [row.name for row in rows] == [TRANSFORMERS, "ring of 1", "ring of 2"]
     assert all(row.ttft_ms > 0 and row.ms_per_token > 0 for row in rows)
-    assert told == ["warming up", "round 1 of 2", "round 2 of 2"]
+    assert told[2:] == ["warming up", "round 1 of 2", "round 2 of 2"]
+
+
+@pytest.mark.socket
+def test_a_ring_of_processes_is_measured_beside_transformers() -> None:
+    case = Case("tiny", (2,), 16, 4, rounds=1, threads=1, processes=True)
+
+    plain, ring = measure(case, lambda _: None)
+
+    assert (plain.name, ring.name) == (TRANSFORMERS, "ring of 2")
+    assert ring.ms_per_token > 0
+    assert (plain.hop_ms, ring.hop_ms > 0) == (0.0, True)
 
 
 def test_ratios_are_medians_of_pairs() -> None:

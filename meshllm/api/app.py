@@ -1,0 +1,30 @@
+"""The routes of the door as one ASGI application; knows nothing about sockets."""
+
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+
+from meshllm.api import mesh, openai
+from meshllm.api.door import Door
+from meshllm.api.respond import on_error
+from meshllm.errors import MeshError
+
+
+def application(door: Door, *, hosts: Sequence[str] = ()) -> Starlette:
+    """Make the application over a node.
+
+    ``hosts`` are the names under which it may be called. A unix socket needs none; on TCP a web
+    page could call it under a name of its own that leads here (DNS rebinding).
+    """
+    guards = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)]
+    return Starlette(
+        routes=[*mesh.routes(door), *openai.routes(door)],
+        middleware=guards if hosts else [],
+        exception_handlers=dict.fromkeys(
+            (MeshError, HTTPException, ClientDisconnect, Exception), on_error
+        ),
+    )

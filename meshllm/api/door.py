@@ -1,0 +1,47 @@
+"""What the HTTP application needs of a node; knows nothing about HTTP."""
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from meshllm.request import Event, Request
+
+SOCKET = "door.sock"
+"""Name of its unix socket in the state folder."""
+
+
+class Door(Protocol):
+    """A node as its owner sees it.
+
+    What is not a stream is a snapshot: it answers at once, from what the node knows now.
+    """
+
+    def status(self) -> dict[str, Any]:
+        """Tell how the node, its ring and its mesh are, as one JSON object."""
+
+    def plan(self) -> dict[str, Any]:
+        """Tell who holds what, and why, as one JSON object."""
+
+    def members(self) -> list[dict[str, Any]]:
+        """List who holds a credential of the mesh."""
+
+    def models(self) -> list[str]:
+        """List the models that answer here."""
+
+    def invite(self, role: str, expires_s: int, uses: int) -> str:
+        """Make a ticket for so many joiners in that time; raise `UserError` for a wrong one."""
+
+    def remove(self, node: str) -> dict[str, Any]:
+        """Shut a member out for ever; raise `UserError` when nobody has that id."""
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield where the mesh stands, at once and after each change; those missed become one."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield progress, pieces, and the answer last.
+
+        Raises:
+            UserError: the request cannot be served as it is.
+            MeshError: the generation failed.
+
+        Closing the generator cancels the generation on every node.
+        """

@@ -1,0 +1,231 @@
+"""`/v1/*`: chat completions as OpenAI's clients expect them; knows nothing about meshes.
+
+What is not supported is refused by name: a client is never left to believe that it was heard.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from meshllm.api.door import Door
+from meshllm.api.respond import Stream, patiently, read
+from meshllm.errors import MeshError, ModelError
+from meshllm.node.asking import error_to_json
+from meshllm.node.fields import WrongField
+from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, Turn
+from meshllm.request import Request as Asked
+
+KEEP_ALIVE_S = 10.0  # proxies hang up after 30 to 60 s of silence
+MAX_STOPS = 4  # OpenAI API reference
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | tuple[Part, ...]
+
+    def turn(self) -> Turn:
+        """Return it as text."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
+        return Turn(role=self.role, content=text)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What a stream holds."""
+
+    include_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The body of a request; a null is as good as nothing."""
+
+    model: str
+    messages: tuple[Message, ...]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def request(self) -> Asked:
+        """Return what is asked of the mesh; raise `WrongField` for what cannot be done."""
+        if self.n not in {None, 1}:
+            raise WrongField("n", f"`n` is {self.n}, not 1")
+        if self.stream_options is not None and not self.stream:
+            raise WrongField("stream_options", "`stream_options` is for a stream")
+        return Asked(
+            turns=tuple(each.turn() for each in self.messages),
+            sampling=self._sampling(),
+            max_tokens=self._limit(),
+            stop=self._stops(),
+        )
+
+    def _limit(self) -> int:
+        limits = {
+            "max_tokens": self.max_tokens,
+            "max_completion_tokens": self.max_completion_tokens,
+        }
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        for name, limit in given.items():
+            if limit < 1:
+                raise WrongField(name, f"`{name}` is {limit}, not at least 1")
+        if len(set(given.values())) > 1:
+            raise WrongField("max_tokens", "`max_tokens` and `max_completion_tokens` differ")
+        return next(iter(given.values()), Asked().max_tokens)
+
+    def _stops(self) -> tuple[str, ...]:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if len(stops) > MAX_STOPS or "" in stops:
+            raise WrongField("stop", f"`stop` is not 1 to {MAX_STOPS} texts")
+        return stops
+
+    def _sampling(self) -> Sampling:
+        """Draw a seed where none is given: two answers to one question may differ."""
+        given: dict[str, Any] = {
+            each.name: value
+            for each in fields(Sampling)
+            if (value := getattr(self, each.name)) is not None
+        }
+        if given.get("temperature"):
+            given = {"seed": secrets.randbits(63), **given}
+        return Sampling(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """Writes the objects of one answer."""
+
+    model: str
+    has_usage: bool
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(16)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answer: Answer) -> bytes:
+        """Write a completion."""
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice = {
+            "index": 0, "message": message, "logprobs": None, "finish_reason": _reason(answer)
+        }  # fmt: skip
+        return self._write("chat.completion", [choice], usage=_usage(answer))
+
+    def news(self, event: Piece | Answer) -> bytes:
+        """Write what came as chunks of a stream."""
+        if isinstance(event, Piece):
+            return self.delta({"content": event.text})
+        end = self.delta({}, _reason(event))
+        if self.has_usage:
+            end += _event(self._write("chat.completion.chunk", [], usage=_usage(event)))
+        return end + _event(b"[DONE]")
+
+    def delta(self, delta: dict[str, str], finish_reason: str | None = None) -> bytes:
+        """Write one chunk."""
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        usage = {"usage": None} if self.has_usage else {}
+        return _event(self._write("chat.completion.chunk", [choice], **usage))
+
+    def _write(self, kind: str, choices: list[dict[str, Any]], **more: object) -> bytes:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return json.dumps({**head, "choices": choices, **more}, separators=(",", ":")).encode()
+
+
+def routes(door: Door) -> list[Route]:
+    """List the routes over a node."""
+
+    async def models(_: Request) -> Response:
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "meshllm"}
+            for name in door.models()
+        ]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def chat(request: Request) -> Response:
+        body = await read(request, Chat)
+        asked = body.request()
+        if body.model not in (served := door.models()):
+            there = ", ".join(f"`{name}`" for name in served) or "nothing yet"
+            raise ModelError(f"`{body.model[:100]}` is not served here", hint=f"there is {there}")
+        options = body.stream_options or StreamOptions()
+        reply = _Reply(body.model, options.include_usage)
+        if body.stream:
+            return Stream(_stream(door, asked, reply), "text/event-stream")
+        return Stream(_whole(door, asked, reply), "application/json")
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+    ]
+
+
+async def _whole(door: Door, asked: Asked, reply: _Reply) -> AsyncGenerator[bytes, None]:
+    async with aclosing(door.generate(asked)) as events:
+        async for event in events:
+            if isinstance(event, Answer):
+                yield reply.whole(event)
+
+
+async def _stream(door: Door, asked: Asked, reply: _Reply) -> AsyncGenerator[bytes, None]:
+    """Yield server-sent events; comments keep the line open while there is nothing to say."""
+    opening = reply.delta({"role": "assistant", "content": ""})
+    is_begun = False
+    try:
+        async with (
+            aclosing(door.generate(asked)) as events,
+            aclosing(patiently(events, KEEP_ALIVE_S)) as news,
+        ):
+            async for event in news:
+                if isinstance(event, Prefilled):
+                    continue
+                if event is None:
+                    yield b": patience\n\n"
+                else:
+                    yield opening + reply.news(event)
+                    opening = b""
+                is_begun = True
+    except MeshError as error:
+        if not is_begun:
+            raise
+        yield _event(error_to_json(error))
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _reason(answer: Answer) -> str:
+    """Name the end of an answer in OpenAI's words."""
+    return "length" if answer.finish_reason is FinishReason.LENGTH else "stop"
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    read, written = answer.prompt_tokens, len(answer.tokens)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

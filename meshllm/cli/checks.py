@@ -1,0 +1,255 @@
+"""What can be wrong with a machine and its node, one function each; shows nothing itself."""
+
+import os
+import platform
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+from blake3 import blake3
+
+import meshllm
+from meshllm.cli.door import START, door_path
+from meshllm.cli.render import bytes_of
+from meshllm.cli.status import clean, ms
+from meshllm.config import Settings, state_path
+from meshllm.errors import LinkLost, MeshError
+from meshllm.model.manifest import manifest
+from meshllm.model.source import resolve
+from meshllm.model.verdict import known_verdicts
+from meshllm.node.keyring import Keyring
+from meshllm.protocol.identity import show
+from meshllm.transport.registry import Registry
+
+PORT = 7700  # where a node listens unless told otherwise
+DIAL_S = 2.0  # a port of this very machine answers at once, or a firewall drops
+SLOW_MS = 100.0  # a round trip that costs more than a token of a small model
+QUIET_S = 3.0  # a peer that was not heard for so long counts as lost
+SCARCE_BYTES = 1 << 30  # less free memory than this holds no model worth a ring
+
+Verdict = Literal["ok", "warn", "fail"]
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check saw."""
+
+    verdict: Verdict
+    what: str
+    found: str
+    advice: str = ""
+    """What to do; empty when nothing need be done."""
+
+
+def examine(chosen: Settings, status: Fields | MeshError) -> Iterator[Finding]:
+    """Check everything; ``status`` is what the node said, or why it said nothing."""
+    yield from check_state(state_path(chosen))
+    yield check_clock(state_path(chosen), time.time())
+    if isinstance(status, MeshError):
+        yield check_silence(door_path(chosen), status)
+        yield check_free_port(chosen.listen)
+    else:
+        told = clean(status)
+        yield check_door(door_path(chosen), told)
+        yield from (check_listening(address) for address in told["listening"])
+        yield from (check_peer(each, told["version"]) for each in told["nodes"] if not each["self"])
+    yield check_memory(psutil.virtual_memory().available)
+    yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
+    yield (model := check_model(chosen.model))
+    if model.verdict != "fail":
+        yield check_weights(chosen.model, state_path(chosen) / "cache")
+    yield from check_transports(chosen.transport, Registry.discover())
+    parts = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    python = platform.python_version()
+    yield Finding("ok", "versions", f"meshllm {meshllm.__version__}, python {python}, {parts}")
+
+
+def check_state(folder: Path) -> Iterator[Finding]:
+    """Look who can enter the state folder and read the key; neither is made or mended."""
+    key = folder / "node.key"
+    if not folder.exists():
+        yield Finding("ok", "state", f"{folder} is made on first use")
+        return
+    open_ones = [path for path in (folder, key) if path.exists() and _is_open(path)]
+    for path in open_ones:
+        wanted = "700" if path.is_dir() else "600"
+        found = f"{path} is open to others ({stat.filemode(path.stat().st_mode)})"
+        yield Finding("fail", "state", found, f"chmod {wanted} {path}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield Finding("fail", "state", f"{folder} cannot be written", "choose one with `--state`")
+    elif not open_ones:
+        yield Finding("ok", "state", f"{folder} is yours alone")
+        yield _check_key(key)
+
+
+def check_clock(folder: Path, now_s: float) -> Finding:
+    """Compare the clock with the newest file of the node: tickets end by this clock."""
+    newest = max((path.stat().st_mtime for path in folder.glob("*")), default=0.0)
+    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
+    if newest > now_s + 1:
+        behind = f"{found} is {newest - now_s:.0f} s before the last run of the node"
+        return Finding("warn", "clock", behind, "set the clock: tickets and memberships end by it")
+    return Finding("ok", "clock", found)
+
+
+def check_silence(path: Path, error: MeshError) -> Finding:
+    """Tell why the node said nothing: that none is running is no fault."""
+    if not isinstance(error, LinkLost):
+        return Finding("fail", "door", str(error), error.hint or "")
+    if path.exists():
+        left = f"nobody answers at {path}"
+        return Finding("warn", "door", left, "a node was killed; start it again: `meshllm node`")
+    return Finding("warn", "door", "no node is running", START)
+
+
+def check_free_port(listen: str | None) -> Finding:
+    """Try to bind the port at which a node would listen."""
+    port = PORT if listen is None else _place(listen)[1]
+    with socket.socket(socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            found = f"port {port} cannot be used: {error.strerror}"
+            if listen is None:
+                return Finding("warn", "port", found, "nothing: a node takes another port")
+            return Finding("fail", "port", found, "choose another with `--listen`")
+    return Finding("ok", "port", f"{port} is free")
+
+
+def check_door(path: Path, status: Fields) -> Finding:
+    """Look at the socket that just answered, and at what the ring is doing."""
+    ring = status["ring"]
+    why = f": {ring['reason']}" if ring["reason"] else ""
+    found = f"node {status['name']} answers, ring {ring['state']}{why}"
+    if path.exists() and _is_open(path):
+        return Finding("fail", "door", f"{path} is open to others", f"chmod 600 {path}")
+    return Finding("ok" if ring["state"] == "serving" else "warn", "door", found)
+
+
+def check_listening(address: str) -> Finding:
+    """Dial an address of our own."""
+    host, port = _place(address) if "://" in address else ("", 0)
+    if not port:  # of a transport that has none
+        return Finding("ok", "listening", address)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        socket.create_connection((host, port), DIAL_S).close()
+    except OSError as error:
+        found = f"{address} does not answer: {error.strerror or error}"
+        return Finding("warn", "listening", found, f"let TCP port {port} through the firewall")
+    return Finding("ok", "listening", f"{address} answers from here")
+
+
+def check_peer(node: Fields, own_version: str) -> Finding:
+    """Judge the way to another node."""
+    who, link = f"{node['name']} {node['short']}", node["link"]
+    if node["state"] in {"left", "down", "refused"}:
+        verdict: Verdict = "warn" if node["state"] == "left" else "fail"
+        return Finding(verdict, "peer", f"{who} is {node['state']}: {node['reason']}".rstrip(": "))
+    if link is None:
+        at = ", ".join(node["addresses"]) or "an address nobody told"
+        advice = f"let {node['name']} and this machine reach each other: firewall, `--advertise`"
+        return Finding("fail", "peer", f"{who} is not reached at {at}", advice)
+    trip = link["round_trip_ms"]
+    found = f"{who} {link['path']}, {'no round trip yet' if trip is None else ms(trip)}"
+    if link["heard_s"] > QUIET_S:
+        return Finding("fail", "peer", f"{found}, silent for {link['heard_s']:.0f} s")
+    if node["version"] != own_version:
+        advice = f"install the same version on both: here is {own_version}"
+        return Finding("warn", "peer", f"{found}, meshllm {node['version']}", advice)
+    if trip is not None and trip > SLOW_MS:
+        return Finding("warn", "peer", found, "use a cable, or nodes that are nearer")
+    return Finding("ok", "peer", found)
+
+
+def check_memory(free: int) -> Finding:
+    """Judge how much memory is free."""
+    found = f"{bytes_of(free)} of {bytes_of(psutil.virtual_memory().total)} free"
+    if free < SCARCE_BYTES:
+        return Finding("warn", "memory", found, "end programs that hold memory")
+    return Finding("ok", "memory", found)
+
+
+def check_load(load: float, cores: int) -> Finding:
+    """Compare the load of the last minute with the cores."""
+    found = f"{cores} cores, load {load:.1f}"
+    if load > cores:
+        return Finding(
+            "warn", "threads", found, "end other programs: the slowest rank sets the pace"
+        )
+    return Finding("ok", "threads", found)
+
+
+def check_model(name: str) -> Finding:
+    """Look whether the model is here, and whether its type splits."""
+    try:
+        source = resolve(name)
+    except MeshError as error:
+        return Finding("fail", "model", str(error), error.hint or "")
+    kind = source.config.model_type
+    verdict = known_verdicts().get(kind)
+    if verdict is None:
+        return Finding(
+            "warn", "model", f"{name}: `{kind}` is not in the table", "meshllm model verify"
+        )
+    if not verdict.equal:
+        return Finding("fail", "model", f"{name}: `{kind}` cannot be split: {verdict.reason}")
+    return Finding("ok", "model", f"{name}: `{kind}` splits bit for bit")
+
+
+def check_weights(name: str, cache: Path) -> Finding:
+    """Hash the weights as a node does before it serves; equal weights show equal digests."""
+    try:
+        parts = manifest(resolve(name), cache)
+    except MeshError as error:
+        return Finding("fail", "weights", str(error), error.hint or "")
+    digest = blake3(b"".join(parts)).hexdigest()[:12]
+    if absent := sum(not any(part) for part in parts):
+        found = f"{digest}, and {absent} of {len(parts)} parts are not on this machine"
+        return Finding("warn", "weights", found, f"meshllm model pull {name}")
+    return Finding("ok", "weights", f"{digest}, {len(parts)} parts hashed")
+
+
+def check_transports(chosen: str, registry: Registry) -> Iterator[Finding]:
+    """Load the transport that is chosen and name the others."""
+    for offer in registry.describe():
+        if offer.name != chosen:
+            yield Finding("ok", "transport", f"{offer.name} {offer.version} is installed")
+    try:
+        registry.load(chosen)
+    except MeshError as error:
+        yield Finding("fail", "transport", str(error), error.hint or "")
+    else:
+        yield Finding("ok", "transport", f"{chosen} is chosen and loads")
+
+
+def _check_key(path: Path) -> Finding:
+    if not path.exists():
+        return Finding("ok", "key", "none yet: it is made on first use")
+    try:
+        return Finding("ok", "key", show(Keyring.open(path.parent).key.node))
+    except MeshError as error:
+        return Finding("fail", "key", str(error), error.hint or "")
+
+
+def _is_open(path: Path) -> bool:
+    found = path.stat()
+    return bool(found.st_mode & 0o077) or found.st_uid != os.geteuid()
+
+
+def _place(address: str) -> tuple[str, int]:
+    """Return host and port of an address; port 0 when it has none."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        return parts.hostname or "", parts.port or 0
+    except ValueError:
+        return parts.hostname or "", 0

@@ -1,0 +1,68 @@
+"""`meshllm doctor`: what is in order and what to do where it is not; mends nothing itself."""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from meshllm.cli import render
+from meshllm.cli.node import TRANSPORT, Carrier
+from meshllm.cli.options import Json, takes
+from meshllm.config import DEFAULT, Scalar, Settings, load
+from meshllm.errors import MeshError
+
+if TYPE_CHECKING:
+    from meshllm.cli.checks import Finding
+
+EXAMPLES = """\b
+Examples:
+  meshllm doctor
+  meshllm doctor --json
+"""
+
+
+@takes("model", "listen", "state")
+def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) -> None:
+    """Check this machine, its node and the way to every other node.
+
+    Nothing is changed and nothing is sent to strangers. It works with and without a running node,
+    and exits with 1 when something fails.
+    """
+    with render.Status(sys.stderr) as status:
+        status.show("loading torch")
+        from meshllm.cli import checks
+
+        config = load({**flags, "transport": transport})
+        chosen = config.settings
+        if config.origins["transport"] == DEFAULT:
+            chosen = replace(chosen, transport=TRANSPORT)
+        status.show("asking the node")
+        findings = list(checks.examine(chosen, _mesh_status(chosen)))
+    failed = sum(each.verdict == "fail" for each in findings)
+    if as_json:
+        render.dump({"failed": failed, "findings": [asdict(each) for each in findings]})
+    else:
+        render.out(lay_out(findings))
+    if failed:
+        raise MeshError(f"{failed} of {len(findings)} checks failed")
+
+
+def lay_out(findings: "Iterable[Finding]") -> str:
+    """Write a line for each finding, and one below it for what to do."""
+    lines: list[str] = []
+    for each in findings:
+        lines.append(f"{each.verdict:<5} {each.what:<10} {render.safe(each.found)}")
+        if each.advice:
+            lines.append(f"{'':16} do: {render.safe(each.advice)}")
+    return "\n".join(lines)
+
+
+def _mesh_status(chosen: Settings) -> dict[str, Any] | MeshError:
+    import asyncio
+
+    from meshllm.cli.door import Client, door_path
+
+    try:
+        return asyncio.run(Client(door_path(chosen)).get("/mesh/status"))
+    except MeshError as error:
+        return error

@@ -1,0 +1,139 @@
+"""The door of the running node, seen from the command line; knows nothing about terminals."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshllm.config import Settings, state_path
+from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
+from meshllm.request import Answer, Event, Request
+
+if TYPE_CHECKING:
+    from httpx2 import Response
+
+START = "start one with `meshllm node`"
+REPLY_S = 30.0  # for what a node knows by heart; its event loop computes nothing
+
+
+def door_path(settings: Settings) -> Path:
+    """Name the socket of the node that these settings mean."""
+    from meshllm.api.door import SOCKET
+
+    return state_path(settings) / SOCKET
+
+
+def running(settings: Settings) -> bool:
+    """Tell whether a node of the state folder answers."""
+    from meshllm.api.unix import is_answered
+
+    return is_answered(door_path(settings))
+
+
+@asynccontextmanager
+async def open_door(settings: Settings) -> AsyncIterator["Client"]:
+    """Answer through the mesh of the running node."""
+    yield Client(door_path(settings))
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Asks the node behind a socket.
+
+    Every method raises `LinkLost` when no node is running or it goes away, `TimedOut` when it does
+    not answer, and what the node itself raised.
+    """
+
+    socket: Path
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """Fetch one JSON object."""
+        return _object(await self._fetch("GET", path))
+
+    async def post(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Send one JSON object and fetch the one that answers it."""
+        return _object(await self._fetch("POST", path, json.dumps(fields).encode()))
+
+    async def text(self, path: str) -> str:
+        """Fetch plain text."""
+        return (await self._fetch("GET", path)).decode()
+
+    async def stream_lines(
+        self, path: str, body: bytes | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the lines of a stream: GET without a body, else POST. Closing it hangs up."""
+        method = "GET" if body is None else "POST"
+        rest = b""
+        async with self._open(method, path, body, timeout_s=None) as response:
+            async for chunk in response.aiter_raw():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in filter(None, lines):
+                    yield line
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield progress, pieces, and the answer last; closing it cancels on every node."""
+        from meshllm.node.asking import event_from_json, request_to_json
+
+        async with aclosing(self.stream_lines("/mesh/ask", request_to_json(request))) as lines:
+            async for line in lines:
+                event = event_from_json(line)
+                yield event
+                if isinstance(event, Answer):
+                    return
+        raise LinkLost("The node went away before its answer was complete")
+
+    async def _fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        async with self._open(method, path, body, timeout_s=REPLY_S) as response:
+            return await response.aread()
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, path: str, body: bytes | None, *, timeout_s: float | None
+    ) -> AsyncIterator["Response"]:
+        """Ask, and yield the response to be read; what goes wrong becomes an error of ours."""
+        import ssl
+
+        import httpx2
+
+        # An empty context: nothing is encrypted here, and the usual one reads every certificate.
+        transport = httpx2.AsyncHTTPTransport(
+            uds=str(self.socket), verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        )
+        try:
+            async with (
+                httpx2.AsyncClient(
+                    transport=transport, base_url="http://meshllm", timeout=timeout_s
+                ) as client,
+                client.stream(method, path, content=body) as response,
+            ):
+                if response.is_error:
+                    raise _error(response.status_code, await response.aread())
+                yield response
+        except httpx2.ConnectError:
+            raise LinkLost(f"No node is running at `{self.socket}`", hint=START) from None
+        except httpx2.TimeoutException:
+            raise TimedOut(f"The node did not answer within {timeout_s} s") from None
+        except httpx2.TransportError as error:
+            raise LinkLost(f"The node went away: {error}") from None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise PeerFault("The node answered with no JSON object")
+    return found
+
+
+def _error(status: int, body: bytes) -> MeshError:
+    """Make the error that the node tells of."""
+    from meshllm.node.asking import error_from_fields
+
+    try:
+        return error_from_fields(_object(body)["error"])
+    except (PeerFault, KeyError):
+        return PeerFault(f"The node answered with status {status}")

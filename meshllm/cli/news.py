@@ -1,0 +1,74 @@
+"""What changed between two looks at a mesh, in words and as fields; looks at nothing itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshllm.cli.render import bytes_of
+from meshllm.log import Field
+
+Fields = dict[str, Any]
+
+_RING = ("state", "reason", "digest", "epoch")
+_ABSENT = {"left", "down"}
+_UNKNOWN = {"state": "", "reason": ""}
+_TOLD = {"left": "left", "down": "is gone", "refused": "is refused", "standby": "stands by"}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """One thing that happened."""
+
+    event: str
+    text: str
+    fields: dict[str, Field] = field(default_factory=dict)
+
+
+def news(before: Fields, after: Fields) -> Iterator[News]:
+    """Yield what is new in a cleaned ``/mesh/status``; of an empty one before, everything is."""
+    known = {each["node"]: each for each in before.get("nodes", ())}
+    for each in after["nodes"]:
+        was = known.pop(each["node"], None)
+        if not each["self"]:
+            yield from _of_node(was, each)
+    for gone in known.values():
+        fields: dict[str, Field] = {"node": gone["node"], "name": gone["name"]}
+        yield News("removed", f"{gone['name'] or gone['short']} is no member any more", fields)
+    old, new = before.get("ring", {}), after["ring"]
+    if [old.get(key) for key in _RING] != [new[key] for key in _RING]:
+        yield _of_ring(new)
+
+
+def _of_node(before: Fields | None, after: Fields) -> Iterator[News]:
+    was, state, reason = before["state"] if before else "left", after["state"], after["reason"]
+    who = after["name"] or after["short"]
+    fields: dict[str, Field] = {"node": after["node"], "name": after["name"], "reason": reason}
+    if was in _ABSENT and state not in _ABSENT:
+        memory = f", {bytes_of(after['memory_bytes'])}" if after["memory_bytes"] else ""
+        yield News("joined", f"{who} joined ({after['short']}{memory})", fields)
+    elif before is None:
+        return  # it went before we came
+    if state in _TOLD and _is_news(before, after):
+        yield News(state, f"{who} {_TOLD[state]}{reason and f': {reason}'}", fields)
+
+
+def _is_news(before: Fields | None, after: Fields) -> bool:
+    """Tell whether a state or its reason is new; a standby's is full of figures that change."""
+    old, new = ((each["state"], each["reason"]) for each in (before or _UNKNOWN, after))
+    if new[0] == "standby":  # once, when a plan has judged it
+        return bool(new[1]) and not (old[0] == "standby" and old[1])
+    return old != new
+
+
+def _of_ring(ring: Fields) -> News:
+    stages = ", ".join(
+        f"{each['name'] or each['node'][:7]} {each['layers']}" for each in ring["stages"]
+    )
+    why = ring["reason"] and f": {ring['reason']}"
+    count = len(ring["stages"])
+    text = {
+        "serving": f"the ring of {count} serves, epoch {ring['epoch']}: {stages}",
+        "forming": f"a ring of {count} forms, epoch {ring['epoch']}: {stages}{why}",
+    }.get(ring["state"], f"{ring['state']}{why}")
+    fields = {key: ring[key] for key in _RING}
+    return News(ring["state"], text, {**fields, "stages": stages})

@@ -1,0 +1,232 @@
+"""`meshllm node`: this machine in a ring until it is told to leave; drives nothing itself."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import aclosing
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshllm.cli import complete, render
+from meshllm.cli.news import News, news
+from meshllm.cli.options import takes
+from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
+from meshllm.errors import UserError
+from meshllm.names import Span
+
+if TYPE_CHECKING:
+    from meshllm.api.door import Door
+    from meshllm.node.options import NodeOptions
+
+EXAMPLES = """\b
+Examples:
+  meshllm node --model Qwen/Qwen3-0.6B
+  meshllm node --join meshllm1...
+  meshllm node --memory 4GiB --name attic --listen ws://0.0.0.0:7700
+  meshllm node --print-service > ~/.config/systemd/user/meshllm.service
+"""
+
+TRANSPORT = "websocket"  # the default of a node; a ring inside one process has another
+
+Carrier = Annotated[
+    str | None,
+    typer.Option(
+        "--transport",
+        metavar="TEXT",
+        help=f"Transport between the nodes.  [default: {TRANSPORT}; env: MESHLLM_TRANSPORT]",
+        autocompletion=complete.transports,
+        show_default=False,
+    ),
+]
+
+_SOON_S = 0.02
+_AS_GIVEN = (
+    "model", "transport", "listen", "advertise", "join", "name", "policy", "members", "dtype",
+    "threads", "discovery", "context",
+)  # fmt: skip
+_SETTINGS = (
+    "model", "listen", "advertise", "join", "name", "memory", "layers", "policy",
+    "members", "exclude", "prefer", "dtype", "threads", "context", "state", "log_format",
+)  # fmt: skip
+
+
+@takes(*_SETTINGS)
+def node(
+    invocation: typer.Context,
+    transport: Carrier = None,
+    no_discovery: Annotated[
+        bool, typer.Option("--no-discovery", help="Do not look for nodes on the local network.")
+    ] = False,
+    ticket_file: Annotated[
+        Path | None,
+        typer.Option("--ticket-file", metavar="FILE", help="Write the ticket here too."),
+    ] = None,
+    print_service: Annotated[
+        bool, typer.Option("--print-service", help="Print a systemd user unit and exit.")
+    ] = False,
+    **flags: Scalar,
+) -> None:
+    """Be part of a ring, and let others in.
+
+    Without a ticket it begins a mesh of its own, or returns to the one it was in. stdout is a
+    ticket and the command for the next machine; what happens is told on stderr. The first Ctrl-C
+    or SIGTERM finishes what is being answered and leaves, the second ends it at once.
+    """
+    discovery = False if no_discovery else None
+    config = load({**flags, "transport": transport, "discovery": discovery})
+    if print_service:
+        _print_unit(config)
+        return
+    is_json = config.settings.log_format == "json"
+    options = _options(config)
+    _refuse_early(options)
+    with render.Status(sys.stderr) as status:
+        status.show("loading torch")
+        import_module("meshllm.node.node")  # here: Ctrl-C stops an import in the main thread only
+    _log_all(invocation.find_root().params.get("verbose") or 0, json=is_json)
+    import asyncio
+
+    asyncio.run(_run(options, _log if is_json else _say, ticket_file))
+
+
+def _refuse_early(options: "NodeOptions") -> None:
+    """Raise what needs no torch to be found out; the node itself looks again."""
+    from meshllm.node.keyring import Keyring
+    from meshllm.protocol.ticket import parse_ticket
+
+    if options.join is not None:
+        parse_ticket(options.join)
+    with Keyring.open(options.state).locked():
+        return
+
+
+def _log_all(verbosity: int, *, json: bool) -> None:
+    """Let one handler write what there is to say, that of other libraries too."""
+    from meshllm.log import setup
+
+    setup(max(verbosity, 1) if json else verbosity, json=json)
+    logging.captureWarnings(True)
+    library = logging.getLogger("transformers")  # it brings a handler of its own
+    library.handlers.clear()
+    library.propagate = True
+
+
+async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path | None) -> None:
+    import asyncio
+
+    from meshllm.api.door import SOCKET
+    from meshllm.api.serve import serve
+    from meshllm.api.unix import is_answered
+    from meshllm.cli.drain import draining
+    from meshllm.node.node import open_node
+
+    def leave() -> None:
+        tell(News("leaving", "leaving when all is answered; once more ends it at once"))
+        opened.leave()
+
+    with draining() as drain:
+        async with open_node(options) as opened, asyncio.TaskGroup() as group:
+            drain.leave = leave
+            socket = options.state / SOCKET
+            tasks = [group.create_task(serve(opened.door, socket))]
+            while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
+                await asyncio.sleep(_SOON_S)
+            _invite(opened.ticket, tell, file)
+            tasks.append(group.create_task(_report(opened.door, tell)))
+            await opened.stopped
+            for task in tasks:
+                task.cancel()
+
+
+async def _report(door: "Door", tell: Callable[[News], None]) -> None:
+    """Tell what changes, until the events end."""
+    from meshllm.cli.status import clean
+
+    before: dict[str, Any] = {}
+    async with aclosing(door.events()) as events:
+        while True:
+            after = clean(door.status())
+            for each in news(before, after):
+                tell(each)
+            before = after
+            if await anext(events, None) is None:
+                return
+
+
+def _invite(ticket: str, tell: Callable[[News], None], file: Path | None) -> None:
+    if file is not None:
+        _write_private(file, f"{ticket}\n")
+    tell(News("ready", "a ticket, and what to type on the next machine:"))
+    render.out(f"{ticket}\nmeshllm node --join {ticket}")  # at once: who reads one line may leave
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a new file that only its owner can read, where an older one may be."""
+    try:
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+
+
+def _say(happened: News) -> None:
+    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {happened.text}")
+
+
+def _log(happened: News) -> None:
+    from meshllm.log import event
+
+    event("mesh", event=happened.event, **happened.fields)
+
+
+def _options(config: Config) -> "NodeOptions":
+    """Pass on what was set anywhere; what was not is left to the mesh."""
+    from meshllm.node.options import NodeOptions
+
+    chosen = config.settings
+    given: dict[str, Any] = {
+        name: current(chosen, name) for name in _AS_GIVEN if config.origins[name] != DEFAULT
+    }
+    if given.get("dtype") == "auto":
+        given["dtype"] = None
+    return NodeOptions(
+        state=state_path(chosen),
+        memory_bytes=None if chosen.memory is None else _memory(chosen.memory),
+        layers=None if chosen.layers is None else Span.parse(chosen.layers),
+        exclude=_list(chosen.exclude),
+        prefer=_list(chosen.prefer),
+        **given,
+    )
+
+
+def _memory(text: str) -> int:
+    """Read `8GiB`, or `50%` of what is free now."""
+    from meshllm.cli.spec import parse_memory
+
+    if not text.endswith("%"):
+        return parse_memory(text)
+    import psutil  # type: ignore[import-untyped]  # ships no types
+
+    share = text[:-1].strip()
+    if not (share.isdecimal() and 0 < int(share) <= 100):
+        raise UserError(f"`{text}` is no share of the memory", hint="write it as `50%`")
+    return int(psutil.virtual_memory().available) * int(share) // 100
+
+
+def _list(text: str | None) -> tuple[str, ...] | None:
+    words = (word.strip() for word in (text or "").split(","))
+    return None if text is None else tuple(word for word in words if word)
+
+
+def _print_unit(config: Config) -> None:
+    from meshllm.cli.service import command, unit
+
+    render.out(unit(command(config, ("transport", *_SETTINGS, "discovery"))), end="")
+    if config.settings.join is not None:
+        render.talk("a unit holds no ticket: join once by hand, then start the service")

@@ -1,0 +1,194 @@
+"""`meshllm ring plan`: who would hold what, how fast, and why; decides nothing itself."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from meshllm.cli import render
+from meshllm.cli.options import Json, settings, takes
+from meshllm.config import Scalar
+from meshllm.errors import UserError
+
+if TYPE_CHECKING:
+    from meshllm.cli.spec import Spec
+    from meshllm.protocol.plan import Plan, Shape
+    from meshllm.protocol.prediction import Alternative, PredictedHop, Prediction
+
+PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
+PolicyName = Literal["auto", "fastest", "throughput", "proportional"]
+
+EXAMPLES = """\b
+Examples:
+  meshllm ring plan
+  meshllm ring plan --model builtin --spec "8GiB,4GiB@20ms"
+  meshllm ring plan --spec "3x8GiB:2.5ms@5ms" --policy throughput --json
+  meshllm ring plan --nodes home.toml
+"""
+
+
+@takes("model")
+def plan(
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Nodes and links in a TOML file.")
+    ] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(metavar="NODES", help="Nodes as `8GiB:2.5ms@20ms`: memory, layer, distance."),
+    ] = None,
+    policy: Annotated[
+        PolicyName,
+        typer.Option(
+            metavar="auto|fastest|throughput|proportional", help="What the ring is to be good at."
+        ),
+    ] = "auto",
+    context: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of one session to leave room for.")
+    ] = 4096,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Show who would hold which layers, how fast, and why.
+
+    Without nodes it plans for this machine alone. Nothing is contacted: figures follow from what
+    the nodes are said to have.
+    """
+    if nodes is not None and spec is not None:
+        raise UserError("`--nodes` and `--spec` both name nodes", hint="leave out one of them")
+    with render.Status(sys.stderr) as status:
+        status.show("looking at the model")
+        from meshllm.protocol.plan import Policy
+        from meshllm.protocol.policies import make_plan
+        from meshllm.protocol.prediction import compare, predict
+
+        shape = _shape(settings(flags).model, context)
+        there = _nodes(nodes, spec, shape)
+        found = make_plan(there.offers, there.links, shape, policy=Policy(policy))
+        outlook = _Outlook(
+            plan=found,
+            prediction=predict(found, there.offers, there.links, shape, prompt_tokens=PROMPT),
+            others=compare(there.offers, there.links, shape),
+            spec=there,
+            shape=shape,
+        )
+    if as_json:
+        render.dump(outlook.fields())
+    else:
+        render.out(outlook.text())
+
+
+def _shape(model: str, context: int) -> "Shape":
+    from meshllm.model.capacity import shape_of
+    from meshllm.model.source import resolve
+    from meshllm.node.assembly import plan_shape
+
+    return plan_shape(shape_of(resolve(model)), context)
+
+
+def _nodes(path: Path | None, text: str | None, shape: "Shape") -> "Spec":
+    from meshllm.cli.spec import parse_spec, read_spec
+    from meshllm.model.capacity import free_memory
+
+    if path is not None:
+        return read_spec(path, shape)
+    return parse_spec(text if text is not None else f"{free_memory()}B", shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """A plan with all there is to say about it."""
+
+    plan: "Plan"
+    prediction: "Prediction"
+    others: "tuple[Alternative, ...]"
+    spec: "Spec"
+    shape: "Shape"
+
+    def fields(self) -> dict[str, Any]:
+        """Lay it out for ``--json``."""
+        return {
+            "model": self.plan.model,
+            "context": self.shape.context,
+            "digest": self.plan.digest.hex(),
+            "stages": [
+                {
+                    "rank": rank,
+                    "node": self.spec.names[hop.node],
+                    "layers": str(hop.span),
+                    "memory_bytes": memory,
+                    "compute_ms": hop.compute_s * 1e3,
+                    "wire_ms": hop.wire_s * 1e3,
+                    "bytes_per_token": hop.bytes_per_token,
+                }
+                for rank, hop, memory in self._ranks()
+            ],
+            "standbys": self._standbys(),
+            "head_ms": self.prediction.head_s * 1e3,
+            "ttft_ms": self.prediction.ttft_s * 1e3,
+            "ms_per_token": self.prediction.seconds_per_token * 1e3,
+            "policies": [
+                {
+                    "policy": policy,
+                    "nodes": nodes,
+                    "ms_per_token": token_ms,
+                    "slowest_stage_ms": stage_ms,
+                    "reason": reason,
+                }
+                for policy, nodes, token_ms, stage_ms, reason in self._policies()
+            ],
+            "assumed": list(self.spec.assumed),
+        }
+
+    def text(self) -> str:
+        """Lay it out for a person."""
+        ranks = [
+            (rank, self.spec.names[hop.node], str(hop.span), render.bytes_of(memory),
+             hop.compute_s * 1e3, hop.wire_s * 1e3)
+            for rank, hop, memory in self._ranks()
+        ]  # fmt: skip
+        policies = [row[:4] for row in self._policies()]
+        token_s = self.prediction.seconds_per_token
+        return "\n".join(
+            [
+                render.table(("rank", "node", "layers", "memory", "compute ms", "wire ms"), ranks),
+                *(f"standby {each['node']}: {each['reason']}" for each in self._standbys()),
+                "",
+                f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
+                f" (head {self.prediction.head_s * 1e3:.2f} ms)",
+                f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT}",
+                "",
+                render.table(("policy", "nodes", "ms per token", "slowest stage ms"), policies),
+                *(f"{each.policy}: {each.reason}" for each in self.others if each.plan is None),
+                *(f"assumed: {each}" for each in self.spec.assumed),
+            ]
+        )
+
+    def _ranks(self) -> Iterator[tuple[int, "PredictedHop", int]]:
+        """Yield rank, hop and the bytes it needs: layers, one session's caches, and the ends."""
+        caches = [each * self.shape.context for each in self.shape.kv_bytes_per_token]
+        for rank, hop in enumerate(self.prediction.hops):
+            span = slice(hop.span.start, hop.span.stop)
+            ends = self.shape.ends_bytes if rank == 0 else 0
+            yield rank, hop, sum(self.shape.layer_bytes[span]) + sum(caches[span]) + ends
+
+    def _standbys(self) -> list[dict[str, str]]:
+        return [
+            {"node": self.spec.names[each.node], "reason": each.reason}
+            for each in self.plan.standbys
+        ]
+
+    def _policies(self) -> list[tuple[str, int | None, float | None, float | None, str]]:
+        """List what each policy would do; figures are None where it finds no ring."""
+        return [
+            (
+                str(each.policy),
+                len(each.plan.stages) if each.plan else None,
+                each.prediction.seconds_per_token * 1e3 if each.prediction else None,
+                each.prediction.slowest_stage_s * 1e3 if each.prediction else None,
+                each.reason,
+            )
+            for each in self.others
+        ]

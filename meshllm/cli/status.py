@@ -1,0 +1,200 @@
+"""What a node says about its mesh, laid out for a terminal; knows nothing about how it is asked."""
+
+from collections.abc import Iterable, Iterator
+from textwrap import wrap
+from typing import Any
+
+from meshllm.cli.picture import Place, picture
+from meshllm.cli.render import PER_TOKEN, bytes_of, safe, table
+
+Fields = dict[str, Any]
+
+_LONGEST = 16  # characters of a name in a table
+_SHORT = 12  # in the widest one
+_NODES, _LINKS, _HOPS = 2, 3, 4  # places in the layout
+
+
+def clean(value: Any) -> Any:
+    """Make every text of a reply one line that no terminal obeys: other nodes wrote some."""
+    match value:
+        case str():
+            return safe(value).replace("\n", "\\n").replace("\t", "\\t")
+        case dict():
+            return {name: clean(each) for name, each in value.items()}
+        case list():
+            return [clean(each) for each in value]
+        case _:
+            return value
+
+
+def lay_out(status: Fields, columns: int, rows: int | None = None) -> str:
+    """Lay out a cleaned ``/mesh/status``, in at most so many columns where names allow it.
+
+    Where there are not enough ``rows``, what the picture does not need goes first.
+    """
+    parts = [
+        _head(status, columns),
+        _ring(status, columns),
+        _nodes(status, columns),
+        _links(status),
+        _hops(status["ring"]),
+        _foot(status, columns),
+    ]
+    for part in (_LINKS, _HOPS, _NODES):
+        if rows is not None and _join(parts).count("\n") >= rows:
+            parts[part] = ""
+    return _join(parts)
+
+
+def span_of(seconds: float) -> str:
+    """Write a duration in the unit that a person would choose."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def ms(value: float, figures: int = 3) -> str:
+    """Write milliseconds with so many figures, and no more than that many decimals."""
+    return f"{value:.{max(figures - len(f'{value:.0f}'), 0)}f} ms"
+
+
+def _join(parts: Iterable[str]) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(status: Fields, columns: int) -> str:
+    ring, model = status["ring"], status["model"]
+    state = ring["state"] + (f": {ring['reason']}" if ring["reason"] else "")
+    what = f"{model['name']}, {model['layers']} layers, {model['dtype']}" if model else "no model"
+    plan = f", epoch {ring['epoch']}, plan {ring['digest']}" if ring["digest"] else ""
+    facts = (
+        ("ring", state),
+        ("model", what),
+        ("policy", f"{ring['policy']}{plan}"),
+        (
+            "mesh",
+            f"{status['mesh'][:12]}, seen by {status['name']} for {span_of(status['since_s'])}",
+        ),
+    )
+    lines = (wrap(text, max(columns - 8, 20), subsequent_indent=" " * 8) for _, text in facts)
+    return "\n".join(
+        f"{name:<8}" + "\n".join(line) for (name, _), line in zip(facts, lines, strict=True)
+    )
+
+
+def _ring(status: Fields, columns: int) -> str:
+    ring = status["ring"]
+    if not ring["stages"]:
+        return ""
+    measured = _measured(ring)
+    figures, about, digits = (measured, "", 3) if measured else (ring["predicted"], "~", 2)
+    here = {each["node"] for each in status["nodes"] if each["self"]}
+    hops = {hop["rank"]: hop for hop in figures["hops"]} if figures else {}
+    places = [
+        Place(
+            name=("* " if stage["node"] in here else "") + stage["name"],
+            layers=stage["layers"],
+            compute=about + ms(hop["compute_ms"], digits) if hop else "",
+            wire=about + ms(hop["wire_ms"], digits) if hop else "",
+        )
+        for stage in ring["stages"]
+        for hop in [hops.get(stage["rank"])]
+    ]
+    return picture(places, columns)
+
+
+def _nodes(status: Fields, columns: int) -> str:
+    rows = [
+        (
+            "*" if each["self"] else "",
+            each["short"],
+            _cut(each["name"]),
+            "client" if each["role"] == "client" else each["state"],
+            each["layers"],
+            bytes_of(each["memory_bytes"]) if each["memory_bytes"] else None,
+            next(iter(each["addresses"]), None),
+        )
+        for each in status["nodes"]
+    ]
+    header = ("", "node", "name", "state", "layers", "memory", "address")
+    lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
+    for each in status["nodes"]:
+        if each["reason"]:
+            why = f"{_cut(each['name'])} is {each['state']}: {each['reason']}"
+            lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
+    return "\n".join(lines)
+
+
+def _links(status: Fields) -> str:
+    linked = [each for each in status["nodes"] if each["link"]]
+    rows = [
+        (
+            _cut(each["name"]),
+            link["path"],
+            None if link["round_trip_ms"] is None else ms(link["round_trip_ms"]),
+            bytes_of(link["bytes_sent"]),
+            bytes_of(link["bytes_received"]),
+            f"{link['heard_s']:.1f} s ago",
+        )
+        for each in linked
+        for link in [each["link"]]
+    ]
+    header = ("link to", "path", "round trip", "sent", "received", "heard")
+    return table(header, rows) if rows else ""
+
+
+def _measured(ring: Fields) -> Fields | None:
+    """Return what was measured, if it was on the ring that there is now."""
+    measured: Fields | None = ring["measured"]
+    spans = [stage["layers"] for stage in ring["stages"]]
+    return measured if measured and [hop["layers"] for hop in measured["hops"]] == spans else None
+
+
+def _hops(ring: Fields) -> str:
+    measured, predicted = _measured(ring), ring["predicted"]
+    if not (measured or predicted):
+        return ""
+    seen = {hop["rank"]: hop for hop in measured["hops"]} if measured else {}
+    told = {hop["rank"]: hop for hop in predicted["hops"]} if predicted else {}
+    rows = [
+        (
+            stage["rank"],
+            _cut(stage["name"], _SHORT),
+            *(each.get("compute_ms") for each in (real, plan)),
+            *(real.get(key) for key in ("serialise_ms", "queue_ms")),
+            *(each.get("wire_ms") for each in (real, plan)),
+            round(real["bytes_per_token"]) if real else None,
+        )
+        for stage in ring["stages"]
+        for real, plan in [(seen.get(stage["rank"], {}), told.get(stage["rank"], {}))]
+    ]
+    parts = ("compute", "planned", "serialise", "queue", "wire", "planned")
+    return f"{PER_TOKEN}:\n{table(('hop', 'node', *parts, 'bytes'), rows)}"
+
+
+def _totals(ring: Fields) -> Iterator[str]:
+    measured = _measured(ring)
+    for word, figures in (("measured", measured), ("planned", ring["predicted"])):
+        if figures and figures["ms_per_token"]:
+            rate = 1000 / figures["ms_per_token"]
+            tokens = f", over {figures['tokens']} tokens" if "tokens" in figures else ""
+            yield (
+                f"{word:<10}{ms(figures['ms_per_token'])} per token, {rate:.1f} tokens/s,"
+                f" first token {ms(figures['ttft_ms'])}{tokens}"
+            )
+    if ring["stages"] and not measured:
+        yield f"{'measured':<10}nothing yet: `meshllm ring trace` times an answer"
+
+
+def _foot(status: Fields, columns: int) -> str:
+    counts = ", ".join(f"{count} {word}" for word, count in status["sessions"].items())
+    lines = [*_totals(status["ring"]), f"sessions  {counts}"]
+    if status["ring"]["advice"]:
+        indent = " " * 10
+        lines += wrap(f"faster    {status['ring']['advice']}", columns, subsequent_indent=indent)
+    return "\n".join(lines)
+
+
+def _cut(name: str, most: int = _LONGEST) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"

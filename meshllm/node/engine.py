@@ -1,0 +1,133 @@
+"""The model of one node: what it holds for the plan in force; knows no links and no requests."""
+
+from dataclasses import dataclass
+
+import torch
+
+from meshllm.errors import ModelError
+from meshllm.model.capacity import ModelShape, shape_of
+from meshllm.model.check import check
+from meshllm.model.shard import Shard
+from meshllm.model.source import Source
+from meshllm.model.text import Text
+from meshllm.model.verdict import Verdict
+from meshllm.names import NodeId, Span
+from meshllm.node.session import Ends as HeldEnds
+from meshllm.node.worker import Worker
+from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.entry import Pace
+from meshllm.protocol.plan import Ends, Plan
+from meshllm.protocol.stage import MAX_PENDING
+from meshllm.transport.contract import MAX_MESSAGE_BYTES
+
+_HEADER_BYTES = 256  # more than a message has beside its rows, sealed
+_WIDEST = 4  # bytes of an element on the wire
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a node holds as a rank of a plan."""
+
+    span: Span
+    ends: HeldEnds | None
+    """On the entry."""
+    shard: Shard | None
+    """On every other rank."""
+
+
+class Engine:
+    """Loads spans of one model, one at a time, on the compute thread."""
+
+    def __init__(
+        self,
+        source: Source,
+        worker: Worker,
+        shape: ModelShape,
+        verdict: Verdict,
+        dtype: torch.dtype,
+    ) -> None:
+        self.source = source
+        self.worker = worker
+        self.shape = shape
+        self.verdict = verdict
+        self._dtype = dtype
+        self._held: Held | None = None
+        self._text: Text | None = None
+
+    @classmethod
+    async def open(cls, source: Source, worker: Worker, dtype: torch.dtype | None) -> "Engine":
+        """Look at a model; nothing of it is loaded yet.
+
+        Raises:
+            ModelError: it cannot be run.
+        """
+        verdict = await worker.run(check, source.config)
+        verdict.require(1)
+        shape = await worker.run(shape_of, source, dtype)
+        return cls(source, worker, shape, verdict, getattr(torch, shape.dtype))
+
+    def pace(self, ring: int, chunk: int = 256) -> Pace:
+        """Choose how a generation is fed to a ring of this size."""
+        most = self._most_rows
+        rows = min(chunk, most) if self.verdict.chunkable else most
+        return Pace(chunk=rows, window=min(ring, MAX_PENDING))
+
+    @property
+    def context(self) -> int:
+        """Count the tokens that a session may have."""
+        context = self.shape.context or MAX_POSITION
+        # A model that takes no chunks gets its prompt in one message, which has a limit.
+        return context if self.verdict.chunkable else min(context, self._most_rows)
+
+    async def text(self) -> Text:
+        """Return the tokenizer and chat template; raise `ModelError` where there is none."""
+        if self._text is None:  # reading it takes long, once
+            self._text = await self.worker.run(Text.load, self.source.folder)
+        return self._text
+
+    async def hold(self, plan: Plan, me: NodeId) -> Held:
+        """Load what the plan gives this node; what it held before is let go first.
+
+        Raises:
+            ModelError: the weights are not here, or damaged.
+        """
+        rank = plan.rank(me)
+        assert rank is not None  # the caller asks for its own place
+        self.verdict.require(len(plan.stages))
+        if plan.ends is not Ends.ENTRY:
+            raise ModelError("A mesh keeps the ends on the entry")
+        span, alone = plan.stages[rank].span, len(plan.stages) == 1
+        held = self._held
+        if held and held.span == span and self._fits(held, rank, alone):
+            return held
+        self._held = held = None
+        self._held = await self.worker.run(self._load, span, rank == 0, alone)
+        return self._held
+
+    def release(self) -> None:
+        """Let go of what is held."""
+        self._held = None
+
+    @property
+    def _most_rows(self) -> int:
+        row = self.shape.hidden_size * _WIDEST
+        return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
+
+    @staticmethod
+    def _fits(held: Held, rank: int, alone: bool) -> bool:
+        if rank > 0:
+            return held.shard is not None
+        return held.ends is not None and (held.ends.head is None) is alone
+
+    def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:
+        source, dtype = self.source, self._dtype
+        if not is_entry:
+            return Held(span, None, Shard.load(source, span, embed=False, head=False, dtype=dtype))
+        front = Shard.load(source, span, embed=True, head=alone, dtype=dtype)
+        end = Span(self.shape.layers, self.shape.layers)
+        head = (
+            None
+            if alone
+            else Shard.load(source, end, embed=False, head=True, dtype=dtype, share=front)
+        )
+        return Held(span, HeldEnds(front, head, self.context), None)

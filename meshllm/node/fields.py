@@ -1,0 +1,207 @@
+"""JSON of strangers to frozen dataclasses and back, strictly; knows nothing about what they mean.
+
+What a field may hold is its annotation, and what may be left out has a default: nothing is written
+twice, and nothing is accepted that nobody declared.
+"""
+
+import json
+from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from math import isfinite
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from meshllm.errors import UserError
+from meshllm.names import Span
+
+T = TypeVar("T")
+
+MAX_ITEMS = 4096  # of a list, token ids aside: each takes microseconds of an event loop
+MAX_DIGITS = 20  # of a whole number; 64 bits have no more
+
+_WORDS: dict[type, str] = {
+    str: "text", bool: "true or false", int: "a whole number", float: "a number",
+    list: "a list", dict: "an object", NoneType: "null",
+}  # fmt: skip
+
+
+class WrongField(UserError):
+    """A field that is unknown, missing or of the wrong type."""
+
+    def __init__(self, name: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.name = name
+        """Where it stands, as `messages[0].role`."""
+
+
+def parse(data: bytes) -> object:
+    """Read JSON in UTF-8: no name twice, no infinity, no lone surrogate, no endless nesting.
+
+    Raises:
+        UserError: the bytes are anything else.
+    """
+    try:
+        found: object = json.loads(
+            data.decode(),
+            object_pairs_hook=_once,
+            parse_int=_whole,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
+        if b"\\u" in data:  # `"\ud800"` is read by every decoder and written by no encoder
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise UserError("The JSON is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"This is no JSON: {error}") from None
+    return found
+
+
+def build(kind: type[T], value: object, name: str = "") -> T:
+    """Make a dataclass of what `parse` found; raise `WrongField` for whatever does not fit."""
+    return cast("T", _build(kind, value, name))
+
+
+def lay_out(value: object) -> Any:
+    """Turn a dataclass into what `build` takes; floats stay exact."""
+    match value:
+        case Span() | StrEnum():
+            return str(value)
+        case tuple():
+            return [lay_out(each) for each in value]
+        case _ if is_dataclass(value):
+            return {each.name: lay_out(getattr(value, each.name)) for each in fields(value)}
+        case _:
+            return value
+
+
+class _Member(NamedTuple):
+    kind: Any
+    is_needed: bool
+
+
+def _build(kind: Any, value: object, name: str) -> object:
+    origin = get_origin(kind)
+    if origin is UnionType:
+        return _build(_alternative(kind, value, name), value, name)
+    if kind is Span or origin is Literal or (isinstance(kind, type) and issubclass(kind, StrEnum)):
+        return _word(kind, value, name)
+    if not _fits(kind, value):
+        raise _wrong(name, value, _called(kind))
+    if isinstance(value, list):
+        return _tuple(get_args(kind)[0], value, name)
+    if isinstance(value, dict):
+        return _object(kind, value, name)
+    return float(cast("float", value)) if kind is float else value
+
+
+def _alternative(kind: Any, value: object, name: str) -> Any:
+    """Choose the first of a union that the value looks like."""
+    for each in get_args(kind):
+        if _fits(each, value):
+            return each
+    raise _wrong(name, value, " or ".join(_called(each) for each in get_args(kind)))
+
+
+def _word(kind: Any, value: object, name: str) -> object:
+    """Read what is one of a few words, or a span."""
+    if not isinstance(value, str):
+        raise _wrong(name, value, "text")
+    if kind is Span:
+        return Span.parse(value[:100])
+    words = get_args(kind) or tuple(kind)
+    if value not in words:
+        hint = f"one of {_list(words)}"
+        raise WrongField(name, f"`{name}` is `{value[:40]}`", hint=hint)
+    return value if get_origin(kind) is Literal else kind(value)
+
+
+def _tuple(kind: Any, values: list[object], name: str) -> tuple[object, ...]:
+    if len(values) > MAX_ITEMS and kind is not int:
+        raise WrongField(name, f"`{name}` has {len(values)} items, not at most {MAX_ITEMS}")
+    return tuple(_build(kind, each, f"{name}[{place}]") for place, each in enumerate(values))
+
+
+def _object(kind: Any, values: dict[str, object], name: str) -> object:
+    members = _members(kind)
+    prefix = f"{name}." if name else ""
+    for unknown in values.keys() - members.keys():
+        where = f"{prefix}{unknown[:100]}"
+        raise WrongField(where, f"`{where}` is not supported", hint=f"one of {_list(members)}")
+    for needed in members.keys() - values.keys():
+        if members[needed].is_needed:
+            raise WrongField(f"{prefix}{needed}", f"`{prefix}{needed}` is missing")
+    return kind(
+        **{
+            each: _build(members[each].kind, value, f"{prefix}{each}")
+            for each, value in values.items()
+        }
+    )
+
+
+@cache
+def _members(kind: Any) -> dict[str, _Member]:
+    """Name the members of a dataclass or a TypedDict."""
+    hints = get_type_hints(kind)
+    if is_typeddict(kind):
+        return {name: _Member(hint, is_needed=True) for name, hint in hints.items()}
+    return {
+        each.name: _Member(hints[each.name], each.default is each.default_factory is MISSING)
+        for each in fields(kind)
+    }
+
+
+def _fits(kind: Any, value: object) -> bool:
+    """Tell whether a value looks like a type, seen from outside."""
+    return type(value) is _form(kind) or (kind is float and type(value) is int)
+
+
+def _form(kind: Any) -> type:
+    """Tell what JSON makes of a type."""
+    if get_origin(kind) is tuple:
+        return list
+    return dict if is_dataclass(kind) or is_typeddict(kind) else cast("type", kind)
+
+
+def _called(kind: Any) -> str:
+    return _WORDS[_form(kind)]
+
+
+def _wrong(name: str, value: object, wanted: str) -> WrongField:
+    subject = f"`{name}`" if name else "The JSON"
+    return WrongField(name, f"{subject} is {_WORDS[type(value)]}, not {wanted}")
+
+
+def _list(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found
+
+
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a whole number of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError("a number that is not finite")
+    return value

@@ -1,0 +1,48 @@
+"""Who may enter: members by their credential, guests by a ticket; knows nothing about links."""
+
+import time
+
+from meshllm.errors import NotAuthorised
+from meshllm.names import NodeId
+from meshllm.node.keyring import Keyring
+from meshllm.protocol.credential import Credential, Removals, check, issue
+from meshllm.protocol.handshake import Purpose
+from meshllm.protocol.ticket import TicketProof
+
+
+class Gate:
+    """The doorkeeper of a node: it lets members in, and makes members of those it invited."""
+
+    def __init__(self, keyring: Keyring, credential: Credential, removals: Removals) -> None:
+        self._keyring = keyring
+        self._credential = credential
+        self._removals = removals
+
+    def judge(
+        self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
+    ) -> Credential:
+        """Return the credential by which a dialer is a member, checked or new."""
+        _ = purpose, instance  # what a member may do is asked where it does it
+        if isinstance(proof, TicketProof):
+            proof = self._redeem(peer, proof)
+        check(proof, peer, self._credential.mesh, time.time(), self._removals)
+        return proof
+
+    def _redeem(self, peer: NodeId, proof: TicketProof) -> Credential:
+        """Make a member of who knows the secret of an invitation."""
+        for invitation in self._keyring.invitations():
+            if invitation.role is proof.role and proof.proves(invitation.secret):
+                if not invitation.is_open(time.time(), peer):
+                    raise NotAuthorised(
+                        "The ticket has expired or is used up",
+                        hint="make another one with `meshllm ring ticket`",
+                    )
+                if peer in self._removals:
+                    raise NotAuthorised("The node was removed from the mesh, for ever")
+                granted = issue(self._keyring.key, self._credential, peer, invitation.role)
+                self._keyring.use(invitation, peer)
+                return granted
+        raise NotAuthorised(
+            "The inviter knows no such ticket: it was used up, has expired, or is of another node",
+            hint="make another one with `meshllm ring ticket`",
+        )

@@ -1,0 +1,111 @@
+"""How a node becomes a member: founding, returning, or with a ticket; knows nothing of rings."""
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from meshllm.errors import LinkLost, NotAuthorised, UserError
+from meshllm.names import NodeId
+from meshllm.node.beacon import open_beacon
+from meshllm.node.keyring import Keyring
+from meshllm.node.options import NodeOptions
+from meshllm.node.reach import Caller
+from meshllm.node.secure import SecureLink
+from meshllm.protocol.credential import Credential, Role
+from meshllm.protocol.handshake import Own, Purpose
+from meshllm.protocol.ticket import Ticket, parse_ticket
+from meshllm.transport.contract import Transport
+
+KNOCK_S = 1.0  # s between two tries to reach the inviter, who may start later
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """By what a node is a member, and where to find the others."""
+
+    credential: Credential
+    incarnation: int
+    link: SecureLink | None
+    """To the inviter, where the node has just joined."""
+    hints: tuple[tuple[NodeId, tuple[str, ...]], ...]
+    """Where members may be."""
+
+    @property
+    def is_founder(self) -> bool:
+        """Tell whether this node began the mesh."""
+        return not self.credential.chain
+
+
+async def enter(keyring: Keyring, options: NodeOptions, transport: Transport) -> Membership:
+    """Found a mesh, return to one, or join one with a ticket, as soon as the inviter answers.
+
+    Raises:
+        UserError: the ticket is mistyped, or for a client.
+        NotAuthorised: the inviter refuses it, or it has expired.
+    """
+    incarnation = keyring.next_incarnation()
+    ticket = parse_ticket(options.join) if options.join else None
+    hints = ((ticket.inviter, ticket.addresses),) if ticket else ()
+    if ticket is None or ticket.mesh == keyring.mesh or ticket.inviter == keyring.key.node:
+        credential = keyring.credential or keyring.found()
+        return Membership(credential, incarnation, None, (*hints, *keyring.peers.items()))
+    if ticket.role is not Role.NODE:
+        raise UserError("The ticket is for a client", hint="use it with `meshllm chat --join`")
+    if keyring.mesh is not None:
+        logger.warning("this node leaves the mesh it was in")
+    link = await knock(keyring, ticket, transport, incarnation, discovery=options.discovery)
+    return Membership(keyring.join(_granted(link)), incarnation, link, hints)
+
+
+async def knock(
+    keyring: Keyring,
+    ticket: Ticket,
+    transport: Transport,
+    instance: int,
+    *,
+    discovery: bool = True,
+) -> SecureLink:
+    """Show a ticket to the inviter, where the ticket or its beacon says; ask until it answers.
+
+    Raises:
+        NotAuthorised: the inviter refuses it, or it has expired.
+    """
+    caller = Caller(
+        dict.fromkeys(transport.schemes, transport),
+        Own(keyring.key, ticket.mesh, instance, ticket),
+    )
+    heard: dict[NodeId, tuple[str, ...]] = {}
+    told = ""
+    async with AsyncExitStack() as stack:
+        if discovery:
+            me = keyring.key.node
+            await stack.enter_async_context(open_beacon(ticket.mesh, me, heard.__setitem__))
+        while True:
+            _refuse_late(ticket)
+            addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
+            try:
+                return await caller.reach(
+                    addresses, Purpose.MESH, expect=ticket.inviter, removals={}
+                )
+            except LinkLost as error:
+                if str(error) != told:
+                    told = str(error)
+                    logger.warning("waiting for the node that invited: %s", error)
+            await asyncio.sleep(KNOCK_S)
+
+
+def _refuse_late(ticket: Ticket) -> None:
+    if 0 < ticket.expires_s <= time.time():
+        raise NotAuthorised(
+            "The ticket has expired", hint="make another one with `meshllm ring ticket`"
+        )
+
+
+def _granted(link: SecureLink) -> Credential:
+    if link.granted is None:
+        raise NotAuthorised("The inviter let this node in and gave it no credential")
+    return link.granted

@@ -1,0 +1,429 @@
+"""A node of a mesh at work: who is here, and which ring that makes; knows no faces.
+
+Theory of operation
+-------------------
+The links feed the machine of the mesh; whenever what it knows changes, the node computes the
+agreement anew and its service follows the plan. The service loads, links and serves, and says how
+far it is, which the node publishes. Requests go to the desk, which finds the entry. Nobody
+decides for another: every node does this alone, from the same records.
+"""
+
+import asyncio
+import logging
+import platform
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshllm import __version__
+from meshllm.errors import MeshError, NotAuthorised
+from meshllm.names import MeshId, NodeId
+from meshllm.node.beacon import open_beacon
+from meshllm.node.desk import Desk
+from meshllm.node.door import NodeDoor
+from meshllm.node.founding import amend, unknown
+from meshllm.node.gate import Gate
+from meshllm.node.joining import Membership, enter
+from meshllm.node.keyring import Keyring
+from meshllm.node.links import Links
+from meshllm.node.options import NodeOptions
+from meshllm.node.preparation import Preparation
+from meshllm.node.reach import Caller
+from meshllm.node.secure import SecureLink
+from meshllm.node.standing import Standing
+from meshllm.node.worker import Worker, compute_thread
+from meshllm.protocol.agreement import Agreement, agree
+from meshllm.protocol.candidates import View
+from meshllm.protocol.charter import Charter
+from meshllm.protocol.credential import Removal, Role, check
+from meshllm.protocol.gossip import Item
+from meshllm.protocol.handshake import Own
+from meshllm.protocol.identity import short
+from meshllm.protocol.mesh import Mesh
+from meshllm.protocol.meshwire import Talk, Why
+from meshllm.protocol.plan import Plan
+from meshllm.protocol.records import MAX_ADDRESSES, MAX_LABEL_BYTES, Profile
+from meshllm.transport.contract import Listener, Transport
+from meshllm.transport.registry import Registry
+
+__all__ = ["MeshNode", "NodeOptions", "open_node"]
+
+SWITCH_S = 0.0005  # s a thread may keep the interpreter; 5 ms of a beat or a token otherwise
+SETTLE_S = 0.5  # s; a beat: in that time both ends of a link say that it stands, or is gone
+REMEMBER_S = 1.0  # s; what changes at once is written down once
+SEEK_S = 2.0  # s between two looks for a mesh that was lost
+SEEK_LINKED_S = 30.0  # s between two looks for members that are not linked
+TWIN_S = 3.0  # s of being taken for another process, after which it is one
+DRAIN_S = 60.0  # s that requests under way are given when the node is told to leave
+TICKET_S = 24 * 3600.0  # s that the ticket of the start lasts
+
+_RECORDS = "records"
+_LENGTH_BYTES = 4
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node is reached, and by what it reaches others."""
+
+    transport: Transport
+    listener: Listener
+    addresses: tuple[str, ...]
+
+
+class MeshNode:
+    """One node; made by `open_node`."""
+
+    def __init__(
+        self,
+        options: NodeOptions,
+        keyring: Keyring,
+        preparation: Preparation,
+        place: Place,
+        own: Membership,
+    ) -> None:
+        self.keyring = keyring
+        self.place = place
+        self.me = keyring.key.node
+        self.name = options.name or platform.node() or "node"
+        self.name = self.name.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
+        self.version = __version__
+        self.since = time.monotonic()
+        self.incarnation = own.incarnation
+        self.machine = Mesh(
+            keyring.key, own.credential, own.incarnation, now=self.now(), wall_s=time.time()
+        )
+        self.machine.restore(_items(keyring.recall(_RECORDS)), self.now())
+        side = Own(keyring.key, own.credential.mesh, own.incarnation, own.credential)
+        caller = Caller(dict.fromkeys(place.transport.schemes, place.transport), side)
+        gate = Gate(keyring, own.credential, self.machine.removals)
+        self.links = Links(caller, self.machine, gate, self)
+        self.standing = Standing(self.machine, self.links, self._why)
+        self.desk = Desk(self.me, self.standing, self.links.post)
+        self.agreement: Agreement | None = None
+        self.door = NodeDoor(self)
+        self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_leaving = False
+        self._options = options
+        self._own = own
+        self._preparation = preparation
+        self._profile = Profile(self.name, __version__, place.addresses, memory_bytes=0)
+        self._is_stirred = False
+        self._is_remembering = False
+        self._considered: Plan | None = None
+        self._unknown: list[str] = []
+        self._twin_since: float | None = None
+        self._charter_known = asyncio.Event()
+        self._jobs = asyncio.TaskGroup()
+
+    @property
+    def ticket(self) -> str:
+        """A fresh invitation for another node."""
+        return self.invite(Role.NODE, TICKET_S, None)
+
+    @property
+    def mesh(self) -> MeshId:
+        """The mesh that it is a member of."""
+        return self._own.credential.mesh
+
+    def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
+        """Make a ticket."""
+        addresses = self.place.addresses
+        return self.keyring.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
+
+    def expel(self, removal: Removal) -> None:
+        """Tell that a member is removed, and cut the link to it."""
+        self.links.act(self.machine.remove(removal, self.now()))
+
+    def leave(self) -> None:
+        """Finish what is under way, tell the others, and stop."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            self._jobs.create_task(self._drain())
+
+    async def run(self) -> None:
+        """Be a node until cancelled."""
+        async with self._jobs, AsyncExitStack() as stack:
+            for part in (self._carry, self.desk.run, self._seek, self._serve):
+                self._jobs.create_task(self._guarded(part))
+            await asyncio.sleep(0)  # the links take work from now on
+            self._tell(profile=self._profile)
+            self.standing.publish()
+            if self._own.link is not None:
+                self.links.adopt(self._own.link)
+            if self._options.discovery:
+                beacon = await stack.enter_async_context(
+                    open_beacon(self.mesh, self.me, self.links.hint)
+                )
+                beacon.addresses = self.place.addresses
+                self._jobs.create_task(beacon.run())
+            await asyncio.Event().wait()  # nobody sets it
+
+    def close(self) -> None:
+        """Write down what was to be written soon."""
+        if self._is_remembering:
+            self._remember()
+
+    def ended(self, running: asyncio.Future[None]) -> None:
+        """Let a bug that ended the node be seen by whoever waits for its end."""
+        if not running.cancelled() and (error := running.exception()) and not self.stopped.done():
+            self.stopped.set_exception(error)
+
+    # What the links bring.
+
+    def changed(self) -> None:
+        """Compute the agreement anew, once for all that changed by now."""
+        if not self._is_stirred:
+            self._is_stirred = True
+            asyncio.get_running_loop().call_soon(self._agree)
+
+    async def ring(self, link: SecureLink) -> None:
+        """Take a link of the rank before."""
+        if self.standing.service is None:
+            await link.close()
+        else:
+            await self.standing.service.arrive(link, link.peer)
+
+    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+        """Take a message about a request."""
+        self.desk.receive(peer, message, is_client=is_client)
+
+    def lost(self, peer: NodeId) -> None:
+        """Hear that a peer is not linked any more."""
+        self.desk.lost(peer)
+
+    def dropped(self, peer: NodeId, why: Why) -> None:
+        """Hear why a peer closed the link; find out that the key runs elsewhere too."""
+        logger.info("node %s closed the link: %s", short(peer), why.name.lower())
+        if why is not Why.TWIN or self.links.lines:
+            self._twin_since = None
+        elif self._twin_since is None:
+            self._twin_since = self.now()
+        elif self.now() > self._twin_since + TWIN_S:
+            error = NotAuthorised(
+                "Another process runs with the key of this node",
+                hint="give each node a state folder of its own: `--state FOLDER`",
+            )
+            self._stop(error)
+
+    # Inside.
+
+    def _agree(self) -> None:
+        self._is_stirred = False
+        machine = self.machine
+        if not self._is_remembering:
+            self._is_remembering = True
+            asyncio.get_running_loop().call_later(REMEMBER_S, self._remember)
+        if not self._is_member():
+            return
+        self._amend()
+        if machine.charter is not None and machine.author is not None:
+            self._charter_known.set()
+            view = View(
+                self.me, machine.charter, machine.author, machine.profiles, machine.states,
+                tuple(machine.removals),
+            )  # fmt: skip
+            self.agreement = agree(view, self.agreement)
+            self._consider()
+        self._withdraw()
+        self.standing.publish()
+
+    def _consider(self) -> None:
+        """Follow the plan when nothing else was agreed on for a while.
+
+        When a node comes or goes, its links do so one by one, and each would make a plan of a
+        moment, for which layers are loaded.
+        """
+        plan = self.agreement.plan if self.agreement else None
+        if plan == self._considered:
+            return
+        self._considered = plan
+        asyncio.get_running_loop().call_later(SETTLE_S, self._follow, plan)
+
+    def _follow(self, plan: Plan | None) -> None:
+        if plan == self._considered and self.standing.service:
+            self.standing.service.follow(plan)
+            self.standing.publish()
+
+    def _amend(self) -> None:
+        """Change the charter when a node appears that the options call by name."""
+        charter, engine = self.machine.charter, self.standing.engine
+        if not self._unknown or charter is None or engine is None:
+            return
+        still = unknown(self._options, self.machine.profiles)
+        if still != self._unknown:
+            self._unknown = still
+            longest = engine.shape.context
+            amended = amend(charter, self._options, self.machine.profiles, longest)
+            if amended != charter:
+                self._tell(charter=amended)
+
+    def _why(self) -> str:
+        """Say why there is no plan."""
+        if self.agreement is not None and self.agreement.plan is not None:
+            return "its nodes agree on a plan"
+        if self.agreement is not None:
+            is_early = not self.agreement.offers and not self.agreement.refused
+            return "its nodes look at the model" if is_early else self.agreement.reason
+        is_known = self.machine.charter or self._own.is_founder
+        return "the node looks at its model" if is_known else "the mesh is not heard"
+
+    def _is_member(self) -> bool:
+        credential = self._own.credential
+        try:
+            check(credential, self.me, credential.mesh, time.time(), self.machine.removals)
+        except NotAuthorised as error:
+            self._stop(error)
+            return False
+        return True
+
+    def _withdraw(self) -> None:
+        """Offer nothing any more where the span of the plan could not be loaded."""
+        if self.standing.trouble and self._profile.layer_s:
+            self._profile = replace(self._profile, weights=(), layer_s=())
+            self._tell(profile=self._profile)
+
+    async def _serve(self) -> None:
+        """Look at the model, tell what this node offers, and serve."""
+        machine, preparation = self.machine, self._preparation
+        if machine.charter is None and self._own.is_founder:
+            engine, charter = await preparation.found()
+        else:
+            await self._charter_known.wait()
+            assert machine.charter is not None  # it is never forgotten
+            engine, charter = await preparation.join(machine.charter, dict(machine.profiles))
+        if charter != machine.charter:
+            self._tell(charter=charter)
+        self._unknown = unknown(self._options, machine.profiles)
+        for name in self._unknown:
+            logger.warning("no node is called `%s` yet", name)
+        self._profile = await preparation.offer(engine, self._profile)
+        self._tell(profile=self._profile)
+        service = self.standing.begin(engine)
+        self._considered = None  # what was agreed on before is to be followed now
+        self.changed()
+        await service.run()
+
+    def _tell(self, *, profile: Profile | None = None, charter: Charter | None = None) -> None:
+        self.links.act(self.machine.publish(profile=profile, charter=charter, now=self.now()))
+
+    async def _seek(self) -> None:
+        """Look for members where they were: often while nobody is linked, else now and then.
+
+        Two halves of a mesh that never met know each other's addresses from nowhere else.
+        """
+        while True:
+            for node, addresses in self._own.hints:
+                self.links.hint(node, addresses)
+            await asyncio.sleep(SEEK_LINKED_S if self.links.lines else SEEK_S)
+
+    def _remember(self) -> None:
+        """Keep for the next start what would be missed: charter, removals, and addresses."""
+        self._is_remembering = False
+        try:
+            self._write_down()
+        except MeshError as error:  # a full disk is no reason to leave the ring
+            logger.warning("%s", error)
+
+    def _write_down(self) -> None:
+        records = (_sized(item.encode()) for item in self.machine.lasting)
+        self.keyring.remember(_RECORDS, b"".join(records))
+        others = {node: each for node, each in self.machine.profiles.items() if node != self.me}
+        if others:
+            self.keyring.peers = {node: each.addresses for node, each in others.items()}
+
+    async def _drain(self) -> None:
+        """Let requests end, then leave."""
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                # Once in the life of a node, so that nobody has to tell when a session ends.
+                while self.desk.counts.active or self.standing.sessions:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            logger.warning("requests are still under way after %d s", DRAIN_S)
+        self.standing.has_left = True
+        await self.links.leave()
+        self._stop(None)
+
+    async def _carry(self) -> None:
+        await self.links.run([self.place.listener])
+
+    async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
+        """Run a part of the node; what it expects to go wrong ends the node with that error."""
+        try:
+            await part()
+        except MeshError as error:
+            self._stop(error)
+
+    def _stop(self, error: MeshError | None) -> None:
+        if self.stopped.done():
+            return
+        if error is None:
+            self.stopped.set_result(None)
+        else:
+            self.stopped.set_exception(error)
+
+    @staticmethod
+    def now() -> float:
+        """Tell the time of the event loop, in seconds."""
+        return asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def open_node(
+    options: NodeOptions,
+    transport: Transport | None = None,
+    worker: Worker | None = None,
+    prepare: Callable[[NodeOptions, Worker, Path], Preparation] = Preparation,
+) -> AsyncIterator[MeshNode]:
+    """Run a node inside the context; return once it is a member of its mesh.
+
+    Nodes of one process share a worker: torch and transformers load one model at a time.
+    ``prepare`` may look at another kind of model, as a simulation does.
+
+    Raises:
+        UserError: the state folder or the address cannot be used, or the ticket is none.
+        NotAuthorised: the ticket is not accepted.
+        PluginError: there is no such transport.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    keyring = Keyring.open(options.state)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(keyring.locked())
+        if worker is None:
+            worker = await stack.enter_async_context(compute_thread(options.threads or 1))
+        transport = transport or Registry.discover().load(options.transport)
+        own = await enter(keyring, options, transport)
+        listener = await stack.enter_async_context(transport.listen(options.listen))
+        advertised = (options.advertise,) if options.advertise else ()
+        addresses = (*advertised, *listener.addresses)[:MAX_ADDRESSES]
+        place = Place(transport, listener, addresses)
+        preparation = prepare(options, worker, keyring.folder / "cache")
+        node = MeshNode(options, keyring, preparation, place, own)
+        running = asyncio.ensure_future(node.run())
+        running.add_done_callback(node.ended)
+        try:
+            await asyncio.sleep(0)
+            yield node
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            node.close()
+
+
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES) + data
+
+
+def _items(data: bytes) -> list[Item]:
+    """Read back what was remembered."""
+    items, at = [], 0
+    while at < len(data):
+        start = at + _LENGTH_BYTES
+        at = start + int.from_bytes(data[at:start])
+        items.append(Item.decode(data[start:at]))
+    return items

@@ -1,0 +1,40 @@
+"""How a node is to be run; knows nothing about how it is asked for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshllm.names import Span
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What the owner of a node wants; what is None is left to the mesh, or measured."""
+
+    state: Path
+    """Folder of key, mesh and door."""
+    model: str | None = None
+    """`builtin`, a folder or a Hugging Face name; None is the model of the mesh."""
+    transport: str = "websocket"
+    listen: str | None = None
+    """Address in the words of the transport; None is its default."""
+    advertise: str | None = None
+    """One more address under which others reach this node."""
+    join: str | None = None
+    """Ticket."""
+    name: str | None = None
+    memory_bytes: int | None = None
+    """Memory for models; None is a share of what is free."""
+    layers: Span | None = None
+    """Hold exactly these."""
+    policy: str | None = None
+    members: int | None = None
+    exclude: tuple[str, ...] | None = None
+    """Names or ids of nodes."""
+    prefer: tuple[str, ...] | None = None
+    dtype: str | None = None
+    """As ``bfloat16``; None is as stored."""
+    threads: int | None = None
+    """Cores that torch may use; measured when None."""
+    discovery: bool = True
+    context: int | None = None
+    """Tokens of one session for which there is to be room."""

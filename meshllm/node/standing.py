@@ -1,0 +1,189 @@
+"""Where a node stands: in which ring, how far it is, and what it tells of it; decides no plan.
+
+Theory of operation
+-------------------
+The service says when this node has loaded its span and when it is at work; the records of the
+others say the same of them. A ring is formed when all its nodes have loaded, and stands when they
+are at work. While an entry answers requests, it asks that the plan stay as it is, and for a short
+time after the last one.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from meshllm.errors import LinkLost
+from meshllm.names import NodeId
+from meshllm.node.engine import Engine
+from meshllm.node.entry import EntryNode
+from meshllm.node.generate import answer
+from meshllm.node.links import Links
+from meshllm.node.secure import SecureLink
+from meshllm.node.service import Service
+from meshllm.protocol.mesh import Mesh
+from meshllm.protocol.plan import Plan
+from meshllm.protocol.records import Lifecycle, State
+from meshllm.request import Event, Request
+
+CALM_S = 1.0  # s without a request, after which an entry lets the plan change
+FORM_S = 20.0  # s that a ring is given to stand, once its entry has loaded
+
+
+class Standing:
+    """The state of one node in the ring of the mesh."""
+
+    def __init__(self, machine: Mesh, links: Links, why: Callable[[], str]) -> None:
+        self.engine: Engine | None = None
+        self.service: Service | None = None
+        self.has_left = False
+        """Its last word is said."""
+        self.trouble = ""
+        """What keeps this node from serving its span; empty when nothing does."""
+        self._machine = machine
+        self._links = links
+        self._why = why
+        self._state = State()
+        self._followed = b""
+        self._is_loaded = False
+        self._busy = 0
+        self._is_calm = True
+        self._news = asyncio.Event()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that this node serves, or stands by for."""
+        return self.service.plan if self.service else None
+
+    @property
+    def sessions(self) -> int:
+        """Count the sessions under way on this rank."""
+        return self.service.sessions if self.service else 0
+
+    def begin(self, engine: Engine) -> Service:
+        """Be ready to serve a model."""
+        self.engine, self.service = engine, Service(self._machine.me, engine, self)
+        return self.service
+
+    def publish(self) -> None:
+        """Tell the others what this node does, when that changed; wake who waits for a change."""
+        if self.has_left:
+            return
+        if self.plan:  # the last one is told while there is none, so that epochs never go back
+            self._followed = self.plan.encode()
+        state = State(
+            lifecycle=Lifecycle.SERVING if self.service else Lifecycle.JOIN,
+            followed=self._followed,
+            is_loaded=self._is_loaded,
+            may_change=self._is_calm,
+        )
+        if state != self._state:
+            self._state = state
+            self._links.act(self._machine.publish(state=state, now=self._now()))
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Yield once at first, then whenever something may have changed."""
+        while True:
+            news = self._news
+            yield
+            await news.wait()
+
+    def standing_entry(self) -> NodeId | None:
+        """Name the entry of the ring where it stands, as far as this node knows; else None."""
+        if self.service is None or self.plan is None:
+            return None
+        entry = self.plan.stages[0].node
+        if entry == self._machine.me:
+            return entry if self.service.entry else None
+        return entry if self._has_loaded(entry, self.plan) and entry in self._links.lines else None
+
+    # What the desk asks.
+
+    async def entry(self) -> NodeId:
+        """Wait for a ring that stands, and name its entry."""
+        while True:
+            news = self._news
+            if (entry := self.standing_entry()) is not None:
+                return entry
+            await news.wait()
+
+    def reason(self) -> str:
+        """Say why there is no ring."""
+        return self.trouble or ("its nodes are loading" if self.plan else self._why())
+
+    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer as the entry.
+
+        Raises:
+            LinkLost: this node is none, or its ring broke.
+        """
+        self._occupy(1)
+        try:
+            entry, plan, engine = await self._own_ring()
+            text = await engine.text()
+            events_of = answer(entry, engine.worker, text, plan, request)
+            async with aclosing(events_of) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._occupy(-1)
+
+    # What the service asks.
+
+    def loaded(self, is_loaded: bool, trouble: str) -> None:
+        """Tell the others how far this node is."""
+        self._is_loaded, self.trouble = is_loaded, trouble
+        self.publish()
+
+    def at_work(self) -> None:
+        """Hear that this node began or ceased to be at work in a ring."""
+        self.publish()
+
+    async def together(self, plan: Plan) -> None:
+        """Wait until every node of a plan has loaded its span."""
+        while True:
+            news = self._news
+            if all(self._has_loaded(stage.node, plan) for stage in plan.stages):
+                return
+            await news.wait()
+
+    async def dial(self, node: NodeId) -> SecureLink:
+        """Open a link for a ring."""
+        return await self._links.dial_ring(node)
+
+    # Inside.
+
+    def _has_loaded(self, node: NodeId, plan: Plan) -> bool:
+        state = self._machine.states.get(node)
+        return state is not None and state.is_loaded and state.followed == plan.encode()
+
+    async def _own_ring(self) -> tuple[EntryNode, Plan, Engine]:
+        """Wait for the ring of which this node is the entry; it has loaded, others may not."""
+        try:
+            async with asyncio.timeout(FORM_S):
+                while (plan := self.plan) and plan.stages[0].node == self._machine.me:
+                    news = self._news
+                    if self.engine and self.service and (entry := self.service.entry):
+                        return entry, plan, self.engine
+                    await news.wait()
+        except TimeoutError:
+            raise LinkLost("The ring does not stand") from None
+        raise LinkLost("This node is not the entry of the ring")
+
+    def _occupy(self, count: int) -> None:
+        self._busy += count
+        if self._busy and self._is_calm:
+            self._is_calm = False
+            self.publish()
+        elif not self._busy:
+            asyncio.get_running_loop().call_later(CALM_S, self._calm)
+
+    def _calm(self) -> None:
+        if not self._busy and not self._is_calm:
+            self._is_calm = True
+            self.publish()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

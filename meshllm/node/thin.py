@@ -1,0 +1,163 @@
+"""A client of a mesh: it asks and holds nothing, no weights and no tokenizer."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+
+from meshllm.errors import LinkLost, UserError
+from meshllm.names import NodeId
+from meshllm.node.beacon import open_beacon
+from meshllm.node.desk import Desk
+from meshllm.node.joining import knock
+from meshllm.node.keyring import Keyring
+from meshllm.node.links import Links
+from meshllm.node.reach import Caller
+from meshllm.node.secure import SecureLink
+from meshllm.protocol.credential import Credential, Role
+from meshllm.protocol.handshake import Own
+from meshllm.protocol.mesh import Mesh
+from meshllm.protocol.meshwire import Talk, Why
+from meshllm.protocol.ticket import Ticket, parse_ticket
+from meshllm.request import Event, Request
+from meshllm.transport.contract import Transport
+from meshllm.transport.registry import Registry
+
+SEEK_S = 1.0  # s between two looks for the inviter, and to make sure that nobody is linked
+
+
+class Thin:
+    """A client at work; made by `open_thin`."""
+
+    def __init__(self, keyring: Keyring, credential: Credential, caller: Caller) -> None:
+        self._me = keyring.key.node
+        self._linked = asyncio.Event()
+        machine = Mesh(
+            keyring.key,
+            credential,
+            caller.own.instance,
+            now=asyncio.get_running_loop().time(),
+            wall_s=time.time(),
+        )
+        self.links = Links(caller, machine, _Closed(), self)
+        self.desk = Desk(self._me, self, self.links.post)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request; see `desk.Desk.generate`."""
+        async with aclosing(self.desk.generate(request)) as events:
+            async for event in events:
+                yield event
+
+    async def seek(self, ticket: Ticket) -> None:
+        """Look for the inviter whenever nobody is linked, until cancelled."""
+        while True:
+            await asyncio.sleep(SEEK_S)
+            if not self.links.lines:
+                self.links.hint(ticket.inviter, ticket.addresses)
+
+    async def entry(self) -> NodeId:
+        """Wait for a node to ask: any can be the ingress."""
+        while True:
+            if node := next(iter(self.links.lines), None):
+                return node
+            self._linked.clear()
+            await self._linked.wait()
+
+    def reason(self) -> str:
+        """Say why nobody can be asked."""
+        return "no node of the mesh answers"
+
+    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Refuse: a client holds no model."""
+        nothing: tuple[Event, ...] = ()
+        for event in nothing:
+            yield event
+        raise LinkLost(f"A client answers no request of {request.max_tokens} tokens")
+
+    def changed(self) -> None:
+        """Hear that there may be somebody to ask."""
+        self._linked.set()
+
+    async def ring(self, link: SecureLink) -> None:
+        """Refuse a link for a ring."""
+        await link.close()
+
+    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+        """Take what a node said."""
+        _ = is_client
+        self.desk.receive(peer, message, is_client=False)
+
+    def lost(self, peer: NodeId) -> None:
+        """Hear that a node is not linked any more."""
+        self.desk.lost(peer)
+
+    def dropped(self, peer: NodeId, why: Why) -> None:
+        """Hear why a node closed the link; the loss itself is told apart."""
+
+
+class _Closed:
+    """The gate of a client: nobody dials it."""
+
+    def judge(self, *_: object) -> Credential:
+        """Refuse."""
+        raise UserError("A client takes no links")
+
+
+@asynccontextmanager
+async def open_thin(
+    text: str, state: Path, transport: Transport | None = None
+) -> AsyncIterator[Thin]:
+    """Be a client of a mesh inside the context.
+
+    Raises:
+        UserError: the ticket is mistyped.
+        NotAuthorised: it has expired, or is refused.
+    """
+    ticket, keyring = parse_ticket(text), Keyring.open(state)
+    if ticket.role is not Role.CLIENT:
+        raise UserError(
+            "The ticket is for a node, not for a client",
+            hint="make one with `meshllm ring ticket --role client`",
+        )
+    transport = transport or _transport_for(ticket)
+    instance = keyring.next_incarnation()
+    name = f"client {ticket.mesh.hex()}"
+    kept = keyring.recall(name)
+    if kept:
+        link, credential = None, Credential.decode(kept)
+    else:
+        link = await knock(keyring, ticket, transport, instance)
+        credential = link.granted or link.credential
+        keyring.remember(name, credential.encode())
+    own = Own(keyring.key, ticket.mesh, instance, credential)
+    thin = Thin(keyring, credential, Caller(dict.fromkeys(transport.schemes, transport), own))
+    async with AsyncExitStack() as stack:
+        running = asyncio.gather(thin.links.run([]), thin.desk.run(), thin.seek(ticket))
+        stack.push_async_callback(_ended, running)
+        await asyncio.sleep(0)  # the links take work from now on
+        await stack.enter_async_context(open_beacon(ticket.mesh, keyring.key.node, thin.links.hint))
+        if link is not None:
+            thin.links.adopt(link)
+        else:
+            thin.links.hint(ticket.inviter, ticket.addresses)
+        yield thin
+
+
+async def _ended(running: "asyncio.Future[tuple[None, None, None]]") -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def _transport_for(ticket: Ticket) -> Transport:
+    """Choose the transport that dials the addresses of a ticket."""
+    registry = Registry.discover()
+    schemes = {address.partition(":")[0] for address in ticket.addresses}
+    for name in registry.names():
+        transport = registry.load(name)
+        if schemes.intersection(transport.schemes):
+            return transport
+    raise UserError(
+        f"No transport here dials `{', '.join(ticket.addresses)}`",
+        hint=f"installed: {', '.join(registry.names())}",
+    )

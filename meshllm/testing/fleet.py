@@ -1,0 +1,119 @@
+"""Rings of real nodes, each a process of its own, for benchmarks; knows nothing about figures."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx2
+
+from meshllm.api.door import SOCKET
+from meshllm.errors import MeshError, TimedOut
+from meshllm.node.asking import event_from_json, request_to_json
+from meshllm.request import Answer, Request
+
+START_S = 120.0  # s until a ring stands; importing torch takes seconds, on a busy machine many
+POLL_S = 0.1  # s between two looks while it does not
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A ring of processes that is ready to answer."""
+
+    entry: httpx2.AsyncClient
+    """To the door of the entry."""
+
+    async def answer(self, request: Request) -> Answer:
+        """Ask the entry, and return the answer with its times."""
+        content = request_to_json(request)
+        async with self.entry.stream("POST", "/mesh/ask", content=content) as reply:
+            async for line in reply.aiter_lines():
+                if line and isinstance(event := event_from_json(line.encode()), Answer):
+                    return event
+        raise MeshError("The node gave no answer")
+
+
+@asynccontextmanager
+async def open_fleet(model: Path, nodes: int, threads: int) -> AsyncIterator[Fleet]:
+    """Start nodes on this machine that form one ring over WebSocket, encrypted as any.
+
+    Raises:
+        TimedOut: the ring did not stand in time.
+    """
+    async with AsyncExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory(prefix="meshllm-")))
+        ticket = home / "ticket"
+        options = ["--model", str(model), "--threads", str(threads), "--members", str(nodes)]
+        await _start(stack, home / "0", [*options, "--ticket-file", str(ticket)])
+        async with _patience():
+            while not (ticket.exists() and ticket.read_text()):  # noqa: ASYNC110  # another process writes it
+                await asyncio.sleep(POLL_S)
+        for number in range(1, nodes):
+            join = ["--threads", str(threads), "--join", ticket.read_text().strip()]
+            await _start(stack, home / str(number), ["--model", str(model), *join])
+        doors = [
+            await stack.enter_async_context(_door(home / str(number) / SOCKET))
+            for number in range(nodes)
+        ]
+        yield Fleet(await _entry(doors))
+
+
+async def _start(stack: AsyncExitStack, state: Path, options: list[str]) -> None:
+    command = [
+        "-m", "meshllm", "node", "--state", str(state), "--name", state.name,
+        "--listen", "127.0.0.1:0", "--no-discovery", *options,
+    ]  # fmt: skip
+    quiet = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdin=quiet, stdout=quiet, stderr=quiet
+    )
+    stack.push_async_callback(_end, process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def _door(socket: Path) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(
+        transport=httpx2.AsyncHTTPTransport(uds=str(socket)),
+        base_url="http://node",
+        timeout=httpx2.Timeout(None),
+    )
+
+
+async def _entry(doors: list[httpx2.AsyncClient]) -> httpx2.AsyncClient:
+    """Wait until all nodes see the ring stand; return the door of its entry."""
+    async with _patience():
+        while True:
+            seen = [status for door in doors if (status := await _status(door))]
+            rings = [status["ring"] for status in seen]
+            if len(seen) == len(doors) and all(
+                ring["state"] == "serving" and len(ring["stages"]) == len(doors) for ring in rings
+            ):
+                ids = [status["node"] for status in seen]
+                return doors[ids.index(rings[0]["entry"])]
+            await asyncio.sleep(POLL_S)
+
+
+async def _status(door: httpx2.AsyncClient) -> dict[str, Any] | None:
+    try:
+        status: dict[str, Any] = (await door.get("/mesh/status")).json()
+    except httpx2.TransportError:
+        return None
+    return status
+
+
+@asynccontextmanager
+async def _patience() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(START_S):
+            yield
+    except TimeoutError:
+        raise TimedOut(f"The nodes formed no ring in {START_S:.0f} s") from None

@@ -1,0 +1,20 @@
+from collections.abc import AsyncIterator
+
+import httpx2
+import pytest
+
+from meshllm.api.app import application
+from tests.api.fake import FakeDoor
+
+
+@pytest.fixture
+def door() -> FakeDoor:
+    return FakeDoor()
+
+
+@pytest.fixture
+async def client(door: FakeDoor) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of the application, without a server between them."""
+    transport = httpx2.ASGITransport(application(door), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+        yield client

@@ -1,0 +1,170 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from meshllm.api import respond
+from meshllm.api.app import application
+from meshllm.errors import (
+    LinkLost,
+    MeshError,
+    ModelError,
+    NotAuthorised,
+    PeerFault,
+    TimedOut,
+    UserError,
+)
+from meshllm.node.asking import REQUEST_BYTES, event_from_json, request_to_json
+from meshllm.request import Event, Piece, Prefilled, Request, Sampling
+from tests.api.fake import FakeDoor, status_of
+from tests.cli.fake import answer_of
+
+ASKED = Request(raw="hi", sampling=Sampling(temperature=0.1), stop=("end",))
+
+
+async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+    said = [(await client.get(f"/mesh/{each}")).json() for each in ("status", "plan", "members")]
+
+    assert said == [{"schema": 1} | status_of(), door.plan(), {"members": door.members()}]
+
+
+async def test_a_ticket_is_made_as_asked(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+    asked = {"role": "client", "expires_s": 60, "uses": 3}
+
+    said = await client.post("/mesh/ticket", json=asked)
+
+    assert (said.json(), door.calls) == ({"ticket": "meshllm1abc"}, [("client", 60, 3)])
+
+
+async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+    said = await client.post("/mesh/remove", json={"node": "abc"})
+
+    assert (said.json(), door.calls) == ({"removed": "abc"}, [("abc",)])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/mesh/ticket", {"role": "king"}, "`role` is `king`"),
+        ("/mesh/ticket", {"hours": 1}, "`hours` is not supported"),
+        ("/mesh/remove", {}, "`node` is missing"),
+        ("/mesh/ask", {"raw": 1}, "`raw` is a whole number, not text or null"),
+        ("/mesh/ask", [], "The JSON is a list, not an object"),
+    ],
+)
+async def test_an_odd_body_is_refused_by_name(
+    client: httpx2.AsyncClient, door: FakeDoor, path: str, body: Any, message: str
+) -> None:
+    said = await client.post(path, json=body)
+
+    assert (said.status_code, said.json()["error"]["message"]) == (400, message)
+    assert (door.calls, door.requests) == ([], [])
+
+
+async def test_a_body_without_end_is_refused(client: httpx2.AsyncClient) -> None:
+    said = await client.post("/mesh/ask", content=b" " * (REQUEST_BYTES + 1))
+
+    assert said.status_code == 400
+    assert said.json()["error"]["message"] == f"The body is longer than {REQUEST_BYTES} bytes"
+
+
+async def test_a_body_that_never_comes_is_given_up(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(respond, "BODY_S", 0.01)
+
+    async def drip() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    said = await client.post("/mesh/ask", content=drip())
+
+    assert (said.status_code, said.json()["error"]["code"]) == (504, "timed_out")
+
+
+async def test_an_answer_comes_as_lines(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+    said = await client.post("/mesh/ask", content=request_to_json(ASKED))
+
+    events: list[Event] = [event_from_json(line) for line in said.content.split(b"\n") if line]
+    assert said.headers["content-type"] == "application/x-ndjson"
+    assert events == [Prefilled(2, 2), Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5)]
+    assert door.requests == [ASKED]
+    assert door.closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (MeshError("x"), 500, 1),
+        (UserError("x"), 400, 2),
+        (LinkLost("x"), 503, 3),
+        (ModelError("x"), 404, 4),
+        (NotAuthorised("x"), 403, 5),
+        (TimedOut("x"), 504, 6),
+        (PeerFault("x"), 502, 7),
+    ],
+)
+async def test_an_early_error_has_a_status_of_its_own(
+    client: httpx2.AsyncClient, door: FakeDoor, error: MeshError, status: int, code: int
+) -> None:
+    door.fails_at, door.error = 0, error
+
+    said = await client.post("/mesh/ask", content=request_to_json(ASKED))
+
+    assert (said.status_code, said.json()["error"]["exit_code"]) == (status, code)
+
+
+async def test_a_late_error_is_the_last_line(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+    door.fails_at = 2
+
+    said = await client.post("/mesh/ask", content=request_to_json(ASKED))
+
+    lines = [json.loads(line) for line in said.content.split(b"\n") if line]
+    assert said.status_code == 200
+    assert [next(iter(line)) for line in lines] == ["prefilled", "piece", "error"]
+    assert lines[-1]["error"]["hint"] == "mend it"
+
+
+async def test_events_come_as_lines(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+    door.go.set()
+
+    said = await client.get("/mesh/events")
+
+    lines = [json.loads(line) for line in said.content.split(b"\n") if line]
+    assert [line["event"] for line in lines] == ["joined", "left"]
+
+
+async def test_what_is_not_here_is_an_error_like_any_other(client: httpx2.AsyncClient) -> None:
+    missing, wrong = await client.get("/nothing"), await client.get("/mesh/ask")
+
+    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "Not Found")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "Method Not Allowed")
+
+
+async def test_a_bug_is_named_and_tells_nothing_else(
+    client: httpx2.AsyncClient, door: FakeDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> dict[str, Any]:
+        raise KeyError("canary")
+
+    monkeypatch.setattr(door, "plan", broken)
+
+    said = await client.get("/mesh/plan")
+
+    assert said.status_code == 500
+    assert said.json()["error"]["message"] == "This is a bug in meshllm: KeyError"
+    assert "canary" not in said.text
+
+
+@pytest.mark.parametrize(("name", "status"), [("localhost", 200), ("evil.example", 400)])
+async def test_off_the_socket_only_known_names_are_served(
+    door: FakeDoor, name: str, status: int
+) -> None:
+    transport = httpx2.ASGITransport(application(door, hosts=["localhost"]))
+    async with httpx2.AsyncClient(transport=transport, base_url=f"http://{name}") as client:
+        said = await client.get("/v1/models")
+
+    assert said.status_code == status

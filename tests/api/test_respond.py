@@ -1,0 +1,62 @@
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.types import Message
+
+from meshllm.api.respond import Stream, patiently
+
+
+async def _never(_: Message) -> None:
+    """Send to a reader that does not read."""
+    await asyncio.Event().wait()
+
+
+async def test_what_is_streamed_is_closed_before_the_answer_is_over() -> None:
+    begun, closed = asyncio.Event(), asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        try:
+            begun.set()
+            yield b"x"
+        finally:
+            await asyncio.sleep(0)
+            closed.set()
+
+    async def leave() -> Message:
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    kept = chunks()  # or the garbage collector would close it
+
+    await Stream(kept, "text/plain")({"type": "http"}, leave, _never)
+
+    assert closed.is_set()
+
+
+async def test_patience_passes_on_what_comes_and_marks_the_silence() -> None:
+    async def slowly() -> AsyncGenerator[int, None]:
+        yield 1
+        await asyncio.sleep(0.05)
+        yield 2
+
+    async with aclosing(slowly()) as items:
+        seen = [item async for item in patiently(items, 0.02)]
+
+    assert [item for item in seen if item] == [1, 2]
+    assert None in seen[1:-1]
+
+
+async def test_giving_up_patience_gives_up_the_wait() -> None:
+    cancelled = asyncio.Event()
+
+    async def stuck() -> AsyncGenerator[int, None]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        yield 0
+
+    async with aclosing(stuck()) as items, aclosing(patiently(items, 0.01)) as news:
+        await anext(news)
+    assert cancelled.is_set()

@@ -1,0 +1,196 @@
+import asyncio
+import json
+import signal
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from meshllm.api.serve import HEADER_BYTES, serve
+from meshllm.api.unix import is_answered
+from meshllm.errors import UserError
+from meshllm.request import Piece
+from tests.api.fake import FakeDoor
+
+pytestmark = pytest.mark.socket
+
+ASK = ("/mesh/ask", {"raw": "hi"})
+CHAT = ("/v1/chat/completions", {"model": "builtin", "messages": [{"role": "user", "content": ""}]})
+STREAM = (CHAT[0], CHAT[1] | {"stream": True})
+
+
+@asynccontextmanager
+async def serving(door: FakeDoor, path: Path) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve a node, and see that it stops."""
+    task = asyncio.ensure_future(serve(door, path))
+    while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
+        await asyncio.sleep(0.01)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def client_of(path: Path) -> httpx2.AsyncClient:
+    transport = httpx2.AsyncHTTPTransport(uds=str(path))
+    return httpx2.AsyncClient(transport=transport, base_url="http://door", timeout=5)
+
+
+def _mode(path: Path) -> int | None:
+    return stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "door.sock"
+
+
+@pytest.fixture
+async def server(door: FakeDoor, path: Path) -> AsyncIterator[asyncio.Task[None]]:
+    async with serving(door, path) as task:
+        yield task
+
+
+async def test_it_answers_on_a_private_socket(
+    door: FakeDoor, path: Path, server: asyncio.Task[None]
+) -> None:
+    async with client_of(path) as client:
+        said = await client.get("/mesh/status")
+
+    assert said.json() == {"schema": 1} | door.status()
+    assert "server" not in said.headers
+    assert _mode(path) == 0o600
+
+
+async def test_a_second_node_is_refused_and_harms_nothing(
+    path: Path, server: asyncio.Task[None]
+) -> None:
+    with pytest.raises(UserError, match="A node is already running"):
+        await serve(FakeDoor(), path)
+
+    assert is_answered(path)
+
+
+@pytest.mark.parametrize(("where", "body"), [ASK, CHAT, STREAM])
+@pytest.mark.parametrize("waits_at", [0, 1, 2])
+async def test_a_client_that_goes_cancels_its_generation(
+    door: FakeDoor, path: Path, where: str, body: dict[str, object], waits_at: int
+) -> None:
+    door.waits_at = waits_at
+    async with serving(door, path), asyncio.timeout(5):
+        async with client_of(path) as client:
+            asking = asyncio.ensure_future(client.post(where, json=body))
+            await door.begun.wait()
+            asking.cancel()
+
+        await door.closed.wait()
+
+
+async def test_a_client_that_reads_nothing_and_goes_cancels_too(
+    door: FakeDoor, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.api.fake.Piece", lambda _: Piece("x" * (8 << 20)))
+    body = b'{"raw":"hi"}'
+    async with serving(door, path), asyncio.timeout(5):
+        _, writer = await asyncio.open_unix_connection(path)
+        head = f"POST /mesh/ask HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await door.begun.wait()
+        await asyncio.sleep(0.05)  # until the server waits for the reader
+        writer.transport.abort()
+
+        await door.closed.wait()
+
+
+async def test_a_client_that_goes_before_it_has_asked_is_no_bug(
+    door: FakeDoor, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(door, path):
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"POST /mesh/ask HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        await asyncio.sleep(0.05)  # until the server waits for the rest
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+
+    assert (door.requests, caplog.records) == ([], [])
+
+
+async def test_a_reader_of_events_that_goes_is_forgotten(
+    door: FakeDoor, path: Path, server: asyncio.Task[None]
+) -> None:
+    async with asyncio.timeout(5):
+        async with client_of(path) as client, client.stream("GET", "/mesh/events") as said:
+            lines = said.aiter_lines()
+            first = json.loads(await anext(lines))
+
+        await door.closed.wait()
+    assert first == {"event": "joined", "name": "desk"}
+
+
+async def test_a_silent_node_is_heard_at_once(
+    door: FakeDoor, path: Path, server: asyncio.Task[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent() -> AsyncIterator[dict[str, object]]:
+        await asyncio.sleep(60)
+        yield {}
+
+    monkeypatch.setattr(door, "events", silent)
+
+    async with client_of(path) as client, client.stream("GET", "/mesh/events") as said:
+        assert said.status_code == 200
+
+
+async def test_a_node_that_stops_hangs_up_and_leaves_nothing(
+    door: FakeDoor, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    door.waits_at = 2
+    async with asyncio.timeout(5):
+        async with serving(door, path):
+            asking = asyncio.ensure_future(_fetch(path))
+            await door.begun.wait()
+            await asyncio.sleep(0.05)
+
+        with pytest.raises(httpx2.RemoteProtocolError):
+            await asking
+    assert door.closed.is_set()
+    assert _mode(path) is None
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def _fetch(path: Path) -> httpx2.Response:
+    async with client_of(path) as client:
+        return await client.post(ASK[0], json=ASK[1])
+
+
+async def test_signals_stay_with_the_node(path: Path, server: asyncio.Task[None]) -> None:
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    assert all("uvicorn" not in repr(each) for each in handlers)
+
+
+async def test_endless_headers_are_refused(path: Path, server: asyncio.Task[None]) -> None:
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"GET / HTTP/1.1\r\nx: " + b"x" * (2 * HEADER_BYTES))
+
+    said = await reader.read()
+
+    assert said.startswith(b"HTTP/1.1 400 ")
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+async def test_it_may_be_stopped_before_it_began(door: FakeDoor, path: Path) -> None:
+    task = asyncio.ensure_future(serve(door, path))
+    await asyncio.sleep(0)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert _mode(path) is None

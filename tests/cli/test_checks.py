@@ -1,0 +1,208 @@
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshllm.cli import checks
+from meshllm.cli.checks import Finding
+from meshllm.errors import LinkLost, PeerFault
+from meshllm.model.verdict import known_verdicts
+from meshllm.node.keyring import Keyring
+from meshllm.protocol.identity import show
+from meshllm.transport.registry import Registry
+from tests.cli.statuses import status_of, waiting
+
+
+def test_a_state_folder_that_is_missing_is_no_fault(home: Path) -> None:
+    assert [each.verdict for each in checks.check_state(home / "none")] == ["ok"]
+    assert not (home / "none").exists()
+
+
+def test_a_private_state_folder_shows_its_id(home: Path) -> None:
+    node = Keyring.open(home / "state").key.node
+
+    folder, key = checks.check_state(home / "state")
+
+    assert (folder.verdict, key) == ("ok", Finding("ok", "key", show(node)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "advice"), [(".", 0o750, "700"), ("node.key", 0o640, "600")]
+)
+def test_what_others_can_read_fails_and_is_not_mended(
+    home: Path, name: str, mode: int, advice: str
+) -> None:
+    Keyring.open(home / "state")
+    path = home / "state" / name
+    path.chmod(mode)
+
+    (found,) = checks.check_state(home / "state")
+
+    assert (found.verdict, found.advice) == ("fail", f"chmod {advice} {home / 'state' / name}")
+    assert path.stat().st_mode & 0o777 == mode
+
+
+def test_a_folder_that_cannot_be_written_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.chmod(0o700)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    assert [each.verdict for each in checks.check_state(home)] == ["fail"]
+
+
+def test_a_folder_without_a_key_is_no_fault(home: Path) -> None:
+    home.chmod(0o700)
+
+    assert [each.verdict for each in checks.check_state(home)] == ["ok", "ok"]
+    assert not (home / "node.key").exists()
+
+
+def test_a_key_that_is_none_fails(home: Path) -> None:
+    home.chmod(0o700)
+    (home / "node.key").write_text("nonsense")
+    (home / "node.key").chmod(0o600)
+
+    *_, key = checks.check_state(home)
+
+    assert (key.verdict, key.what) == ("fail", "key")
+    assert key.advice
+
+
+def test_a_clock_behind_the_last_run_is_told(home: Path) -> None:
+    (home / "mesh.json").touch()
+    written = (home / "mesh.json").stat().st_mtime
+
+    assert checks.check_clock(home, written + 5).verdict == "ok"
+    assert "is 60 s before the last run" in checks.check_clock(home, written - 60).found
+
+
+def test_no_running_node_is_a_warning(home: Path) -> None:
+    never = checks.check_silence(home / "door.sock", LinkLost("No node is running"))
+    (home / "door.sock").touch()
+    killed = checks.check_silence(home / "door.sock", LinkLost("No node is running"))
+
+    assert (never.verdict, never.advice) == ("warn", "start one with `meshllm node`")
+    assert (killed.verdict, "was killed" in killed.advice) == ("warn", True)
+
+
+def test_a_node_that_answers_nonsense_fails(home: Path) -> None:
+    found = checks.check_silence(home / "door.sock", PeerFault("No JSON", hint="update it"))
+
+    assert found == Finding("fail", "door", "No JSON", "update it")
+
+
+def test_a_door_for_others_fails(home: Path) -> None:
+    path = home / "door.sock"
+    path.touch(0o600)
+
+    assert checks.check_door(path, status_of(2)).verdict == "ok"
+    assert checks.check_door(path, waiting("alone")) == Finding(
+        "warn", "door", "node attic answers, ring waiting: alone"
+    )
+    path.chmod(0o666)
+    assert checks.check_door(path, status_of(2)).verdict == "fail"
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port where something listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.socket
+def test_a_port_that_was_asked_for_and_is_taken_fails(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "PORT", taken)
+
+    assert checks.check_free_port(f"ws://127.0.0.1:{taken}").verdict == "fail"
+    assert checks.check_free_port(None).verdict == "warn"
+    assert checks.check_free_port("127.0.0.1:0").verdict == "ok"
+
+
+@pytest.mark.socket
+def test_our_own_address_answers_or_not(taken: int) -> None:
+    assert checks.check_listening(f"ws://0.0.0.0:{taken}").verdict == "ok"
+    assert checks.check_listening("loopback:3").verdict == "ok"
+    assert checks.check_listening("ws://127.0.0.1:99999").verdict == "ok"
+    with socket.socket() as bound:  # it does not listen
+        bound.bind(("127.0.0.1", 0))
+        deaf = checks.check_listening(f"ws://127.0.0.1:{bound.getsockname()[1]}")
+    assert (deaf.verdict, "firewall" in deaf.advice) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("node", "link", "verdict", "found"),
+    [
+        ({}, {}, "ok", "desk desk1bc direct, 1.84 ms"),
+        ({}, {"round_trip_ms": None}, "ok", "desk desk1bc direct, no round trip yet"),
+        ({}, {"round_trip_ms": 250.0}, "warn", "desk desk1bc direct, 250 ms"),
+        ({}, {"heard_s": 9.0}, "fail", "desk desk1bc direct, 1.84 ms, silent for 9 s"),
+        ({"version": "9"}, {}, "warn", "desk desk1bc direct, 1.84 ms, meshllm 9"),
+        ({"state": "left"}, {}, "warn", "desk desk1bc is left"),
+        ({"state": "refused", "reason": "layer 3 differs"}, {}, "fail",
+         "desk desk1bc is refused: layer 3 differs"),
+        ({"link": None}, {}, "fail", "desk desk1bc is not reached at ws://192.168.1.11:7700"),
+        ({"link": None, "addresses": []}, {}, "fail",
+         "desk desk1bc is not reached at an address nobody told"),
+    ],
+)  # fmt: skip
+def test_the_way_to_a_peer_is_judged(
+    node: dict[str, Any], link: dict[str, Any], verdict: str, found: str
+) -> None:
+    peer = status_of(2)["nodes"][1]
+    peer["link"] |= link
+
+    told = checks.check_peer(peer | node, "0.2.0")
+
+    assert (told.verdict, told.found) == (verdict, found)
+
+
+def test_little_memory_and_much_load_are_warnings() -> None:
+    assert checks.check_memory(1 << 20).verdict == "warn"
+    assert checks.check_memory(8 << 30).verdict == "ok"
+    assert checks.check_load(3.5, 2).verdict == "warn"
+    assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
+
+
+def test_the_model_is_here_and_splits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.check_model("builtin").found == "builtin: `qwen3` splits bit for bit"
+    assert checks.check_model("missing").verdict == "fail"
+    monkeypatch.setattr(checks, "known_verdicts", dict)
+    assert checks.check_model("builtin").verdict == "warn"
+
+
+def test_the_weights_are_hashed_and_what_is_absent_is_counted(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = checks.check_weights("builtin", home / "cache")
+    monkeypatch.setattr(checks, "manifest", lambda *_: (bytes(16), b"1" * 16))
+    part = checks.check_weights("builtin", home / "cache")
+    missing = checks.check_weights("no/model", home / "cache")
+
+    assert (whole.verdict, whole.found[12:]) == ("ok", ", 11 parts hashed")
+    assert (part.verdict, part.found[12:]) == ("warn", ", and 1 of 2 parts are not on this machine")
+    assert missing.verdict == "fail"
+
+
+def test_a_model_that_cannot_be_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = known_verdicts()["qwen3"]
+    bad = type(verdict)("qwen3", equal=False, reason="it looks ahead")
+    monkeypatch.setattr(checks, "known_verdicts", lambda: {"qwen3": bad})
+
+    assert checks.check_model("builtin") == Finding(
+        "fail", "model", "builtin: `qwen3` cannot be split: it looks ahead"
+    )
+
+
+def test_the_chosen_transport_is_loaded() -> None:
+    installed = Registry.discover()
+
+    *_, good = checks.check_transports("loopback", installed)
+    *_, bad = checks.check_transports("pigeon", installed)
+
+    assert (good.verdict, bad.verdict) == ("ok", "fail")
+    assert bad.advice

@@ -1,0 +1,69 @@
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from meshllm.cli import checks
+from meshllm.cli.checks import Finding
+from meshllm.cli.doctor import lay_out
+from meshllm.errors import LinkLost, MeshError
+from tests.cli.conftest import Invoke
+from tests.cli.statuses import FakeDoor, status_of
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
+    door = FakeDoor(monkeypatch)
+    door.status = [status_of(2) | {"listening": ["loopback:1"]}]
+    return door
+
+
+def test_a_finding_is_a_line_and_one_for_what_to_do() -> None:
+    findings = [Finding("ok", "model", "builtin"), Finding("warn", "door", "\x1b[2J", "start one")]
+
+    assert lay_out(findings).splitlines() == [
+        "ok    model      builtin",
+        "warn  door       \\x1b[2J",
+        "                 do: start one",
+    ]
+
+
+def test_a_machine_without_a_node_is_examined(meshllm: Invoke, door: FakeDoor) -> None:
+    door.status = [LinkLost("No node is running")]
+
+    result = meshllm("doctor")
+
+    found = {line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")}
+    assert found == {
+        "state", "clock", "door", "port", "memory", "threads", "model", "weights", "transport",
+        "versions",
+    }  # fmt: skip
+    assert "ok    model      builtin: `qwen3` splits bit for bit" in result.stdout
+    assert "websocket is chosen and loads" in result.stdout
+
+
+def test_a_machine_with_a_node_is_examined_with_its_peers(meshllm: Invoke, door: FakeDoor) -> None:
+    result = meshllm("doctor", "--json")
+
+    found = {each["what"]: each["found"] for each in json.loads(result.stdout)["findings"]}
+    assert found["peer"] == "desk desk1bc direct, 1.84 ms"
+    assert "listening" in found
+    assert "port" not in found
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_only_a_failed_check_fails_the_command(
+    meshllm: Invoke, door: FakeDoor, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
+) -> None:
+    def examine(_: object, status: object) -> Iterator[Finding]:
+        assert not isinstance(status, MeshError)
+        yield Finding("ok", "key", "yours")
+        yield Finding(verdict, "clock", "late")  # type: ignore[arg-type]  # one of three
+
+    monkeypatch.setattr(checks, "examine", examine)
+
+    result = meshllm("doctor")
+
+    assert result.exit_code == code
+    assert result.stderr == ("error: 1 of 2 checks failed\n" if code else "")
+    assert len(result.stdout.splitlines()) == 2

@@ -1,0 +1,252 @@
+import asyncio
+import json
+import os
+import re
+import signal
+import stat
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+import pytest
+
+from meshllm.errors import MeshError, NotAuthorised
+from meshllm.log import setup
+from meshllm.names import MeshId, NodeId, Span
+from meshllm.node.options import NodeOptions
+from meshllm.protocol.credential import Role
+from meshllm.protocol.ticket import Ticket
+from tests.cli.conftest import Invoke
+from tests.cli.statuses import status_of, waiting
+
+TICKET = Ticket(MeshId(bytes(16)), NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
+
+
+@dataclass
+class FakeNode:
+    """Takes the place of `open_node`: goes through its statuses, then does its last deed."""
+
+    statuses: list[dict[str, Any]] = field(default_factory=lambda: [status_of(2)])
+    last: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGINT)
+    opening: Callable[[], None] = lambda: None
+    options: NodeOptions | None = None
+    ticket: str = "meshllm1abc"
+    asked: int = 0
+    is_open: bool = False
+
+    @asynccontextmanager
+    async def __call__(self, options: NodeOptions) -> AsyncIterator["FakeNode"]:
+        self.options = options
+        self.stopped = asyncio.get_running_loop().create_future()
+        self.opening()
+        await asyncio.sleep(0.01)
+        self.is_open = True
+        yield self
+        self.is_open = False
+
+    @property
+    def door(self) -> "FakeNode":
+        return self
+
+    def status(self) -> dict[str, Any]:
+        return self.statuses.pop(0)
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        while self.statuses:
+            yield {}
+        self.last()
+
+    def leave(self) -> None:
+        self.asked += 1
+        self.stopped.set_result(None)
+
+    def fail(self, error: MeshError) -> None:
+        self.stopped.set_exception(error)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
+    node = FakeNode()
+    module = ModuleType("meshllm.node.node")
+    monkeypatch.setattr(module, "open_node", node, raising=False)
+    monkeypatch.setitem(sys.modules, "meshllm.node.node", module)
+    monkeypatch.setattr("meshllm.api.serve.serve", _serve)
+    monkeypatch.setattr("meshllm.api.unix.is_answered", lambda _: True)
+    return node
+
+
+async def _serve(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_stdout_is_a_ticket_and_the_command_for_the_next_machine(
+    meshllm: Invoke, node: FakeNode
+) -> None:
+    result = meshllm("node")
+
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "meshllm1abc\nmeshllm node --join meshllm1abc\n",
+    )
+    assert not node.is_open
+
+
+def test_what_happens_is_told_with_the_time(meshllm: Invoke, node: FakeNode) -> None:
+    node.statuses = [waiting("alone"), status_of(2)]
+
+    lines = meshllm("node").stderr.splitlines()
+
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
+        "a ticket, and what to type on the next machine:",
+        "waiting: alone",
+        "desk joined (desk1bc, 8.0 GiB)",
+        "the ring of 2 serves, epoch 3: attic 0:10, desk 10:20",
+        "leaving when all is answered; once more ends it at once",
+    ]
+    assert re.match(r"\d\d:\d\d:\d\d ", lines[1])
+
+
+def test_a_log_for_tools_is_json(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--log-format", "json")
+    setup(0)
+
+    lines = [json.loads(line)["fields"] for line in result.stderr.splitlines()]
+
+    assert [each["event"] for each in lines] == ["ready", "joined", "serving", "leaving"]
+    assert lines[1]["name"] == "desk"
+    assert "meshllm1abc" not in result.stderr
+
+
+@pytest.mark.parametrize("words", [("--join", "meshllm1x"), ("--state", "/dev/null")])
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    meshllm: Invoke, node: FakeNode, words: tuple[str, str]
+) -> None:
+    result = meshllm("node", *words)
+
+    assert result.exit_code == 2
+    assert node.options is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_the_node_leave(
+    meshllm: Invoke, node: FakeNode, number: signal.Signals
+) -> None:
+    node.last = lambda: os.kill(os.getpid(), number)
+
+    assert meshllm("node").exit_code == 0
+    assert node.asked == 1
+
+
+def test_a_signal_before_there_is_a_node_ends_the_command(meshllm: Invoke, node: FakeNode) -> None:
+    node.opening = lambda: os.kill(os.getpid(), signal.SIGINT)
+
+    result = meshllm("node")
+
+    assert (result.exit_code, result.output, node.asked) == (130, "", 0)
+
+
+def test_what_ends_a_node_is_the_error_of_the_command(meshllm: Invoke, node: FakeNode) -> None:
+    node.last = lambda: node.fail(NotAuthorised("This node was shut out of the mesh"))
+
+    result = meshllm("node")
+
+    assert result.exit_code == 5
+    assert result.stderr.endswith("error: This node was shut out of the mesh\n")
+
+
+def test_the_ticket_is_written_where_only_the_owner_reads(
+    meshllm: Invoke, node: FakeNode, home: Path
+) -> None:
+    path = home / "ticket"
+    path.write_text("old")
+    path.chmod(0o644)
+
+    meshllm("node", "--ticket-file", "ticket")
+
+    assert path.read_text() == "meshllm1abc\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--ticket-file", "nowhere/ticket")
+
+    assert result.exit_code == 2
+    assert "error: `nowhere/ticket` cannot be written: No such file" in result.stderr
+
+
+def test_what_is_not_set_is_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
+    meshllm("node", "--state", "here", "--dtype", "auto")
+
+    assert node.options == NodeOptions(state=Path.cwd() / "here")
+
+
+def test_what_is_set_is_passed_on(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_NAME", "attic")
+
+    meshllm(
+        "node", "--state", "here", "--model", "builtin", "--transport", "quic",
+        "--memory", "4GiB", "--layers", "2:5", "--exclude", "desk, laptop", "--members", "3",
+        "--join", TICKET, "--no-discovery", "--policy", "auto",
+    )  # fmt: skip
+
+    assert node.options == NodeOptions(
+        state=Path.cwd() / "here",
+        model="builtin",
+        transport="quic",
+        name="attic",
+        memory_bytes=4 << 30,
+        layers=Span(2, 5),
+        exclude=("desk", "laptop"),
+        members=3,
+        join=TICKET,
+        discovery=False,
+        policy="auto",
+    )
+
+
+def test_memory_may_be_a_share(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = type("Memory", (), {"available": 1000})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+
+    meshllm("node", "--memory", "25%")
+
+    assert node.options
+    assert node.options.memory_bytes == 250
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--memory", "0%"), "`0%` is no share of the memory"),
+        (("--memory", "101%"), "`101%` is no share of the memory"),
+        (("--memory", "much"), "`much` is no amount of memory"),
+        (("--layers", "3"), "`3` is no span of layers"),
+        (("--policy", "best"), "Invalid value for '--policy'"),
+    ],
+)
+def test_a_wrong_option_ends_it_before_anything_is_loaded(
+    meshllm: Invoke, node: FakeNode, words: tuple[str, ...], message: str
+) -> None:
+    result = meshllm("node", *words)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert node.options is None
+
+
+def test_a_service_is_printed_without_the_ticket(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--print-service", "--name", "attic", "--join", "meshllm1secret")
+
+    assert " node --name attic\n" in result.stdout
+    assert "meshllm1secret" not in result.output
+    assert result.stderr.startswith("a unit holds no ticket")
+    assert node.options is None

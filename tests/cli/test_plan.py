@@ -1,0 +1,56 @@
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Invoke
+
+
+def test_without_nodes_the_plan_is_for_this_machine(meshllm: Invoke) -> None:
+    plan = json.loads(meshllm("ring", "plan", "--json").stdout)
+
+    assert [stage["layers"] for stage in plan["stages"]] == ["0:8"]
+    assert (plan["schema"], plan["model"], plan["standbys"]) == (1, "builtin", [])
+    assert plan["stages"][0]["wire_ms"] == 0
+
+
+def test_a_plan_says_who_holds_what_and_why(meshllm: Invoke) -> None:
+    text = meshllm("ring", "plan", "--spec", "8GiB,4GiB@20ms").stdout
+
+    assert "   0  n1    0:8 " in text
+    assert "\nstandby n2: its link adds 40.0 ms" in text
+    assert " ms per token, " in text
+    assert "\nproportional      2 " in text
+    assert "\nassumed: " in text
+
+
+def test_a_policy_may_be_chosen(meshllm: Invoke) -> None:
+    words = ("ring", "plan", "--spec", "2x1GiB:2ms@5ms", "--policy", "proportional", "--json")
+
+    plan = json.loads(meshllm(*words).stdout)
+
+    assert [stage["layers"] for stage in plan["stages"]] == ["0:4", "4:8"]
+    assert [stage["wire_ms"] > 4 for stage in plan["stages"]] == [True, True]
+    assert {each["policy"] for each in plan["policies"]} == {
+        "fastest", "throughput", "proportional",
+    }  # fmt: skip
+
+
+def test_nodes_may_be_in_a_file(meshllm: Invoke, home: Path) -> None:
+    (home / "home.toml").write_text('[[node]]\nname = "attic"\nmemory = "8GiB"\n')
+
+    text = meshllm("ring", "plan", "--nodes", "home.toml").stdout
+
+    assert "   0  attic  0:8 " in text
+
+
+def test_nodes_are_named_once(meshllm: Invoke) -> None:
+    result = meshllm("ring", "plan", "--nodes", "x.toml", "--spec", "8GiB")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `--nodes` and `--spec` both name nodes\n")
+
+
+def test_a_model_that_does_not_fit_exits_4(meshllm: Invoke) -> None:
+    result = meshllm("ring", "plan", "--spec", "2x1MiB")
+
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr.startswith("error: The ring lacks ")

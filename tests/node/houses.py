@@ -1,0 +1,124 @@
+"""Members of one mesh on one loopback network, each with links and a machine, and no model."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from meshllm.names import NodeId
+from meshllm.node.gate import Gate
+from meshllm.node.keyring import Keyring
+from meshllm.node.links import Links
+from meshllm.node.reach import Caller
+from meshllm.node.secure import SecureLink
+from meshllm.protocol.credential import Credential, Role, issue
+from meshllm.protocol.handshake import Own
+from meshllm.protocol.mesh import Mesh
+from meshllm.protocol.meshwire import Talk, Why
+from meshllm.protocol.records import Lifecycle, Profile, State
+from meshllm.transport.contract import Transport
+
+
+class House:
+    """A member at home: its links, its machine, and what it heard."""
+
+    def __init__(
+        self, name: str, keyring: Keyring, credential: Credential, transport: Transport, life: int
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        self.name, self.keyring, self.transport = name, keyring, transport
+        self.me = keyring.key.node
+        self.credential = credential
+        self.machine = Mesh(keyring.key, credential, life, now=now, wall_s=time.time())
+        self.own = Own(keyring.key, credential.mesh, life, credential)
+        self.caller = Caller(dict.fromkeys(transport.schemes, transport), self.own)
+        gate = Gate(keyring, credential, self.machine.removals)
+        self.links = Links(self.caller, self.machine, gate, self)
+        self.talked: list[tuple[NodeId, Talk, bool]] = []
+        self.rings: list[SecureLink] = []
+        self.lost_ones: list[NodeId] = []
+        self.byes: list[tuple[NodeId, Why]] = []
+        self.stack = AsyncExitStack()
+
+    @property
+    def address(self) -> str:
+        return f"loopback:{self.name}"
+
+    @property
+    def peers(self) -> set[NodeId]:
+        return set(self.links.lines)
+
+    def changed(self) -> None:
+        """Hear nothing of interest."""
+
+    async def ring(self, link: SecureLink) -> None:
+        self.rings.append(link)
+
+    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+        self.talked.append((peer, message, is_client))
+
+    def lost(self, peer: NodeId) -> None:
+        self.lost_ones.append(peer)
+
+    def dropped(self, peer: NodeId, why: Why) -> None:
+        self.byes.append((peer, why))
+
+    async def open(self) -> None:
+        """Listen, and tell who is here."""
+        listener = await self.stack.enter_async_context(self.transport.listen(self.address))
+        running = asyncio.ensure_future(self.links.run([listener]))
+        self.stack.push_async_callback(_ended, running)
+        await asyncio.sleep(0)
+        now = asyncio.get_running_loop().time()
+        if self.credential.role is Role.NODE:
+            profile = Profile(self.name, "1", (self.address,), 0)
+            state = State(lifecycle=Lifecycle.SERVING)
+            self.links.act(self.machine.publish(profile=profile, state=state, now=now))
+
+    async def close(self) -> None:
+        """Fall over without a word."""
+        await self.stack.aclose()
+
+    def meet(self, other: "House") -> None:
+        """Dial another member."""
+        self.links.hint(other.me, [other.address])
+
+
+class Town:
+    """A mesh; the first house founds it."""
+
+    def __init__(self, folder: Path, transport: Transport) -> None:
+        self.folder = folder
+        self.transport = transport
+        self.houses: dict[str, House] = {}
+
+    async def add(self, name: str, role: Role = Role.NODE, life: int = 1) -> House:
+        """Let a member of the mesh begin."""
+        keyring = Keyring.open(self.folder / name)
+        founder = next(iter(self.houses.values()), None)
+        if founder is None:
+            credential = keyring.found()
+        else:
+            key, node = founder.keyring.key, keyring.key.node
+            credential = issue(key, founder.credential, node, role)
+        house = House(name, keyring, credential, self.transport, life)
+        self.houses[f"{name} {life}"] = house
+        await house.open()
+        return house
+
+
+@asynccontextmanager
+async def town(folder: Path, transport: Transport) -> AsyncIterator[Town]:
+    """Found a mesh, and end all that is in it."""
+    made = Town(folder, transport)
+    try:
+        yield made
+    finally:
+        for house in made.houses.values():
+            await house.close()
+
+
+async def _ended(running: "asyncio.Future[None]") -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,117 @@
+"""What the options of one owner make of the charter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshllm.errors import ModelError, UserError
+from meshllm.model.capacity import shape_of
+from meshllm.model.source import resolve
+from meshllm.names import Digest, NodeId
+from meshllm.node.founding import amend, find_node, found_charter, refuse_other, unknown
+from meshllm.node.options import NodeOptions
+from meshllm.protocol.charter import Charter
+from meshllm.protocol.identity import NodeKey, show
+from meshllm.protocol.messages import DType
+from meshllm.protocol.plan import Policy
+from meshllm.protocol.records import Profile
+from tests.protocol.meshes import CONFIG, charter
+
+A, B, C = (NodeKey(bytes([n]) * 32).node for n in range(3))
+LONGEST = 1 << 20
+PROFILES = {A: Profile("desk", "1", (), 0), B: Profile("attic", "1", (), 0),
+            C: Profile("attic", "1", (), 0)}  # fmt: skip
+
+
+def options(**wishes: Any) -> NodeOptions:
+    return NodeOptions(state=Path("unused"), **wishes)
+
+
+@pytest.mark.parametrize(("context", "told"), [(None, 128), (77, 77)])
+def test_a_first_charter_names_the_model(llama: Path, context: int | None, told: int) -> None:
+    source = resolve(str(llama))
+    shape = shape_of(source, None)
+
+    made = found_charter(options(context=context), shape, CONFIG)
+
+    assert (made.version, made.dtype, made.config_digest) == (1, DType.FLOAT32, CONFIG)
+    assert (made.shape.layers, made.shape.context) == (6, told)
+    assert Charter.decode(made.encode()) == made
+
+
+def test_who_wants_nothing_changes_nothing() -> None:
+    before = charter()
+
+    assert amend(before, options(), PROFILES, LONGEST) is before
+    assert amend(before, options(policy="auto", exclude=(), prefer=()), PROFILES, LONGEST) is before
+    assert amend(before, options(context=before.shape.context), PROFILES, LONGEST) is before
+
+
+def test_what_is_wanted_is_a_new_version() -> None:
+    wishes = options(
+        policy="throughput", members=2, exclude=("desk",), prefer=(show(B),), context=5
+    )
+
+    changed = amend(charter(), wishes, PROFILES, LONGEST)
+
+    assert changed.version == 2
+    assert (changed.policy, changed.members) == (Policy.THROUGHPUT, 2)
+    assert (changed.exclude, changed.prefer) == ((A,), (B,))
+    assert changed.shape.context == 5
+    assert amend(changed, wishes, PROFILES, LONGEST) is changed
+
+
+def test_a_name_that_nobody_has_yet_waits_and_takes_nothing_back() -> None:
+    wishes = options(exclude=("desk", "loft"), prefer=("cellar",))
+    before = amend(charter(), options(exclude=(show(B),), prefer=(show(A),)), PROFILES, LONGEST)
+
+    changed = amend(before, wishes, PROFILES, LONGEST)
+
+    assert unknown(wishes, PROFILES) == ["loft", "cellar"]
+    assert (changed.exclude, changed.prefer) == (tuple(sorted((A, B))), (A,))
+
+
+def test_a_session_is_no_longer_than_the_model_takes() -> None:
+    assert amend(charter(), options(context=10_000), PROFILES, 50).shape.context == 50
+
+
+def test_an_empty_list_takes_back() -> None:
+    changed = amend(charter(), options(exclude=("desk",)), PROFILES, LONGEST)
+
+    assert amend(changed, options(exclude=()), PROFILES, LONGEST).exclude == ()
+
+
+def test_another_model_is_refused() -> None:
+    refuse_other(charter(), "any name", CONFIG)
+    with pytest.raises(ModelError, match="The mesh serves `tiny`") as raised:
+        refuse_other(charter(), "other", Digest(bytes(32)))
+
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "node"),
+    [
+        ("desk", A),
+        (show(B), B),
+        (show(B).upper(), B),
+        (show(B)[:10], B),
+        (show(NodeKey(b"x" * 32).node), NodeKey(b"x" * 32).node),
+    ],
+)
+def test_a_node_is_found_by_name_or_id(text: str, node: NodeId) -> None:
+    assert find_node(text, PROFILES) == node
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nobody", show(B)[:5], show(B)[:-1] + "?", "\x1b[2J", "d" * 9]
+)
+def test_who_is_not_there_is_not_found(text: str) -> None:
+    with pytest.raises(UserError, match="is no node id"):
+        find_node(text, PROFILES)
+
+
+def test_two_of_one_name_are_told() -> None:
+    with pytest.raises(UserError, match="2 nodes are called `attic`"):
+        find_node("attic", PROFILES)

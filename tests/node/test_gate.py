@@ -1,0 +1,175 @@
+"""Who is let in, and who is not."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshllm.errors import NotAuthorised
+from meshllm.names import NodeId
+from meshllm.node import gate as module
+from meshllm.node.gate import Gate
+from meshllm.node.keyring import Keyring
+from meshllm.protocol.credential import (
+    MAX_CHAIN,
+    Credential,
+    Removal,
+    Role,
+    check,
+    found,
+    issue,
+    remove,
+)
+from meshllm.protocol.handshake import Purpose
+from meshllm.protocol.identity import NodeKey
+from meshllm.protocol.ticket import Ticket, TicketProof
+from tests.protocol.members import GUEST, OTHER
+
+CONTEXT = b"of one handshake"
+
+
+class House:
+    """A founder with a gate."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keyring = Keyring.open(folder)
+        self.credential = self.keyring.found()
+        self.removals: dict[NodeId, Removal] = {}
+        self.gate = Gate(self.keyring, self.credential, self.removals)
+
+    def ticket(
+        self, role: Role = Role.NODE, lasts_s: float | None = None, uses: int | None = None
+    ) -> Ticket:
+        return self.keyring.invite([], role, lasts_s=lasts_s, uses=uses)
+
+    def judge(self, proof: Credential | TicketProof, peer: NodeId = GUEST.node) -> Credential:
+        return self.gate.judge(peer, proof, Purpose.MESH, 1)
+
+    def remove(self, node: NodeId, *spared: NodeId) -> None:
+        mesh = self.credential.mesh
+        self.removals[node] = remove(self.keyring.key, mesh, node, 1, spared)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path / "state")
+
+
+def test_a_member_enters_by_its_own_credential(house: House) -> None:
+    credential = issue(house.keyring.key, house.credential, GUEST.node, Role.NODE)
+
+    assert house.judge(credential) == credential
+
+
+def test_a_member_of_another_mesh_does_not(house: House) -> None:
+    with pytest.raises(NotAuthorised, match="another mesh"):
+        house.judge(found(GUEST, bytes(16)))
+
+
+def test_a_credential_of_somebody_else_is_of_no_use(house: House) -> None:
+    credential = issue(house.keyring.key, house.credential, OTHER.node, Role.NODE)
+
+    with pytest.raises(NotAuthorised, match="shows the credential of"):
+        house.judge(credential)
+
+
+def test_a_removed_member_does_not_enter_nor_whom_it_invited(house: House) -> None:
+    credential = issue(house.keyring.key, house.credential, GUEST.node, Role.NODE)
+    friend = issue(GUEST, credential, OTHER.node, Role.NODE)
+    house.remove(GUEST.node)
+
+    with pytest.raises(NotAuthorised, match="removed"):
+        house.judge(credential)
+    with pytest.raises(NotAuthorised, match="removed"):
+        house.judge(friend, OTHER.node)
+    house.remove(GUEST.node, OTHER.node)
+    assert house.judge(friend, OTHER.node) == friend
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_ticket_makes_a_member_in_its_role(house: House, role: Role) -> None:
+    credential = house.judge(house.ticket(role).prove(CONTEXT))
+
+    assert check(credential, GUEST.node, house.credential.mesh, time.time(), {}) is role
+    assert house.judge(credential) == credential
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_ticket_is_used_up_but_its_guests_may_come_back(house: House, uses: int) -> None:
+    proof = house.ticket(uses=uses).prove(CONTEXT)
+    guests = [NodeKey(bytes([n]) * 32).node for n in range(uses + 1)]
+    for guest in guests[:uses]:
+        house.judge(proof, guest)
+
+    with pytest.raises(NotAuthorised, match="expired or is used up") as raised:
+        house.judge(proof, guests[-1])
+
+    assert raised.value.hint
+    for guest in guests[:uses]:
+        assert house.judge(proof, guest).chain[-1].subject == guest
+
+
+def test_a_ticket_without_a_limit_lets_all_in(house: House) -> None:
+    proof = house.ticket().prove(CONTEXT)
+
+    for guest in (GUEST.node, OTHER.node):
+        assert house.judge(proof, guest).chain[-1].subject == guest
+
+
+def test_a_ticket_expires(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = house.ticket(lasts_s=60).prove(CONTEXT)
+    house.judge(proof)
+
+    later = SimpleNamespace(time=lambda: time.time() + 61)
+    monkeypatch.setattr(module, "time", later)
+
+    with pytest.raises(NotAuthorised, match="expired"):
+        house.judge(proof)
+
+
+def test_a_ticket_for_another_role_is_none(house: House) -> None:
+    ticket = house.ticket(Role.CLIENT)
+    claimed = Ticket(ticket.mesh, ticket.inviter, (), Role.NODE, 0, ticket.secret)
+
+    with pytest.raises(NotAuthorised, match="no such ticket"):
+        house.judge(claimed.prove(CONTEXT))
+
+
+def test_the_role_of_a_proof_cannot_be_changed(house: House) -> None:
+    proof = house.ticket(Role.CLIENT).prove(CONTEXT)
+
+    with pytest.raises(NotAuthorised, match="no such ticket"):
+        house.judge(TicketProof(Role.NODE, proof.mac, CONTEXT))
+
+
+def test_an_unknown_secret_is_refused(house: House) -> None:
+    house.ticket()
+
+    with pytest.raises(NotAuthorised, match="no such ticket") as raised:
+        house.judge(TicketProof(Role.NODE, bytes(32), CONTEXT))
+
+    assert raised.value.hint
+
+
+def test_a_removed_key_gets_in_by_no_ticket(house: House) -> None:
+    proof = house.ticket(uses=1).prove(CONTEXT)
+    house.remove(GUEST.node)
+
+    with pytest.raises(NotAuthorised, match="for ever"):
+        house.judge(proof)
+
+    assert house.judge(proof, OTHER.node)  # nobody used it up
+
+
+def test_who_is_too_far_from_the_founder_uses_no_ticket_up(house: House) -> None:
+    credential, key = house.credential, house.keyring.key
+    for number in range(MAX_CHAIN):
+        guest = NodeKey(bytes([number]) * 32)
+        credential, key = issue(key, credential, guest.node, Role.NODE), guest
+    house.gate = Gate(house.keyring, credential, {})
+
+    with pytest.raises(NotAuthorised, match="invitations away"):
+        house.judge(house.ticket(uses=1).prove(CONTEXT))
+
+    assert house.keyring.invitations()[0].guests == ()

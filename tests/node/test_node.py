@@ -1,0 +1,226 @@
+"""Whole nodes in one process: they meet, form a ring, answer, and come and go."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
+from meshllm.model.source import resolve
+from meshllm.node.node import MeshNode, NodeOptions, open_node
+from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.thin import open_thin
+from meshllm.node.worker import Worker, compute_thread
+from meshllm.protocol.credential import Role
+from meshllm.request import Answer, Piece, Request
+from meshllm_loopback import LoopbackTransport
+
+QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
+PATIENCE_S = 40.0
+
+
+class Mesh:
+    """Nodes over one loopback network, on one compute thread."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack, worker: Worker) -> None:
+        self.folder = folder
+        self.network = LoopbackTransport()
+        self.worker = worker
+        self._stack = stack
+        self._lives: dict[str, AsyncExitStack] = {}
+
+    async def start(self, name: str, **wishes: Any) -> MeshNode:
+        options = NodeOptions(
+            state=self.folder / name, name=name, threads=1, discovery=False, **wishes
+        )
+        life = self._lives[name] = await self._stack.enter_async_context(AsyncExitStack())
+        return await life.enter_async_context(open_node(options, self.network, self.worker))
+
+    async def kill(self, name: str) -> None:
+        await self._lives.pop(name).aclose()
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with compute_thread() as worker, AsyncExitStack() as stack:
+        yield Mesh(tmp_path, stack, worker)
+
+
+async def until(claim: Callable[[], bool], node: MeshNode) -> None:
+    """Wait for news of a node until the claim holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        async for _ in node.standing.changes():
+            if claim():
+                return
+
+
+def spans(node: MeshNode) -> list[str]:
+    ring = node.door.status()["ring"]
+    return [stage["layers"] for stage in ring["stages"]] if ring["state"] == "serving" else []
+
+
+def states(node: MeshNode) -> dict[str, str]:
+    return {each["name"]: each["state"] for each in node.door.status()["nodes"]}
+
+
+async def ask(node: Any, request: Request = QUESTION) -> str:
+    async with asyncio.timeout(PATIENCE_S):
+        events = [event async for event in node.generate(request)]
+    said = "".join(event.text for event in events if isinstance(event, Piece))
+    assert isinstance(events[-1], Answer)
+    assert events[-1].text == said
+    return said
+
+
+async def reference() -> str:
+    async with open_ring(resolve("builtin"), RingOptions(nodes=1, threads=1)) as ring:
+        return await ask(ring)
+
+
+async def test_three_nodes_form_a_ring_and_each_answers_as_one_process(mesh: Mesh) -> None:
+    a = await mesh.start("a", members=3)
+    b, c = [await mesh.start(name, join=a.ticket) for name in "bc"]
+    for node in (a, b, c):
+        await until(lambda node=node: len(spans(node)) == 3, node)  # type: ignore[misc]  # a closure
+
+    texts = [await ask(node.door) for node in (a, b, c)]
+
+    assert texts == [await reference()] * 3
+    plans = [node.door.plan() for node in (a, b, c)]
+    assert len({(plan["epoch"], plan["digest"], str(plan["stages"])) for plan in plans}) == 1
+    assert states(b) == dict.fromkeys("abc", "serving")
+
+
+async def test_a_node_that_is_gone_is_replaced_and_takes_part_again(mesh: Mesh) -> None:
+    a = await mesh.start("a", members=2)
+    ticket = a.ticket
+    b = await mesh.start("b", join=ticket)
+    await until(lambda: len(spans(a)) == 2, a)
+    me, first = b.me, a.standing.plan
+    text = await ask(a.door)
+
+    await mesh.kill("b")
+    alone = await ask(a.door)
+    b = await mesh.start("b", join=ticket)
+    await until(lambda: len(spans(a)) == 2, a)
+
+    assert (alone, await ask(b.door)) == (text, text)
+    assert b.me == me
+    assert first is not None
+    assert a.standing.plan is not None
+    assert a.standing.plan.epoch > first.epoch
+
+
+async def test_an_answer_under_way_survives_the_loss_of_a_node(mesh: Mesh) -> None:
+    a = await mesh.start("a", members=2)
+    await mesh.start("b", join=a.ticket)
+    await until(lambda: len(spans(a)) == 2, a)
+
+    said = ""
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in a.door.generate(QUESTION):
+            if isinstance(event, Piece):
+                if not said:
+                    await mesh.kill("b")
+                said += event.text
+
+    assert said == await reference()
+
+
+async def test_a_node_that_leaves_says_so(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=a.ticket)
+    await until(lambda: states(a).get("b") == "standby", a)
+
+    b.leave()
+    await asyncio.wait_for(b.stopped, PATIENCE_S)
+    await until(lambda: states(a)["b"] == "left", a)
+
+    assert await ask(a.door)
+    with pytest.raises(UserError, match="is leaving the mesh"):
+        await ask(b.door)
+
+
+async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
+    other = mesh.folder / "other"
+    shutil.copytree(resolve("builtin").folder, other)
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name in tensors if ".layers.3." in name)
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+
+    a = await mesh.start("a", members=2)
+    await mesh.start("b", join=a.ticket, model=str(other))
+    await until(lambda: states(a).get("b") == "refused", a)
+
+    [refused] = a.door.plan()["refused"]
+    assert refused["name"] == "b"
+    assert refused["reason"].startswith("its layer 3 differs from that of")
+    await until(lambda: spans(a) == ["0:8"], a)
+
+
+async def test_another_model_than_that_of_the_mesh_ends_the_node(mesh: Mesh, llama: Path) -> None:
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=a.ticket, model=str(llama))
+
+    with pytest.raises(ModelError, match="The mesh serves `builtin`"):
+        await asyncio.wait_for(b.stopped, PATIENCE_S)
+
+
+async def test_a_removed_node_is_cut_off_and_ends(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=a.ticket)
+    await until(lambda: "b" in states(a), a)
+
+    removed = a.door.remove("b")
+
+    with pytest.raises(NotAuthorised, match="is removed from the mesh"):
+        await asyncio.wait_for(b.stopped, PATIENCE_S)
+    assert removed["name"] == "b"
+    assert [(each["self"], each["state"] == "removed") for each in a.door.members()] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+async def test_a_client_asks_without_a_model(mesh: Mesh) -> None:
+    a = await mesh.start("a", members=2)
+    await mesh.start("b", join=a.ticket)
+    await until(lambda: len(spans(a)) == 2, a)
+    ticket = a.invite(Role.CLIENT, 60, 1)
+
+    for _ in range(2):  # the ticket is for one client, which may come back
+        async with open_thin(ticket, mesh.folder / "thin", mesh.network) as thin:
+            assert await ask(thin) == await reference()
+
+    with pytest.raises(MeshError):
+        async with open_thin(ticket, mesh.folder / "another", mesh.network):
+            pass
+
+
+async def test_the_flags_of_who_starts_last_bind_the_mesh(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=a.ticket, members=2, policy="throughput", prefer=("a",))
+    await until(lambda: len(spans(a)) == 2, a)
+
+    assert a.machine.charter is not None
+    assert (a.machine.charter.members, a.machine.charter.prefer) == (2, (a.me,))
+    assert a.machine.charter == b.machine.charter
+    assert a.door.plan()["policy"] == "throughput"
+
+
+async def test_the_charter_and_the_membership_outlive_the_process(mesh: Mesh) -> None:
+    a = await mesh.start("a", members=2)
+    await until(lambda: bool(spans(a)), a)
+    before = a.mesh, a.machine.charter
+
+    await mesh.kill("a")
+    a = await mesh.start("a")
+
+    assert (a.mesh, a.machine.charter) == before
+    assert a.incarnation == 2

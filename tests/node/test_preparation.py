@@ -1,0 +1,94 @@
+"""What a node finds out about its model before it offers anything."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshllm.errors import ModelError
+from meshllm.model.capacity import shape_of
+from meshllm.model.source import resolve
+from meshllm.names import Digest, Span
+from meshllm.node import preparation as module
+from meshllm.node.options import NodeOptions
+from meshllm.node.preparation import Preparation
+from meshllm.node.worker import Worker
+from meshllm.protocol.messages import DType
+from meshllm.protocol.records import ENDS, Profile
+from meshllm.testing.clock import InlineExecutor
+
+EMPTY = Profile("desk", "1", (), 0)
+
+
+def prepare(folder: Path, **wishes: Any) -> Preparation:
+    options = NodeOptions(state=folder / "state", **({"threads": 1} | wishes))
+    return Preparation(options, Worker(InlineExecutor()), folder / "cache")
+
+
+async def test_a_founder_writes_the_charter_of_its_model(llama: Path, tmp_path: Path) -> None:
+    engine, charter = await prepare(tmp_path, model=str(llama), members=2).found()
+
+    assert charter.dtype is DType.FLOAT32
+    assert charter.members == 2
+    assert charter.shape.layers == engine.shape.layers == 6
+    assert engine.source.folder == llama
+
+
+async def test_a_mesh_begins_with_the_small_model(tmp_path: Path) -> None:
+    _, charter = await prepare(tmp_path).found()
+
+    assert charter.shape.name == shape_of(resolve("builtin"), None).name
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", DType.BFLOAT16), ("auto", DType.FLOAT32)])
+async def test_the_founder_chooses_the_dtype(
+    llama: Path, tmp_path: Path, dtype: str, told: DType
+) -> None:
+    _, charter = await prepare(tmp_path, model=str(llama), dtype=dtype).found()
+
+    assert charter.dtype is told
+
+
+async def test_a_model_that_is_not_here_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        await prepare(tmp_path, model=str(tmp_path / "nothing")).found()
+
+
+async def test_who_joins_takes_the_model_and_dtype_of_the_mesh(llama: Path, tmp_path: Path) -> None:
+    _, charter = await prepare(tmp_path, model=str(llama), dtype="bfloat16").found()
+
+    engine, same = await prepare(tmp_path, model=str(llama)).join(charter, {})
+    _, changed = await prepare(tmp_path, model=str(llama), members=3).join(charter, {})
+
+    assert engine.shape.dtype == "bfloat16"
+    assert same is charter
+    assert (changed.version, changed.members) == (2, 3)
+
+
+async def test_who_joins_with_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    _, charter = await prepare(tmp_path, model=str(llama)).found()
+    other = replace(charter, config_digest=Digest(bytes(32)))
+
+    with pytest.raises(ModelError, match="another configuration"):
+        await prepare(tmp_path, model=str(llama)).join(other, {})
+
+
+@pytest.mark.parametrize("threads", [1, None])
+async def test_an_offer_is_measured(
+    llama: Path, tmp_path: Path, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated: list[object] = []
+    monkeypatch.setattr(module, "calibrate", lambda *asked: calibrated.append(asked))
+    wishes = {"threads": threads, "memory_bytes": 1 << 20, "layers": Span(1, 3)}
+    preparation = prepare(tmp_path, model=str(llama), **wishes)
+    engine, charter = await preparation.found()
+
+    profile = await preparation.offer(engine, EMPTY)
+
+    assert (profile.name, profile.memory_bytes, profile.span) == ("desk", 1 << 20, Span(1, 3))
+    assert len(profile.weights) == charter.shape.layers + ENDS
+    assert profile.weights[-1] == charter.config_digest[:16]
+    assert profile.layer_s
+    assert Profile.decode(profile.encode()) == profile
+    assert len(calibrated) == (threads is None)

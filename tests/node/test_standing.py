@@ -1,0 +1,289 @@
+"""How far a node is, what it tells of it, and who waits for it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import LinkLost
+from meshllm.node import standing as module
+from meshllm.node.standing import CALM_S, FORM_S, Standing
+from meshllm.protocol.plan import Plan
+from meshllm.protocol.records import Lifecycle, State
+from meshllm.request import Event, Piece, Request
+from meshllm.testing.clock import run_virtual
+from tests.protocol.meshes import World, profile
+from tests.protocol.nodes import A, B, C
+
+REQUEST = Request(raw="what?")
+
+
+def plan_of() -> Plan:
+    plan = World({A: profile(3), B: profile(3)}).agree(A).plan
+    assert plan is not None
+    return plan
+
+
+PLAN = plan_of()
+ENTRY, STAGE = PLAN.stages[0].node, PLAN.stages[1].node
+
+
+class Place:
+    """Where one node stands, with all around it made up."""
+
+    def __init__(self, me: bytes = ENTRY) -> None:
+        self.told: list[State] = []
+        self.states: dict[bytes, State] = {}
+        machine = SimpleNamespace(me=me, states=self.states, publish=self.publish)
+        self.links = SimpleNamespace(lines=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
+        self.standing = Standing(cast("Any", machine), cast("Any", self.links), lambda: "nobody")
+        self.service = SimpleNamespace(plan=None, entry=None, sessions=3)
+
+    def publish(self, *, state: State, now: float) -> list[Any]:
+        self.told.append(state)
+        return []
+
+    def serve(self, plan: Plan | None = PLAN) -> None:
+        self.standing.service = cast("Any", self.service)
+        self.service.plan = plan
+        self.standing.publish()
+
+    def work(self, entry: object = "entry") -> None:
+        self.standing.engine = cast("Any", SimpleNamespace(worker="worker", text=text))
+        self.service.entry = entry
+        self.standing.at_work()
+
+
+async def dial(node: bytes) -> Any:
+    return node
+
+
+async def text() -> str:
+    return "text"
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(story())
+
+
+def loaded(plan: Plan = PLAN) -> State:
+    return State(Lifecycle.SERVING, followed=plan.encode(), is_loaded=True)
+
+
+def test_a_node_without_a_model_is_joining() -> None:
+    async def story() -> None:
+        place = Place()
+        place.standing.publish()
+        assert place.told == []  # nothing has changed
+        assert (place.standing.plan, place.standing.sessions) == (None, 0)
+        assert place.standing.standing_entry() is None
+        assert place.standing.reason() == "nobody"
+
+    run(story)
+
+
+def test_what_changed_is_told_once() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.standing.publish()
+        place.standing.loaded(True, "")
+        place.standing.loaded(True, "")
+        assert [(state.lifecycle, state.is_loaded) for state in place.told] == [
+            (Lifecycle.SERVING, False), (Lifecycle.SERVING, True),
+        ]  # fmt: skip
+        assert {state.followed for state in place.told} == {PLAN.encode()}
+        assert place.standing.sessions == 3
+
+    run(story)
+
+
+def test_the_last_plan_is_told_while_there_is_none() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.serve(None)
+        place.standing.loaded(True, "")
+        assert place.told[-1].followed == PLAN.encode()
+
+    run(story)
+
+
+def test_who_has_left_says_no_more() -> None:
+    async def story() -> None:
+        place = Place()
+        place.standing.has_left = True
+        place.serve()
+        assert place.told == []
+
+    run(story)
+
+
+def test_trouble_is_the_reason() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        assert place.standing.reason() == "its nodes are loading"
+        place.standing.loaded(False, "no memory")
+        assert place.standing.reason() == "no memory"
+
+    run(story)
+
+
+def test_who_waits_for_changes_hears_them() -> None:
+    async def story() -> None:
+        place = Place()
+        async with aclosing(place.standing.changes()) as changes:
+            await anext(changes)
+            waiting = asyncio.ensure_future(anext(changes))
+            await asyncio.sleep(1)
+            assert not waiting.done()
+            place.serve()
+            await waiting
+            place.standing.publish()  # between two looks
+            await anext(changes)
+
+    run(story)
+
+
+def test_the_entry_is_named_when_it_is_at_work() -> None:
+    async def story() -> None:
+        place = Place()
+        waiting = asyncio.ensure_future(place.standing.entry())
+        place.serve()
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        place.work()
+        assert await waiting == ENTRY
+
+    run(story)
+
+
+def test_another_entry_is_named_when_it_has_loaded_and_is_linked() -> None:
+    async def story() -> None:
+        place = Place(STAGE)
+        place.serve()
+        place.states[ENTRY] = State(Lifecycle.SERVING, followed=b"another", is_loaded=True)
+        place.links.lines[ENTRY] = object()
+        assert place.standing.standing_entry() is None
+        place.states[ENTRY] = loaded()
+        assert place.standing.standing_entry() == ENTRY
+        place.links.lines.clear()
+        assert place.standing.standing_entry() is None
+
+    run(story)
+
+
+def test_a_ring_waits_until_all_have_loaded() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        waiting = asyncio.ensure_future(place.standing.together(PLAN))
+        for node in (ENTRY, STAGE):
+            await asyncio.sleep(1)
+            assert not waiting.done()
+            place.states[node] = loaded()
+            place.standing.publish()
+        await waiting
+        assert await place.standing.dial(C) == C  # type: ignore[comparison-overlap]  # made up
+
+    run(story)
+
+
+def test_the_plan_stays_while_the_entry_answers_and_a_little_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go = asyncio.Event()
+
+    async def answer(*made_of: object) -> AsyncGenerator[Event, None]:
+        assert made_of == ("entry", "worker", "text", PLAN, REQUEST)
+        yield Piece("a")
+        await go.wait()
+
+    monkeypatch.setattr(module, "answer", answer)
+
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.work()
+        for _ in range(2):
+            go.clear()
+            async with aclosing(place.standing.answer(REQUEST)) as events:
+                assert await anext(events) == Piece("a")
+                await asyncio.sleep(CALM_S * 3)
+                assert not place.told[-1].may_change
+                go.set()
+                assert [event async for event in events] == []
+            await asyncio.sleep(CALM_S / 2)
+            assert not place.told[-1].may_change
+        await asyncio.sleep(CALM_S)
+        assert place.told[-1].may_change
+        assert [state.may_change for state in place.told].count(False) == 1
+
+    run(story)
+
+
+def test_a_request_waits_for_the_ring_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: object) -> AsyncGenerator[Event, None]:
+        yield Piece("a")
+
+    monkeypatch.setattr(module, "answer", answer)
+
+    async def story() -> None:
+        place = Place()
+        place.serve()
+
+        async def ask() -> list[Event]:
+            return [event async for event in place.standing.answer(REQUEST)]
+
+        asking = asyncio.ensure_future(ask())
+        await asyncio.sleep(FORM_S / 2)
+        place.work()
+        assert await asking == [Piece("a")]
+
+    run(story)
+
+
+async def first(place: Place) -> Event:
+    async with aclosing(place.standing.answer(REQUEST)) as events:
+        return await anext(events)
+
+
+def test_a_ring_that_does_not_stand_in_time_is_lost() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        with pytest.raises(LinkLost, match="does not stand"):
+            await first(place)
+        assert asyncio.get_running_loop().time() == FORM_S
+
+    run(story)
+
+
+@pytest.mark.parametrize("me", [STAGE, C])
+def test_who_is_not_the_entry_answers_nothing(me: bytes) -> None:
+    async def story() -> None:
+        place = Place(me)
+        with pytest.raises(LinkLost, match="not the entry"):
+            await first(place)
+        place.serve()
+        with pytest.raises(LinkLost, match="not the entry"):
+            await first(place)
+        await asyncio.sleep(2 * CALM_S)
+        assert place.told[-1].may_change
+
+    run(story)
+
+
+def test_beginning_makes_a_service() -> None:
+    async def story() -> None:
+        place = Place()
+        engine: Any = SimpleNamespace()
+        service = place.standing.begin(engine)
+        assert (place.standing.service, place.standing.engine) == (service, engine)
+        assert service.plan is None
+
+    run(story)
