@@ -47,6 +47,7 @@ from meshllm.protocol.messages import (
     Forward,
     Hello,
     SessionMessage,
+    Spent,
 )
 from meshllm.protocol.stage import Compute, Free, Stage
 from meshllm.request import FinishReason
@@ -274,7 +275,7 @@ class Simulation:
         kept = out[len(out) - compute.keep :]
         blob = pack(compute.session, kept) if kept else None
         stage = self.stages[rank]
-        self.act(rank, stage.computed(compute.session, blob, self.now, compute_us=10))
+        self.act(rank, stage.computed(compute.session, blob, self.now, Spent(10, 2, 1)))
 
     def layers(self, rank: int, session: SessionId, pos: int, rows: list[int]) -> list[int]:
         cache = self.caches[rank].setdefault(session, [])

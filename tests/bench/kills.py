@@ -1,0 +1,81 @@
+"""What the loss of a node costs: `python -m tests.bench.kills [--times N]`.
+
+Three processes form a ring. One of them is killed, each in its turn, and a prompt is sent at once
+through another; when it is answered, the killed one starts again, and the ring of three is whole
+before the next. Seconds since the kill until another node shows the lost one gone, and until the
+prompt is answered in full; seconds since its start until the lost one is back in the ring. The
+command fails when a node is not shown gone within `GONE_S`, or an answer is not what one process
+says.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import astuple, dataclass
+from threading import Thread
+
+from tests.processes.fleet import ALONE, Fleet, ask, meshllm, open_fleet, until
+
+QUESTION = "What is a ring?"
+NAMES = ("attic", "bench", "cellar")
+GONE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One kill, in seconds."""
+
+    name: str
+    gone_s: float
+    answered_s: float
+    back_s: float
+    is_right: bool
+    is_same: bool
+    """It came back with its id."""
+
+
+def lose(fleet: Fleet, name: str, right: str) -> Loss:
+    """Kill a node, ask another one, and start the node again."""
+    lost = fleet.node(name)
+    ingress, witness = (fleet.node(other) for other in NAMES if other != name)
+    before, said = lost.status()["node"], []
+    begin = time.monotonic()
+    lost.kill()
+    asking = Thread(target=lambda: said.append(ask(ingress, QUESTION)))
+    asking.start()
+    until(lambda: witness.states()[name] == "down", fleet.told)
+    gone = time.monotonic() - begin
+    asking.join()
+    answered = time.monotonic() - begin
+    lost.start(*ALONE)
+    back = fleet.form()
+    return Loss(name, gone, answered, back, said == [right], lost.status()["node"] == before)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=10, metavar="N")
+    times = parser.parse_args().times
+    right = meshllm("chat", "--nodes", "1", "--threads", "1", QUESTION).stdout
+    print("| kill of | shown gone, s | answered, s | back in the ring, s | text | id |")
+    print("|---|---|---|---|---|---|", flush=True)
+    losses = []
+    with open_fleet() as fleet:
+        ticket = fleet.found(NAMES[0])
+        for name in NAMES:
+            fleet.node(name).start("--join", ticket, "--members", str(len(NAMES)), *ALONE)
+        fleet.form()
+        for number in range(times):
+            loss = lose(fleet, NAMES[number % len(NAMES)], right)
+            losses.append(loss)
+            name, *seconds = astuple(loss)[:4]
+            words = ("same" if each else "OTHER" for each in (loss.is_right, loss.is_same))
+            row = (name, *(f"{each:.1f}" for each in seconds), *words)
+            print(f"| {' | '.join(row)} |", flush=True)
+    failed = [it for it in losses if it.gone_s > GONE_S or not (it.is_right and it.is_same)]
+    sys.exit(f"{len(failed)} of {times} kills went wrong" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Nodes as processes of their own: started, asked over their sockets, killed; asserts nothing."""
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import httpx2
+
+from meshllm.api.door import SOCKET
+from meshllm.api.unix import is_answered
+from meshllm.node.keyring import Keyring
+from meshllm.protocol.credential import Role
+
+WAIT_S = 60.0  # for what takes seconds on an idle machine
+POLL_S = 0.1
+MESHLLM = ("-m", "meshllm")
+ALONE = ("--no-discovery",)
+
+Fields = dict[str, Any]
+Done = subprocess.CompletedProcess[str]
+
+
+class Waited(AssertionError):
+    """What was waited for did not happen."""
+
+
+def until(happened: Callable[[], bool], told: Callable[[], str] = str) -> float:
+    """Wait for something, and return how many seconds that took."""
+    begin = time.monotonic()
+    while not happened():
+        if time.monotonic() > begin + WAIT_S:
+            raise Waited(f"not within {WAIT_S} s\n{told()}")
+        time.sleep(POLL_S)
+    return time.monotonic() - begin
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a process: those of this one, without the settings of its user."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MESHLLM_")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def free_address(host: str = "127.0.0.1") -> str:
+    """Return an address at which nobody listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host.strip("[]"), 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+@dataclass
+class Node:
+    """One `meshllm node`; what it says is in a folder beside its state."""
+
+    name: str
+    folder: Path
+    address: str
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def start(self, *options: str, root: tuple[str, ...] = ()) -> Self:
+        """Start the process; what it says replaces what an earlier one said."""
+        command = [
+            sys.executable, *MESHLLM, *root, "node", "--state", str(self.state), "--threads", "1",
+            "--name", self.name, "--listen", self.address, *options,
+        ]  # fmt: skip
+        with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment()
+            )
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def ended(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
+        assert self.process is not None
+        try:
+            return self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            raise Waited(f"{self.name} runs on\n{self.stderr}") from None
+
+    def kill(self) -> None:
+        """End the process as a power cut would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def status(self) -> Fields:
+        """Ask how the mesh is; nothing comes back while the node has no door."""
+        door = self.state / SOCKET
+        if not is_answered(door):
+            return {}
+        # An empty context: nothing is encrypted here, and the usual one reads every certificate.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        transport = httpx2.HTTPTransport(uds=str(door), verify=context)
+        with httpx2.Client(transport=transport, base_url="http://node", timeout=WAIT_S) as client:
+            try:
+                found: Fields = client.get("/mesh/status").json()
+            except httpx2.TransportError:
+                return {}
+            return found
+
+    def states(self) -> dict[str, str]:
+        """Tell by name what the nodes that it knows do."""
+        return {each["name"]: each["state"] for each in self.status().get("nodes", ())}
+
+    def is_up(self) -> bool:
+        """Tell whether the node has a door; raise `Waited` when its process has ended."""
+        if not self.is_running:
+            raise Waited(f"{self.name} has ended\n{self.stderr}")
+        return bool(self.status())
+
+    def sees(self, text: str) -> float:
+        """Wait until it has said something on stderr."""
+        return until(lambda: text in self.stderr, lambda: self.stderr)
+
+
+@dataclass
+class Fleet:
+    """Nodes of one test, in folders below one with a short name."""
+
+    folder: Path
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def node(self, name: str, address: str | None = None) -> Node:
+        """Return the node of a name; a new one is not yet started."""
+        if name not in self.nodes:
+            (self.folder / name).mkdir()
+            self.nodes[name] = Node(name, self.folder / name, address or free_address())
+        return self.nodes[name]
+
+    def found(self, name: str, *addresses: str) -> str:
+        """Make the state of a node that begins a mesh, and return a ticket of it."""
+        node = self.node(name)
+        keyring = Keyring.open(node.state)
+        keyring.found()
+        at = addresses or (f"ws://{node.address}",)
+        return keyring.invite(at, Role.NODE, lasts_s=3600, uses=None).encode()
+
+    def form(self) -> float:
+        """Wait until all that run see one ring of all of them; return the seconds."""
+        running = [each for each in self.nodes.values() if each.is_running]
+
+        def is_formed() -> bool:
+            if not all(each.is_running for each in running):
+                raise Waited(f"a node has ended\n{self.told()}")
+            rings = [status["ring"] for each in running if (status := each.status())]
+            return (
+                len(rings) == len(running)
+                and all(ring["state"] == "serving" for ring in rings)
+                and all(len(ring["stages"]) == len(running) for ring in rings)
+                and len({(ring["epoch"], ring["digest"]) for ring in rings}) == 1
+            )
+
+        return until(is_formed, self.told)
+
+    def told(self) -> str:
+        """Return what every process said on stderr."""
+        said = ((each.name, each.folder / "err") for each in self.nodes.values())
+        return "\n".join(f"--- {name}\n{err.read_text()}" for name, err in said if err.exists())
+
+    def close(self) -> None:
+        """End every process, and remove what they left."""
+        for node in self.nodes.values():
+            node.kill()
+        shutil.rmtree(self.folder)
+
+
+@contextmanager
+def open_fleet() -> Iterator[Fleet]:
+    """Make a folder for nodes: the name of a socket in it may have only so many bytes."""
+    fleet = Fleet(Path(tempfile.mkdtemp(prefix="m", dir="/tmp")))
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def meshllm(*words: str, state: Path | None = None, stdin: str = "") -> Done:
+    """Run another command, for a node or without one."""
+    place = ("--state", str(state)) if state else ()
+    return subprocess.run(
+        [sys.executable, *MESHLLM, *words, *place],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+        env=environment(),
+    )
+
+
+def ask(node: Node, prompt: str) -> str:
+    """Ask the mesh through a node, as a pipe would."""
+    done = meshllm("chat", state=node.state, stdin=f"{prompt}\n")
+    if done.returncode:
+        raise Waited(f"{done.stderr}\n{node.stderr}")
+    return done.stdout
+
+
+@dataclass
+class Chat:
+    """A question of which the answer has begun."""
+
+    process: "subprocess.Popen[bytes]"
+    begun: bytes
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.process.poll() is None
+
+    def answer(self) -> str:
+        """Wait for the end, and return all that was said."""
+        rest, _ = self.process.communicate(timeout=WAIT_S)
+        return (self.begun + rest).decode()
+
+
+@contextmanager
+def asking(node: Node, prompt: str) -> Iterator[Chat]:
+    """Ask through a node, and go on when the first letter of the answer has come."""
+    command = [sys.executable, *MESHLLM, "chat", "--state", str(node.state), prompt]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        yield Chat(process, process.stdout.read(1))
+        process.kill()

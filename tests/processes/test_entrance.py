@@ -1,0 +1,108 @@
+"""Who may enter a mesh, and who may not: by ticket, by key, by state folder."""
+
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.processes.fleet import ALONE, Fleet, Node, meshllm, open_fleet, until
+
+pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
+
+NOT_AUTHORISED, USAGE = 5, 2
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Fleet]:
+    """A founder and a node that joined it."""
+    with open_fleet() as fleet:
+        ticket = fleet.found("founder")
+        fleet.node("founder").start("--members", "2", *ALONE)
+        fleet.node("guest").start("--join", ticket, *ALONE)
+        fleet.form()
+        yield fleet
+
+
+def ticket(node: Node, *options: str) -> str:
+    """Let a node make a ticket."""
+    return meshllm("ring", "ticket", *options, state=node.state).stdout.strip()
+
+
+def test_a_state_folder_is_for_one_node(pair: Fleet) -> None:
+    done = meshllm("node", *ALONE, state=pair.node("guest").state)
+
+    assert done.returncode == USAGE
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: A node is already running with the key in `")
+    assert done.stderr.count("\n") == 2
+    assert "--state FOLDER" in done.stderr
+
+
+def test_a_copied_key_is_refused_while_its_owner_is_here(pair: Fleet) -> None:
+    owner, twin = pair.node("guest"), pair.node("twin")
+    left_out = shutil.ignore_patterns("door.sock", "lock")
+    shutil.copytree(owner.state, twin.state, ignore=left_out)
+
+    twin.start(*ALONE)
+
+    assert twin.ended() == NOT_AUTHORISED
+    assert "error: Another process runs with the key of this node\nhint: " in twin.stderr
+    assert owner.is_running
+    assert pair.node("founder").states() == {"founder": "serving", "guest": "serving"}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        pytest.param(
+            ("--role", "client"), USAGE, "The ticket is for a client", marks=pytest.mark.slow
+        ),
+        (("--expires", "1s"), NOT_AUTHORISED, "The ticket has expired"),
+    ],
+)
+def test_a_ticket_that_does_not_fit_is_refused(
+    pair: Fleet, options: tuple[str, ...], code: int, words: str
+) -> None:
+    made = ticket(pair.node("guest"), *options)
+    time.sleep(1.1)
+
+    done = meshllm("node", *ALONE, "--join", made, state=pair.folder / options[1])
+
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {words}\nhint: ")
+
+
+def test_a_mistyped_ticket_says_so(pair: Fleet) -> None:
+    made = ticket(pair.node("founder"))
+    mistyped = f"{made[:40]}{'b' if made[40] == 'a' else 'a'}{made[41:]}"
+
+    done = meshllm("node", *ALONE, "--join", mistyped, state=pair.folder / "mistyped")
+
+    assert done.returncode == USAGE
+    assert done.stderr.startswith("error: ")
+    assert "bug" not in done.stderr
+
+
+def test_a_member_that_is_removed_ends_and_never_returns(pair: Fleet) -> None:
+    founder, member = pair.node("founder"), pair.node("member")
+    once = ticket(pair.node("guest"))
+    member.start("--join", once, *ALONE)
+    until(lambda: founder.states().get("member") in {"serving", "standby"}, pair.told)
+
+    done = meshllm("ring", "remove", member.status()["node"], "--yes", state=founder.state)
+    code = member.ended()
+
+    assert done.returncode == 0, done.stderr
+    assert code == NOT_AUTHORISED
+    assert "is removed from the mesh" in member.stderr
+    until(lambda: "member" not in pair.node("guest").states(), pair.told)
+
+    new = ticket(pair.node("guest"))
+    assert member.start("--join", new, *ALONE).ended() == NOT_AUTHORISED
+    assert "is removed from the mesh" in member.stderr
+
+    shutil.rmtree(member.state)
+    assert member.start("--join", once, *ALONE).ended() == NOT_AUTHORISED
+    assert "error: The inviter knows no such ticket" in member.stderr

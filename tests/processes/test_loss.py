@@ -1,0 +1,85 @@
+"""Nodes that go: killed, told to leave, interrupted; the others go on."""
+
+import signal
+
+import pytest
+
+from tests.processes.conftest import QUESTION, STORY, Answers
+from tests.processes.fleet import ALONE, Fleet, Node, ask, asking, until
+
+pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
+
+
+def entry(trio: Fleet) -> Node:
+    """Return the node that embeds and samples."""
+    status = trio.node("attic").status()
+    return next(trio.node(each["name"]) for each in status["nodes"] if each["rank"] == 0)
+
+
+def test_a_killed_node_is_gone_the_mesh_answers_and_it_returns(
+    trio: Fleet, answers: Answers
+) -> None:
+    lost, witness = trio.node("cellar"), trio.node("bench")
+    before = lost.status()["node"]
+
+    lost.kill()
+    until(lambda: witness.states()["cellar"] == "down", trio.told)
+    answer = ask(witness, QUESTION)
+    lost.start(*ALONE)
+    trio.form()
+
+    assert answer == answers[QUESTION]
+    assert lost.status()["node"] == before
+    assert ask(lost, QUESTION) == answers[QUESTION]
+
+
+@pytest.mark.parametrize("is_entry", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_answer_goes_on_when_a_node_is_killed_under_it(
+    trio: Fleet, answers: Answers, *, is_entry: bool
+) -> None:
+    first = entry(trio)
+    others = [node for node in trio.nodes.values() if node is not first]
+    lost, ingress = (first, others[0]) if is_entry else (others[0], first)
+
+    with asking(ingress, STORY) as chat:
+        lost.kill()
+        is_under_way = chat.is_under_way
+        answer = chat.answer()
+
+    assert is_under_way
+    assert answer == answers[STORY]
+    assert chat.process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_node_told_to_leave_finishes_the_answer_first(
+    trio: Fleet, answers: Answers, number: signal.Signals
+) -> None:
+    leaver, witness = trio.node("cellar"), trio.node("attic")
+
+    with asking(leaver, STORY) as chat:
+        leaver.send(number)
+        answer = chat.answer()
+    code = leaver.ended()
+    until(lambda: witness.states()["cellar"] not in {"serving", "loading", "standby"}, trio.told)
+
+    assert answer == answers[STORY]
+    assert code == 0
+    assert witness.states()["cellar"] == "left"
+    assert ask(witness, QUESTION) == answers[QUESTION]
+    assert witness.states()["cellar"] == "left"
+
+
+def test_the_second_ctrl_c_ends_it_at_once(trio: Fleet, answers: Answers) -> None:
+    leaver, ingress = trio.node("cellar"), trio.node("bench")
+
+    with asking(ingress, STORY) as chat:
+        leaver.send(signal.SIGINT)
+        leaver.sees("once more ends it at once")
+        leaver.send(signal.SIGINT)
+        answer = chat.answer()
+
+    assert leaver.ended() == 130
+    assert answer == answers[STORY]

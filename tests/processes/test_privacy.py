@@ -1,0 +1,153 @@
+"""What a node shows to those it is not for: another account here, a stranger on the network."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from meshllm import __version__
+from meshllm.errors import LinkLost
+from meshllm.node.secure import secure_dial
+from meshllm.protocol.credential import found
+from meshllm.protocol.handshake import Own, Purpose
+from meshllm.protocol.identity import NodeKey, parse_node, short, show
+from meshllm_websocket import WebsocketTransport
+from tests.processes.fleet import ALONE, Node, open_fleet, until
+
+pytestmark = [pytest.mark.socket, pytest.mark.timeout(120)]
+
+NOBODY = 65534
+LOOK = """
+import os, socket, sys
+state, user = sys.argv[1], int(sys.argv[2])
+connect = socket.socket(socket.AF_UNIX).connect
+os.setgroups([])
+os.setresgid(user, user, user)
+os.setresuid(user, user, user)
+for name, attempt in (
+    ("node.key", open), ("mesh.json", open), ("lock", open), ("door.sock", connect),
+    ("", os.listdir), ("node.key", os.stat),
+):
+    try:
+        attempt(os.path.join(state, name))
+    except PermissionError:
+        print(name, "refused")
+    else:
+        print(name, "open")
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    """One node, in a folder that others may enter."""
+    with open_fleet() as fleet:
+        fleet.found("attic")
+        node = fleet.node("attic").start(*ALONE)
+        until(node.is_up, fleet.told)
+        fleet.folder.chmod(0o755)
+        node.folder.chmod(0o755)
+        yield node
+
+
+def test_what_is_secret_is_for_its_owner_alone(node: Node) -> None:
+    modes = {path.name: path.stat().st_mode & 0o777 for path in node.state.iterdir()}
+
+    assert node.state.stat().st_mode & 0o777 == 0o700
+    assert {name: modes[name] for name in ("node.key", "mesh.json", "door.sock")} == {
+        "node.key": 0o600,
+        "mesh.json": 0o600,
+        "door.sock": 0o600,
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_account_reads_neither_key_nor_socket(node: Node) -> None:
+    theirs, ours = (
+        subprocess.check_output([sys.executable, "-c", LOOK, node.state, str(user)], text=True)
+        for user in (NOBODY, 0)
+    )
+
+    assert theirs.split("\n")[:-1] == [
+        f"{name} refused" for name in ("node.key", "mesh.json", "lock", "door.sock", "", "node.key")
+    ]
+    assert ours == theirs.replace("refused", "open")
+
+
+UPGRADE = (
+    "GET / HTTP/1.1\r\nHost: mesh\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+)
+TEXT, BINARY, PING = 0x81, 0x82, 0x89
+
+
+def frame(kind: int, data: bytes) -> bytes:
+    """Make a WebSocket frame as a client does, under a mask of zeros."""
+    return bytes([kind, 0x80 | len(data), 0, 0, 0, 0]) + data
+
+
+ATTEMPTS: dict[str, tuple[bytes, ...]] = {
+    "get": (b"GET / HTTP/1.1\r\nHost: mesh\r\n\r\n",),
+    "old": (b"GET /mesh/status HTTP/1.0\r\n\r\n",),
+    "metrics": (b"GET /metrics HTTP/1.1\r\nHost: mesh\r\n\r\n",),
+    "post": (b"POST /mesh/ticket HTTP/1.1\r\nHost: mesh\r\nContent-Length: 2\r\n\r\n{}",),
+    "browser": (f"{UPGRADE}Origin: http://page\r\n\r\n".encode(),),
+    "lines": (b"\r\n\r\n",),
+    "garbage": (bytes(range(256)) * 400,),
+    "words": (f"{UPGRADE}\r\n".encode(), frame(TEXT, b"hello")),
+    "frames": (f"{UPGRADE}\r\n".encode(), frame(BINARY, bytes(120))),
+    "ping": (f"{UPGRADE}\r\n".encode(), frame(PING, b"who"), frame(BINARY, b"\x01" * 120)),
+    "protocol": (
+        f"{UPGRADE}Sec-WebSocket-Protocol: meshllm\r\n\r\n".encode(),
+        frame(BINARY, b"\x00" * 125),
+    ),
+}
+
+
+def said_to(node: Node, parts: tuple[bytes, ...]) -> bytes:
+    """Return all that a node says to who sends these, until it hangs up."""
+    host, _, port = node.address.partition(":")
+    heard = bytearray()
+    with socket.create_connection((host, int(port))) as line:
+        try:
+            for part in parts:
+                line.sendall(part)
+                heard += line.recv(1 << 16)
+            while more := line.recv(1 << 16):
+                heard += more
+        except ConnectionError:
+            pass  # it hung up before all was sent
+    return bytes(heard)
+
+
+def test_a_stranger_learns_only_that_something_answers(node: Node) -> None:
+    status = node.status()
+    me, mesh = parse_node(status["node"]), bytes.fromhex(status["mesh"])
+    telling = [
+        me, me.hex().encode(), show(me).encode(), short(me).encode(), mesh, mesh.hex().encode(),
+        b"attic", b"meshllm", b"llm", b"websockets", b"Python", b"builtin", __version__.encode(),
+    ]  # fmt: skip
+
+    heard = {name: said_to(node, parts) for name, parts in ATTEMPTS.items()}
+
+    for name, said in heard.items():
+        assert [word for word in telling if word.lower() in said.lower()] == [], name
+        assert len(said) < 300, name
+    assert b"101" in heard["frames"]  # it did get as far as the handshake
+
+
+async def test_a_stranger_of_another_mesh_hears_no_word_of_the_handshake(node: Node) -> None:
+    key = NodeKey(secrets.token_bytes(32))
+    other = found(key, secrets.token_bytes(16))
+    link = await WebsocketTransport().dial(f"ws://{node.address}")
+
+    with pytest.raises(LinkLost, match="without a word"):
+        await secure_dial(
+            link, Own(key, other.mesh, 1, other), Purpose.MESH, now_s=time.time(), removals={}
+        )
+
+    assert link.statistics.bytes_received == 0

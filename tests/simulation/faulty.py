@@ -1,0 +1,437 @@
+"""A bad network and processes that stop: links, cuts, crashes, pauses; knows nothing of meshes.
+
+Theory of operation
+-------------------
+A link is reliable, as TCP is: while a direction is cut, what arrives there waits, and comes in
+order some time after the cut has ended. A process that is killed closes its links, as its kernel
+does; one that lost its power says nothing, and nobody answers at its address until it is back. A
+paused process runs none of its code: callbacks and timers of tasks that it began wait for it, while
+its links go on to take what arrives, up to a limit. Every draw comes from the given `Random`.
+"""
+
+import asyncio
+from asyncio import Handle, TimerHandle
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from random import Random
+from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple, Unpack
+from weakref import WeakSet
+
+from meshllm.errors import LinkLost, UserError
+from meshllm.testing.clock import VirtualLoop
+from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Listener, measure
+
+QUEUE_MESSAGES = 256  # of one channel and direction: what sockets and transports hold
+KNOCK_S = 1.0  # s between two tries to connect to where no answer comes from
+INSTANT_S = 1e-6
+LATE_S = 0.5  # s at most until what waited for a cut is sent again
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_OWNER: ContextVar["Process | None"] = ContextVar("owner", default=None)
+
+
+@dataclass(eq=False)
+class Process:
+    """One run of a program: what its tasks do, they do in its context."""
+
+    number: int
+    """Of the machine it runs on."""
+    is_paused: bool = False
+    is_gone: bool = False
+    """The network knows it no more."""
+    context: Context = field(default_factory=copy_context)
+    backlog: list[Handle] = field(default_factory=list)
+    """What it has to do when it runs again."""
+    ends: set["End"] = field(default_factory=set)
+    """Its ends of links."""
+    begun: WeakSet[asyncio.Task[object]] = field(default_factory=WeakSet)
+
+    def __post_init__(self) -> None:
+        self.context.run(_OWNER.set, self)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[object]]:
+        """Its tasks that have not ended."""
+        return [task for task in self.begun if not task.done()]
+
+
+def process_here() -> Process | None:
+    """Return the process whose code runs now."""
+    return _OWNER.get()
+
+
+class Machines(VirtualLoop):
+    """An event loop for several processes, each of which can be paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_task_factory(_begin)
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> Handle:
+        """Run a callback, once its process runs."""
+        owner = _OWNER.get() if context is None else context.get(_OWNER)
+        if owner is None or not owner.is_paused:
+            return super().call_soon(callback, *args, context=context)
+        handle = Handle(callback, args, self, context)
+        owner.backlog.append(handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> TimerHandle:
+        """Run a callback at a time, or when its process runs again after that."""
+        owner = _OWNER.get() if context is None else context.get(_OWNER)
+        if owner is None:
+            return super().call_at(when, callback, *args, context=context)
+
+        def ring() -> None:
+            if owner.is_paused:
+                owner.backlog.append(handle)
+            else:
+                callback(*args)
+
+        handle = super().call_at(when, ring, context=context)
+        return handle
+
+    def resume(self, process: Process) -> None:
+        """Let a process run again; what it missed happens at once."""
+        process.is_paused = False
+        for handle in process.backlog:
+            self._add_callback(handle)  # type: ignore[attr-defined]  # how asyncio does it
+        process.backlog.clear()
+
+
+def _begin(
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[Any, Any, T] | Generator[Any, None, T],
+    *,
+    context: Context | None = None,
+) -> asyncio.Task[T]:
+    """Make a task, and note whose it is."""
+    task = asyncio.Task(work, loop=loop, context=context)
+    owner = _OWNER.get() if context is None else context.get(_OWNER)
+    if owner is not None:
+        owner.begun.add(task)
+    return task
+
+
+class Network:
+    """The machines and the ways between them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, random: Random) -> None:
+        self.loop = loop
+        self.random = random
+        self.delay_s: dict[tuple[int, int], float] = {}
+        """One way, from one machine to another."""
+        self.jitter_s = 0.0
+        self.cuts: set[tuple[int, int]] = set()
+        """From one machine to another."""
+        self.dark: set[int] = set()
+        """Machines without power."""
+        self.listeners: dict[str, _Listener] = {}
+        self.context = Context()
+        self._flows: set[_Flow] = set()
+        self._serials = count()
+
+    def seat(self, process: Process) -> "Seat":
+        """Return the network as a process sees it."""
+        return Seat(self, process)
+
+    def heal(self, *ways: tuple[int, int]) -> None:
+        """End cuts; what waited for that comes soon."""
+        self.cuts.difference_update(ways)
+        for flow in sorted(self._flows, key=lambda flow: flow.serial):
+            if flow.held and flow.way not in self.cuts:
+                late = self.random.uniform(0, LATE_S)
+                self.loop.call_later(late, flow.release, context=self.context)
+
+    def kill(self, process: Process, *, silently: bool) -> None:
+        """Take a process from the network; what it still does reaches nobody."""
+        process.is_gone = True
+        for end in sorted(process.ends, key=lambda end: end.outgoing.serial):
+            end.detach(silently=silently)
+        for address, listener in list(self.listeners.items()):
+            if listener.process is process:
+                del self.listeners[address]
+        process.ends.clear()
+
+    def reset(self, number: int) -> None:
+        """Let a machine that lost its power and is back refuse the links that it had."""
+        for flow in sorted(self._flows, key=lambda flow: flow.serial):
+            if flow.way[1] == number and flow.is_void:
+                flow.end()
+                flow.back.end()
+
+    def is_open(self, one: int, other: int) -> bool:
+        """Tell whether two machines can connect."""
+        is_cut = (one, other) in self.cuts or (other, one) in self.cuts
+        return not is_cut and other not in self.dark
+
+    def travel_s(self, way: tuple[int, int]) -> float:
+        """Draw how long a message takes."""
+        return self.delay_s.get(way, 0.0005) + self.random.random() * self.jitter_s
+
+    def connect(self, one: Process, listener: "_Listener") -> "End":
+        """Make a link."""
+        ways = (one.number, listener.process.number)
+        serial = next(self._serials)
+        out, back = _Flow(self, ways, 2 * serial), _Flow(self, ways[::-1], 2 * serial + 1)
+        out.back, back.back = back, out
+        self._flows |= {out, back}
+        listener.arrivals.put_nowait(End(listener.process, back, out))
+        return End(one, out, back)
+
+    def forget(self, flow: "_Flow") -> None:
+        """Drop a direction that carries nothing any more."""
+        self._flows.discard(flow)
+
+
+@dataclass
+class _Lane:
+    arrived: deque[bytes] = field(default_factory=deque)
+    under_way: int = 0
+    last: float = 0.0
+    """When the last message arrives."""
+    line: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.arrived) + self.under_way >= QUEUE_MESSAGES
+
+
+class _Flow:
+    """One direction of a link."""
+
+    back: "_Flow"
+
+    def __init__(self, network: Network, way: tuple[int, int], serial: int) -> None:
+        self.network = network
+        self.way = way
+        self.serial = serial
+        self.lanes = {channel: _Lane() for channel in Channel}
+        self.held: list[Callable[[], None]] = []
+        """What arrived while the way was cut, in order."""
+        self.is_sealed = False
+        """Nothing more can be sent."""
+        self.is_ended = False
+        """Nothing more arrives."""
+        self.is_void = False
+        """Who received is gone without a word."""
+        self.reader: asyncio.Future[None] | None = None
+        self.messages = self.bytes = 0
+
+    async def put(self, channel: Channel, message: bytes) -> None:
+        lane = self.lanes[channel]
+        while lane.is_full and not self.is_sealed:
+            place = self.network.loop.create_future()
+            lane.line.append(place)
+            await place
+        if self.is_sealed:
+            raise LinkLost("The link is closed")
+        self.messages += 1
+        self.bytes += len(message)
+        lane.under_way += 1
+        self._carry((lane,), partial(self._arrive, lane, message))
+
+    def _carry(self, lanes: Sequence[_Lane], event: Callable[[], None]) -> None:
+        at = self.network.loop.time() + self.network.travel_s(self.way)
+        at = max(at, *(lane.last + INSTANT_S for lane in lanes))  # of two timers of one instant
+        for lane in lanes:  # either may ring first
+            lane.last = at
+        self.network.loop.call_at(at, self._here, event, context=self.network.context)
+
+    def _here(self, event: Callable[[], None]) -> None:
+        if self.held or self.way in self.network.cuts:
+            self.held.append(event)
+        else:
+            event()
+
+    def release(self) -> None:
+        if self.way not in self.network.cuts:
+            held, self.held = self.held, []
+            for event in held:
+                event()
+
+    def _arrive(self, lane: _Lane, message: bytes) -> None:
+        if self.is_void:
+            return
+        lane.under_way -= 1
+        lane.arrived.append(message)
+        self.wake()
+
+    def take(self) -> tuple[Channel, bytes] | None:
+        for channel, lane in self.lanes.items():
+            if lane.arrived:
+                message = lane.arrived.popleft()
+                while lane.line:
+                    if not (place := lane.line.popleft()).done():
+                        place.set_result(None)
+                        break
+                return channel, message
+        return None
+
+    def wake(self) -> None:
+        if self.reader and not self.reader.done():
+            self.reader.set_result(None)
+
+    def hang_up(self) -> None:
+        """Tell the receiver that nothing follows; after what is under way."""
+        self.seal()
+        self._carry(tuple(self.lanes.values()), self._hung_up)
+
+    def _hung_up(self) -> None:
+        self.end()
+        self.back.seal()
+        self.network.forget(self)
+
+    def seal(self) -> None:
+        self.is_sealed = True
+        for lane in self.lanes.values():
+            while lane.line:
+                if not (place := lane.line.popleft()).done():
+                    place.set_result(None)
+
+    def end(self) -> None:
+        self.is_ended = True
+        self.seal()
+        self.wake()
+
+
+class End:
+    """One end of a link."""
+
+    def __init__(self, process: Process, outgoing: _Flow, incoming: _Flow) -> None:
+        self.outgoing = outgoing
+        self.incoming = incoming
+        self._process = process
+        self._is_closed = False
+        self._messages = self._bytes = 0
+        process.ends.add(self)
+
+    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
+        measure(message)
+        await self.outgoing.put(channel, b"".join(message))
+
+    async def receive(self) -> tuple[Channel, Buffer]:
+        incoming = self.incoming
+        while not self._is_closed:
+            if taken := incoming.take():
+                self._messages += 1
+                self._bytes += len(taken[1])
+                return taken
+            if incoming.is_ended:
+                break
+            assert incoming.reader is None or incoming.reader.done(), "two tasks receive"
+            incoming.reader = incoming.network.loop.create_future()
+            await incoming.reader
+        raise LinkLost("The link is closed")
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._process.ends.discard(self)
+            self.outgoing.hang_up()
+            self.incoming.is_void = True
+            self.incoming.wake()
+
+    def detach(self, *, silently: bool) -> None:
+        """Cut off the process that has it."""
+        self._is_closed = True
+        if silently:
+            self.outgoing.seal()
+        else:
+            self.outgoing.hang_up()
+        self.incoming.is_void = True
+        self.incoming.wake()
+
+    @property
+    def statistics(self) -> LinkStatistics:
+        return LinkStatistics(
+            self.outgoing.messages, self.outgoing.bytes, self._messages, self._bytes
+        )
+
+
+class _Listener:
+    """Links that arrived at a process."""
+
+    def __init__(self, process: Process, address: str) -> None:
+        self.process = process
+        self.address = address
+        self.addresses = (address,)
+        self.arrivals: asyncio.Queue[End] = asyncio.Queue()
+
+    def links(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> End:
+        return await self.arrivals.get()
+
+
+class Seat:
+    """The network as one process sees it: a transport."""
+
+    name: ClassVar[str] = "sim"
+    schemes: ClassVar[tuple[str, ...]] = ("sim",)
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network = network
+        self._process = process
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
+        address = address or address_of(self._process.number)
+        listeners = self._network.listeners
+        number_of(address)
+        if address in listeners:
+            raise UserError(f"`{address}` is in use")
+        listener = listeners[address] = _Listener(self._process, address)
+        try:
+            yield listener
+        finally:
+            if listeners.get(address) is listener:
+                del listeners[address]
+            while not listener.arrivals.empty():
+                await listener.arrivals.get_nowait().close()
+
+    async def dial(self, address: str) -> End:
+        network, here, there = self._network, self._process.number, number_of(address)
+        while not network.is_open(here, there):  # noqa: ASYNC110  # as a kernel does
+            await asyncio.sleep(KNOCK_S)
+        for way in ((here, there), (there, here)):
+            await asyncio.sleep(network.travel_s(way))
+        listener = network.listeners.get(address)
+        if listener is None or self._process.is_gone or not network.is_open(here, there):
+            raise LinkLost(f"Nobody listens at `{address}`")
+        return network.connect(self._process, listener)
+
+
+def address_of(number: int) -> str:
+    """Return where a machine listens."""
+    return f"sim:{number}"
+
+
+def number_of(address: str) -> int:
+    """Return which machine listens at an address; raise `UserError` for anything else."""
+    scheme, _, number = address.partition(":")
+    if scheme != "sim" or not number.isdecimal():
+        raise UserError(f"`{address}` is no address of the simulation")
+    return int(number)

@@ -1,0 +1,187 @@
+"""A model of whole numbers, exact and cheap, in the place of a real one; knows no network.
+
+Each layer writes the sum of what it has seen, in its own way, into each row: another order of
+layers, a layer left out or run twice, a row lost, repeated or out of place change all that follows.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.capacity import ModelShape
+from meshllm.model.sample import pick
+from meshllm.model.shard import Shard
+from meshllm.model.source import Source
+from meshllm.model.text import Text
+from meshllm.model.verdict import Verdict
+from meshllm.names import Digest, NodeId, Span
+from meshllm.node.engine import Engine, Held
+from meshllm.node.founding import amend, found_charter
+from meshllm.node.preparation import Preparation
+from meshllm.node.session import Ends
+from meshllm.node.worker import Worker
+from meshllm.protocol.charter import Charter
+from meshllm.protocol.records import DIGEST_PART_BYTES, ENDS, Profile
+from meshllm.request import Request
+
+LAYERS = 4
+VOCABULARY = 32
+END = 0  # the token that ends an answer
+LAYER_BYTES = 1000
+END_BYTES = 10
+PRIME = 4093  # products of two numbers below it are exact in float32
+
+SHAPE = ModelShape(
+    name="toy",
+    model_type="toy",
+    layers=LAYERS,
+    layer_bytes=(LAYER_BYTES,) * LAYERS,
+    embed_bytes=END_BYTES,
+    head_bytes=END_BYTES,
+    tied=False,
+    kv_bytes_per_token=(1,) * LAYERS,
+    hidden_size=1,
+    vocab_size=VOCABULARY,
+    context=128,
+    dtype="float32",
+    itemsize=4,
+)
+CONFIG = Digest(bytes(range(32)))
+MANIFEST = (CONFIG[:DIGEST_PART_BYTES],) * (LAYERS + ENDS)
+
+
+class ToyCache:
+    """What the layers of a span have seen: the sum after each row."""
+
+    def __init__(self, span: Span) -> None:
+        self.sums = {layer: [1 + layer] for layer in range(span.start, span.stop)}
+
+    def crop(self, rows: int) -> None:
+        for layer, sums in self.sums.items():
+            if rows >= len(sums):
+                raise ModelError(f"layer {layer} holds {len(sums) - 1} rows and not {rows}")
+            del sums[rows + 1 :]
+
+
+class ToyShard:
+    """Layers of the model, with or without its ends."""
+
+    def __init__(self, span: Span, *, embed: bool = False, head: bool = False) -> None:
+        self.span = span
+        self._embed = embed
+        self._head = head
+
+    def new_cache(self) -> ToyCache:
+        return ToyCache(self.span)
+
+    def forward(self, x: Tensor, cache: ToyCache | None, *, rows: int | None = None) -> Tensor:
+        """Run tokens or rows ``[1, T]`` or ``[1, T, 1]`` through what this shard holds."""
+        values = [int(value) for value in x.flatten().tolist()]
+        if self._embed:
+            values = [(97 * token + 5) % PRIME for token in values]
+        if cache is not None:
+            values = [_through(value, cache) for value in values]
+        if self._head:
+            return torch.tensor([[_logits(value) for value in values[-(rows or 0) :]]])
+        return torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1)
+
+
+def _through(value: int, cache: ToyCache) -> int:
+    for layer, sums in cache.sums.items():
+        sums.append((31 * sums[-1] + value) % PRIME)
+        value = (value * (2 * layer + 3) + sums[-1] + len(sums)) % PRIME
+    return value
+
+
+def _logits(value: int) -> list[float]:
+    return [float(value * (7 * token + 3) % 101) / 16 for token in range(VOCABULARY)]
+
+
+class ToyText(Text):
+    """A letter for each token."""
+
+    def __init__(self) -> None:
+        self.end_tokens = frozenset({END})
+        self._silent = self.end_tokens
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % VOCABULARY for letter in text]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return "".join(chr(ord("@") + token) for token in tokens)
+
+
+class ToyEngine(Engine):
+    """Holds spans of the toy model."""
+
+    def __init__(self, worker: Worker) -> None:
+        verdict = Verdict("toy", equal=True, reason="", chunkable=True, croppable=True)
+        source = Source("toy", Path(), cast("PreTrainedConfig", None))
+        super().__init__(source, worker, SHAPE, verdict, torch.float32)
+        self._text = ToyText()
+
+    def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:
+        shard = cast("Shard", ToyShard(span, embed=is_entry, head=alone))
+        if not is_entry:
+            return Held(span, None, shard)
+        head = None if alone else cast("Shard", ToyShard(Span(LAYERS, LAYERS), head=True))
+        return Held(span, Ends(shard, head, self.context), None)
+
+
+class ToyPreparation(Preparation):
+    """Takes the toy model, at once."""
+
+    async def found(self) -> tuple[Engine, Charter]:
+        engine = ToyEngine(self.worker)
+        charter = found_charter(self.options, engine.shape, CONFIG)
+        return engine, amend(charter, self.options, {}, engine.shape.context)
+
+    async def join(
+        self, charter: Charter, profiles: dict[NodeId, Profile]
+    ) -> tuple[Engine, Charter]:
+        engine = ToyEngine(self.worker)
+        return engine, amend(charter, self.options, profiles, engine.shape.context)
+
+    async def offer(self, engine: Engine, profile: Profile) -> Profile:
+        return replace(
+            profile,
+            memory_bytes=self.options.memory_bytes or 0,
+            layer_s=((1, 0.05),),  # s; far more than a round trip, so that rings do not flap
+            head_s=0.001,
+            model="toy",
+            weights=MANIFEST,
+        )
+
+
+def memory_for(layers: int) -> int:
+    """Return the bytes that a node needs to hold so many layers and the ends."""
+    return int((layers * (LAYER_BYTES + SHAPE.context) + 2 * END_BYTES + 200) / 0.8)
+
+
+@lru_cache(1024)
+def reference(request: Request) -> tuple[str, tuple[int, ...]]:
+    """Return text and tokens of an answer, by the whole model in one piece."""
+    text, whole = ToyText(), ToyShard(Span(0, LAYERS), embed=True, head=True)
+    prompt = text.encode(request.raw or "")
+    cache, history, new = whole.new_cache(), list(prompt), list(prompt)
+    while len(history) - len(prompt) < request.max_tokens and len(history) < SHAPE.context:
+        logits = whole.forward(torch.tensor([new]), cache, rows=1)[0, -1]
+        token = pick(
+            logits,
+            request.sampling,
+            position=len(history),
+            history=history,
+            prompt_len=len(prompt),
+        )
+        new = [token]
+        history.append(token)
+        if token == END:
+            break
+    tokens = tuple(history[len(prompt) :])
+    return text._decode([token for token in tokens if token != END]), tokens
