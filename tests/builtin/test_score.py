@@ -108,7 +108,7 @@ def test_an_echo_of_the_question_fails(case: Case) -> None:
         ("copy-say-quoted", '"Good night, moon!"', True),
         ("meshllm-repl-bye", "Press Ctrl+D", True),
         ("meshllm-exit-130", "It is 1301", False),
-        ("meshllm-not-yet-network", "Yes, with `meshllm node`.", False),
+        ("meshllm-network", "Not yet.", False),
         ("recall-corrected-name", "Your name is Ana.", False),
         ("refusal-weather", "I don\N{RIGHT SINGLE QUOTATION MARK}t know that.", True),
         ("refusal-weather", "It will be sunny.", False),

@@ -31,6 +31,7 @@ BENDS = ((0, 1.0), (2800, 1.0), (3600, 15 / 23), (4800, 75 / 253), (STEPS, 0.0))
 LONG = 12  # every twelfth batch has long conversations
 KEPT = Path(__file__).parent / "weights" / "tokenizer.json"  # of an early corpus; fixed since
 SAVE = 200  # steps between two saves
+REFRESH = 0.2  # speed of a refresh at its start, which then cools down to nothing
 
 
 def factor(at: float) -> float:
@@ -91,14 +92,35 @@ def train(out: Path, seed: int, tokens: int) -> None:
             save_model(optimizer.weights, tokenizer, out / "model")
 
 
+def refresh(out: Path, seed: int, steps: int) -> None:
+    """Teach the shipped model what changed in its texts, without a whole run."""
+    tokenizer = Tokenizer.from_file(str(KEPT))
+    optimizer = Optimizer(network.start(tokenizer.get_vocab_size(), seed))
+    with safe_open(KEPT.parent / "model.safetensors", "pt") as file, torch.no_grad():
+        for name, weight in optimizer.weights.items():
+            weight.copy_(file.get_tensor(name))
+    for step in range(steps):
+        speed = REFRESH * min((step + 1) / 10, (steps - step) / steps)
+        loss = _learn(optimizer, tokenizer, f"{seed} refresh {step}", len(PHASES), step, speed)
+        if step % 25 == 0:
+            logger.info("step %d of %d loss %.4f", step, steps, loss)
+    save_model(optimizer.weights, tokenizer, out / "model")
+
+
 def _step(optimizer: Optimizer, tokenizer: Tokenizer, name: str, step: int, steps: int) -> float:
-    long = step % LONG == LONG - 1
     at = step * STEPS / steps  # a run of another length passes the same stages
-    made = batch(tokenizer, name, phase=sum(at >= begin for begin in PHASES), long=long)
+    phase = sum(at >= begin for begin in PHASES)
+    return _learn(optimizer, tokenizer, name, phase, step, factor(at))
+
+
+def _learn(
+    optimizer: Optimizer, tokenizer: Tokenizer, name: str, phase: int, step: int, speed: float
+) -> float:
+    made = batch(tokenizer, name, phase=phase, long=step % LONG == LONG - 1)
     ids, mask, where, target = made.tensors()
     hidden = network.forward(optimizer.weights, ids, mask)
     loss = network.learn(optimizer.weights, hidden, where, target)
-    optimizer.step(step + 1, factor(at))
+    optimizer.step(step + 1, speed)
     return loss
 
 
@@ -108,11 +130,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for state and model")
     parser.add_argument("--seed", type=int, default=7, help="seed of weights and corpus")
     parser.add_argument("--tokens", type=int, default=STEPS * STEP, help="tokens to train on")
+    parser.add_argument("--refresh", type=int, metavar="STEPS", help="go on from the shipped model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    train(options.out, options.seed, options.tokens)
+    if options.refresh:
+        refresh(options.out, options.seed, options.refresh)
+    else:
+        train(options.out, options.seed, options.tokens)
 
 
 if __name__ == "__main__":
