@@ -79,11 +79,16 @@ async def knock(
         Own(keyring.key, ticket.mesh, instance, ticket),
     )
     heard: dict[NodeId, tuple[str, ...]] = {}
+
+    def hear(node: NodeId, addresses: tuple[str, ...]) -> None:
+        if node == ticket.inviter:  # others are made up as easily as they are met
+            heard[node] = addresses
+
     told = ""
     async with AsyncExitStack() as stack:
         if discovery:
             me = keyring.key.node
-            await stack.enter_async_context(open_beacon(ticket.mesh, me, heard.__setitem__))
+            await stack.enter_async_context(open_beacon(ticket.mesh, me, hear))
         while True:
             _refuse_late(ticket)
             addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))

@@ -27,7 +27,7 @@ from meshllm.transport.contract import Channel, Link, Listener
 
 MAX_QUEUED = 8 << 20  # bytes that wait for a peer that does not read; it is dropped above
 HINT_S = 5.0  # s between two dials by a hint
-MAX_SHAKING = 32  # handshakes at a time; who comes later waits in the transport, which has limits
+MAX_SHAKING = 64  # handshakes at a time, as many as a transport lets in; it counts them by host
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from meshllm import __version__
@@ -31,7 +31,8 @@ from meshllm.node.keyring import Keyring
 from meshllm.node.links import Links
 from meshllm.node.options import NodeOptions
 from meshllm.node.preparation import Preparation
-from meshllm.node.reach import Caller
+from meshllm.node.reach import Caller, Place
+from meshllm.node.recollection import read_back, write_down
 from meshllm.node.secure import SecureLink
 from meshllm.node.standing import Standing
 from meshllm.node.worker import Worker, compute_thread
@@ -39,14 +40,13 @@ from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.credential import Removal, Role, check
-from meshllm.protocol.gossip import Item
 from meshllm.protocol.handshake import Own
 from meshllm.protocol.identity import short
 from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.meshwire import Talk, Why
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import MAX_ADDRESSES, MAX_LABEL_BYTES, Profile
-from meshllm.transport.contract import Listener, Transport
+from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 
 __all__ = ["MeshNode", "NodeOptions", "open_node"]
@@ -60,19 +60,7 @@ TWIN_S = 3.0  # s of being taken for another process, after which it is one
 DRAIN_S = 60.0  # s that requests under way are given when the node is told to leave
 TICKET_S = 24 * 3600.0  # s that the ticket of the start lasts
 
-_RECORDS = "records"
-_LENGTH_BYTES = 4
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a node is reached, and by what it reaches others."""
-
-    transport: Transport
-    listener: Listener
-    addresses: tuple[str, ...]
 
 
 class MeshNode:
@@ -97,7 +85,7 @@ class MeshNode:
         self.machine = Mesh(
             keyring.key, own.credential, own.incarnation, now=self.now(), wall_s=time.time()
         )
-        self.machine.restore(_items(keyring.recall(_RECORDS)), self.now())
+        self.machine.restore(read_back(keyring), self.now())
         side = Own(keyring.key, own.credential.mesh, own.incarnation, own.credential)
         caller = Caller(dict.fromkeys(place.transport.schemes, place.transport), side)
         gate = Gate(keyring, own.credential, self.machine.removals)
@@ -325,16 +313,9 @@ class MeshNode:
         """Keep for the next start what would be missed: charter, removals, and addresses."""
         self._is_remembering = False
         try:
-            self._write_down()
+            write_down(self.keyring, self.machine)
         except MeshError as error:  # a full disk is no reason to leave the ring
             logger.warning("%s", error)
-
-    def _write_down(self) -> None:
-        records = (_sized(item.encode()) for item in self.machine.lasting)
-        self.keyring.remember(_RECORDS, b"".join(records))
-        others = {node: each for node, each in self.machine.profiles.items() if node != self.me}
-        if others:
-            self.keyring.peers = {node: each.addresses for node, each in others.items()}
 
     async def _drain(self) -> None:
         """Let requests end, then leave."""
@@ -413,17 +394,3 @@ async def open_node(
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             node.close()
-
-
-def _sized(data: bytes) -> bytes:
-    return len(data).to_bytes(_LENGTH_BYTES) + data
-
-
-def _items(data: bytes) -> list[Item]:
-    """Read back what was remembered."""
-    items, at = [], 0
-    while at < len(data):
-        start = at + _LENGTH_BYTES
-        at = start + int.from_bytes(data[at:start])
-        items.append(Item.decode(data[start:at]))
-    return items
