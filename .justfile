@@ -21,7 +21,12 @@ bench:
     python -m tests.bench.memory
     python -m tests.bench.transports
     python -m tests.bench.budget
+    python -m tests.bench.gossip
+    python -m tests.bench.loop
+    python -m tests.bench.handshake --mutations 100000
+    python -m tests.bench.kills --times 10
     meshllm bench --model qwen3-0.6b --nodes 1,2,3
+    meshllm bench --processes --nodes 2 --threads 1
 
 # the parity table over every model type (minutes)
 families:
