@@ -1,6 +1,9 @@
 import asyncio
+import gc
 import json
+import os
 import signal
+import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -184,6 +187,27 @@ async def test_endless_headers_are_refused(path: Path, server: asyncio.Task[None
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_who_knocked_is_hung_up_on_whenever_it_stops(
+    door: FakeDoor, path: Path, turns: int
+) -> None:
+    task = asyncio.ensure_future(serve(door, path))
+    while not is_answered(path):  # noqa: ASYNC110  # one turn of the loop at a time
+        await asyncio.sleep(0)
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.setblocking(False)
+        visitor.connect(os.fsencode(path))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+        with suppress(ConnectionResetError):
+            assert visitor.recv(1) == b""
+    gc.collect()  # a connection that was forgotten is told here
 
 
 async def test_it_may_be_stopped_before_it_began(door: FakeDoor, path: Path) -> None:
