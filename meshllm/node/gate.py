@@ -1,13 +1,14 @@
 """Who may enter: members by their credential, guests by a ticket; knows nothing about links."""
 
 import time
+from collections.abc import Iterator
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.credential import Credential, Removals, check, issue
 from meshllm.protocol.handshake import Purpose
-from meshllm.protocol.ticket import TicketProof
+from meshllm.protocol.ticket import TicketProof, guest_psk
 
 
 class Gate:
@@ -17,6 +18,13 @@ class Gate:
         self._keyring = keyring
         self._credential = credential
         self._removals = removals
+
+    def guests(self) -> Iterator[bytes]:
+        """Yield the pre-shared keys of the tickets that are not over, the newest first."""
+        now = time.time()
+        for invitation in reversed(self._keyring.invitations()):
+            if not invitation.is_late(now):
+                yield guest_psk(invitation.secret)
 
     def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int

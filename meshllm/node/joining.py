@@ -12,13 +12,15 @@ from meshllm.node.beacon import open_beacon
 from meshllm.node.keyring import Keyring
 from meshllm.node.options import NodeOptions
 from meshllm.node.reach import Caller
-from meshllm.node.secure import SecureLink
+from meshllm.node.secure import HungUp, SecureLink
 from meshllm.protocol.credential import Credential, Role
 from meshllm.protocol.handshake import Own, Purpose
 from meshllm.protocol.ticket import Ticket, parse_ticket
 from meshllm.transport.contract import Transport
 
 KNOCK_S = 1.0  # s between two tries to reach the inviter, who may start later
+MAX_HUNG_UP = 5  # times in a row; a node that starts, or has too many guests, does so, too
+ASK_S = 4.0  # s at most between two questions on the local network where the inviter is
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +52,14 @@ async def enter(keyring: Keyring, options: NodeOptions, transport: Transport) ->
     incarnation = keyring.next_incarnation()
     ticket = parse_ticket(options.join) if options.join else None
     hints = ((ticket.inviter, ticket.addresses),) if ticket else ()
-    if ticket is None or ticket.mesh == keyring.mesh or ticket.inviter == keyring.key.node:
+    if ticket is None or keyring.has_used(ticket) or ticket.inviter == keyring.key.node:
         credential = keyring.credential or keyring.found()
         return Membership(credential, incarnation, None, (*hints, *keyring.peers.items()))
     if ticket.role is not Role.NODE:
         raise UserError("The ticket is for a client", hint="use it with `meshllm chat --join`")
-    if keyring.mesh is not None:
-        logger.warning("this node leaves the mesh it was in")
     link = await knock(keyring, ticket, transport, incarnation, discovery=options.discovery)
-    return Membership(keyring.join(_granted(link)), incarnation, link, hints)
+    credential = keyring.join(_better(keyring.credential, _granted(link)), ticket)
+    return Membership(credential, incarnation, link, hints)
 
 
 async def knock(
@@ -74,21 +75,20 @@ async def knock(
     Raises:
         NotAuthorised: the inviter refuses it, or it has expired.
     """
-    caller = Caller(
-        dict.fromkeys(transport.schemes, transport),
-        Own(keyring.key, ticket.mesh, instance, ticket),
-    )
+    schemes = dict.fromkeys(transport.schemes, transport)
+    caller = Caller(schemes, Own(keyring.key, instance, ticket))
     heard: dict[NodeId, tuple[str, ...]] = {}
 
     def hear(node: NodeId, addresses: tuple[str, ...]) -> None:
         if node == ticket.inviter:  # others are made up as easily as they are met
             heard[node] = addresses
 
-    told = ""
+    told, hung_up = "", 0
     async with AsyncExitStack() as stack:
         if discovery:
-            me = keyring.key.node
-            await stack.enter_async_context(open_beacon(ticket.mesh, me, hear))
+            beacon = open_beacon(ticket.psk, keyring.key.node, hear)
+            asking = asyncio.ensure_future((await stack.enter_async_context(beacon)).run(ASK_S))
+            stack.callback(asking.cancel)
         while True:
             _refuse_late(ticket)
             addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
@@ -97,6 +97,12 @@ async def knock(
                     addresses, Purpose.MESH, expect=ticket.inviter, removals={}
                 )
             except LinkLost as error:
+                hung_up = hung_up + 1 if isinstance(error, HungUp) else 0
+                if hung_up == MAX_HUNG_UP:
+                    raise NotAuthorised(
+                        "The inviter does not know this ticket: it is over, or of another mesh",
+                        hint="make another one with `meshllm ring ticket`",
+                    ) from error
                 if str(error) != told:
                     told = str(error)
                     logger.warning("waiting for the node that invited: %s", error)
@@ -108,6 +114,15 @@ def _refuse_late(ticket: Ticket) -> None:
         raise NotAuthorised(
             "The ticket has expired", hint="make another one with `meshllm ring ticket`"
         )
+
+
+def _better(own: Credential | None, granted: Credential) -> Credential:
+    """Choose by what to be a member from now on: who founded the mesh needs nobody's word."""
+    if own is None or own.mesh != granted.mesh:
+        if own is not None:
+            logger.warning("this node leaves the mesh it was in")
+        return granted
+    return granted if own.chain else own
 
 
 def _granted(link: SecureLink) -> Credential:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
 
+from blake3 import blake3
+
 from meshllm.errors import NotAuthorised, PeerFault, UserError
 from meshllm.names import MeshId, NodeId
 from meshllm.protocol.credential import Credential, Role, found
@@ -45,10 +47,14 @@ class Invitation:
     """The keys that it let in where that has a limit: they may come back, as one whose welcome was
     lost on the way."""
 
+    def is_late(self, now_s: float) -> bool:
+        """Tell whether the ticket has expired."""
+        return 0 < self.expires_s <= now_s
+
     def is_open(self, now_s: float, guest: NodeId | None = None) -> bool:
         """Tell whether the ticket still lets this key in, or anybody new."""
         is_full = self.uses is not None and len(self.guests) >= self.uses
-        return (not is_full or guest in self.guests) and not 0 < self.expires_s <= now_s
+        return (not is_full or guest in self.guests) and not self.is_late(now_s)
 
 
 class Keyring:
@@ -109,16 +115,21 @@ class Keyring:
         """Begin a mesh of one."""
         return self.join(found(self.key, secrets.token_bytes(SALT_BYTES)))
 
-    def join(self, credential: Credential) -> Credential:
-        """Remember a membership; invitations to another mesh are forgotten."""
+    def join(self, credential: Credential, ticket: Ticket | None = None) -> Credential:
+        """Remember a membership, and what bought it; what was of another mesh is forgotten."""
         is_other = self.mesh != credential.mesh
+        bought = {"ticket": _tag(ticket)} if ticket else {}
 
         def change(content: Content) -> Content:
             kept = {"incarnation": content.get("incarnation", 0)} if is_other else content
-            return {**kept, "credential": credential.encode().hex()}
+            return {**kept, "credential": credential.encode().hex(), **bought}
 
         self._change(change)
         return credential
+
+    def has_used(self, ticket: Ticket) -> bool:
+        """Tell whether this ticket bought the membership."""
+        return self._content.get("ticket") == _tag(ticket)
 
     def next_incarnation(self) -> int:
         """Count the starts of this node, so that its records replace those of earlier runs."""
@@ -155,8 +166,7 @@ class Keyring:
         Raises:
             NotAuthorised: this node is no member that may invite.
         """
-        mesh = self.mesh
-        if mesh is None:
+        if self.mesh is None:
             raise NotAuthorised("This node belongs to no mesh", hint="start it: `meshllm node`")
         now = time.time()
         expires = 0 if lasts_s is None else int(now + lasts_s)
@@ -164,7 +174,7 @@ class Keyring:
         open_ones = [each for each in self.invitations() if each.is_open(now)]
         self._save_invitations([*open_ones, invitation][-MAX_INVITATIONS:])
         places = tuple(addresses[:MAX_ADDRESSES])
-        return Ticket(mesh, self.key.node, places, role, expires, invitation.secret)
+        return Ticket(self.key.node, places, role, expires, invitation.secret)
 
     def invitations(self) -> list[Invitation]:
         """List the invitations, the oldest first."""
@@ -202,6 +212,11 @@ class Keyring:
                 _draft(path, json.dumps(self._content, indent=2).encode()).replace(path)
         except OSError as error:
             raise _unusable(self.folder, error) from None
+
+
+def _tag(ticket: Ticket) -> str:
+    """Tell a ticket from others without its secret."""
+    return blake3(ticket.psk).hexdigest(16)
 
 
 def _seed(path: Path) -> bytes:

@@ -86,10 +86,10 @@ class MeshNode:
             keyring.key, own.credential, own.incarnation, now=self.now(), wall_s=time.time()
         )
         self.machine.restore(read_back(keyring), self.now())
-        side = Own(keyring.key, own.credential.mesh, own.incarnation, own.credential)
+        side = Own(keyring.key, own.incarnation, own.credential)
         caller = Caller(dict.fromkeys(place.transport.schemes, place.transport), side)
-        gate = Gate(keyring, own.credential, self.machine.removals)
-        self.links = Links(caller, self.machine, gate, self)
+        self._gate = Gate(keyring, own.credential, self.machine.removals)
+        self.links = Links(caller, self.machine, self._gate, self)
         self.standing = Standing(self.machine, self.links, self._why)
         self.desk = Desk(self.me, self.standing, self.links.post)
         self.agreement: Agreement | None = None
@@ -145,7 +145,7 @@ class MeshNode:
                 self.links.adopt(self._own.link)
             if self._options.discovery:
                 beacon = await stack.enter_async_context(
-                    open_beacon(self.mesh, self.me, self.links.hint)
+                    open_beacon(self.mesh, self.me, self.links.hint, self._gate.guests)
                 )
                 beacon.addresses = self.place.addresses
                 self._jobs.create_task(beacon.run())

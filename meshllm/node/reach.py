@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.secure import SecureLink, secure_dial
+from meshllm.node.secure import HungUp, SecureLink, secure_dial
 from meshllm.protocol.credential import Removals
 from meshllm.protocol.handshake import Own, Purpose
 from meshllm.transport.contract import Listener, Transport
@@ -54,6 +54,7 @@ class Caller:
 
         Raises:
             NotAuthorised: who answers refuses us, or is not who is expected.
+            HungUp: who answers does not know us.
             LinkLost: nobody answers.
         """
         errors: list[MeshError] = []
@@ -127,10 +128,11 @@ async def _give_up(
 
 
 def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshError:
-    """Choose what to report: a refusal tells more than silence."""
-    for error in errors:
-        if isinstance(error, NotAuthorised):
-            return error
+    """Choose what to report: a refusal tells more than a hang-up, and that more than silence."""
+    for kind in (NotAuthorised, HungUp):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
     if errors:
         return LinkLost(f"Cannot reach the node: {errors[-1]}")
     listed = ", ".join(f"`{address}`" for address in addresses)

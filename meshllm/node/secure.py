@@ -7,7 +7,7 @@ they return is a link too, on which each message is sealed.
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Protocol, assert_never
@@ -47,6 +47,10 @@ MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
 class Doorkeeper(Protocol):
     """Who decides about those that dial this node."""
 
+    def guests(self) -> Iterable[bytes]:
+        """Yield the pre-shared keys of the tickets that are open; see `handshake.Listener`."""
+        ...
+
     def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
@@ -56,6 +60,10 @@ class Doorkeeper(Protocol):
             NotAuthorised: it may not enter; the dialer is told the message.
         """
         ...
+
+
+class HungUp(LinkLost):
+    """The other side heard who dials, and closed the link without a word."""
 
 
 class SecureLink:
@@ -143,7 +151,8 @@ async def secure_dial(
     Raises:
         NotAuthorised: the other side is another node or no member, or it refuses this one.
         PeerFault: it broke the rules.
-        LinkLost: it hung up, or took longer than `PRE_AUTH_S`.
+        HungUp: it knows neither our mesh nor our ticket, or has no time.
+        LinkLost: it hung up later, or took longer than `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
     """
@@ -154,9 +163,9 @@ async def secure_dial(
         except LinkLost as lost:
             if dialer.state is not State.HAILED:
                 raise
-            raise LinkLost(
+            raise HungUp(
                 "The other side hung up without a word",
-                hint="it is of another mesh, runs another version, or has too many guests",
+                hint="it is of another mesh or version, has too many guests, or the ticket is over",
             ) from lost
 
 
@@ -164,13 +173,13 @@ async def secure_accept(link: Link, own: Own, doorkeeper: Doorkeeper) -> SecureL
     """Make a link that just arrived secure.
 
     Raises:
-        NotAuthorised: the dialer does not know the mesh, or the doorkeeper refused it.
+        NotAuthorised: the dialer knows neither mesh nor ticket, or the doorkeeper refused it.
         PeerFault: it broke the rules.
         LinkLost: it hung up, or took longer than `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
     """
-    listener = Listener(own, _fresh())
+    listener = Listener(own, _fresh(), doorkeeper.guests())
     async with _handshake(link):
         while True:
             channel, message = await link.receive()

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
+from blake3 import blake3
+
 from meshllm.errors import LinkLost, UserError
 from meshllm.names import NodeId
 from meshllm.node.beacon import open_beacon
@@ -99,6 +101,10 @@ class Thin:
 class _Closed:
     """The gate of a client: nobody dials it."""
 
+    def guests(self) -> tuple[bytes, ...]:
+        """Invite nobody."""
+        return ()
+
     def judge(self, *_: object) -> Credential:
         """Refuse."""
         raise UserError("A client takes no links")
@@ -122,7 +128,7 @@ async def open_thin(
         )
     transport = transport or _transport_for(ticket)
     instance = keyring.next_incarnation()
-    name = f"client {ticket.mesh.hex()}"
+    name = f"client {blake3(ticket.psk).hexdigest(16)}"
     kept = keyring.recall(name)
     if kept:
         link, credential = None, Credential.decode(kept)
@@ -130,13 +136,14 @@ async def open_thin(
         link = await knock(keyring, ticket, transport, instance)
         credential = link.granted or link.credential
         keyring.remember(name, credential.encode())
-    own = Own(keyring.key, ticket.mesh, instance, credential)
+    own = Own(keyring.key, instance, credential)
     thin = Thin(keyring, credential, Caller(dict.fromkeys(transport.schemes, transport), own))
     async with AsyncExitStack() as stack:
         running = asyncio.gather(thin.links.run([]), thin.desk.run(), thin.seek(ticket))
         stack.push_async_callback(_ended, running)
         await asyncio.sleep(0)  # the links take work from now on
-        await stack.enter_async_context(open_beacon(ticket.mesh, keyring.key.node, thin.links.hint))
+        beacon = open_beacon(credential.mesh, keyring.key.node, thin.links.hint)
+        (await stack.enter_async_context(beacon)).send()
         if link is not None:
             thin.links.adopt(link)
         else:

@@ -6,7 +6,7 @@ The dialer speaks first; after the fourth message both hold the keys of the link
 
 ::
 
-    1  D > L   version, X25519 key, nonce, MAC under the mesh id
+    1  D > L   version, X25519 key, nonce, MAC under the pre-shared key
     2  L > D   version, X25519 key, nonce, {node, signature}
     3  D > L   {node, signature, purpose, instance, proof}
     4  L > D   {why not} or {welcome: instance, credential, and a new one for a ticket}
@@ -15,25 +15,30 @@ The dialer speaks first; after the fourth message both hold the keys of the link
     Listener  START -1-> ANSWERED -3-> JUDGING -admit-> OPEN
               and from each but OPEN, by a fault, a refusal or a message out of turn, to GONE
 
+The pre-shared key of members is the mesh id; that of a joiner follows from the secret of its
+ticket, and the inviter knows it as long as the ticket is open.
+
 ``{}`` is sealed with AES-256-GCM under a key that serves one message: HKDF-SHA256 of the X25519
-secret and the mesh id, over the hash of all that was said before, labelled with its sender. The
+secret and the pre-shared key, over the hash of all that was said, labelled with its sender. The
 Ed25519 signatures are over that hash and label too. A message that was replayed, taken from another
 link or returned to its sender, or that answers a changed one, opens under no key and is a fault;
 the keys of the link cover all four. A low-order X25519 point yields no secret and is refused
 (RFC 7748, 6.1). The version is the first byte, and there is nothing else to negotiate or downgrade.
 
-Who learns what, in this order. A stranger to the mesh id gets no byte: its first message bears no
-MAC, and the listener hangs up. Who repeats the first message of a member gets an answer that it
-cannot open. Who knows the mesh id learns the listener's node id. The listener learns who dials, and
-its proof, only after it proved to be the node that the dialer expects, if that expects one; so a
-ticket, which names its inviter, is proven to nobody else. The proof of a ticket is a MAC under its
-secret over this handshake and the joiner's key: of no use anywhere else.
+Who learns what, in this order. A stranger to the pre-shared keys, as one whose ticket is over, gets
+no byte: its first message bears no MAC that fits, and the listener hangs up. Who repeats the first
+message of another gets an answer that it cannot open. Who knows such a key learns the listener's
+node id. The listener learns who dials, and its proof, only after it proved to be the node that the
+dialer expects, if that expects one; so a ticket, which names its inviter, is proven to nobody else.
+The proof of a ticket is a MAC under its secret over this handshake and the joiner's key: of no use
+anywhere else. A joiner learns the mesh id with the welcome.
 
 The listener asks its driver to judge the proof (`Judge`), and is told `admit` or `refuse`; the one
 line of a refusal reaches the dialer sealed. A dialer judges by itself: the listener must be a
 member, in the role of a node.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from struct import Struct
@@ -92,11 +97,15 @@ class Own:
     """What this node says of itself."""
 
     key: NodeKey
-    mesh: MeshId
     instance: int
     """Counts the starts of this node; another number is another process."""
     proof: Credential | Ticket
     """By what it is a member, or is to become one; who listens is one."""
+
+    @property
+    def psk(self) -> bytes:
+        """What it shares with those whom it dials."""
+        return self.proof.psk if isinstance(self.proof, Ticket) else self.proof.mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,7 @@ class Dialer:
         self._expect = own.proof.inviter if isinstance(own.proof, Ticket) else expect
         self._now_s = now_s
         self._removals = removals
-        self._transcript = Transcript(own.mesh, fresh)
+        self._transcript = Transcript(own.psk, fresh)
         self._heard = 0
         self._peer = NodeId(b"")
 
@@ -206,38 +215,45 @@ class Dialer:
             raise PeerFault(f"Answer of {len(answer)} bytes that is no welcome")
         _, instance, length = _ANSWER.unpack_from(answer)
         credential = Credential.decode(answer[_ANSWER.size :][:length])
-        granted = self._granted(answer[_ANSWER.size :][length:])
-        role = self._check(credential, self._peer)
+        proof = self._own.proof
+        mesh = proof.mesh if isinstance(proof, Credential) else credential.mesh
+        role = self._check(credential, self._peer, mesh)
+        granted = self._granted(answer[_ANSWER.size :][length:], mesh)
         if role is not Role.NODE:
             raise NotAuthorised(f"Node `{short(self._peer)}` is a client, which admits nobody")
         keys = self._transcript.keys("dialer", "listener")
         return Established(self._peer, role, instance, self._purpose, credential, granted, keys)
 
-    def _granted(self, encoded: bytes) -> Credential | None:
+    def _granted(self, encoded: bytes, mesh: MeshId) -> Credential | None:
         if isinstance(self._own.proof, Credential):
             if encoded:
                 raise PeerFault(f"Welcome with {len(encoded)} trailing bytes")
             return None
         granted = Credential.decode(encoded)
-        role = self._check(granted, self._own.key.node)
+        role = self._check(granted, self._own.key.node, mesh)
         if role is not self._own.proof.role:
             raise PeerFault(f"Invited as a {self._own.proof.role}, admitted as a {role}")
         return granted
 
-    def _check(self, credential: Credential, node: NodeId) -> Role:
-        return check(credential, node, self._own.mesh, self._now_s, self._removals)
+    def _check(self, credential: Credential, node: NodeId, mesh: MeshId) -> Role:
+        return check(credential, node, mesh, self._now_s, self._removals)
 
 
 class Listener:
-    """The side at which the link arrived."""
+    """The side at which the link arrived.
 
-    def __init__(self, own: Own, fresh: Fresh) -> None:
+    ``guests`` are the pre-shared keys of the tickets that are open; it is iterated once, and only
+    where the dialer is no member.
+    """
+
+    def __init__(self, own: Own, fresh: Fresh, guests: Iterable[bytes] = ()) -> None:
         self.state = State.START
         if not isinstance(own.proof, Credential):
             raise NotAuthorised("A node that is not yet a member admits nobody")
         self._own = own
         self._credential = own.proof
-        self._transcript = Transcript(own.mesh, fresh)
+        self._guests = guests
+        self._transcript = Transcript(own.psk, fresh)
         self._heard = 0
         self._judged: Judge | None = None
 
@@ -246,7 +262,7 @@ class Listener:
 
         Raises:
             PeerFault: it is not as the rules have it.
-            NotAuthorised: the dialer does not know the mesh.
+            NotAuthorised: the dialer knows neither the mesh nor an open ticket.
         """
         if self.state in _ENDS:
             return []
@@ -288,7 +304,7 @@ class Listener:
 
     def _answer(self, message: bytes) -> Send:
         transcript = self._transcript
-        transcript.check_first(message)
+        transcript.check_first(message, self._guests)
         hail = transcript.add(transcript.hail)
         transcript.agree(message[:HAIL_BYTES])
         return Send(hail + transcript.identify("listener", self._own.key, b""))

@@ -1,7 +1,8 @@
 """Invitations: the text that is handed on, and the proof of knowing it; knows no clock.
 
 A ticket names whom to ask, so its bearer can check that key before it proves that it knows the
-secret; the secret itself never travels again. What is written is the word ``meshllm``, the version
+secret; the secret itself never travels again. It names no mesh: who finds a ticket that is over
+has nothing that any member would answer. What is written is the word ``meshllm``, the version
 digit, and base32 of the fields and four bytes of blake3 over all before them.
 """
 
@@ -14,7 +15,7 @@ from struct import Struct
 import blake3
 
 from meshllm.errors import UserError
-from meshllm.names import MeshId, NodeId
+from meshllm.names import NodeId
 from meshllm.protocol.credential import Role
 
 SECRET_BYTES = 16
@@ -23,7 +24,7 @@ MAX_ADDRESS_BYTES = 255  # a DNS name is no longer (RFC 1035)
 PREFIX = "meshllm"
 VERSION = "1"
 
-_HEAD = Struct("<16s 32s B Q 16s")  # mesh, inviter, role, expiry, secret; and addresses
+_HEAD = Struct("<32s B Q 16s")  # inviter, role, expiry, secret; and addresses
 _CHECK_BYTES = 4
 _MAX_CHARACTERS = 8192  # of base32: MAX_ADDRESSES of the longest, and room
 _ROLES = tuple(Role)
@@ -45,9 +46,8 @@ class TicketProof:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """An invitation to a mesh."""
+    """An invitation to the mesh of the inviter."""
 
-    mesh: MeshId
     inviter: NodeId
     addresses: tuple[str, ...]
     """Where the inviter may be reached, likeliest first."""
@@ -65,17 +65,25 @@ class Ticket:
 
     def encode(self) -> str:
         """Write it as one word that `parse_ticket` reads."""
-        head = _HEAD.pack(
-            self.mesh, self.inviter, _ROLES.index(self.role), self.expires_s, self.secret
-        )
+        head = _HEAD.pack(self.inviter, _ROLES.index(self.role), self.expires_s, self.secret)
         rest = (bytes([len(address)]) + address.encode() for address in self.addresses)
         body = head + b"".join(rest)
         text = base64.b32encode(body + _checksum(body)).decode()
         return PREFIX + VERSION + text.rstrip("=").lower()
 
+    @property
+    def psk(self) -> bytes:
+        """Under which the bearer speaks to the inviter, as members do under the mesh id."""
+        return guest_psk(self.secret)
+
     def prove(self, context: bytes) -> TicketProof:
         """Prove that this ticket is known, without showing it."""
         return TicketProof(self.role, _mac(self.secret, self.role, context), context)
+
+
+def guest_psk(secret: bytes) -> bytes:
+    """Return the pre-shared key of who knows the secret of a ticket: 32 bytes, no proof of it."""
+    return hmac.digest(secret, b"meshllm ticket psk 1", "sha256")
 
 
 def parse_ticket(text: str) -> Ticket:
@@ -106,13 +114,13 @@ def parse_ticket(text: str) -> Ticket:
 def _read(body: bytes, checksum: bytes) -> Ticket:
     if len(body) < _HEAD.size or checksum != _checksum(body):
         raise ValueError
-    mesh, inviter, role, expires_s, secret = _HEAD.unpack_from(body)
+    inviter, role, expires_s, secret = _HEAD.unpack_from(body)
     addresses, place = [], _HEAD.size
     while place < len(body):
         stop = place + 1 + body[place]
         addresses.append(body[place + 1 : stop].decode("ascii"))
         place = stop
-    return Ticket(mesh, inviter, tuple(addresses), _ROLES[role], expires_s, secret)
+    return Ticket(inviter, tuple(addresses), _ROLES[role], expires_s, secret)
 
 
 def _is_address(address: str) -> bool:

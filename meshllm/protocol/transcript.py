@@ -1,13 +1,15 @@
 """All that was said in a handshake, and the keys that follow from it; knows not what is said.
 
-Each key is HKDF-SHA256 of the X25519 secret and the mesh id, salted with the hash of every byte
-said before, and labelled with who is to use it: two sides that did not hear the same have no key in
-common, and no key or signature of one side serves the other.
+Each key is HKDF-SHA256 of the X25519 secret and a pre-shared key, salted with the hash of every
+byte said before, and labelled with who is to use it: two sides that did not hear the same have no
+key in common, and no key or signature of one side serves the other.
 """
 
 import hmac
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 from struct import Struct
 from typing import Literal
 
@@ -16,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from meshllm.errors import NotAuthorised, PeerFault
-from meshllm.names import MeshId, NodeId
+from meshllm.names import NodeId
 from meshllm.protocol.cipher import derive
 from meshllm.protocol.identity import NodeKey, verify
 
@@ -53,29 +55,38 @@ class Keys:
 
 
 class Transcript:
-    """One side's view of a handshake."""
+    """One side's view of a handshake, under a pre-shared key: the mesh id, or that of a ticket."""
 
-    def __init__(self, mesh: MeshId, fresh: Fresh) -> None:
-        self.digest = sha256(b"meshllm handshake 1" + mesh).digest()
+    def __init__(self, psk: bytes, fresh: Fresh) -> None:
+        self.digest = _first_digest(psk)
         """Of every byte said so far."""
-        self._mesh = mesh
+        self._psk = psk
         self._secret = b""  # once both hails are known
         self._private = X25519PrivateKey.from_private_bytes(fresh.ephemeral)
         public = self._private.public_key().public_bytes_raw()
         self.hail = _HAIL.pack(VERSION, public, fresh.nonce)
 
     def first(self) -> bytes:
-        """Return the first message of all: a hail that only those write who know the mesh."""
-        return self.add(self.hail + self._mac(self.hail))
+        """Return the first message of all: a hail that only those write who know the key."""
+        return self.add(self.hail + _mac(self._psk, self.hail))
 
-    def check_first(self, message: bytes) -> None:
-        """Take the first message; raise `PeerFault` or `NotAuthorised` for another."""
+    def check_first(self, message: bytes, others: Iterable[bytes] = ()) -> None:
+        """Take the first message, under the own key or one of the others, from now on the own.
+
+        Raises:
+            PeerFault: it is none.
+            NotAuthorised: it is under no such key.
+        """
         _check_version(message)
         if len(message) != FIRST_BYTES:
             raise PeerFault(f"First message of {len(message)} bytes; it takes {FIRST_BYTES}")
-        if not hmac.compare_digest(self._mac(message[:HAIL_BYTES]), message[HAIL_BYTES:]):
-            raise NotAuthorised("The dialer does not know this mesh")
-        self.add(message)
+        hail, mac = message[:HAIL_BYTES], message[HAIL_BYTES:]
+        for psk in chain((self._psk,), others):
+            if hmac.compare_digest(_mac(psk, hail), mac):
+                self._psk, self.digest = psk, _first_digest(psk)
+                self.add(message)
+                return
+        raise NotAuthorised("The dialer does not know this mesh, and has no ticket that is open")
 
     def add(self, message: bytes) -> bytes:
         """Take what one of the sides said, and return it."""
@@ -92,7 +103,7 @@ class Transcript:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:  # a point of low order: all of its secrets are zero (RFC 7748, 6.1)
             raise PeerFault("Hail with an X25519 key that hides nothing") from None
-        self._secret = shared + self._mesh
+        self._secret = shared + self._psk
 
     def seal(self, side: Side, words: bytes) -> bytes:
         """Return the next message, of ``side``."""
@@ -137,9 +148,13 @@ class Transcript:
     def _key(self, label: str) -> bytes:
         return derive(self._secret, self.digest, f"meshllm {label} 1")
 
-    def _mac(self, hail: bytes) -> bytes:
-        key = derive(self._mesh, b"", "meshllm dialer hail 1")
-        return hmac.digest(key, hail, "sha256")
+
+def _first_digest(psk: bytes) -> bytes:
+    return sha256(b"meshllm handshake 1" + psk).digest()
+
+
+def _mac(psk: bytes, hail: bytes) -> bytes:
+    return hmac.digest(psk, b"meshllm dialer hail 1" + hail, "sha256")
 
 
 def _signed(side: Side, said: bytes, node: NodeId, words: bytes) -> bytes:

@@ -26,7 +26,6 @@ from tests.protocol.members import (
     GUEST,
     HOST,
     MEMBER,
-    MESH,
     OTHER_FRESH,
     make_dialer,
     make_listener,
@@ -74,7 +73,7 @@ class Recording:
 
     def heard(self, due: int) -> Transcript:
         """Return what both sides have in common before the message of this number, from 1."""
-        transcript = Transcript(MESH, self._fresh)
+        transcript = Transcript(self._own.psk, self._fresh)
         transcript.first()
         transcript.agree(transcript.add(self.messages[1][:HAIL_BYTES]))
         if due > 1:

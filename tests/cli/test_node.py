@@ -17,14 +17,14 @@ import pytest
 
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
-from meshllm.names import MeshId, NodeId, Span
+from meshllm.names import NodeId, Span
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.credential import Role
 from meshllm.protocol.ticket import Ticket
 from tests.cli.conftest import Invoke
 from tests.cli.statuses import status_of, waiting
 
-TICKET = Ticket(MeshId(bytes(16)), NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
+TICKET = Ticket(NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
 
 
 @dataclass

@@ -31,7 +31,7 @@ class House:
         self.me = keyring.key.node
         self.credential = credential
         self.machine = Mesh(keyring.key, credential, life, now=now, wall_s=time.time())
-        self.own = Own(keyring.key, credential.mesh, life, credential)
+        self.own = Own(keyring.key, life, credential)
         self.caller = Caller(dict.fromkeys(transport.schemes, transport), self.own)
         gate = Gate(keyring, credential, self.machine.removals)
         self.links = Links(self.caller, self.machine, gate, self)
@@ -99,9 +99,11 @@ class Town:
         founder = next(iter(self.houses.values()), None)
         if founder is None:
             credential = keyring.found()
+        elif (kept := keyring.credential) is not None:
+            credential = kept
         else:
             key, node = founder.keyring.key, keyring.key.node
-            credential = issue(key, founder.credential, node, role)
+            credential = keyring.join(issue(key, founder.credential, node, role))
         house = House(name, keyring, credential, self.transport, life)
         self.houses[f"{name} {life}"] = house
         await house.open()

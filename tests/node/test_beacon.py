@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from meshllm.names import NODE_ID_BYTES, MeshId, NodeId
 from meshllm.node import beacon as module
 from meshllm.node.beacon import (
+    ANSWER_S,
     FIRST_S,
     LAST_S,
     MAGIC,
@@ -20,11 +21,13 @@ from meshllm.node.beacon import (
     MAX_BEACON_BYTES,
     Beacon,
     Code,
+    Guests,
     open_beacon,
 )
 from meshllm.testing.clock import run_virtual
 
 MESH = MeshId(b"m" * 16)
+GUEST = b"g" * 32
 ME, PEER = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
 CODE = Code(MESH)
 AT = ("ws://10.0.0.7:7700", "ws://[fe80::1]:7700")
@@ -41,8 +44,10 @@ class FakeTransport(asyncio.DatagramTransport):
         self.sent.append((asyncio.get_running_loop().time(), data, addr))
 
 
-def beacon_of(heard: Heard, *addresses: str) -> tuple[Beacon, FakeTransport]:
-    beacon = Beacon(CODE, ME, lambda node, at: heard.append((node, at)))
+def beacon_of(
+    heard: Heard, *addresses: str, guests: Guests = tuple
+) -> tuple[Beacon, FakeTransport]:
+    beacon = Beacon(CODE, ME, lambda node, at: heard.append((node, at)), guests)
     beacon.addresses = addresses
     transport = FakeTransport()
     beacon.add(transport, "239.255.77.77")
@@ -188,14 +193,70 @@ def test_beacons_are_sent_ever_more_rarely() -> None:
     assert pauses[-1] == max(pauses) == LAST_S
 
 
-def test_who_cannot_be_reached_says_nothing() -> None:
+def test_who_cannot_be_reached_asks_and_answers_nothing() -> None:
+    heard: Heard = []
+
     async def story() -> FakeTransport:
-        beacon, transport = beacon_of([])
+        beacon, transport = beacon_of(heard)
         beacon.send()
-        beacon.datagram_received(CODE.write(PEER, AT), ())
+        for data in (CODE.write(PEER, AT), CODE.write(PEER, ()), Code(GUEST).write(PEER, ())):
+            beacon.datagram_received(data, ())
+        return transport
+
+    ((_, question, _),) = run_virtual(story()).sent
+    assert CODE.read(question) == (ME, ())
+    assert heard == [(PEER, AT)]
+
+
+def test_a_question_is_answered_each_time_but_not_in_a_flood() -> None:
+    heard: Heard = []
+
+    async def story() -> list[bytes]:
+        beacon, transport = beacon_of(heard, "ws://me")
+        for _ in range(3):
+            for _ in range(100):
+                beacon.datagram_received(CODE.write(PEER, ()), ())
+            await asyncio.sleep(ANSWER_S)
+        return [data for _, data, _ in transport.sent]
+
+    answers = run_virtual(story())
+
+    assert [CODE.read(answer) for answer in answers] == [(ME, ("ws://me",))] * 3
+    assert heard == []
+
+
+def test_who_has_a_ticket_is_answered_under_its_key() -> None:
+    heard: Heard = []
+    others = [bytes([number]) * 32 for number in range(255)]
+
+    async def story() -> list[bytes]:
+        beacon, transport = beacon_of(heard, "ws://me", guests=lambda: [*others, GUEST])
+        beacon.datagram_received(Code(GUEST).write(PEER, ()), ())
+        return [data for _, data, _ in transport.sent]
+
+    (answer,) = run_virtual(story())
+    assert Code(GUEST).read(answer) == (ME, ("ws://me",))
+    assert CODE.read(answer) is None
+    assert heard == []
+
+
+def test_whose_ticket_is_over_is_noise_and_noise_is_looked_at_rarely() -> None:
+    looks: list[float] = []
+
+    def guests() -> list[bytes]:
+        looks.append(asyncio.get_running_loop().time())
+        return [bytes(32)]
+
+    async def story() -> FakeTransport:
+        beacon, transport = beacon_of([], "ws://me", guests=guests)
+        for _ in range(5):
+            for noise in (b"noise", Code(GUEST).write(PEER, ()), MAGIC + bytes(99)):
+                beacon.datagram_received(noise, ())
+            await asyncio.sleep(ANSWER_S)
         return transport
 
     assert run_virtual(story()).sent == []
+    assert len(looks) == 5
 
 
 @pytest.mark.socket

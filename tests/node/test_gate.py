@@ -1,6 +1,7 @@
 """Who is let in, and who is not."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,9 +129,21 @@ def test_a_ticket_expires(house: House, monkeypatch: pytest.MonkeyPatch) -> None
         house.judge(proof)
 
 
+def test_who_has_a_ticket_may_speak_until_it_expires(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasting, short = house.ticket(), house.ticket(lasts_s=60, uses=1)
+    house.judge(short.prove(CONTEXT))
+
+    assert [*house.gate.guests()] == [short.psk, lasting.psk]  # a guest may come back
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: time.time() + 61))
+    assert [*house.gate.guests()] == [lasting.psk]
+
+
 def test_a_ticket_for_another_role_is_none(house: House) -> None:
     ticket = house.ticket(Role.CLIENT)
-    claimed = Ticket(ticket.mesh, ticket.inviter, (), Role.NODE, 0, ticket.secret)
+    claimed = replace(ticket, role=Role.NODE)
 
     with pytest.raises(NotAuthorised, match="no such ticket"):
         house.judge(claimed.prove(CONTEXT))

@@ -11,7 +11,8 @@ import pytest
 from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node import joining as module
-from meshllm.node.joining import KNOCK_S, Membership, enter
+from meshllm.node.beacon import Beacon, Code
+from meshllm.node.joining import KNOCK_S, MAX_HUNG_UP, Membership, enter
 from meshllm.node.keyring import Keyring
 from meshllm.node.options import NodeOptions
 from meshllm.node.secure import SecureLink
@@ -194,6 +195,49 @@ def test_another_mesh_takes_the_place_of_the_last(
     run(story)
 
 
+def test_a_new_ticket_renews_a_membership_that_is_void(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b, keyring = await town.add("a"), await town.add("b"), guest(town)
+        first = await come(town, keyring, ticket(b))
+        keyring.peers = {NodeId(bytes(32)): ["loopback:x"]}
+        again = await come(town, keyring, ticket(a))
+        assert [own.credential.chain[-1].issuer for own in (first, again)] == [b.me, a.me]
+        assert keyring.credential == again.credential
+        assert keyring.peers  # nothing else of the mesh is forgotten
+        for own in (first, again):
+            assert own.link is not None
+            await own.link.close()
+
+    run(story)
+
+
+def test_who_founded_the_mesh_needs_nobodys_word(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        await a.close()
+        own = await come(town, a.keyring, ticket(b))
+        assert own.is_founder
+        assert a.keyring.credential == a.credential
+        assert own.link is not None
+        await own.link.close()
+
+    run(story)
+
+
+def test_an_inviter_that_has_forgotten_the_ticket_is_not_asked_for_ever(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        text = ticket(a)
+        a.keyring._save_invitations([])
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NotAuthorised, match="does not know this ticket") as raised:
+            await come(town, keyring, text)
+        assert raised.value.hint
+        assert asyncio.get_running_loop().time() - began < 2 * MAX_HUNG_UP * KNOCK_S
+
+    run(story)
+
+
 def test_a_ticket_of_our_own_is_no_way_out(run: Run) -> None:
     async def story(town: Town) -> None:
         keyring = guest(town)
@@ -209,7 +253,7 @@ def test_another_node_at_the_address_gets_no_ticket(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await town.add("a"), await town.add("b")
         real = a.keyring.invite([b.address], Role.NODE, lasts_s=None, uses=None)
-        with pytest.raises(NotAuthorised, match="answered where"):
+        with pytest.raises(NotAuthorised, match="does not know this ticket"):
             await come(town, guest(town), real.encode())
         assert await guest_of(town, replace(real, addresses=(b.address, a.address)).encode())
 
@@ -237,9 +281,9 @@ def test_a_beacon_tells_where_the_inviter_is(run: Run, monkeypatch: pytest.Monke
     heard: list[Any] = []
 
     @asynccontextmanager
-    async def fake(_: object, __: object, hear: Any) -> Any:
+    async def fake(psk: bytes, me: NodeId, hear: Any) -> Any:
         heard.append(hear)
-        yield
+        yield Beacon(Code(psk), me, hear)
 
     monkeypatch.setattr(module, "open_beacon", fake)
 

@@ -26,6 +26,9 @@ class Open:
 
     refusal: NotAuthorised | None = None
 
+    def guests(self) -> tuple[bytes, ...]:
+        return ()
+
     def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:

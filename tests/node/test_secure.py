@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, PeerFault
-from meshllm.names import MeshId, NodeId
+from meshllm.names import NodeId
 from meshllm.node.secure import MAX_SECURE_BYTES, SecureLink, secure_accept, secure_dial
 from meshllm.protocol.credential import Credential, Role, check, issue
 from meshllm.protocol.handshake import PRE_AUTH_BYTES, PRE_AUTH_S, Own, Purpose
-from meshllm.protocol.ticket import TicketProof
+from meshllm.protocol.ticket import TicketProof, guest_psk
 from meshllm.testing import links
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.links import Terms
@@ -21,6 +21,7 @@ from tests.protocol.members import (
     AS_HOST,
     AS_JOINER,
     AS_MEMBER,
+    AS_STRANGER,
     FOUNDED,
     GUEST,
     HOST,
@@ -38,7 +39,10 @@ Promise = Callable[[Link, Link, Terms], Awaitable[None]]
 
 
 class House:
-    """A doorkeeper with one invitation."""
+    """A doorkeeper with one invitation, and one that it has forgotten meanwhile."""
+
+    def guests(self) -> tuple[bytes, ...]:
+        return (TICKET.psk, guest_psk(bytes(16)))
 
     def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
@@ -173,9 +177,7 @@ async def test_nobody_reads_on_the_way() -> None:
 async def test_a_stranger_gets_no_byte() -> None:
     one, other = await plain()
 
-    stranger, host = await ends(
-        dial(one, replace(AS_MEMBER, mesh=MeshId(bytes(16)))), accept(other)
-    )
+    stranger, host = await ends(dial(one, AS_STRANGER), accept(other))
 
     assert isinstance(stranger, LinkLost)
     assert str(stranger) == "The other side hung up without a word"

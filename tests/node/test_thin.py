@@ -256,7 +256,7 @@ def test_the_transport_is_the_one_of_the_addresses(run: Run) -> None:
 
 
 def test_addresses_that_nothing_dials_are_told() -> None:
-    odd = Ticket(bytes(16), bytes(32), ("carrier:pigeon",), Role.CLIENT, 0, bytes(16))  # type: ignore[arg-type]  # any bytes
+    odd = Ticket(bytes(32), ("carrier:pigeon",), Role.CLIENT, 0, bytes(16))  # type: ignore[arg-type]  # any bytes
 
     with pytest.raises(UserError, match="No transport here dials `carrier:pigeon`") as raised:
         _transport_for(odd)

@@ -1,5 +1,6 @@
 """What a node shows to those it is not for: another account here, a stranger on the network."""
 
+import base64
 import os
 import secrets
 import socket
@@ -12,8 +13,10 @@ import pytest
 
 from meshllm import __version__
 from meshllm.errors import LinkLost
-from meshllm.node.secure import secure_dial
-from meshllm.protocol.credential import found
+from meshllm.node.beacon import Code
+from meshllm.node.keyring import Keyring
+from meshllm.node.secure import HungUp, secure_dial
+from meshllm.protocol.credential import Role, found
 from meshllm.protocol.handshake import Own, Purpose
 from meshllm.protocol.identity import NodeKey, parse_node, short, show
 from meshllm_websocket import WebsocketTransport
@@ -140,14 +143,33 @@ def test_a_stranger_learns_only_that_something_answers(node: Node) -> None:
     assert b"101" in heard["frames"]  # it did get as far as the handshake
 
 
+async def test_a_ticket_that_is_over_opens_no_mouth(node: Node) -> None:
+    keyring = Keyring.open(node.state)
+    open_one = keyring.invite([node.address], Role.NODE, lasts_s=None, uses=None)
+    leaked = keyring.invite([node.address], Role.NODE, lasts_s=-1, uses=None)
+    mesh = bytes.fromhex(node.status()["mesh"])
+
+    for ticket in (open_one, leaked):
+        link = await WebsocketTransport().dial(f"ws://{node.address}")
+        own = Own(NodeKey(secrets.token_bytes(32)), 1, ticket)
+        dialling = secure_dial(link, own, Purpose.MESH, now_s=time.time(), removals={})
+        if ticket is open_one:
+            await (await dialling).close()
+        else:
+            with pytest.raises(HungUp):
+                await dialling
+            assert link.statistics.bytes_received == 0
+        digits = ticket.encode()[8:].upper()
+        assert mesh not in base64.b32decode(digits + "=" * (-len(digits) % 8))
+        assert Code(ticket.psk).read(Code(mesh).write(ticket.inviter, [node.address])) is None
+
+
 async def test_a_stranger_of_another_mesh_hears_no_word_of_the_handshake(node: Node) -> None:
     key = NodeKey(secrets.token_bytes(32))
     other = found(key, secrets.token_bytes(16))
     link = await WebsocketTransport().dial(f"ws://{node.address}")
 
     with pytest.raises(LinkLost, match="without a word"):
-        await secure_dial(
-            link, Own(key, other.mesh, 1, other), Purpose.MESH, now_s=time.time(), removals={}
-        )
+        await secure_dial(link, Own(key, 1, other), Purpose.MESH, now_s=time.time(), removals={})
 
     assert link.statistics.bytes_received == 0

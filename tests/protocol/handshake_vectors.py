@@ -22,6 +22,7 @@ NONCES = {"listener": bytes(range(16)), "dialer": bytes(range(16, 32))}
 INSTANCES = {"listener": 7, "dialer": 3}
 SALT = bytes(range(100, 116))
 SECRET = bytes(range(200, 216))
+PSK_LABEL = b"meshllm ticket psk 1"
 PURPOSE = 1
 EXPIRES_S = 1_900_000_000
 REFUSAL = "The ticket has expired"
@@ -54,14 +55,14 @@ def sign(side: str, words: bytes) -> bytes:
 
 
 class Talk:
-    """What is said, its hash, and the secret of both sides."""
+    """What is said, its hash, and the secret of both sides, who share a key before."""
 
-    def __init__(self) -> None:
+    def __init__(self, psk: bytes) -> None:
         keys = {side: X25519PrivateKey.from_private_bytes(EPHEMERALS[side]) for side in EPHEMERALS}
         self.points = {side: key.public_key().public_bytes_raw() for side, key in keys.items()}
         other = X25519PublicKey.from_public_bytes(self.points["listener"])
-        self.secret = keys["dialer"].exchange(other) + mesh()
-        self.digest = sha256(b"meshllm handshake 1" + mesh()).digest()
+        self.secret = keys["dialer"].exchange(other) + psk
+        self.digest = sha256(b"meshllm handshake 1" + psk).digest()
 
     def say(self, message: bytes) -> bytes:
         self.digest = sha256(self.digest + message).digest()
@@ -83,8 +84,9 @@ class Talk:
 
 def talk(proof: str, *, refused: bool = False) -> dict[str, Any]:
     """Hold one conversation; the dialer shows its credential or proves its ticket."""
-    said = Talk()
-    mac = hmac.digest(hkdf(mesh(), b"", "meshllm dialer hail 1"), said.hail("dialer"), "sha256")
+    psk = mesh() if proof == "credential" else hmac.digest(SECRET, PSK_LABEL, "sha256")
+    said = Talk(psk)
+    mac = hmac.digest(psk, b"meshllm dialer hail 1" + said.hail("dialer"), "sha256")
     first = said.say(said.hail("dialer") + mac)
     second = said.say(said.hail("listener")) + said.identify("listener", b"")
 

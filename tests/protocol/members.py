@@ -1,6 +1,6 @@
 """A host who founded a mesh, a guest, and both machines of a handshake between them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from meshllm.names import NodeId
@@ -18,11 +18,12 @@ HOST, GUEST, OTHER = (
 FOUNDED = found(HOST, vectors.SALT)
 MESH = FOUNDED.mesh
 MEMBER = issue(HOST, FOUNDED, GUEST.node, Role.NODE, vectors.EXPIRES_S)
-TICKET = Ticket(MESH, HOST.node, (), Role.NODE, 0, vectors.SECRET)
+TICKET = Ticket(HOST.node, (), Role.NODE, 0, vectors.SECRET)
 
-AS_HOST = Own(HOST, MESH, 7, FOUNDED)
-AS_MEMBER = Own(GUEST, MESH, 3, MEMBER)
-AS_JOINER = Own(GUEST, MESH, 3, TICKET)
+AS_HOST = Own(HOST, 7, FOUNDED)
+AS_MEMBER = Own(GUEST, 3, MEMBER)
+AS_JOINER = Own(GUEST, 3, TICKET)
+AS_STRANGER = Own(GUEST, 3, found(GUEST, bytes(16)))
 
 FRESH_DIALER, FRESH_LISTENER = (
     Fresh(vectors.EPHEMERALS[side], vectors.NONCES[side]) for side in ("dialer", "listener")
@@ -41,8 +42,10 @@ def make_dialer(
     return Dialer(own, Purpose.MESH, fresh, expect=expect, now_s=NOW, removals=removals)
 
 
-def make_listener(own: Own = AS_HOST, *, fresh: Fresh = FRESH_LISTENER) -> Listener:
-    return Listener(own, fresh)
+def make_listener(
+    own: Own = AS_HOST, *, fresh: Fresh = FRESH_LISTENER, guests: Iterable[bytes] = (TICKET.psk,)
+) -> Listener:
+    return Listener(own, fresh, guests)
 
 
 def said(actions: Sequence[Send | Judge | Established]) -> bytes:

@@ -1,5 +1,6 @@
 """The handshake: what is published holds, and whatever is wrong ends in one refusal."""
 
+import base64
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from meshllm.errors import MeshError, NotAuthorised, PeerFault
 from meshllm.names import MeshId
 from meshllm.protocol.cipher import REKEY_MESSAGES, Seal
-from meshllm.protocol.credential import Credential, Role, issue, remove
+from meshllm.protocol.credential import Credential, Role, found, issue, remove
 from meshllm.protocol.handshake import (
     MAX_REFUSAL,
     PRE_AUTH_BYTES,
@@ -20,7 +21,7 @@ from meshllm.protocol.handshake import (
     Purpose,
     State,
 )
-from meshllm.protocol.ticket import TicketProof
+from meshllm.protocol.ticket import TicketProof, guest_psk
 from meshllm.protocol.transcript import FIRST_BYTES, HAIL_BYTES, Transcript
 from tests.bench.handshake import fuzz
 from tests.protocol import handshake_vectors as vectors
@@ -28,6 +29,7 @@ from tests.protocol.members import (
     AS_HOST,
     AS_JOINER,
     AS_MEMBER,
+    AS_STRANGER,
     FOUNDED,
     FRESH_DIALER,
     FRESH_LISTENER,
@@ -38,6 +40,7 @@ from tests.protocol.members import (
     NOW,
     OTHER,
     OTHER_FRESH,
+    TICKET,
     asked,
     known,
     make_dialer,
@@ -61,7 +64,8 @@ class Talk:
     """A handshake as far as it goes; the machines stand where the next message is due."""
 
     def __init__(self, own: Own = AS_MEMBER, host: Own = AS_HOST, until: int = 4) -> None:
-        self.dialer, self.listener = make_dialer(own), make_listener(host)
+        self.dialer = make_dialer(own)
+        self.listener = make_listener(host, guests=(TICKET.psk, MESH))
         self.messages = [said(self.dialer.start())]
         if until > 1:
             self.messages.append(said(self.listener.receive(self.messages[0])))
@@ -161,11 +165,52 @@ def test_a_proof_of_a_ticket_proves_nothing_elsewhere() -> None:
 
 
 def test_a_stranger_to_the_mesh_gets_no_byte() -> None:
-    stranger = make_dialer(replace(AS_MEMBER, mesh=MeshId(bytes(16))))
+    first = said(make_dialer(AS_STRANGER).start())
 
-    text = expect_end(make_listener(), said(stranger.start()), NotAuthorised)
+    text = expect_end(make_listener(), first, NotAuthorised)
 
-    assert text == "The dialer does not know this mesh"
+    assert text == "The dialer does not know this mesh, and has no ticket that is open"
+
+
+def test_whose_ticket_is_over_is_a_stranger() -> None:
+    first = said(make_dialer(AS_JOINER).start())
+    others = [guest_psk(bytes([number]) * 16) for number in range(256)]
+
+    for guests in ((), others):
+        assert "no ticket that is open" in expect_end(
+            make_listener(guests=guests), first, NotAuthorised
+        )
+
+
+def test_tickets_are_looked_at_once_and_only_for_strangers() -> None:
+    looks = iter([TICKET.psk])
+
+    make_listener(guests=looks).receive(said(make_dialer().start()))
+    assert next(looks) == TICKET.psk  # a member dialled, and nobody looked
+
+    listener = make_listener(guests=iter([bytes(32), TICKET.psk]))
+    assert listener.receive(said(make_dialer(AS_JOINER).start()))
+
+
+def test_a_ticket_holds_nothing_of_the_mesh_and_the_welcome_does() -> None:
+    talk = Talk(AS_JOINER)
+
+    at_dialer, _ = talk.admit()
+
+    digits = TICKET.encode()[8:].upper()
+    assert bytes(MESH) not in base64.b32decode(digits + "=" * (-len(digits) % 8))
+    assert at_dialer.credential.mesh == MESH
+    assert at_dialer.granted is not None
+    assert at_dialer.granted.mesh == MESH
+
+
+def test_an_inviter_grants_a_membership_of_its_own_mesh_only() -> None:
+    talk = Talk(AS_JOINER)
+    other = issue(OTHER, found(OTHER, bytes(16)), GUEST.node, Role.NODE)
+
+    welcome, _ = talk.listener.admit(other)
+
+    assert "another mesh" in expect_end(talk.dialer, welcome.message, NotAuthorised)
 
 
 def test_a_dialer_says_nothing_more_to_a_node_it_does_not_expect() -> None:
@@ -177,7 +222,7 @@ def test_a_dialer_says_nothing_more_to_a_node_it_does_not_expect() -> None:
 
 
 def test_a_ticket_is_proven_to_its_inviter_only() -> None:
-    impostor = make_listener(Own(GUEST, MESH, 1, MEMBER))
+    impostor = make_listener(Own(GUEST, 1, MEMBER))
     dialer = make_dialer(replace(AS_JOINER, key=OTHER))
 
     second = said(impostor.receive(said(dialer.start())))
@@ -205,7 +250,7 @@ EXPIRED = issue(HOST, FOUNDED, OTHER.node, Role.NODE, NOW)
     ],
 )
 def test_a_dialer_enters_no_false_house(shown: Credential, words: str) -> None:
-    talk = Talk(host=Own(OTHER, MESH, 1, shown))
+    talk = Talk(host=Own(OTHER, 1, shown))
 
     welcome, _ = talk.listener.admit(MEMBER)
 
