@@ -34,6 +34,11 @@ def event(subject: str, /, **fields: Field) -> None:
     logging.getLogger(f"meshllm.events.{subject}").info(_Fields(fields))
 
 
+def is_json() -> bool:
+    """Tell whether `setup` chose JSON."""
+    return any(isinstance(each.formatter, _JsonFormatter) for each in logging.getLogger().handlers)
+
+
 def escape(text: str) -> str:
     r"""Make control characters visible as ``\x1b`` or ``\u202e``; keep newline, tab and the rest.
 
@@ -68,7 +73,10 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; an event has ``fields`` in place of ``message``."""
+    """One JSON object a line; an event has ``fields`` in place of ``message``.
+
+    What was logged with ``extra={"hint": ...}`` has that too.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -81,4 +89,6 @@ class _JsonFormatter(logging.Formatter):
             entry["fields"] = record.msg
         else:
             entry["message"] = super().format(record)
+        if hint := getattr(record, "hint", None):
+            entry["hint"] = hint
         return json.dumps(entry)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshllm.log import escape, event, setup
+from meshllm.log import escape, event, is_json, setup
 
 logger = logging.getLogger("meshllm.node")
 
@@ -85,6 +85,25 @@ def test_json_has_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert ring.pop("time").endswith("+00:00")
     assert ring == {"level": "info", "logger": "meshllm.events.ring", "fields": {"epoch": 3}}
     assert left["message"] == "left\nat 9"
+
+
+def test_json_has_the_hint_of_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(0, json=True)
+
+    logger.error("full", extra={"hint": "make room"})
+    logger.error("full", extra={"hint": None})
+
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["message"], first["hint"]) == ("full", "make room")
+    assert "hint" not in second
+
+
+def test_the_last_setup_tells_whether_it_is_json() -> None:
+    setup(0)
+    assert not is_json()
+
+    setup(0, json=True)
+    assert is_json()
 
 
 def test_json_keeps_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

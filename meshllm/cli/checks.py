@@ -18,7 +18,7 @@ from blake3 import blake3
 import meshllm
 from meshllm.cli.door import START, door_path
 from meshllm.cli.render import bytes_of
-from meshllm.cli.status import clean, ms
+from meshllm.cli.status import ASTRAY_S, astray, clean, ms
 from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model.manifest import manifest
@@ -60,6 +60,7 @@ def examine(chosen: Settings, status: Fields | MeshError) -> Iterator[Finding]:
         told = clean(status)
         yield check_door(door_path(chosen), told)
         yield from (check_listening(address) for address in told["listening"])
+        yield from check_clocks(told["nodes"])
         yield from (check_peer(each, told["version"]) for each in told["nodes"] if not each["self"])
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
@@ -67,9 +68,11 @@ def examine(chosen: Settings, status: Fields | MeshError) -> Iterator[Finding]:
     if model.verdict != "fail":
         yield check_weights(chosen.model, state_path(chosen) / "cache")
     yield from check_transports(chosen.transport, Registry.discover())
-    parts = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    python = platform.python_version()
-    yield Finding("ok", "versions", f"meshllm {meshllm.__version__}, python {python}, {parts}")
+    parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
+    found = ", ".join(
+        (f"meshllm {meshllm.__version__}, python {platform.python_version()}", *parts)
+    )
+    yield Finding("ok", "versions", found)
 
 
 def check_state(folder: Path) -> Iterator[Finding]:
@@ -98,6 +101,25 @@ def check_clock(folder: Path, now_s: float) -> Finding:
         behind = f"{found} is {newest - now_s:.0f} s before the last run of the node"
         return Finding("warn", "clock", behind, "set the clock: tickets and memberships end by it")
     return Finding("ok", "clock", found)
+
+
+def check_clocks(nodes: list[Fields]) -> Iterator[Finding]:
+    """Compare the clock with those of the linked nodes, as far as they told the time."""
+    linked = [each["link"]["clock_s"] for each in nodes if each["link"]]
+    told = [ahead_s for ahead_s in linked if ahead_s is not None]
+    if not told:
+        return
+    if not (wrong := astray(nodes)):
+        of = f"{len(told)} other node{'s' * (len(told) > 1)}"
+        yield Finding("ok", "clocks", f"within {max(map(abs, told)):.1f} s of {of}")
+        return
+    where = "here" if len(wrong) == len(told) > 1 else "where it is wrong"
+    yield Finding(
+        "warn",
+        "clocks",
+        f"more than {ASTRAY_S:.0f} s apart: {', '.join(wrong)}",
+        f"set the clock {where}: `timedatectl set-ntp true`; tickets and memberships end by it",
+    )
 
 
 def check_silence(path: Path, error: MeshError) -> Finding:

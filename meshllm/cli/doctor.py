@@ -1,8 +1,10 @@
 """`meshllm doctor`: what is in order and what to do where it is not; mends nothing itself."""
 
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from meshllm.cli import render
@@ -42,19 +44,30 @@ def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) ->
     if as_json:
         render.dump({"failed": failed, "findings": [asdict(each) for each in findings]})
     else:
-        render.out(lay_out(findings))
+        render.out(lay_out(findings, shutil.get_terminal_size().columns))
     if failed:
         raise MeshError(f"{failed} of {len(findings)} checks failed")
 
 
-def lay_out(findings: "Iterable[Finding]") -> str:
-    """Write a line for each finding, and one below it for what to do."""
+def lay_out(findings: "Iterable[Finding]", columns: int) -> str:
+    """Write what was found, and below it what to do, in at most so many columns where words fit."""
     lines: list[str] = []
     for each in findings:
-        lines.append(f"{each.verdict:<5} {each.what:<10} {render.safe(each.found)}")
+        lines += _wrap(f"{each.verdict:<5} {each.what:<10} ", each.found, columns)
         if each.advice:
-            lines.append(f"{'':16} do: {render.safe(each.advice)}")
+            lines += _wrap(f"{'':16} do: ", each.advice, columns)
     return "\n".join(lines)
+
+
+def _wrap(head: str, text: str, columns: int) -> list[str]:
+    return wrap(
+        render.safe(text),
+        columns,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _mesh_status(chosen: Settings) -> dict[str, Any] | MeshError:

@@ -1,6 +1,7 @@
 """`meshllm ring ticket|members|remove`: who may enter; decides nothing itself."""
 
 import re
+import shutil
 import sys
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ RoleName = Literal["node", "client"]
 Fields = dict[str, Any]
 
 SHORTEST = 7  # letters of an id that may stand for the whole of it: the short form
+_AWAY = {"down", "left"}
 _DURATION = re.compile(r"(\d{1,9})(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -27,7 +29,7 @@ Examples:
 REMOVE_EXAMPLES = """\b
 Examples:
   meshllm ring remove 3kq7f2ab
-  meshllm ring remove 3kq7f2ab --yes
+  meshllm ring remove 3kq7f2ab --with-guests --yes
 """
 
 
@@ -66,8 +68,8 @@ def members(as_json: Json = False, **flags: Scalar) -> None:
     if as_json:
         render.dump({"members": found})
         return
-    rows = [(each["node"], each["role"] or each["state"], each["name"]) for each in found]
-    render.out(render.table(("member", "role", "name"), rows))
+    is_wide = not sys.stdout.isatty()
+    render.out(lay_out(found, None if is_wide else shutil.get_terminal_size().columns))
 
 
 @takes("state")
@@ -75,27 +77,65 @@ def remove(
     member: Annotated[
         str, typer.Argument(metavar="ID", help="An id of `ring members`, or how it begins.")
     ],
+    with_guests: Annotated[
+        bool, typer.Option("--with-guests", help="Shut out the nodes that it let in, too.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
     """Shut a member out for ever.
 
-    Its links are cut at once and every node is told. The same key can never come back.
+    Its links are cut at once and every node is told. The same key can never come back. The nodes
+    that came in by its tickets stay if they are here now, unless `--with-guests` is given; this
+    node itself always stays.
     """
     chosen = settings(flags)
-    found = find(_members(chosen), member)
-    who = " ".join(each for each in (found["name"], found["node"]) if each)
+    there = _members(chosen)
+    found = find(there, member)
+    going = [*(guests(there, found) if with_guests else ()), found]
     if not yes:
-        if not _is_person():
-            raise UserError(f"Nobody is here to confirm that {who} goes", hint="add `--yes`")
-        if not typer.confirm(f"Shut out {who} for ever?", err=True):
-            raise typer.Exit(1)
-    done = _post(chosen, "/mesh/remove", {"node": found["node"]})
+        here = [each for each in guests(there, found) if each["state"] not in _AWAY]
+        _confirm(going, [] if with_guests else here)
+    # The guests first: who is gone already is not spared for the sake of its own guests.
+    done = [_post(chosen, "/mesh/remove", {"node": each["node"]}) for each in going]
     if as_json:
-        render.dump(done)
-    else:
-        render.talk(f"{who} is shut out")
+        render.dump({**done[-1], "guests": done[:-1]})
+        return
+    for each in going:
+        render.talk(f"{_title(each)} is shut out")
+    spared = {each["node"] for each in done[-1]["spared"]}
+    if staying := [each for each in there if each["node"] in spared and not each["self"]]:
+        render.talk(_stay(staying, found))
+
+
+def lay_out(members: list[Fields], columns: int | None = None) -> str:
+    """Write a line for each member: what it is, who let it in, and its id, cut to the columns."""
+    names = {each["node"]: _name(each) for each in members}
+    rows = [
+        (
+            "*" if each["self"] else "",
+            render.cut(each["name"]) or None,
+            each["role"] or None,
+            each["state"],
+            _host(each, names),
+            each["node"],
+        )
+        for each in members
+    ]
+    text = render.table(("", "name", "role", "state", "let in by", "id"), rows)
+    if columns is None:
+        return text
+    return "\n".join(render.cut(line, columns) for line in text.split("\n"))
+
+
+def guests(members: list[Fields], host: Fields) -> list[Fields]:
+    """Return the nodes that are here by the word of another, but for this node itself."""
+    return [
+        each
+        for each in members
+        if host["node"] in each["hosts"] and each["role"] == "node" and not each["self"]
+    ]
 
 
 def find(members: list[Fields], text: str) -> Fields:
@@ -114,12 +154,44 @@ def find(members: list[Fields], text: str) -> Fields:
     raise UserError(f"No member has the id `{text}`", hint="see `meshllm ring members`")
 
 
+def _confirm(going: list[Fields], staying: list[Fields]) -> None:
+    *others, found = map(_title, going)
+    if not _is_person():
+        raise UserError(f"Nobody is here to confirm that {found} goes", hint="add `--yes`")
+    if staying:
+        render.talk(f"{_stay(staying, going[-1])}, unless `--with-guests` is given")
+    for each in others:
+        render.talk(f"{each} goes too: it came in by a ticket of {_name(going[-1])}")
+    if not typer.confirm(f"Shut out {found} for ever?", err=True):
+        raise typer.Exit(1)
+
+
+def _host(member: Fields, names: dict[str, str]) -> str | None:
+    hosts: list[str] = member["hosts"]
+    if hosts:
+        return render.cut(names.get(hosts[-1], hosts[-1][:SHORTEST]))
+    return "(began it)" if member["role"] == "node" else None
+
+
+def _stay(staying: list[Fields], host: Fields) -> str:
+    names = ", ".join(map(_name, staying))
+    return f"{names} {'stays' if len(staying) == 1 else 'stay'}, let in by {_name(host)}"
+
+
+def _title(member: Fields) -> str:
+    return " ".join(each for each in (member["name"], member["node"]) if each)
+
+
+def _name(member: Fields) -> str:
+    return str(member["name"] or member["node"][:SHORTEST])
+
+
 def _is_person() -> bool:
     return sys.stdin.isatty()
 
 
 def _letters(text: str) -> str:
-    return text.replace("-", "").lower()
+    return text.replace("-", "").rstrip("…").lower()
 
 
 def _seconds(text: str) -> int:

@@ -35,8 +35,9 @@ def news(before: Fields, after: Fields) -> Iterator[News]:
         fields: dict[str, Field] = {"node": gone["node"], "name": gone["name"]}
         yield News("removed", f"{gone['name'] or gone['short']} is no member any more", fields)
     old, new = before.get("ring", {}), after["ring"]
-    if [old.get(key) for key in _RING] != [new[key] for key in _RING]:
-        yield _of_ring(new)
+    is_other = [old.get(key) for key in _RING] != [new[key] for key in _RING]
+    if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
+        yield _of_ring(old, new)
 
 
 def _of_node(before: Fields | None, after: Fields) -> Iterator[News]:
@@ -60,7 +61,17 @@ def _is_news(before: Fields | None, after: Fields) -> bool:
     return old != new
 
 
-def _of_ring(ring: Fields) -> News:
+def _is_going_on(before: Fields, ring: Fields) -> bool:
+    """Tell whether a ring is still to stand again; that a node of it went is news of its own."""
+    return all(before.get(key) == ring[key] for key in ("state", "digest"))
+
+
+def _lacks_one(status: Fields) -> bool:
+    away = {each["node"] for each in status["nodes"] if each["state"] in _ABSENT}
+    return any(each["node"] in away for each in status["ring"]["stages"])
+
+
+def _of_ring(before: Fields, ring: Fields) -> News:
     stages = ", ".join(
         f"{each['name'] or each['node'][:7]} {each['layers']}" for each in ring["stages"]
     )
@@ -70,5 +81,8 @@ def _of_ring(ring: Fields) -> News:
         "serving": f"the ring of {count} serves, epoch {ring['epoch']}: {stages}",
         "forming": f"a ring of {count} forms, epoch {ring['epoch']}: {stages}{why}",
     }.get(ring["state"], f"{ring['state']}{why}")
+    served = before.get("state") == "serving" and before["digest"] == ring["digest"]
+    if served and ring["state"] == "forming":
+        text = f"the ring of {count} broke, epoch {ring['epoch']}"
     fields = {key: ring[key] for key in _RING}
     return News(ring["state"], text, {**fields, "stages": stages})

@@ -17,6 +17,7 @@ from meshllm.cli.news import News, news
 from meshllm.cli.options import takes
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import UserError
+from meshllm.log import event, setup
 from meshllm.names import Span
 
 if TYPE_CHECKING:
@@ -83,12 +84,14 @@ def node(
         _print_unit(config)
         return
     is_json = config.settings.log_format == "json"
+    verbosity = invocation.find_root().params.get("verbose") or 0
+    setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: an error is a line too
     options = _options(config)
     _refuse_early(options)
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
         import_module("meshllm.node.node")  # here: Ctrl-C stops an import in the main thread only
-    _log_all(invocation.find_root().params.get("verbose") or 0, json=is_json)
+    _log_all()
     import asyncio
 
     asyncio.run(_run(options, _log if is_json else _say, ticket_file))
@@ -101,15 +104,26 @@ def _refuse_early(options: "NodeOptions") -> None:
 
     if options.join is not None:
         parse_ticket(options.join)
+    if options.advertise is not None:
+        _refuse_undialable(options.advertise, options.transport)
     with Keyring.open(options.state).locked():
         return
 
 
-def _log_all(verbosity: int, *, json: bool) -> None:
-    """Let one handler write what there is to say, that of other libraries too."""
-    from meshllm.log import setup
+def _refuse_undialable(address: str, transport: str) -> None:
+    """Raise for an address that nobody could use: it would go into tickets unseen."""
+    from meshllm.transport.registry import Registry
 
-    setup(max(verbosity, 1) if json else verbosity, json=json)
+    schemes = Registry.discover().load(transport).schemes
+    if address.partition(":")[0] not in schemes:
+        raise UserError(
+            f"`{address}` is no address of `{transport}`",
+            hint=f"`--advertise` begins with {' or '.join(f'`{each}:`' for each in schemes)}",
+        )
+
+
+def _log_all() -> None:
+    """Let our handler write what other libraries have to say."""
     logging.captureWarnings(True)
     library = logging.getLogger("transformers")  # it brings a handler of its own
     library.handlers.clear()
@@ -180,8 +194,6 @@ def _say(happened: News) -> None:
 
 
 def _log(happened: News) -> None:
-    from meshllm.log import event
-
     event("mesh", event=happened.event, **happened.fields)
 
 

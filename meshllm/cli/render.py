@@ -1,6 +1,7 @@
 """What the terminal shows: answer on stdout, talk on stderr; knows nothing about models."""
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -15,6 +16,9 @@ from meshllm.request import Answer, HopReport
 
 PER_TOKEN = "per token, times in ms"
 """What stands above a table of hops."""
+
+LONGEST = 16
+"""Characters of a name in a table."""
 
 SCHEMA = 1
 """Version of every ``--json`` object; a field may be added without changing it."""
@@ -74,7 +78,12 @@ def dim(text: str) -> str:
 
 
 def error(failure: MeshError) -> None:
-    """Say what happened and what to do about it."""
+    """Say what happened and what to do about it; as a line of the log where that is JSON."""
+    from meshllm.log import is_json
+
+    if is_json():
+        logging.getLogger("meshllm").error("%s", failure, extra={"hint": failure.hint})
+        return
     talk(f"{_paint('error:', _RED)} {safe(str(failure))}")
     if failure.hint:
         talk(f"{_paint('hint:', _CYAN)} {safe(failure.hint)}")
@@ -99,6 +108,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         ).rstrip()
         for row in cells
     )
+
+
+def cut(text: str, most: int = LONGEST) -> str:
+    """Shorten a text so that one can see that it was."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def plain(value: object) -> str:

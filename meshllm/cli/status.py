@@ -5,12 +5,12 @@ from textwrap import wrap
 from typing import Any
 
 from meshllm.cli.picture import Place, picture
-from meshllm.cli.render import PER_TOKEN, bytes_of, safe, table
+from meshllm.cli.render import PER_TOKEN, bytes_of, cut, safe, table
 
 Fields = dict[str, Any]
 
-_LONGEST = 16  # characters of a name in a table
-_SHORT = 12  # in the widest one
+ASTRAY_S = 5.0  # of a clock; a beat, which tells the time, comes at most 3 s late
+_SHORT = 12  # characters of a name in the widest table
 _NODES, _LINKS, _HOPS = 2, 3, 4  # places in the layout
 
 
@@ -57,6 +57,17 @@ def span_of(seconds: float) -> str:
 def ms(value: float, figures: int = 3) -> str:
     """Write milliseconds with so many figures, and no more than that many decimals."""
     return f"{value:.{max(figures - len(f'{value:.0f}'), 0)}f} ms"
+
+
+def astray(nodes: list[Fields]) -> list[str]:
+    """Tell of each linked node whose clock differs much from the one here, by how much."""
+    told = ((each, each["link"]["clock_s"]) for each in nodes if each["link"])
+    return [
+        f"{cut(node['name'] or node['short'])} is {span_of(abs(ahead_s))}"
+        f" {'ahead' if ahead_s > 0 else 'behind'}"
+        for node, ahead_s in told
+        if ahead_s is not None and abs(ahead_s) > ASTRAY_S
+    ]
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -109,11 +120,11 @@ def _nodes(status: Fields, columns: int) -> str:
         (
             "*" if each["self"] else "",
             each["short"],
-            _cut(each["name"]),
+            cut(each["name"]),
             "client" if each["role"] == "client" else each["state"],
             each["layers"],
             bytes_of(each["memory_bytes"]) if each["memory_bytes"] else None,
-            next(iter(each["addresses"]), None),
+            _address(each),
         )
         for each in status["nodes"]
     ]
@@ -121,16 +132,22 @@ def _nodes(status: Fields, columns: int) -> str:
     lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
     for each in status["nodes"]:
         if each["reason"]:
-            why = f"{_cut(each['name'])} is {each['state']}: {each['reason']}"
+            why = f"{cut(each['name'])} is {each['state']}: {each['reason']}"
             lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
     return "\n".join(lines)
+
+
+def _address(node: Fields) -> str | None:
+    """Choose where a node is: where it was reached, or what it says first."""
+    at = (node["link"] or {}).get("address")
+    return at or next(iter(node["addresses"]), None)
 
 
 def _links(status: Fields) -> str:
     linked = [each for each in status["nodes"] if each["link"]]
     rows = [
         (
-            _cut(each["name"]),
+            cut(each["name"]),
             link["path"],
             None if link["round_trip_ms"] is None else ms(link["round_trip_ms"]),
             bytes_of(link["bytes_sent"]),
@@ -153,14 +170,14 @@ def _measured(ring: Fields) -> Fields | None:
 
 def _hops(ring: Fields) -> str:
     measured, predicted = _measured(ring), ring["predicted"]
-    if not (measured or predicted):
+    if not measured:  # what is planned is in the picture
         return ""
-    seen = {hop["rank"]: hop for hop in measured["hops"]} if measured else {}
+    seen = {hop["rank"]: hop for hop in measured["hops"]}
     told = {hop["rank"]: hop for hop in predicted["hops"]} if predicted else {}
     rows = [
         (
             stage["rank"],
-            _cut(stage["name"], _SHORT),
+            cut(stage["name"], _SHORT),
             *(each.get("compute_ms") for each in (real, plan)),
             *(real.get(key) for key in ("serialise_ms", "queue_ms")),
             *(each.get("wire_ms") for each in (real, plan)),
@@ -190,11 +207,12 @@ def _totals(ring: Fields) -> Iterator[str]:
 def _foot(status: Fields, columns: int) -> str:
     counts = ", ".join(f"{count} {word}" for word, count in status["sessions"].items())
     lines = [*_totals(status["ring"]), f"sessions  {counts}"]
-    if status["ring"]["advice"]:
-        indent = " " * 10
-        lines += wrap(f"faster    {status['ring']['advice']}", columns, subsequent_indent=indent)
+    for word, text in (("faster", status["ring"]["advice"]), ("clock", _clock(status["nodes"]))):
+        if text:
+            lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)
     return "\n".join(lines)
 
 
-def _cut(name: str, most: int = _LONGEST) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _clock(nodes: list[Fields]) -> str:
+    wrong = astray(nodes)
+    return f"{', '.join(wrong)}: see `meshllm doctor`" if wrong else ""

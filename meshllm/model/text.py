@@ -5,6 +5,7 @@ Model text is data: nothing is escaped here (`meshllm.log.escape` is for termina
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -137,6 +138,8 @@ def _load(folder: Path) -> Any:
     names = tokenizer.vocab_files_names.values()
     if names and not any((folder / name).is_file() for name in names):
         raise ModelError(f"the tokenizer in `{folder}` is missing: none of {', '.join(names)}")
+    # How long a prompt may be is found out by whoever knows the model; a tokenizer only warns.
+    tokenizer.model_max_length = sys.maxsize
     return tokenizer
 
 

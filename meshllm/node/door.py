@@ -1,7 +1,7 @@
 """A node as its owner sees it: every figure is from this node's own records; changes nothing."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -76,39 +76,17 @@ class NodeDoor:
         """List who holds a credential of the mesh, as far as this node has heard."""
         machine = self._node.machine
         known = [
-            {
-                "node": show(each),
-                "short": short(each),
-                "name": self._name(each),
-                "role": str(Role.NODE),
-                "state": self._state(each)[0],
-                "self": each == self._node.me,
-            }
+            self._member(each, str(Role.NODE), self._state(each)[0], machine.hosts(each))
             for each in self._known()
         ]
         clients = [
-            {
-                "node": show(peer),
-                "short": short(peer),
-                "name": "",
-                "role": str(Role.CLIENT),
-                "state": "linked",
-                "self": False,
-            }
+            self._member(
+                peer, str(Role.CLIENT), "linked", [each.issuer for each in contact.credential.chain]
+            )
             for peer, contact in machine.links.items()
             if contact.role is Role.CLIENT
         ]
-        removed = [
-            {
-                "node": show(each),
-                "short": short(each),
-                "name": self._name(each),
-                "role": "",
-                "state": "removed",
-                "self": False,
-            }
-            for each in machine.removals
-        ]
+        removed = [self._member(each, "", "removed") for each in machine.removals]
         return [*known, *clients, *removed]
 
     def models(self) -> list[str]:
@@ -128,18 +106,21 @@ class NodeDoor:
         return self._node.invite(Role(role), expires_s or None, uses or None)
 
     def remove(self, node: str) -> Fields:
-        """Shut a member out for ever, and those it invited, but for those here now."""
+        """Shut a member out for ever, and whom it invited, but for those here now: tell which."""
         own, machine = self._node, self._node.machine
         gone = find_node(node, machine.profiles)
         if gone == own.me:
             raise UserError("A node does not remove itself", hint="stop it with Ctrl-C")
-        spared = tuple(each for each in sorted(machine.alive) if each != gone)
+        paths = ((*machine.hosts(each), each) for each in sorted(machine.alive))
+        guests = {path[-1]: path[path.index(gone) + 1] for path in paths if gone in path[:-1]}
+        spared = tuple(sorted(set(guests.values())))  # who invited a guest, where it did not
         removal = remove(own.keyring.key, own.mesh, gone, int(time.time()), spared)
         name = self._name(gone)  # which is forgotten with the rest of it
         own.expel(removal)
         if gone not in machine.removals:
             raise MeshError("The mesh remembers no more removals", hint="begin a new mesh")
-        return {"node": show(gone), "name": name, "spared": len(spared)}
+        stay = [{"node": show(each), "name": self._name(each)} for each in guests]
+        return {"node": show(gone), "name": name, "spared": stay}
 
     def leave(self) -> None:
         """Finish what is being answered, take no more, and leave the mesh."""
@@ -165,6 +146,17 @@ class NodeDoor:
         async with aclosing(self._node.desk.generate(request)) as events:
             async for event in events:
                 yield event
+
+    def _member(self, node: NodeId, role: str, state: str, hosts: Sequence[NodeId] = ()) -> Fields:
+        return {
+            "node": show(node),
+            "short": short(node),
+            "name": self._name(node) if role != Role.CLIENT else "",
+            "role": role,
+            "state": state,
+            "self": node == self._node.me,
+            "hosts": [show(each) for each in hosts],
+        }
 
     def _known(self) -> list[NodeId]:
         machine = self._node.machine
@@ -281,10 +273,11 @@ class NodeDoor:
         return {
             "round_trip_ms": contact.round_trip_us / 1e3,
             "path": str(statistics.path),
-            "address": next(iter(self._node.machine.profiles.get(node, _NOBODY).addresses), ""),
+            "address": link.address,
             "bytes_sent": statistics.bytes_sent,
             "bytes_received": statistics.bytes_received,
             "heard_s": max(0.0, self._node.now() - contact.heard),
+            "clock_s": contact.ahead_s,
         }
 
 

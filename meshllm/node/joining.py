@@ -46,7 +46,7 @@ async def enter(keyring: Keyring, options: NodeOptions, transport: Transport) ->
     """Found a mesh, return to one, or join one with a ticket, as soon as the inviter answers.
 
     Raises:
-        UserError: the ticket is mistyped, or for a client.
+        UserError: the ticket is mistyped, for a client, or there is no way to find the inviter.
         NotAuthorised: the inviter refuses it, or it has expired.
     """
     incarnation = keyring.next_incarnation()
@@ -58,7 +58,7 @@ async def enter(keyring: Keyring, options: NodeOptions, transport: Transport) ->
     if ticket.role is not Role.NODE:
         raise UserError("The ticket is for a client", hint="use it with `meshllm chat --join`")
     link = await knock(keyring, ticket, transport, incarnation, discovery=options.discovery)
-    credential = keyring.join(_better(keyring.credential, _granted(link)), ticket)
+    credential = keyring.join(_better(keyring.credential, granted(link)), ticket)
     return Membership(credential, incarnation, link, hints)
 
 
@@ -73,8 +73,10 @@ async def knock(
     """Show a ticket to the inviter, where the ticket or its beacon says; ask until it answers.
 
     Raises:
+        UserError: there is no way to find the inviter.
         NotAuthorised: the inviter refuses it, or it has expired.
     """
+    _refuse_unreachable(ticket, transport, discovery=discovery)
     schemes = dict.fromkeys(transport.schemes, transport)
     caller = Caller(schemes, Own(keyring.key, instance, ticket))
     heard: dict[NodeId, tuple[str, ...]] = {}
@@ -109,6 +111,24 @@ async def knock(
             await asyncio.sleep(KNOCK_S)
 
 
+def granted(link: SecureLink) -> Credential:
+    """Return what the inviter gave; raise `NotAuthorised` when it gave nothing."""
+    if link.granted is None:
+        raise NotAuthorised("The inviter let this node in and gave it no credential")
+    return link.granted
+
+
+def _refuse_unreachable(ticket: Ticket, transport: Transport, *, discovery: bool) -> None:
+    schemes = {address.partition(":")[0] for address in ticket.addresses}
+    if discovery or schemes.intersection(transport.schemes):
+        return
+    listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
+    raise UserError(
+        f"`{transport.name}` dials no address of the ticket ({listed}), and discovery is off",
+        hint="leave out `--no-discovery`, or ask for a ticket of a node with `--advertise`",
+    )
+
+
 def _refuse_late(ticket: Ticket) -> None:
     if 0 < ticket.expires_s <= time.time():
         raise NotAuthorised(
@@ -123,9 +143,3 @@ def _better(own: Credential | None, granted: Credential) -> Credential:
             logger.warning("this node leaves the mesh it was in")
         return granted
     return granted if own.chain else own
-
-
-def _granted(link: SecureLink) -> Credential:
-    if link.granted is None:
-        raise NotAuthorised("The inviter let this node in and gave it no credential")
-    return link.granted

@@ -73,7 +73,8 @@ class Keyring:
             UserError: the folder is not ours alone, or what lies in it cannot be read.
         """
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.geteuid():  # root could use it, and its owner our key
                 raise UserError(
                     f"State folder `{folder}` belongs to another user",
@@ -203,7 +204,7 @@ class Keyring:
         self._change(lambda content: {**content, "invitations": lines})
 
     def _change(self, change: Callable[[Content], Content]) -> None:
-        """Change what is in the file, which a client with this key may have written since."""
+        """Change what is in the file, which another process may have written since."""
         path = self.folder / _FILE
         try:
             with _open_private(self.folder / "mesh.lock") as file:

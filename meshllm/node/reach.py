@@ -94,9 +94,11 @@ class Caller:
         if transport is None:
             raise LinkLost(f"No transport here dials `{address}`")
         link = await transport.dial(address)
-        return await secure_dial(
+        secured = await secure_dial(
             link, self.own, purpose, expect=expect, now_s=time.time(), removals=removals
         )
+        secured.address = address
+        return secured
 
 
 async def _first(tasks: Iterable[asyncio.Task[SecureLink | None]]) -> SecureLink | None:

@@ -78,6 +78,8 @@ class SecureLink:
         """By what the peer is a member."""
         self.granted = known.granted
         """By what this node is a member from now on, if it dialled with a ticket."""
+        self.address = ""
+        """Where it was dialled; empty where the other end dialled."""
         self._link = link
         self._early = deque(early)  # DATA that overtook the end of the handshake
         self._seals = [Seal(key) for key in known.keys.outgoing]

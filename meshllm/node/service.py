@@ -125,6 +125,7 @@ class Service:
         """Serve this plan from now on."""
         if plan != self.plan:
             self.plan = plan
+            self.entry = self.stage = None  # theirs was the last plan, and they are about to end
             self._moved.set()
 
     async def run(self) -> None:
@@ -181,7 +182,8 @@ class Service:
             logger.warning("cannot load layers %s: %s", plan.stages, error)
             self._outside.loaded(False, str(error))
             return await _for_ever()
-        self._outside.loaded(True, "")
+        if self.plan == plan:  # else this task is about to be cancelled
+            self._outside.loaded(True, "")
         pause = FIRST_RETRY_S
         while True:
             begin = self._now()
@@ -234,7 +236,8 @@ class Service:
         try:
             running = asyncio.ensure_future(node.run())
             await asyncio.sleep(0)  # after its first step it takes work
-            self._at_work(node)
+            if self.plan == plan:
+                self._at_work(node)
             return await running
         finally:
             self._at_work(None)

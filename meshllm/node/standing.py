@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 The service says when this node has loaded its span and when it is at work; the records of the
-others say the same of them. A ring is formed when all its nodes have loaded, and stands when they
-are at work. While an entry answers requests, it asks that the plan stay as it is, and for a short
+others say the same of them, each of the plan that it follows: what was loaded for the last one says
+nothing of the next. A ring is formed when all its nodes have loaded, and stands when they are at
+work. While an entry answers requests, it asks that the plan stay as it is, and for a short
 time after the last one.
 """
 
@@ -20,6 +21,7 @@ from meshllm.node.generate import answer
 from meshllm.node.links import Links
 from meshllm.node.secure import SecureLink
 from meshllm.node.service import Service
+from meshllm.protocol.identity import short
 from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import Lifecycle, State
@@ -44,7 +46,7 @@ class Standing:
         self._why = why
         self._state = State()
         self._followed = b""
-        self._is_loaded = False
+        self._loaded: Plan | None = None  # the plan whose span this node holds
         self._busy = 0
         self._is_calm = True
         self._news = asyncio.Event()
@@ -73,7 +75,7 @@ class Standing:
         state = State(
             lifecycle=Lifecycle.SERVING if self.service else Lifecycle.JOIN,
             followed=self._followed,
-            is_loaded=self._is_loaded,
+            is_loaded=self.plan is not None and self._loaded == self.plan,
             may_change=self._is_calm,
         )
         if state != self._state:
@@ -96,7 +98,7 @@ class Standing:
         entry = self.plan.stages[0].node
         if entry == self._machine.me:
             return entry if self.service.entry else None
-        return entry if self._has_loaded(entry, self.plan) and entry in self._links.lines else None
+        return entry if self._is_formed(self.plan) and entry in self._links.lines else None
 
     # What the desk asks.
 
@@ -110,7 +112,12 @@ class Standing:
 
     def reason(self) -> str:
         """Say why there is no ring."""
-        return self.trouble or ("its nodes are loading" if self.plan else self._why())
+        if self.trouble or self.plan is None:
+            return self.trouble or self._why()
+        nodes = [stage.node for stage in self.plan.stages]
+        if gone := [self._name(node) for node in nodes if node not in self._machine.alive]:
+            return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+        return "its nodes load and link up"
 
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer as the entry.
@@ -133,7 +140,7 @@ class Standing:
 
     def loaded(self, is_loaded: bool, trouble: str) -> None:
         """Tell the others how far this node is."""
-        self._is_loaded, self.trouble = is_loaded, trouble
+        self._loaded, self.trouble = self.plan if is_loaded else None, trouble
         self.publish()
 
     def at_work(self) -> None:
@@ -144,7 +151,7 @@ class Standing:
         """Wait until every node of a plan has loaded its span."""
         while True:
             news = self._news
-            if all(self._has_loaded(stage.node, plan) for stage in plan.stages):
+            if self._is_formed(plan):
                 return
             await news.wait()
 
@@ -154,9 +161,14 @@ class Standing:
 
     # Inside.
 
-    def _has_loaded(self, node: NodeId, plan: Plan) -> bool:
-        state = self._machine.states.get(node)
-        return state is not None and state.is_loaded and state.followed == plan.encode()
+    def _name(self, node: NodeId) -> str:
+        profile = self._machine.profiles.get(node)
+        return profile.name if profile and profile.name else short(node)
+
+    def _is_formed(self, plan: Plan) -> bool:
+        followed, states = plan.encode(), self._machine.states
+        told = (states.get(stage.node) for stage in plan.stages)
+        return all(state and state.is_loaded and state.followed == followed for state in told)
 
     async def _own_ring(self) -> tuple[EntryNode, Plan, Engine]:
         """Wait for the ring of which this node is the entry; it has loaded, others may not."""

@@ -2,17 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from blake3 import blake3
 
-from meshllm.errors import LinkLost, UserError
+from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.beacon import open_beacon
 from meshllm.node.desk import Desk
-from meshllm.node.joining import knock
+from meshllm.node.joining import granted, knock
 from meshllm.node.keyring import Keyring
 from meshllm.node.links import Links
 from meshllm.node.reach import Caller
@@ -21,6 +21,7 @@ from meshllm.protocol.credential import Credential, Role
 from meshllm.protocol.handshake import Own
 from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.meshwire import Talk, Why
+from meshllm.protocol.presence import MAX_CLIENTS
 from meshllm.protocol.ticket import Ticket, parse_ticket
 from meshllm.request import Event, Request
 from meshllm.transport.contract import Transport
@@ -114,31 +115,32 @@ class _Closed:
 async def open_thin(
     text: str, state: Path, transport: Transport | None = None
 ) -> AsyncIterator[Thin]:
-    """Be a client of a mesh inside the context.
+    """Be a client of a mesh inside the context; several at once in one folder have a key each.
 
     Raises:
-        UserError: the ticket is mistyped.
+        UserError: the ticket is mistyped, or lets in fewer clients than are at work here.
         NotAuthorised: it has expired, or is refused.
     """
-    ticket, keyring = parse_ticket(text), Keyring.open(state)
+    ticket = parse_ticket(text)
     if ticket.role is not Role.CLIENT:
         raise UserError(
             "The ticket is for a node, not for a client",
             hint="make one with `meshllm ring ticket --role client`",
         )
     transport = transport or _transport_for(ticket)
-    instance = keyring.next_incarnation()
-    name = f"client {blake3(ticket.psk).hexdigest(16)}"
-    kept = keyring.recall(name)
-    if kept:
-        link, credential = None, Credential.decode(kept)
-    else:
-        link = await knock(keyring, ticket, transport, instance)
-        credential = link.granted or link.credential
-        keyring.remember(name, credential.encode())
-    own = Own(keyring.key, instance, credential)
-    thin = Thin(keyring, credential, Caller(dict.fromkeys(transport.schemes, transport), own))
     async with AsyncExitStack() as stack:
+        keyring, is_first = stack.enter_context(_keyring(ticket, state))
+        instance, link = keyring.next_incarnation(), None
+        if (credential := keyring.credential) is None:
+            try:
+                link = await knock(keyring, ticket, transport, instance)
+            except NotAuthorised as error:
+                if is_first:
+                    raise
+                raise _too_many() from error
+            credential = keyring.join(granted(link), ticket)
+        own = Own(keyring.key, instance, credential)
+        thin = Thin(keyring, credential, Caller(dict.fromkeys(transport.schemes, transport), own))
         running = asyncio.gather(thin.links.run([]), thin.desk.run(), thin.seek(ticket))
         stack.push_async_callback(_ended, running)
         await asyncio.sleep(0)  # the links take work from now on
@@ -149,6 +151,32 @@ async def open_thin(
         else:
             thin.links.hint(ticket.inviter, ticket.addresses)
         yield thin
+
+
+@contextmanager
+def _keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]:
+    """Hold a key that no other process has in use, and tell whether it is the first of the ticket.
+
+    A mesh takes one link of each key, and the node of this folder may be at work as well.
+    """
+    name = blake3(ticket.psk).hexdigest(8)
+    with ExitStack() as stack:
+        for place in range(1, MAX_CLIENTS + 1):
+            keyring = Keyring.open(state / f"client-{name}-{place}")
+            try:
+                stack.enter_context(keyring.locked())
+            except UserError:
+                continue
+            yield keyring, place == 1
+            return
+    raise _too_many()
+
+
+def _too_many() -> UserError:
+    return UserError(
+        "The ticket lets in no more clients than are at work here already",
+        hint="wait for them, or ask for another one: `meshllm ring ticket --role client --uses 9`",
+    )
 
 
 async def _ended(running: "asyncio.Future[tuple[None, None, None]]") -> None:
@@ -164,7 +192,8 @@ def _transport_for(ticket: Ticket) -> Transport:
         transport = registry.load(name)
         if schemes.intersection(transport.schemes):
             return transport
+    listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
     raise UserError(
-        f"No transport here dials `{', '.join(ticket.addresses)}`",
-        hint=f"installed: {', '.join(registry.names())}",
+        f"No transport here dials an address of the ticket ({listed})",
+        hint=f"installed are {', '.join(registry.names())}; the inviter may need `--advertise`",
     )

@@ -60,7 +60,8 @@ class Mesh:
         self._dialling = Dialling(key.node)
         self._state: State | None = None
         self._profile: Profile | None = None
-        self._wall_s = wall_s  # time of day, for the end of memberships and nothing else
+        self._wall_s = wall_s  # time of day, for the end of memberships
+        self._origin = now - wall_s  # 1970 on the driver's clock, for what beats tell
         self._ends_s = inf  # time of day when the next membership ends
         self._beat_due = now
         self._told = -inf  # when our state was last told
@@ -82,6 +83,12 @@ class Mesh:
     def states(self) -> Mapping[NodeId, State]:
         """What the nodes do, or did last."""
         return self._exchange.census.states
+
+    def hosts(self, node: NodeId) -> tuple[NodeId, ...]:
+        """Name those by whose word a node is here: the founder first, who let it in last."""
+        item = self._exchange.census.store.get(Slot(Kind.PROFILE, node))
+        chain = Credential.decode(item.credential).chain if item else ()
+        return tuple(certificate.issuer for certificate in chain)
 
     @property
     def charter(self) -> Charter | None:
@@ -191,7 +198,7 @@ class Mesh:
 
     def expire(self, now: float, wall_s: float) -> list[Action]:
         """Do what is due; ``wall_s`` is the time of day in seconds since 1970."""
-        self._wall_s = wall_s
+        self._wall_s, self._origin = wall_s, now - wall_s
         if now < self.deadline:
             return []
         actions: list[Action] = [
@@ -211,7 +218,7 @@ class Mesh:
         self._is_changed |= bool(self._exchange.watch(now))
         expelled = self._expel(now) if self._wall_s >= self._ends_s else []
         digest = self._exchange.digest
-        beats = (Send(peer, contact.beat(now, digest)) for peer, contact in self.links.items())
+        beats = [self._say(peer, contact, digest, now) for peer, contact in self.links.items()]
         return [*expelled, *beats]
 
     def _read(self, peer: NodeId, contact: Contact, message: Message, now: float) -> list[Action]:
@@ -230,10 +237,10 @@ class Mesh:
 
     def _hear(self, peer: NodeId, contact: Contact, beat: Beat, now: float) -> list[Action]:
         is_first = contact.echo is None
-        contact.hear(beat, now)
+        contact.hear(beat, now, now - self._origin)
         digest = self._exchange.digest
         if is_first:  # answered at once, so that both know the round trip from the start
-            return [Send(peer, contact.beat(now, digest))]
+            return [self._say(peer, contact, digest, now)]
         differs = self._gossips(contact) and self.me < peer and beat.digest != digest
         if contact.wants_summary(differs=differs, now=now):
             return [Send(peer, Summary(summarise(self._exchange.shared.values())))]
@@ -271,7 +278,7 @@ class Mesh:
         return [*actions, *(self._expel(now) if has_removal else ())]
 
     def _greet(self, peer: NodeId, contact: Contact, now: float) -> list[Action]:
-        actions: list[Action] = [Send(peer, contact.beat(now, self._exchange.digest))]
+        actions: list[Action] = [self._say(peer, contact, self._exchange.digest, now)]
         if self._gossips(contact):
             actions += self._send(peer, self._exchange.own())
             if self.me < peer:
@@ -301,6 +308,9 @@ class Mesh:
 
     def _send(self, peer: NodeId, items: list[Item]) -> list[Action]:
         return [Send(peer, batch) for batch in batches(items)]
+
+    def _say(self, peer: NodeId, contact: Contact, digest: bytes, now: float) -> Send:
+        return Send(peer, contact.beat(now, now - self._origin, digest))
 
     def _gossips(self, contact: Contact) -> bool:
         return self._is_node and contact.role is Role.NODE

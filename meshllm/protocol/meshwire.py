@@ -23,9 +23,11 @@ MAX_ITEMS_BYTES = 256 * 1024  # of one message
 MAX_ASK_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
 MAX_SAID_BYTES = 4 * 1024 * 1024  # of JSON: one event of an answer
 ASK_ID_BYTES = 16
+MAX_HELD_US = 2**32 - 1  # 71 minutes; a stamp that old measures nothing
+MAX_WALL_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 
 _PREFIX = Struct("<BB")
-_BEAT = Struct(f"<QQQ {MARK_BYTES}s")
+_BEAT = Struct(f"<QQIQ {MARK_BYTES}s")
 _SLOT = Struct(f"<B {NODE_ID_BYTES}s")
 _ENTRY = Struct(f"<B {NODE_ID_BYTES}s Q Q {MARK_BYTES}s")
 
@@ -58,7 +60,9 @@ class Beat:
     echo: int
     """The other side's last stamp, or 0."""
     held: int
-    """Microseconds between hearing that stamp and sending this beat."""
+    """Microseconds between hearing that stamp and sending this beat; `MAX_HELD_US` at most."""
+    wall_ms: int
+    """Time of day where the sender is, in milliseconds since 1970; `MAX_WALL_MS` at most."""
     digest: bytes
     """8 bytes that name the items that the sender shares."""
 
@@ -137,8 +141,8 @@ class _Kind(IntEnum):
 def encode(message: Message) -> bytes:
     """Write a message."""
     match message:
-        case Beat(stamp, echo, held, digest):
-            return _pack(_Kind.BEAT, _BEAT.pack(stamp, echo, held, digest))
+        case Beat(stamp, echo, held, wall_ms, digest):
+            return _pack(_Kind.BEAT, _BEAT.pack(stamp, echo, held, wall_ms, digest))
         case Summary(entries):
             return _pack(_Kind.SUMMARY, *map(_pack_entry, entries))
         case Items(items):
@@ -189,7 +193,7 @@ def batches(items: list[Item]) -> list[Items]:
 def _read(kind: _Kind, reader: Reader) -> Message:
     match kind:
         case _Kind.BEAT:
-            return Beat(*reader.unpack(_BEAT))
+            return _beat(reader)
         case _Kind.SUMMARY:
             count = reader.bounded("entries", reader.left // _ENTRY.size, 0, MAX_SLOTS)
             return Summary(tuple(_entry(reader) for _ in range(count)))
@@ -204,6 +208,12 @@ def _read(kind: _Kind, reader: Reader) -> Message:
             return Bye(Why(reader.bounded("as reason", reader.take(1)[0], 1, len(Why))))
         case _:
             assert_never(kind)
+
+
+def _beat(reader: Reader) -> Beat:
+    stamp, echo, held, wall_ms, digest = reader.unpack(_BEAT)
+    reader.bounded("milliseconds since 1970", wall_ms, 0, MAX_WALL_MS)
+    return Beat(stamp, echo, held, wall_ms, digest)
 
 
 def _talk(kind: _Kind, reader: Reader) -> Talk:

@@ -12,7 +12,7 @@ from math import inf
 
 from meshllm.names import NodeId
 from meshllm.protocol.credential import Credential, Role
-from meshllm.protocol.meshwire import MAX_SLOTS, Beat, Why
+from meshllm.protocol.meshwire import MAX_HELD_US, MAX_SLOTS, MAX_WALL_MS, Beat, Why
 from meshllm.protocol.records import MAX_MEMBERS
 
 SILENCE = 3.0  # s; as on a link of the ring
@@ -45,6 +45,9 @@ class Contact:
     heard: float
     round_trip_us: int = 0
     """Smoothed; 0 until it is measured."""
+    ahead_s: float | None = None
+    """By how much the peer's time of day is ahead of ours; None until it told it. Only shown: a
+    beat that was late, or a liar, is as good as a clock that is wrong."""
     allowance: float = field(default=MAX_SLOTS)
     """Items that it may send now."""
     differs: int = 0
@@ -55,21 +58,19 @@ class Contact:
     echo: tuple[int, float] | None = None
     """The peer's last stamp, and when it was heard."""
 
-    def beat(self, now: float, digest: bytes) -> Beat:
+    def beat(self, now: float, wall_s: float, digest: bytes) -> Beat:
         """Make the next beat for the peer."""
         stamp, heard = self.echo or (0, now)
-        return Beat(_micros(now), stamp, _micros(now - heard), digest)
+        held = min(_micros(now - heard), MAX_HELD_US)
+        wall_ms = min(max(0, round(wall_s * 1e3)), MAX_WALL_MS)
+        return Beat(_micros(now), stamp, held, wall_ms, digest)
 
-    def hear(self, beat: Beat, now: float) -> None:
-        """Take a beat of the peer, and measure the round trip by it."""
+    def hear(self, beat: Beat, now: float, wall_s: float) -> None:
+        """Take a beat of the peer, and measure round trip and clock by it."""
         self.echo = (beat.stamp, now)
-        sample = _micros(now) - beat.echo - beat.held
-        # Nothing to return yet, or a stamp that is not ours: longer than silence no beat takes.
-        if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
-            return
-        smoothed = self.round_trip_us or sample
-        # 0 is for what was not measured, so that a shorter one is told as a microsecond.
-        self.round_trip_us = max(1, round(smoothed + _GAIN * (sample - smoothed)))
+        self._measure(beat, now)
+        # What it said was true when it was sent, half a round trip ago.
+        self.ahead_s = beat.wall_ms / 1e3 + self.round_trip_us / 2e6 - wall_s
 
     def wants_summary(self, *, differs: bool, now: float) -> bool:
         """Tell whether to exchange summaries, after a beat that named the same items or others.
@@ -95,6 +96,15 @@ class Contact:
         is_allowed = self.allowance >= 1
         self.allowance -= is_allowed
         return is_allowed
+
+    def _measure(self, beat: Beat, now: float) -> None:
+        sample = _micros(now) - beat.echo - beat.held
+        # Nothing to return yet, or a stamp that is not ours: longer than silence no beat takes.
+        if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
+            return
+        smoothed = self.round_trip_us or sample
+        # 0 is for what was not measured, so that a shorter one is told as a microsecond.
+        self.round_trip_us = max(1, round(smoothed + _GAIN * (sample - smoothed)))
 
 
 class Links(Mapping[NodeId, Contact]):

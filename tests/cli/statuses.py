@@ -102,6 +102,7 @@ def _node(rank: int) -> dict[str, Any]:
         "bytes_sent": 12_690_000,
         "bytes_received": 11_340_000 + rank,
         "heard_s": 0.3,
+        "clock_s": 0.02 * rank,
     }
     return {
         "node": node_id(rank),

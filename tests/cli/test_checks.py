@@ -78,6 +78,42 @@ def test_a_clock_behind_the_last_run_is_told(home: Path) -> None:
     assert "is 60 s before the last run" in checks.check_clock(home, written - 60).found
 
 
+def clocks(*differ_s: float | None) -> list[Finding]:
+    nodes = status_of(1 + len(differ_s))["nodes"]
+    for node, clock_s in zip(nodes[1:], differ_s, strict=True):
+        node["link"]["clock_s"] = clock_s
+    return list(checks.check_clocks(nodes))
+
+
+def test_clocks_that_agree_are_in_order() -> None:
+    assert clocks(0.02, -4.9) == [Finding("ok", "clocks", "within 4.9 s of 2 other nodes")]
+    assert clocks(0.02) == [Finding("ok", "clocks", "within 0.0 s of 1 other node")]
+
+
+def test_nothing_is_said_of_clocks_that_nobody_told() -> None:
+    assert clocks() == []
+    assert clocks(None) == []
+
+
+@pytest.mark.parametrize(
+    ("differ_s", "found", "where"),
+    [
+        ((7, 0.1), "desk is 7 s ahead", "where it is wrong"),
+        ((-200, 0.1), "desk is 3 min behind", "where it is wrong"),
+        ((60,), "desk is 1 min ahead", "where it is wrong"),
+        ((90000, 90000), "desk is 1 d ahead, laptop is 1 d ahead", "here"),
+        ((253_402_300_799.0, None), "desk is 2932897 d ahead", "where it is wrong"),
+    ],
+)
+def test_a_clock_that_differs_is_told_with_what_to_do(
+    differ_s: tuple[float | None, ...], found: str, where: str
+) -> None:
+    (told,) = clocks(*differ_s)
+
+    assert (told.verdict, told.found) == ("warn", f"more than 5 s apart: {found}")
+    assert told.advice.startswith(f"set the clock {where}: `timedatectl set-ntp true`")
+
+
 def test_no_running_node_is_a_warning(home: Path) -> None:
     never = checks.check_silence(home / "door.sock", LinkLost("No node is running"))
     (home / "door.sock").touch()

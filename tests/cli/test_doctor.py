@@ -21,10 +21,21 @@ def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
 def test_a_finding_is_a_line_and_one_for_what_to_do() -> None:
     findings = [Finding("ok", "model", "builtin"), Finding("warn", "door", "\x1b[2J", "start one")]
 
-    assert lay_out(findings).splitlines() == [
+    assert lay_out(findings, 80).splitlines() == [
         "ok    model      builtin",
         "warn  door       \\x1b[2J",
         "                 do: start one",
+    ]
+
+
+def test_what_is_long_is_wrapped_between_words() -> None:
+    (finding,) = [Finding("warn", "door", f"/{'x' * 30} is open", "chmod 600 it, and be quick")]
+
+    assert lay_out([finding], 36).splitlines() == [
+        "warn  door       /" + "x" * 30,
+        "                 is open",
+        "                 do: chmod 600 it,",
+        "                     and be quick",
     ]
 
 

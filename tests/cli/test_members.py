@@ -3,14 +3,18 @@ from typing import Any
 
 import pytest
 
-from meshllm.cli.members import find
+from meshllm.cli.members import find, lay_out
 from meshllm.errors import UserError
 from tests.cli.conftest import Invoke
 from tests.cli.statuses import NAMES, FakeDoor, node_id
 
 
 def member(index: int) -> dict[str, Any]:
-    return {"node": node_id(index), "name": NAMES[index], "role": "node", "state": "serving"}
+    """Each was let in by the one before."""
+    return {
+        "node": node_id(index), "name": NAMES[index], "role": "node", "state": "serving",
+        "self": index == 0, "hosts": [node_id(each) for each in range(index)],
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -19,7 +23,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
     door.replies = {
         "/mesh/ticket": {"ticket": "meshllm1abc"},
         "/mesh/members": {"members": [member(0), member(1)]},
-        "/mesh/remove": {"removed": node_id(1)},
+        "/mesh/remove": {"node": node_id(1), "name": "desk", "spared": []},
     }
     return door
 
@@ -57,20 +61,39 @@ def test_a_time_is_a_number_and_a_unit(meshllm: Invoke, door: FakeDoor, text: st
 
 
 def test_members_are_listed_with_their_whole_id(meshllm: Invoke, door: FakeDoor) -> None:
+    client = member(2) | {"role": "client", "name": "", "state": "linked", "hosts": ["3" * 63]}
+    door.replies["/mesh/members"]["members"].append(client)
+
     assert meshllm("ring", "members").stdout.splitlines() == [
-        f"{'member':<63}  role  name",
-        f"{node_id(0):<63}  node  attic",
-        f"{node_id(1):<63}  node  desk",
+        "   name   role    state    let in by   id",
+        f"*  attic  node    serving  (began it)  {node_id(0)}",
+        f"   desk   node    serving  attic       {node_id(1)}",
+        f"   -      client  linked   3333333     {node_id(2)}",
     ]
+
+
+def test_on_a_terminal_a_line_is_not_wrapped() -> None:
+    members = [member(0), member(1) | {"name": "x" * 17}]
+
+    first, *lines = lay_out(members, 80).split("\n")
+
+    assert first == "   name              role  state    let in by   id"
+    assert [len(line) for line in lines] == [80, 80]
+    assert f"{'x' * 15}…  node" in lines[1]
+    shown = lines[1].rpartition("  ")[2]
+    assert shown.endswith("…")
+    assert find(members, shown) == members[1]
 
 
 def test_who_was_removed_is_listed_and_cannot_be_removed_again(
     meshllm: Invoke, door: FakeDoor
 ) -> None:
-    gone = member(1) | {"role": "", "state": "removed"}
+    gone = member(1) | {"role": "", "state": "removed", "hosts": []}
     door.replies["/mesh/members"]["members"] = [member(0), gone]
 
-    assert f"{node_id(1)}  removed  desk\n" in meshllm("ring", "members").stdout
+    assert (
+        f"   desk   -     removed  -           {node_id(1)}\n" in meshllm("ring", "members").stdout
+    )
     assert meshllm("ring", "remove", node_id(1), "--yes").exit_code == 2
 
 
@@ -83,7 +106,7 @@ def test_members_as_json(meshllm: Invoke, door: FakeDoor) -> None:
 def test_the_name_of_a_member_commands_no_terminal(meshllm: Invoke, door: FakeDoor) -> None:
     door.replies["/mesh/members"]["members"][0]["name"] = "\x1b[2J\n"
 
-    assert "\\x1b[2J\\n\n" in meshllm("ring", "members").stdout
+    assert "*  \\x1b[2J\\n  node" in meshllm("ring", "members").stdout
 
 
 def test_a_member_is_removed_by_the_beginning_of_its_id(meshllm: Invoke, door: FakeDoor) -> None:
@@ -97,7 +120,49 @@ def test_a_member_is_removed_by_the_beginning_of_its_id(meshllm: Invoke, door: F
 def test_a_removal_as_json(meshllm: Invoke, door: FakeDoor) -> None:
     told = json.loads(meshllm("ring", "remove", node_id(1), "-y", "--json").stdout)
 
-    assert told == {"schema": 1, "removed": node_id(1)}
+    assert told == {
+        "schema": 1, "node": node_id(1), "name": "desk", "spared": [], "guests": [],
+    }  # fmt: skip
+
+
+def test_the_guests_of_who_is_removed_stay_and_are_named(meshllm: Invoke, door: FakeDoor) -> None:
+    door.replies["/mesh/members"]["members"] = [member(each) for each in range(4)]
+    door.replies["/mesh/remove"]["spared"] = [
+        {"node": node_id(each), "name": ""} for each in (2, 3)
+    ]
+
+    result = meshllm("ring", "remove", node_id(1), "--yes")
+
+    assert result.stderr.splitlines() == [
+        f"desk {node_id(1)} is shut out",
+        "laptop, cellar stay, let in by desk",
+    ]
+    assert len(door.posted) == 1
+
+
+def test_the_guests_of_who_is_removed_go_first_where_that_is_wanted(
+    meshllm: Invoke, door: FakeDoor
+) -> None:
+    client = member(4) | {"role": "client"}
+    door.replies["/mesh/members"]["members"] = [*(member(each) for each in range(4)), client]
+
+    result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
+
+    assert [each["node"] for _, each in door.posted] == [node_id(each) for each in (2, 3, 1)]
+    assert result.stderr.splitlines() == [
+        f"{NAMES[each]} {node_id(each)} is shut out" for each in (2, 3, 1)
+    ]
+
+
+def test_a_removal_with_guests_never_shuts_out_this_node(meshllm: Invoke, door: FakeDoor) -> None:
+    me = member(2) | {"self": True}
+    door.replies["/mesh/members"]["members"] = [member(1), me, member(3)]
+    door.replies["/mesh/remove"]["spared"] = [{"node": node_id(2), "name": "laptop"}]
+
+    result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
+
+    assert [each["node"] for _, each in door.posted] == [node_id(each) for each in (3, 1)]
+    assert "stay" not in result.stderr
 
 
 def test_nobody_is_removed_unasked(meshllm: Invoke, door: FakeDoor) -> None:
@@ -123,6 +188,31 @@ def test_a_person_is_shown_the_whole_id_and_asked(
 
     assert f"Shut out desk {node_id(1)} for ever? [y/N]:" in result.stderr
     assert (result.exit_code, len(door.posted)) == (code, count)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ((), "laptop stays, let in by desk, unless `--with-guests` is given\n"),
+        (("--with-guests",), f"laptop {node_id(2)} goes too: it came in by a ticket of desk\n"),
+    ],
+)
+def test_a_person_is_told_what_becomes_of_the_guests(
+    meshllm: Invoke,
+    door: FakeDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    line: str,
+) -> None:
+    monkeypatch.setattr("meshllm.cli.members._is_person", lambda: True)
+    away = member(3) | {"state": "down", "hosts": [node_id(1)]}
+    members = [member(0), member(1), member(2), *([] if options else [away])]
+    door.replies["/mesh/members"]["members"] = members
+
+    result = meshllm("ring", "remove", node_id(1), *options, stdin="n\n")
+
+    assert result.stderr.startswith(f"{line}Shut out desk {node_id(1)} for ever? [y/N]:")
+    assert door.posted == []
 
 
 @pytest.mark.parametrize(

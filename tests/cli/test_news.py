@@ -32,9 +32,33 @@ def test_a_ring_that_forms_is_told_with_who_holds_what() -> None:
     forming = status_of(2)
     forming["ring"] |= {"state": "forming", "reason": "desk loads 10:20"}
 
-    assert texts(status_of(2), forming) == [
+    assert texts(waiting("alone"), forming)[-1:] == [
         "a ring of 2 forms, epoch 3: attic 0:10, desk 10:20: desk loads 10:20"
     ]
+
+
+def test_a_ring_that_broke_is_told_until_the_next_one_forms() -> None:
+    broken, gone, forming = status_of(2), status_of(2), status_of(2)
+    broken["ring"] |= {"state": "forming", "reason": "its nodes link up"}
+    gone["ring"] |= {"state": "forming", "reason": "desk is gone"}
+    gone["nodes"][1] |= {"state": "down", "reason": "no link"}
+    forming["ring"] |= {"state": "forming", "reason": "", "digest": "another", "epoch": 4}
+
+    assert texts(status_of(2), broken) == ["the ring of 2 broke, epoch 3"]
+    assert texts(broken, gone) == ["desk is gone: no link"]
+    assert texts(status_of(2), gone) == ["desk is gone: no link", "the ring of 2 broke, epoch 3"]
+    assert texts(gone, forming)[-1] == "a ring of 2 forms, epoch 4: attic 0:10, desk 10:20"
+    assert texts(status_of(2), forming) == texts(broken, forming)
+
+
+def test_what_keeps_a_ring_from_forming_is_told() -> None:
+    before, after = status_of(2), status_of(2)
+    before["ring"] |= {"state": "forming", "reason": "its nodes load"}
+    after["ring"] |= {"state": "forming", "reason": "no memory is left"}
+
+    (told,) = texts(before, after)
+
+    assert told.endswith(": no memory is left")
 
 
 def test_who_left_and_who_is_gone_are_told_apart() -> None:

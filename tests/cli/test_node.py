@@ -159,6 +159,38 @@ def test_what_ends_a_node_is_the_error_of_the_command(meshllm: Invoke, node: Fak
     assert result.stderr.endswith("error: This node was shut out of the mesh\n")
 
 
+def test_the_last_error_is_a_line_of_a_log_for_tools(meshllm: Invoke, node: FakeNode) -> None:
+    error = NotAuthorised("This node was shut out of the mesh", hint="ask for a ticket")
+    node.last = lambda: node.fail(error)
+
+    result = meshllm("node", "--log-format", "json")
+    early = meshllm("node", "--log-format", "json", "--join", "meshllm1x")
+    setup(0)
+
+    *_, last = map(json.loads, result.stderr.splitlines())
+    assert result.exit_code == 5
+    assert last.pop("time")
+    assert last == {
+        "level": "error",
+        "logger": "meshllm",
+        "message": "This node was shut out of the mesh",
+        "hint": "ask for a ticket",
+    }
+    assert early.exit_code == 2
+    assert json.loads(early.stderr)["level"] == "error"
+
+
+def test_an_address_that_nobody_could_use_is_refused(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--advertise", "192.0.2.7:7700")
+
+    assert (result.exit_code, node.options) == (2, None)
+    assert result.stderr == (
+        "error: `192.0.2.7:7700` is no address of `websocket`\n"
+        "hint: `--advertise` begins with `ws:` or `wss:`\n"
+    )
+    assert meshllm("node", "--advertise", "ws://192.0.2.7:7700").exit_code == 0
+
+
 def test_the_ticket_is_written_where_only_the_owner_reads(
     meshllm: Invoke, node: FakeNode, home: Path
 ) -> None:

@@ -32,6 +32,38 @@ def test_a_ring_is_told_at_length() -> None:
     )
 
 
+def test_a_clock_that_differs_is_told_at_the_end() -> None:
+    status = status_of(3)
+    status["nodes"][1]["link"]["clock_s"] = -6.0
+    status["nodes"][2]["link"]["clock_s"] = 7200.4
+    status["nodes"][2]["name"] = ""
+
+    text = lay_out(status, 80)
+
+    assert text.endswith(
+        "\nclock     desk is 6 s behind, lapt2bc is 2 h ahead: see `meshllm doctor`"
+    )
+    assert "clock" not in lay_out(status_of(3), 80)
+
+
+def test_a_clock_that_nobody_told_is_no_trouble() -> None:
+    status = status_of(2)
+    status["nodes"][1]["link"]["clock_s"] = None
+
+    assert lay_out(status, 80) == lay_out(status_of(2), 80)
+
+
+def test_a_node_is_shown_where_it_was_reached() -> None:
+    status = status_of(3)
+    status["nodes"][1]["link"]["address"] = "ws://203.0.113.5:1"
+    status["nodes"][2]["link"]["address"] = ""
+
+    text = lay_out(status, 80)
+
+    assert "8.0 GiB  ws://203.0.113.5:1\n" in text
+    assert "8.0 GiB  ws://192.168.1.12:7700\n" in text
+
+
 def test_hops_of_long_names_and_times_fit_80_columns() -> None:
     status = status_of(2)
     status["ring"]["stages"][1]["name"] = "x" * 64
@@ -109,7 +141,9 @@ def test_a_node_without_a_model_says_so() -> None:
 
 def test_a_client_is_named_as_one() -> None:
     status = status_of(2)
-    status["nodes"][1] |= {"role": "client", "memory_bytes": 0, "layers": None, "addresses": []}
+    status["nodes"][1] |= {
+        "role": "client", "memory_bytes": 0, "layers": None, "addresses": [], "link": None,
+    }  # fmt: skip
 
     assert "\n   desk1bc  desk   client   -       -        -\n" in lay_out(status, 80)
 

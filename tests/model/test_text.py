@@ -49,6 +49,20 @@ def test_a_raw_prompt_keeps_its_control_tokens(folder: Path) -> None:
     assert Text.load(folder).encode("<|turn|><|end|>") == [1, 0]
 
 
+def test_a_prompt_beyond_the_maximum_of_the_tokenizer_is_not_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": 2}))
+    text = Text.load(folder)
+    caplog.set_level(logging.WARNING, logger="transformers")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+
+    assert len(text.encode("hello " * 9)) > 2
+    assert len(text.encode_chat(HELLO)) > 2
+    assert caplog.records == []
+
+
 def test_a_model_without_template_reads_a_plain_dialogue(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     turns: list[Turn] = [

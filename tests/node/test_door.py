@@ -44,7 +44,7 @@ class Fake:
         self.plan = agreement.plan
         view = self.world.follow(agreement).view(A)
         self.states = dict(view.states)
-        contact = Contact(3, Role.NODE, FOUNDED, True, 0.0, 1.0, round_trip_us=2500)
+        contact = Contact(3, Role.NODE, FOUNDED, True, 0.0, 1.0, 2500, ahead_s=-3.25)
         client = Contact(1, Role.CLIENT, FOUNDED, True, 0.0, 1.0)
         self.key, self.me, self.name, self.version = KEYS[0], A, "here", "1.0"
         self.mesh, self.incarnation, self.since, self.is_leaving = FOUNDED.mesh, 7, 0.0, False
@@ -54,13 +54,16 @@ class Fake:
         self.machine = SimpleNamespace(
             charter=self.world.charter, profiles=dict(self.world.profiles), states=self.states,
             alive={A, B, C}, links={B: contact, CLIENT: client}, removals=dict[NodeId, Removal](),
+            hosts=lambda node: self.hosts.get(node, ()),
         )  # fmt: skip
         statistics = LinkStatistics(1, 100, 2, 200)
-        self.links = SimpleNamespace(lines={B: SimpleNamespace(statistics=statistics)})
+        line = SimpleNamespace(statistics=statistics, address="loopback:y")
+        self.links = SimpleNamespace(lines={B: line})
         self.standing = SimpleNamespace(
             plan=self.plan, trouble="", sessions=0, reason=lambda: "they load",
             standing_entry=lambda: self.entry, changes=self.changes,
         )  # fmt: skip
+        self.hosts: dict[NodeId, tuple[NodeId, ...]] = {B: (A,), C: (A, B, D)}
         self.entry: NodeId | None = None
         self.desk = SimpleNamespace(counts=Counts(), generate=self.generate)
         self.invited: list[tuple[Any, ...]] = []
@@ -109,7 +112,7 @@ RING = {"state", "reason", "epoch", "digest", "policy", "entry", "stages", "pred
         "advice"}  # fmt: skip
 NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory_bytes", "layers",
         "rank", "self", "incarnation", "version", "link"}  # fmt: skip
-LINK = {"round_trip_ms", "path", "address", "bytes_sent", "bytes_received", "heard_s"}
+LINK = {"round_trip_ms", "path", "address", "bytes_sent", "bytes_received", "heard_s", "clock_s"}
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
           "since_s"}  # fmt: skip
 
@@ -183,8 +186,8 @@ def test_this_node_comes_first(fake: Fake) -> None:
 
 def test_a_link_is_told_with_its_figures(fake: Fake) -> None:
     assert fake.of(B)["link"] == {
-        "round_trip_ms": 2.5, "path": "direct", "address": "loopback:x", "bytes_sent": 100,
-        "bytes_received": 200, "heard_s": 0.5,
+        "round_trip_ms": 2.5, "path": "direct", "address": "loopback:y", "bytes_sent": 100,
+        "bytes_received": 200, "heard_s": 0.5, "clock_s": -3.25,
     }  # fmt: skip
     assert fake.of(C)["link"] is None
 
@@ -264,6 +267,9 @@ def test_members_are_nodes_clients_and_the_removed(fake: Fake) -> None:
         ("client", "linked", False), ("", "removed", False),
     ]  # fmt: skip
     assert members[-1]["node"] == show(D)
+    assert [each["hosts"] for each in members] == [
+        [], [show(A), show(B), show(D)], [show(A)], [], [],
+    ]  # fmt: skip
 
 
 def test_the_model_of_the_charter_answers(fake: Fake) -> None:
@@ -288,13 +294,28 @@ def test_an_odd_ticket_is_refused(fake: Fake, role: str, expires_s: int, uses: i
     assert fake.invited == []
 
 
-def test_a_removal_spares_who_is_here(fake: Fake) -> None:
+def test_a_removal_spares_who_is_here_and_who_let_it_in(fake: Fake) -> None:
     told = fake.door.remove("there")
 
-    assert told == {"node": show(B), "name": "there", "spared": 2}
+    assert told == {
+        "node": show(B), "name": "there", "spared": [{"node": show(C), "name": "spare"}],
+    }  # fmt: skip
     (removal,) = fake.expelled
-    assert (removal.node, removal.issuer, removal.spared) == (B, A, tuple(sorted([A, C])))
+    assert (removal.node, removal.issuer, removal.spared) == (B, A, (D,))
     assert removal.is_signed(fake.mesh)
+
+
+def test_a_removal_spares_nobody_whom_another_invited(fake: Fake) -> None:
+    fake.hosts[C] = (A,)
+
+    assert fake.door.remove("there")["spared"] == []
+    assert fake.expelled[0].spared == ()
+
+
+def test_the_guests_of_who_is_gone_are_not_spared(fake: Fake) -> None:
+    fake.machine.alive = {A, B}
+
+    assert fake.door.remove("there")["spared"] == []
 
 
 def test_a_removal_that_the_mesh_cannot_remember_is_told(fake: Fake) -> None:

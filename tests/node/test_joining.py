@@ -123,6 +123,24 @@ def test_an_inviter_is_waited_for(run: Run, caplog: pytest.LogCaptureFixture) ->
     run(story)
 
 
+@pytest.mark.parametrize(
+    ("addresses", "listed"), [((), "it has none"), (("quic:a", "ws://b:1"), "`quic:a`, `ws://b:1`")]
+)
+def test_who_cannot_be_reached_is_not_waited_for(
+    run: Run, addresses: tuple[str, ...], listed: str
+) -> None:
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        text = a.keyring.invite(addresses, Role.NODE, lasts_s=None, uses=None).encode()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(UserError, match="`loopback` dials no address") as raised:
+            await come(town, guest(town), text)
+        assert f"of the ticket ({listed})" in str(raised.value)
+        assert asyncio.get_running_loop().time() == began
+
+    run(story)
+
+
 def test_a_cancelled_wait_leaves_nothing(run: Run) -> None:
     async def story(town: Town) -> None:
         a, keyring = await town.add("a"), guest(town)
@@ -272,7 +290,7 @@ def test_who_gives_no_credential_is_no_inviter() -> None:
         granted = None
 
     with pytest.raises(NotAuthorised, match="gave it no credential"):
-        module._granted(cast("SecureLink", Stingy()))
+        module.granted(cast("SecureLink", Stingy()))
 
 
 def test_a_beacon_tells_where_the_inviter_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

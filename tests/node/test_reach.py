@@ -110,6 +110,8 @@ def test_the_first_that_answers_is_taken() -> None:
     async def story(net: Net) -> None:
         async with net.host("a"), net.host("b"):
             link = await net.reach("a", "b")
+            assert link.address == "loopback:a"
+            assert net.accepted[0].address == ""
             assert (link.peer, link.purpose) == (HOST.node, Purpose.MESH)
             await asyncio.sleep(1)
             assert await net.open_links() == 1

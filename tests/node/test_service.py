@@ -156,6 +156,17 @@ def test_a_ring_that_breaks_is_linked_again(world: World) -> None:
     run_virtual(main())
 
 
+def test_who_follows_another_plan_is_at_work_no_more(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            a.service.follow(ALONE)
+            await until(lambda: at_work(a))
+            a.service.follow(BOTH)
+            assert not at_work(a)
+
+    run_virtual(main())
+
+
 def test_a_neighbour_that_is_late_is_waited_for(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, b):

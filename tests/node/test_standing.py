@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.node import standing as module
 from meshllm.node.standing import CALM_S, FORM_S, Standing
+from meshllm.protocol.identity import short
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import Lifecycle, State
 from meshllm.request import Event, Piece, Request
@@ -28,6 +30,7 @@ def plan_of() -> Plan:
 
 
 PLAN = plan_of()
+ALONE = replace(PLAN, stages=PLAN.stages[:1])
 ENTRY, STAGE = PLAN.stages[0].node, PLAN.stages[1].node
 
 
@@ -37,7 +40,12 @@ class Place:
     def __init__(self, me: bytes = ENTRY) -> None:
         self.told: list[State] = []
         self.states: dict[bytes, State] = {}
-        machine = SimpleNamespace(me=me, states=self.states, publish=self.publish)
+        self.alive = {ENTRY, STAGE}
+        self.profiles: dict[bytes, Any] = {}
+        machine = SimpleNamespace(
+            me=me, states=self.states, publish=self.publish, alive=self.alive,
+            profiles=self.profiles,
+        )  # fmt: skip
         self.links = SimpleNamespace(lines=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
         self.standing = Standing(cast("Any", machine), cast("Any", self.links), lambda: "nobody")
         self.service = SimpleNamespace(plan=None, entry=None, sessions=3)
@@ -112,6 +120,33 @@ def test_the_last_plan_is_told_while_there_is_none() -> None:
     run(story)
 
 
+def test_what_was_loaded_for_the_last_plan_is_not_told_of_the_next() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve(ALONE)
+        place.standing.loaded(True, "")
+        place.serve(PLAN)  # told before the service begins to load
+        assert [(state.followed, state.is_loaded) for state in place.told] == [
+            (ALONE.encode(), False), (ALONE.encode(), True), (PLAN.encode(), False),
+        ]  # fmt: skip
+
+    run(story)
+
+
+def test_why_the_ring_does_not_stand_is_told() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        assert place.standing.reason() == "its nodes load and link up"
+        place.alive.remove(STAGE)
+        assert place.standing.reason() == f"{short(PLAN.stages[1].node)} is gone"
+        place.alive.remove(ENTRY)
+        place.profiles |= {ENTRY: SimpleNamespace(name="a"), STAGE: SimpleNamespace(name="b")}
+        assert place.standing.reason() == "a, b are gone"
+
+    run(story)
+
+
 def test_who_has_left_says_no_more() -> None:
     async def story() -> None:
         place = Place()
@@ -126,7 +161,7 @@ def test_trouble_is_the_reason() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        assert place.standing.reason() == "its nodes are loading"
+        assert place.standing.reason() == "its nodes load and link up"
         place.standing.loaded(False, "no memory")
         assert place.standing.reason() == "no memory"
 
@@ -162,15 +197,19 @@ def test_the_entry_is_named_when_it_is_at_work() -> None:
     run(story)
 
 
-def test_another_entry_is_named_when_it_has_loaded_and_is_linked() -> None:
+def test_another_entry_is_named_when_all_have_loaded_and_it_is_linked() -> None:
     async def story() -> None:
         place = Place(STAGE)
         place.serve()
+        place.states[STAGE] = loaded()
         place.states[ENTRY] = State(Lifecycle.SERVING, followed=b"another", is_loaded=True)
         place.links.lines[ENTRY] = object()
         assert place.standing.standing_entry() is None
         place.states[ENTRY] = loaded()
         assert place.standing.standing_entry() == ENTRY
+        del place.states[STAGE]
+        assert place.standing.standing_entry() is None
+        place.states[STAGE] = loaded()
         place.links.lines.clear()
         assert place.standing.standing_entry() is None
 

@@ -11,6 +11,7 @@ import pytest
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node import beacon
+from meshllm.node import thin as thin_module
 from meshllm.node.desk import Desk
 from meshllm.node.thin import SEEK_S, Thin, _Closed, _transport_for, open_thin
 from meshllm.protocol.credential import Role, remove
@@ -124,6 +125,58 @@ def test_a_client_comes_back_without_a_ticket(run: Run) -> None:
             await asyncio.sleep(2)
         (invitation,) = a.keyring.invitations()
         assert len(invitation.guests) == 1
+
+    run(story)
+
+
+def test_several_clients_of_one_folder_ask_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a, uses=2)
+        async with client(town, text) as one, client(town, text) as two:
+            assert list(await asyncio.gather(ask(one), ask(two))) == [ANSWER, ANSWER]
+        await asyncio.sleep(2)
+        async with client(town, text) as one, client(town, text) as two:
+            assert list(await asyncio.gather(ask(one), ask(two))) == [ANSWER, ANSWER]
+        (invitation,) = a.keyring.invitations()
+        assert len(invitation.guests) == 2
+
+    run(story)
+
+
+def test_a_client_asks_beside_the_node_of_its_folder(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        with a.keyring.locked():
+            async with open_thin(ticket(a), a.keyring.folder, town.transport) as thin:
+                assert await ask(thin) == ANSWER
+
+    run(story)
+
+
+def test_more_clients_at_once_than_a_ticket_lets_in_are_refused_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a, uses=1)
+        async with client(town, text) as one:
+            with pytest.raises(UserError, match="no more clients than are at work") as raised:
+                async with client(town, text):
+                    pass
+            assert "--uses" in str(raised.value.hint)
+            assert await ask(one) == ANSWER
+
+    run(story)
+
+
+def test_clients_of_one_ticket_are_counted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thin_module, "MAX_CLIENTS", 1)
+
+    async def story(town: Town) -> None:
+        text = ticket(await inn(town))
+        async with client(town, text):
+            with pytest.raises(UserError, match="no more clients than are at work"):
+                async with client(town, text):
+                    pass
 
     run(story)
 
@@ -255,12 +308,16 @@ def test_the_transport_is_the_one_of_the_addresses(run: Run) -> None:
     run(story)
 
 
-def test_addresses_that_nothing_dials_are_told() -> None:
-    odd = Ticket(bytes(32), ("carrier:pigeon",), Role.CLIENT, 0, bytes(16))  # type: ignore[arg-type]  # any bytes
+@pytest.mark.parametrize(
+    ("addresses", "listed"), [(("carrier:pigeon",), "`carrier:pigeon`"), ((), "it has none")]
+)
+def test_addresses_that_nothing_dials_are_told(addresses: tuple[str, ...], listed: str) -> None:
+    odd = Ticket(NodeId(bytes(32)), addresses, Role.CLIENT, 0, bytes(16))
 
-    with pytest.raises(UserError, match="No transport here dials `carrier:pigeon`") as raised:
+    with pytest.raises(UserError, match="No transport here dials an address") as raised:
         _transport_for(odd)
 
+    assert f"of the ticket ({listed})" in str(raised.value)
     assert "loopback" in str(raised.value.hint)
 
 

@@ -5,7 +5,20 @@ from hypothesis import strategies as st
 from meshllm.names import Digest, Span
 from meshllm.protocol.charter import MAX_VERSION, Charter
 from meshllm.protocol.gossip import Entry, Item, Kind, Slot
-from meshllm.protocol.meshwire import Ask, Beat, Bye, Hush, Items, Message, Said, Summary, Want, Why
+from meshllm.protocol.meshwire import (
+    MAX_HELD_US,
+    MAX_WALL_MS,
+    Ask,
+    Beat,
+    Bye,
+    Hush,
+    Items,
+    Message,
+    Said,
+    Summary,
+    Want,
+    Why,
+)
 from meshllm.protocol.messages import DType
 from meshllm.protocol.plan import MAX_SECONDS, Ends, Policy, Shape
 from meshllm.protocol.records import (
@@ -92,7 +105,7 @@ items = st.builds(
     Item, kinds, nodes, nodes, u64, u64, st.binary(max_size=30), st.binary(max_size=30), signatures
 )
 mesh_messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Beat, u64, u64, u64, eight),
+    st.builds(Beat, u64, u64, st.integers(0, MAX_HELD_US), st.integers(0, MAX_WALL_MS), eight),
     st.builds(Summary, st.lists(st.builds(Entry, slots, u64, u64, eight), max_size=4).map(tuple)),
     st.builds(Items, st.lists(items, max_size=4).map(tuple)),
     st.builds(Want, st.lists(slots, max_size=4).map(tuple)),

@@ -113,8 +113,8 @@ def test_many_changes_of_links_are_told_together() -> None:
 def test_the_first_beat_is_answered_at_once() -> None:
     node = linked(LAST)
 
-    first = node.receive(LAST.node, Beat(77, 0, 0, bytes(8)), 1.01)
-    second = node.receive(LAST.node, Beat(78, 0, 0, bytes(8)), 1.5)
+    first = node.receive(LAST.node, Beat(77, 0, 0, 0, bytes(8)), 1.01)
+    second = node.receive(LAST.node, Beat(78, 0, 0, 0, bytes(8)), 1.5)
 
     (answer,) = said(first, LAST)
     assert isinstance(answer, Beat)
@@ -122,16 +122,28 @@ def test_the_first_beat_is_answered_at_once() -> None:
     assert said(second, LAST) == []
 
 
+def test_beats_tell_the_time_of_day_and_compare_it() -> None:
+    node = linked(LAST)
+    tick(node, 2.0, WALL + 1)
+
+    (answer,) = said(node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), 2.25), LAST)
+    assert isinstance(answer, Beat)
+    node.receive(LAST.node, Beat(6, 0, 0, answer.wall_ms + 7_000, bytes(8)), 2.25)
+
+    assert answer.wall_ms == round((WALL + 1.25) * 1e3)
+    assert node.links[LAST.node].ahead_s == pytest.approx(7)
+
+
 def test_a_round_trip_is_told_when_it_is_measured_and_when_it_moved() -> None:
     node = linked(LAST)
 
-    node.receive(LAST.node, Beat(5, 1_000_000, 0, bytes(8)), 1.2)
+    node.receive(LAST.node, Beat(5, 1_000_000, 0, 0, bytes(8)), 1.2)
     measured = node.states[MIDDLE.node].links
     for now in (2.0, 2.5, 3.0):
-        node.receive(LAST.node, Beat(5, round((now - 1.9) * 1e6), 0, bytes(8)), now)
+        node.receive(LAST.node, Beat(5, round((now - 1.9) * 1e6), 0, 0, bytes(8)), now)
     waits = node.states[MIDDLE.node].links
     for now in (4.0, 6.0, 1.2 + RETELL):
-        node.receive(LAST.node, Beat(5, 0, 0, bytes(8)), now)
+        node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), now)
 
     assert measured == waits == ((LAST.node, 200_000),)
     ((_, moved),) = node.states[MIDDLE.node].links
@@ -158,7 +170,7 @@ def test_before_the_deadline_nothing_is_due() -> None:
 
 def test_two_differing_beats_make_the_lower_id_send_a_summary() -> None:
     node = linked(FOUNDER, LAST)
-    other = Beat(5, 0, 0, b"mismatch")
+    other = Beat(5, 0, 0, 0, b"mismatch")
     for peer in (FOUNDER, LAST):
         node.receive(peer.node, other, 1.1)
 
@@ -268,7 +280,7 @@ def test_as_a_client_we_beat_and_ask() -> None:
     node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
 
     greeting = link(node, LAST)
-    beat = node.receive(LAST.node, Beat(5, 0, 0, bytes(8)), 1.1)
+    beat = node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), 1.1)
     gossip = node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 2.0)
 
     assert [type(message) for message in said(greeting, LAST)] == [Beat]
@@ -372,12 +384,22 @@ def test_a_link_that_lasted_is_dialled_at_once_when_it_is_lost() -> None:
     tick(node, 2.0)
     link(node, LAST, 3.0)
     for now in (5.0, 7.0, 9.0, 11.0, 13.0):
-        node.receive(LAST.node, Beat(5, 0, 0, bytes(8)), now)
+        node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), now)
     tick(node, 3.0 + STABLE)
 
     node.unlinked(LAST.node, 3.0 + STABLE)
 
     assert [dial.peer for dial in only(tick(node, 3.0 + STABLE), Dial)] == [LAST.node]
+
+
+def test_those_who_let_a_node_in_are_named() -> None:
+    node = linked(FOUNDER, LAST)
+    for key in (FOUNDER, LAST):
+        node.receive(key.node, Items((sign(key, PROFILE),)), 1.2)
+
+    assert node.hosts(FOUNDER.node) == ()
+    assert node.hosts(LAST.node) == (FOUNDER.node,)
+    assert node.hosts(CLIENT.node) == ()
 
 
 def test_a_removal_cuts_the_link_of_the_removed_and_is_told() -> None:

@@ -14,6 +14,7 @@ from meshllm.protocol.meshwire import (
     MAX_ITEMS_BYTES,
     MAX_SAID_BYTES,
     MAX_SLOTS,
+    MAX_WALL_MS,
     Ask,
     Beat,
     Bye,
@@ -34,7 +35,7 @@ from tests.protocol.people import FOUNDER, STATE, sign
 ITEM = sign(FOUNDER, STATE)
 ID = bytes(range(16))
 MESSAGES: list[Message] = [
-    Beat(5, 4, 12, bytes(8)),
+    Beat(5, 4, 12, 1_795_000_000_000, bytes(8)),
     Summary(summarise([ITEM])),
     Items((ITEM, ITEM)),
     Want((ITEM.slot,)),
@@ -120,3 +121,13 @@ def test_long_items_go_into_messages_within_the_limits() -> None:
     assert sum(len(message.items) for message in messages) == 20
     assert all(len(encode(message)) <= MAX_ITEMS_BYTES + 2 for message in messages)
     assert [decode(encode(message)) for message in messages] == messages
+
+
+def test_a_time_of_day_beyond_the_year_9999_is_refused() -> None:
+    last = Beat(5, 4, 12, MAX_WALL_MS, bytes(8))
+    data = bytearray(encode(replace(last, wall_ms=0)))
+    data[22:30] = (MAX_WALL_MS + 1).to_bytes(8, "little")
+
+    with pytest.raises(PeerFault, match="milliseconds since 1970"):
+        decode(data)
+    assert decode(encode(last)) == last

@@ -7,7 +7,7 @@ import pytest
 
 from meshllm.names import NodeId
 from meshllm.protocol.credential import Role
-from meshllm.protocol.meshwire import MAX_SLOTS, Beat, Why
+from meshllm.protocol.meshwire import MAX_HELD_US, MAX_SLOTS, MAX_WALL_MS, Beat, Why
 from meshllm.protocol.presence import (
     BEAT,
     FRESH,
@@ -44,8 +44,8 @@ def links(**contacts: Contact) -> Links:
 def test_a_round_trip_is_without_the_time_that_the_peer_held_the_stamp() -> None:
     here, there = contact(), contact()
 
-    there.hear(here.beat(1.0, b""), 1.010)
-    here.hear(there.beat(1.5, b""), 1.512)
+    there.hear(here.beat(1.0, 0.0, b""), 1.010, 0.0)
+    here.hear(there.beat(1.5, 0.0, b""), 1.512, 0.0)
 
     assert here.round_trip_us == 22_000
     assert there.round_trip_us == 0
@@ -53,8 +53,8 @@ def test_a_round_trip_is_without_the_time_that_the_peer_held_the_stamp() -> None
 
 def test_round_trips_are_smoothed() -> None:
     at = contact()
-    at.hear(Beat(5, 1_000_000, 0, b""), 1.008)
-    at.hear(Beat(6, 2_000_000, 0, b""), 2.016)
+    at.hear(Beat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
+    at.hear(Beat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
 
     assert at.round_trip_us == 9_000
 
@@ -62,18 +62,45 @@ def test_round_trips_are_smoothed() -> None:
 def test_a_round_trip_that_was_measured_is_not_zero() -> None:
     at = contact()
 
-    at.hear(Beat(5, 1_000_000, 0, b""), 1.0)
+    at.hear(Beat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
 
     assert at.round_trip_us == 1
 
 
-@pytest.mark.parametrize("beat", [Beat(5, 0, 0, b""), Beat(5, 9, 0, b""), Beat(5, 1, 10**7, b"")])
-def test_a_stamp_that_cannot_be_ours_measures_nothing(beat: Beat) -> None:
+@pytest.mark.parametrize(("echo", "held"), [(0, 0), (9, 0), (1, 10**7)])
+def test_a_stamp_that_cannot_be_ours_measures_nothing(echo: int, held: int) -> None:
     at = contact()
 
-    at.hear(beat, 9.0)
+    at.hear(Beat(5, echo, held, 0, b""), 9.0, 0.0)
 
     assert at.round_trip_us == 0
+
+
+def test_the_clock_of_a_peer_is_compared_over_half_a_round_trip() -> None:
+    here, there = contact(), contact()
+    there.hear(here.beat(1.0, 5_000.0, b""), 1.010, 4_970.0)
+
+    here.hear(there.beat(1.5, 4_970.5, b""), 1.510, 5_000.51)
+
+    assert here.round_trip_us == 20_000
+    assert here.ahead_s == pytest.approx(-30.0)
+    assert there.ahead_s == pytest.approx(30.0)  # it knows no round trip yet
+
+
+def test_before_the_first_beat_no_clock_is_known() -> None:
+    assert contact().ahead_s is None
+
+
+@pytest.mark.parametrize(("wall_s", "told"), [(-1.0, 0), (1e15, MAX_WALL_MS)])
+def test_a_clock_that_is_out_of_its_mind_is_told_within_bounds(wall_s: float, told: int) -> None:
+    assert contact().beat(1.0, wall_s, b"").wall_ms == told
+
+
+def test_a_stamp_that_is_held_for_ever_is_told_within_bounds() -> None:
+    at = contact()
+    at.hear(Beat(5, 0, 0, 0, b""), 1.0, 0.0)
+
+    assert at.beat(1e6, 0.0, b"").held == MAX_HELD_US
 
 
 def test_summaries_wait_for_two_beats_and_become_rare() -> None:
