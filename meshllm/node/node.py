@@ -124,8 +124,9 @@ class MeshNode:
         return self.keyring.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
 
     def expel(self, removal: Removal) -> None:
-        """Tell that a member is removed, and cut the link to it."""
+        """Tell that a member is removed, for good, and cut the link to it."""
         self.links.act(self.machine.remove(removal, self.now()))
+        self._remember()  # at once: who asked for it is told that it is done
 
     def leave(self) -> None:
         """Finish what is under way, tell the others, and stop."""

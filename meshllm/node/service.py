@@ -110,6 +110,7 @@ class Service:
         self._moved = asyncio.Event()
         self._arrivals: dict[NodeId, _Arrival] = {}
         self._arrived = asyncio.Event()
+        self._latest = 0  # epoch that was followed
         self.plan: Plan | None = None
         self.entry: EntryNode | None = None
         """At work: this node is rank 0 of a ring that stands."""
@@ -125,6 +126,7 @@ class Service:
         """Serve this plan from now on."""
         if plan != self.plan:
             self.plan = plan
+            self._latest = plan.epoch if plan else self._latest
             self.entry = self.stage = None  # theirs was the last plan, and they are about to end
             self._moved.set()
 
@@ -170,7 +172,7 @@ class Service:
             await asyncio.gather(serving, moving, return_exceptions=True)
 
     async def _serve(self, plan: Plan | None) -> None:
-        await self._sweep(plan.epoch if plan else 0)
+        await self._sweep(plan.epoch if plan else self._latest + 1)
         if plan is None or plan.rank(self._me) is None:
             self._engine.release()
             self._outside.loaded(False, "")
