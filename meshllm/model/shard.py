@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshllm.model.cache import SpanCache
 from meshllm.model.loader import load
+from meshllm.model.packed import pack
 from meshllm.model.skeleton import Part, Skeleton, build, strip
 from meshllm.model.source import Source, stored_dtype
 from meshllm.model.stub import LayerStub, Stop, first, key
@@ -52,12 +53,14 @@ class Shard:
         dtype: torch.dtype | None = None,
         attention: str | None = None,
         share: "Shard | None" = None,
+        packed: bool = True,
     ) -> Self:
         """Load a part of a model, reading only its tensors.
 
-        Weights stay memory-mapped where ``dtype`` is that of the file (None: as stored). Tensors
-        that ``share`` holds too, as tied embeddings, are taken from it. ``attention`` is a name of
-        transformers, as ``sdpa`` (None: its default).
+        Weights stay memory-mapped where ``dtype`` is that of the file (None: as stored); matrices
+        that are ``packed`` are then copied, for the same bits sooner. Tensors that ``share`` holds
+        too, as tied embeddings, are taken from it. ``attention`` is a name of transformers, as
+        ``sdpa`` (None: its default).
 
         Raises:
             ModelError: the span is not in the model, or weights are missing or damaged.
@@ -67,13 +70,15 @@ class Shard:
         skeleton = build(source.config, dtype, attention)
         strip(skeleton, part)
         load(skeleton, source.folder, dtype, share.model if share else None)
+        if packed and dtype == stored_dtype(source):  # of a cast matrix two copies would stay
+            pack(skeleton.model, skip=skeleton.foreign(part))
         return cls(skeleton, part)
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""
         return SpanCache(self.model.config, self.span)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(
         self,
         x: Tensor,

@@ -55,6 +55,12 @@ class Skeleton:
         """The list of layers."""
         return cast("nn.ModuleList", self.model.get_submodule(self.anatomy.layers))
 
+    def foreign(self, part: Part) -> frozenset[str]:
+        """Name the ends that a part does not run, even where it holds their weights for a tie."""
+        inputs, outputs = self.anatomy.inputs, self.anatomy.outputs
+        none: frozenset[str] = frozenset()
+        return (none if part.embed else inputs) | (none if part.head else outputs)
+
 
 def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skeleton:
     """Build a whole stock model on meta, as ``from_pretrained`` would.
@@ -89,9 +95,7 @@ def strip(skeleton: Skeleton, part: Part) -> None:
         if index not in part.span:
             skeleton.parts[index] = LayerStub(layer, anatomy.arity)
     ties = model.all_tied_weights_keys
-    dropped = [] if part.embed else [*anatomy.inputs]
-    dropped += [] if part.head else [*anatomy.outputs]
-    for name in dropped:
+    for name in skeleton.foreign(part):
         tied = any(weight.startswith(f"{name}.") for tie in ties.items() for weight in tie)
         if not (tied and (part.embed or part.head)):
             owner, _, leaf = name.rpartition(".")

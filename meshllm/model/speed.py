@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from meshllm.model.capacity import free_memory
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
+from meshllm.model.packed import pack
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
-from meshllm.model.source import Source
+from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Span
 
 ROWS = (1, 8, 32, 256)
@@ -85,7 +86,8 @@ def _layer_seconds(source: Source, dtype: torch.dtype) -> tuple[tuple[int, float
     mean = sum(sizes) / len(sizes)
     index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
     stopwatch = _Stopwatch(skeleton.parts[index])  # before the shard's own hook, which leaves
-    shard = _random_shard(skeleton, Part(Span(index, index + 1), embed=False, head=False))
+    part = Part(Span(index, index + 1), embed=False, head=False)
+    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source))
     config = skeleton.model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None) or max(ROWS)
 
@@ -101,7 +103,8 @@ def _layer_seconds(source: Source, dtype: torch.dtype) -> tuple[tuple[int, float
 def _head_seconds(source: Source, dtype: torch.dtype) -> float:
     skeleton = build(source.config, dtype)
     end = Span(skeleton.layers, skeleton.layers)
-    shard = _random_shard(skeleton, Part(end, embed=False, head=True))
+    part = Part(end, embed=False, head=True)
+    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source))
 
     def seconds(rows: int) -> float:
         begin = time.perf_counter()
@@ -144,8 +147,8 @@ def _forward(shard: Shard, rows: int) -> None:
     shard.forward(hidden, shard.new_cache())
 
 
-def _random_shard(skeleton: Skeleton, part: Part) -> Shard:
-    """Give a part of a model on meta weights that take as long as real ones."""
+def _random_shard(skeleton: Skeleton, part: Part, *, packed: bool = False) -> Shard:
+    """Give a part of a model on meta weights that take as long as real ones, as they are loaded."""
     strip(skeleton, part)
     model = skeleton.model
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
@@ -161,6 +164,8 @@ def _random_shard(skeleton: Skeleton, part: Part) -> Shard:
         model._move_missing_keys_from_meta_to_device(buffers, None, None, None)
         model._initialize_missing_keys(False)
         model.tie_weights(recompute_mapping=False)
+    if packed:
+        pack(model, skip=skeleton.foreign(part))
     return Shard(skeleton, part)
 
 

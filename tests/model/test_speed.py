@@ -47,6 +47,22 @@ def test_any_family_is_timed_without_its_weights(tmp_path: Path, name: str) -> N
     assert 0 < speed.head_s < 60
 
 
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 0)])
+def test_a_layer_and_the_head_are_timed_as_they_are_loaded(
+    source: Source,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    copies: int,
+) -> None:
+    packed: list[object] = []
+    monkeypatch.setattr(module, "pack", lambda model, skip: packed.append(model))
+
+    measure_speed(source, dtype, tmp_path)
+
+    assert len(packed) == copies
+
+
 def test_weights_are_no_nonsense(source: Source) -> None:
     # Infinite and tiny numbers take longer, and a row like another takes the same expert.
     skeleton = build(source.config, torch.bfloat16)
