@@ -23,6 +23,7 @@ from meshllm.request import Request, Sampling
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName: TypeAlias = Literal["auto", "fastest", "throughput", "proportional"]
+Speculation: TypeAlias = Literal["auto", "off"]
 LogFormat: TypeAlias = Literal["text", "json"]
 Scalar: TypeAlias = str | int | float | bool | None
 
@@ -66,6 +67,10 @@ class Settings:
     """Number format of the weights; `auto` is as stored."""
     threads: int | None = None
     """Processor threads; torch decides when not set."""
+    speculation: Speculation = "auto"
+    """Guess at the next tokens and check several in one trip."""
+    exact: bool = False
+    """Compute each token as transformers does, to the last bit."""
     system: str | None = None
     """What the model is told before the conversation."""
     state: str | None = None

@@ -64,21 +64,21 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HopReport:
-    """What one rank did for a session, as means per decode step."""
+    """What one rank did for a session, as means per token behind the first."""
 
     rank: int
     node: str
     span: Span
     compute_ms: float
-    """Time in the model, per step."""
+    """Time in the model."""
     serialise_ms: float
-    """Time between bytes and tensors, the keyed hash included, per step."""
+    """Time between bytes and tensors, the keyed hash included."""
     queue_ms: float
-    """Time that work which had arrived here waited for its turn, per step."""
+    """Time that work which had arrived here waited for its turn."""
     wire_ms: float
-    """Time from this rank to the next, per step."""
+    """Time from this rank to the next."""
     bytes_per_token: float
-    """What this rank sent to the next, per step."""
+    """What this rank sent to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,9 @@ class Answer:
     ms_per_token: float
     """Mean time of every later token; 0 with fewer than two."""
     tokens_per_second: float
+    tokens_per_step: float
+    """Mean of the trips round the ring behind the first token: more than 1 where guesses at the
+    next tokens were right."""
     hops: tuple[HopReport, ...]
 
 

@@ -41,6 +41,7 @@ def as_fields(answer: Answer) -> dict[str, Any]:
         "ttft_ms": round(answer.ttft_ms, 3),
         "ms_per_token": round(answer.ms_per_token, 3),
         "tokens_per_second": round(answer.tokens_per_second, 3),
+        "tokens_per_step": round(answer.tokens_per_step, 3),
         "hops": [
             {
                 "rank": hop.rank,

@@ -28,7 +28,8 @@ Examples:
 
 
 @takes(
-    "model", "nodes", "transport", "ends", "dtype", "threads", "state", "join", "system",
+    "model", "nodes", "transport", "ends", "dtype", "threads", "speculation", "exact",
+    "state", "join", "system",
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip

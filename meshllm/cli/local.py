@@ -37,6 +37,7 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
     """Do what takes seconds, torch first, away from the event loop."""
     import torch
 
+    from meshllm.model.draft import SuffixDrafting
     from meshllm.model.source import resolve
     from meshllm.node.ring import RingOptions, open_ring
     from meshllm.protocol.plan import Ends
@@ -47,6 +48,8 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
         ends=Ends(settings.ends),
         dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
         threads=settings.threads,
+        drafting=SuffixDrafting() if settings.speculation == "auto" else None,
+        exact=settings.exact,
     )
     return open_ring(resolve(settings.model), options)
 

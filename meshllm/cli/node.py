@@ -48,11 +48,12 @@ Carrier = Annotated[
 _SOON_S = 0.02
 _AS_GIVEN = (
     "model", "transport", "listen", "advertise", "join", "name", "policy", "members", "dtype",
-    "threads", "discovery", "context",
+    "threads", "exact", "discovery", "context",
 )  # fmt: skip
 _SETTINGS = (
     "model", "listen", "advertise", "join", "name", "memory", "layers", "policy",
-    "members", "exclude", "prefer", "dtype", "threads", "context", "state", "log_format",
+    "members", "exclude", "prefer", "dtype", "threads", "speculation", "exact", "context",
+    "state", "log_format",
 )  # fmt: skip
 
 
@@ -213,6 +214,7 @@ def _options(config: Config) -> "NodeOptions":
         layers=None if chosen.layers is None else Span.parse(chosen.layers),
         exclude=_list(chosen.exclude),
         prefer=_list(chosen.prefer),
+        speculation=chosen.speculation == "auto",
         **given,
     )
 

@@ -149,6 +149,8 @@ def statistics(answer: Answer) -> str:
         f"first token {answer.ttft_ms:.1f} ms, then {answer.ms_per_token:.2f} ms per token,"
         f" {answer.tokens_per_second:.1f} tokens/s"
     )
+    if answer.tokens_per_step > 1:
+        lines[-1] += f", {answer.tokens_per_step:.1f} tokens a trip"
     header = ("rank", "node", "layers", "compute", "serialise", "queue", "wire", "bytes")
     rows = [
         (hop.rank, hop.node, str(hop.span), *parts(hop), round(hop.bytes_per_token))

@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from meshllm.errors import UserError
 from meshllm.model.capacity import ModelShape, free_memory
+from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.names import NodeId, Span
@@ -19,12 +20,11 @@ from meshllm.node.peers import Neighbours, Peer
 from meshllm.node.session import Ends as HeldEnds
 from meshllm.node.stage import StageNode
 from meshllm.node.worker import Worker
-from meshllm.protocol.entry import Pace
 from meshllm.protocol.link import Link
 from meshllm.protocol.messages import Hello
 from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Shape, Terms
 from meshllm.protocol.policies import make_plan
-from meshllm.protocol.stage import MAX_PENDING, Stage
+from meshllm.protocol.stage import Stage
 from meshllm.transport.contract import Transport
 
 MAX_SESSIONS = 8  # generations at a time; others wait their turn
@@ -37,7 +37,7 @@ class Shards:
     """What the ranks hold, once loaded."""
 
     ends: HeldEnds
-    behind: tuple[Shard, ...]
+    behind: tuple[Runner, ...]
 
 
 def local_plan(model: ModelShape, nodes: int, ends: Ends) -> Plan:
@@ -76,19 +76,27 @@ def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
     )
 
 
-def load(source: Source, plan: Plan, dtype: torch.dtype | None, context: int) -> Shards:
-    """Load what every rank of a plan holds; runs on the compute thread."""
+def load(
+    source: Source, plan: Plan, dtype: torch.dtype | None, context: int, steps: Sequence[int]
+) -> Shards:
+    """Load what every rank of a plan holds; runs on the compute thread.
+
+    ``steps`` are the numbers of rows, beside one, that a decode step may have.
+    """
     first, *others = plan.stages
     alone = not others
     front = Shard.load(source, first.span, embed=True, head=alone, dtype=dtype)
+    runner = Runner(front, steps)
     end = Span(plan.layers, plan.layers)
-    head = (
-        None if alone else Shard.load(source, end, embed=False, head=True, dtype=dtype, share=front)
-    )
+    head = None
+    if not alone:
+        shard = Shard.load(source, end, embed=False, head=True, dtype=dtype, share=front)
+        head = Runner(shard, steps)
     behind = tuple(
-        Shard.load(source, stage.span, embed=False, head=False, dtype=dtype) for stage in others
+        Runner(Shard.load(source, stage.span, embed=False, head=False, dtype=dtype), steps)
+        for stage in others
     )
-    return Shards(HeldEnds(front, head, context), behind)
+    return Shards(HeldEnds(runner, head, context), behind)
 
 
 async def connect(plan: Plan, transport: Transport, stack: AsyncExitStack) -> list[Neighbours]:
@@ -112,27 +120,19 @@ async def connect(plan: Plan, transport: Transport, stack: AsyncExitStack) -> li
 
 
 def seat(
-    shards: Shards,
-    plan: Plan,
-    worker: Worker,
-    neighbours: Sequence[Neighbours],
-    *,
-    chunk: int,
-    croppable: bool,
+    shards: Shards, plan: Plan, worker: Worker, neighbours: Sequence[Neighbours], place: Seat
 ) -> tuple[EntryNode, list[StageNode]]:
     """Give every rank its node."""
     ring = len(plan.stages)
-    pace = Pace(chunk=chunk, window=min(ring, MAX_PENDING))
-    place = Seat(ring, plan.epoch, pace, MAX_SESSIONS, croppable=croppable)
     entry = EntryNode(shards.ends, place, worker, neighbours[0] if neighbours else None)
     stages = [
         StageNode(
             Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS),
-            shard,
+            runner,
             worker,
             neighbours[rank],
         )
-        for rank, shard in enumerate(shards.behind, start=1)
+        for rank, runner in enumerate(shards.behind, start=1)
     ]
     return entry, stages
 

@@ -1,5 +1,6 @@
 """The model of one node: what it holds for the plan in force; knows no links and no requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from meshllm.errors import ModelError
 from meshllm.model.capacity import ModelShape, shape_of
 from meshllm.model.check import check
+from meshllm.model.draft import Drafting, SuffixDrafting
+from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text
@@ -16,6 +19,7 @@ from meshllm.node.session import Ends as HeldEnds
 from meshllm.node.worker import Worker
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.entry import Pace
+from meshllm.protocol.lookahead import STEPS
 from meshllm.protocol.plan import Ends, Plan
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
@@ -31,7 +35,7 @@ class Held:
     span: Span
     ends: HeldEnds | None
     """On the entry."""
-    shard: Shard | None
+    runner: Runner | None
     """On every other rank."""
 
 
@@ -44,19 +48,35 @@ class Engine:
         worker: Worker,
         shape: ModelShape,
         verdict: Verdict,
-        dtype: torch.dtype,
+        steps: Sequence[int] = (),
+        drafting: Drafting | None = None,
     ) -> None:
+        """Hold nothing yet; ``steps`` are the numbers of rows, beside one, of a decode step."""
         self.source = source
         self.worker = worker
         self.shape = shape
         self.verdict = verdict
-        self._dtype = dtype
+        self.drafting = drafting
+        """Who guesses at tokens; None is nobody."""
+        self._steps = steps
+        self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: Held | None = None
         self._text: Text | None = None
 
     @classmethod
-    async def open(cls, source: Source, worker: Worker, dtype: torch.dtype | None) -> "Engine":
+    async def open(
+        cls,
+        source: Source,
+        worker: Worker,
+        dtype: torch.dtype | None,
+        *,
+        exact: bool = False,
+        speculation: bool = True,
+    ) -> "Engine":
         """Look at a model; nothing of it is loaded yet.
+
+        ``exact`` computes each token as transformers does; ``speculation`` is for tokens to be
+        guessed, where that is allowed.
 
         Raises:
             ModelError: it cannot be run.
@@ -64,7 +84,9 @@ class Engine:
         verdict = await worker.run(check, source.config)
         verdict.require(1)
         shape = await worker.run(shape_of, source, dtype)
-        return cls(source, worker, shape, verdict, getattr(torch, shape.dtype))
+        steps = STEPS if verdict.croppable and not exact else ()
+        drafting = SuffixDrafting() if steps and speculation else None
+        return cls(source, worker, shape, verdict, steps, drafting)
 
     def pace(self, ring: int, chunk: int = 256) -> Pace:
         """Choose how a generation is fed to a ring of this size."""
@@ -116,18 +138,23 @@ class Engine:
     @staticmethod
     def _fits(held: Held, rank: int, alone: bool) -> bool:
         if rank > 0:
-            return held.shard is not None
+            return held.runner is not None
         return held.ends is not None and (held.ends.head is None) is alone
 
     def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:
-        source, dtype = self.source, self._dtype
         if not is_entry:
-            return Held(span, None, Shard.load(source, span, embed=False, head=False, dtype=dtype))
-        front = Shard.load(source, span, embed=True, head=alone, dtype=dtype)
+            return Held(span, None, self._run(span))
+        front = self._run(span, embed=True, head=alone)
+        if alone:
+            return Held(span, HeldEnds(front, None, self.context), None)
         end = Span(self.shape.layers, self.shape.layers)
-        head = (
-            None
-            if alone
-            else Shard.load(source, end, embed=False, head=True, dtype=dtype, share=front)
-        )
+        head = self._run(end, head=True, share=front.shard)
         return Held(span, HeldEnds(front, head, self.context), None)
+
+    def _run(
+        self, span: Span, *, embed: bool = False, head: bool = False, share: Shard | None = None
+    ) -> Runner:
+        shard = Shard.load(
+            self.source, span, embed=embed, head=head, dtype=self._dtype, share=share
+        )
+        return Runner(shard, self._steps)

@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from meshllm.errors import LinkLost, MeshError
+from meshllm.model.draft import Drafting
 from meshllm.names import SESSION_ID_BYTES, SessionId
 from meshllm.node.alarm import Alarm
+from meshllm.node.foresight import Foresight, Speculation
 from meshllm.node.peers import Neighbours
-from meshllm.node.session import Ended, Ends, Generation, Order, Output
+from meshllm.node.session import Ahead, Ended, Ends, Generation, Order, Output
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
@@ -43,6 +45,8 @@ class Seat:
     """Generations at a time; others wait."""
     croppable: bool
     """Whether the caches of this model can go back."""
+    drafting: Drafting | None = None
+    """Who guesses at tokens, where caches can go back; None is nobody."""
 
 
 class EntryNode:
@@ -55,6 +59,7 @@ class EntryNode:
         self._seat = seat
         self._worker = worker
         self._neighbours = neighbours
+        self._speculation = Speculation(seat.drafting) if seat.drafting else None
         self._room = asyncio.Semaphore(seat.max_sessions)
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
@@ -119,7 +124,9 @@ class EntryNode:
             croppable=self._seat.croppable,
         )
         machine, now = Entry(task, self._seat.pace), self._now()
-        generation = Generation(order, machine, self._ends, session_key(session), now)
+        foresight = Foresight(self._speculation, order.prompt) if self._speculation else None
+        key = session_key(session)
+        generation = Generation(order, machine, self._ends, key, now, foresight)
         self._sessions[session] = generation
         self._act(session, machine.open(now))
         return session, generation
@@ -142,6 +149,7 @@ class EntryNode:
                     self._jobs.create_task(self._embed(session, generation, action, Stopwatch()))
                 case Pick():
                     self._jobs.create_task(self._pick(session, generation, action, Stopwatch()))
+                    self._go_ahead(generation)
                 case Forward():
                     self._forward(generation, action)
                 case Closed(tallies):
@@ -158,6 +166,7 @@ class EntryNode:
 
     def _close(self, session: SessionId, tallies: tuple[Tally, ...]) -> None:
         generation = self._sessions.pop(session)
+        generation.take_ahead(None)
         match generation.outcome:
             case MeshError() as error:
                 generation.outputs.put_nowait(error)
@@ -167,11 +176,21 @@ class EntryNode:
                 generation.outputs.put_nowait(Ended(reason, measured))
         generation.closed.set()
 
+    def _go_ahead(self, generation: Generation) -> None:
+        """Begin with the next step as soon as tokens are picked, before they are told to anyone."""
+        watch = Stopwatch()
+        work = asyncio.ensure_future(self._worker.run(generation.embed_next, watch))
+        generation.ahead = Ahead(work, watch)
+
     async def _embed(
         self, session: SessionId, generation: Generation, job: Embed, watch: Stopwatch
     ) -> None:
+        ahead = generation.take_ahead(job)
         try:
-            blob = await self._worker.run(generation.embed, job, watch)
+            if ahead:
+                blob, watch = await ahead.work, ahead.watch
+            else:
+                blob = await self._worker.run(generation.embed, job, watch)
         except Exception as error:  # the supervisor: a bug ends its session, not the others
             self._fail(session, generation, error)
             return
@@ -183,16 +202,18 @@ class EntryNode:
         self, session: SessionId, generation: Generation, job: Pick, watch: Stopwatch
     ) -> None:
         try:
-            token = await self._worker.run(generation.pick, job, watch)
-            is_last = session in self._sessions and generation.commit(token)
-        except Exception as error:  # as above; `commit` calls into the tokenizer
+            picked = await self._worker.run(generation.pick, job, watch)
+            if session not in self._sessions:
+                return
+            tokens, is_last = generation.told(picked.tokens)
+        except Exception as error:  # as above; `told` calls into the tokenizer
             self._fail(session, generation, error)
             return
         if job.pos > generation.prompt_tokens:
             generation.gauge.computed(watch.spent)
-        if session in self._sessions:
-            generation.gauge.token(self._now())
-            self._act(session, generation.machine.picked(token, self._now(), stop=is_last))
+        generation.gauge.tokens(self._now(), len(tokens))
+        actions = generation.machine.picked(tokens, self._now(), picked.guesses, stop=is_last)
+        self._act(session, actions)
 
     def _fail(self, session: SessionId, generation: Generation, error: Exception) -> None:
         generation.cause = error if isinstance(error, MeshError) else None

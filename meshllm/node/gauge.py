@@ -26,6 +26,8 @@ class Measured:
     """From the order to the first token; 0 when there was none."""
     token_s: float
     """Mean time of every later token; 0 with fewer than two."""
+    tokens_per_step: float
+    """Mean of the steps behind the first token: more than 1 where guesses were right."""
     hops: tuple[Hop, ...]
     """One per rank whose tally is known, the entry first."""
 
@@ -37,7 +39,7 @@ class Gauge:
         self._begin = begin
         self._first: float | None = None
         self._latest = begin
-        self._tokens = 0
+        self._tokens = 0  # behind the first
         self._spent = Spent(0, 0, 0)
         self._steps = 0
         self._bytes = 0
@@ -61,26 +63,27 @@ class Gauge:
             self._trip_s += now - self._left
             self._left = None
 
-    def token(self, now: float) -> None:
-        """Note a token."""
+    def tokens(self, now: float, count: int) -> None:
+        """Note the tokens of one step."""
         if self._first is None:
             self._first = now
         else:
             self._steps += 1
+            self._tokens += count
         self._latest = now
-        self._tokens += 1
 
     def measured(self, tallies: Sequence[Tally], round_trip_us: int) -> Measured:
         """Sum up; the time on wires is what a trip took beyond what ranks spent."""
         first = self._latest if self._first is None else self._first
-        token_s = (self._latest - first) / self._steps if self._steps else 0.0
+        token_s = (self._latest - first) / self._tokens if self._tokens else 0.0
+        per_step = self._tokens / self._steps if self._steps else 0.0
         own = Tally(
             spent=self._spent,
             steps=self._steps,
             bytes_sent=self._bytes,
             round_trip_us=round_trip_us,
         )
-        return Measured(first - self._begin, token_s, self._hops((own, *tallies)))
+        return Measured(first - self._begin, token_s, per_step, self._hops((own, *tallies)))
 
     def _hops(self, tallies: Sequence[Tally]) -> tuple[Hop, ...]:
         behind = sum(tally.spent.total_us / max(1, tally.steps) for tally in tallies[1:])  # us

@@ -41,7 +41,7 @@ async def answer(
         pieces.append("" if ends else stream.push(token))
         return ends or stream.stopped
 
-    order = Order(prompt, request.sampling, request.max_tokens, is_last)
+    order = Order(prompt, request.sampling, request.max_tokens, is_last, text.end_tokens)
     said: list[str] = []
     tokens: list[int] = []
     async with aclosing(entry.generate(order)) as outputs:
@@ -66,6 +66,7 @@ async def answer(
         ttft_ms=measured.ttft_s * 1e3,
         ms_per_token=measured.token_s * 1e3,
         tokens_per_second=1 / measured.token_s if measured.token_s else 0.0,
+        tokens_per_step=measured.tokens_per_step,
         hops=_hops(measured, plan),
     )
 
@@ -88,16 +89,17 @@ def _encode(text: Text, request: Request) -> list[int]:
 
 
 def _hops(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
+    per_step = measured.tokens_per_step or 1
     return tuple(
         HopReport(
             rank=rank,
             node=short(stage.node),
             span=stage.span,
-            compute_ms=hop.compute_s * 1e3,
-            serialise_ms=hop.serialise_s * 1e3,
-            queue_ms=hop.queue_s * 1e3,
-            wire_ms=hop.wire_s * 1e3,
-            bytes_per_token=hop.bytes_sent,
+            compute_ms=hop.compute_s * 1e3 / per_step,
+            serialise_ms=hop.serialise_s * 1e3 / per_step,
+            queue_ms=hop.queue_s * 1e3 / per_step,
+            wire_ms=hop.wire_s * 1e3 / per_step,
+            bytes_per_token=hop.bytes_sent / per_step,
         )
         for rank, (stage, hop) in enumerate(zip(plan.stages, measured.hops, strict=False))
     )

@@ -35,6 +35,10 @@ class NodeOptions:
     """As ``bfloat16``; None is as stored."""
     threads: int | None = None
     """Cores that torch may use; measured when None."""
+    speculation: bool = True
+    """Guess at tokens, so that several are computed at once."""
+    exact: bool = False
+    """Compute each token as transformers does, to the last bit; nobody guesses then."""
     discovery: bool = True
     context: int | None = None
     """Tokens of one session for which there is to be room."""

@@ -37,7 +37,7 @@ class Preparation:
         source = await self._resolve(self.options.model or FIRST_MODEL)
         name = self.options.dtype
         dtype: torch.dtype | None = None if name in (None, "auto") else getattr(torch, name)
-        engine = await Engine.open(source, self.worker, dtype)
+        engine = await self._open(source, dtype)
         charter = found_charter(self.options, engine.shape, await self._digest(source))
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
@@ -53,7 +53,7 @@ class Preparation:
         source = await self._resolve(self.options.model or charter.shape.name)
         refuse_other(charter, source.name, await self._digest(source))
         dtype: torch.dtype = getattr(torch, charter.dtype.name.lower())
-        engine = await Engine.open(source, self.worker, dtype)
+        engine = await self._open(source, dtype)
         return engine, amend(charter, self.options, profiles, engine.shape.context)
 
     async def offer(self, engine: Engine, profile: Profile) -> Profile:
@@ -72,6 +72,12 @@ class Preparation:
             span=self.options.layers,
             model=engine.source.name,
             weights=weights,
+        )
+
+    async def _open(self, source: Source, dtype: torch.dtype | None) -> Engine:
+        options = self.options
+        return await Engine.open(
+            source, self.worker, dtype, exact=options.exact, speculation=options.speculation
         )
 
     async def _resolve(self, model: str) -> Source:

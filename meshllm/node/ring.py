@@ -6,24 +6,28 @@ Knows nothing about where a request comes from.
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from meshllm.model.capacity import shape_of
 from meshllm.model.check import check
+from meshllm.model.draft import Drafting, SuffixDrafting
 from meshllm.model.loader import list_weights
 from meshllm.model.source import Source
 from meshllm.model.text import Text
-from meshllm.node.assembly import connect, load, local_plan, running, seat
-from meshllm.node.entry import EntryNode
+from meshllm.node.assembly import MAX_SESSIONS, connect, load, local_plan, running, seat
+from meshllm.node.entry import EntryNode, Seat
 from meshllm.node.generate import answer
 from meshllm.node.session import Order, Token
 from meshllm.node.stage import StageNode
 from meshllm.node.worker import Worker, calibrate, compute_thread
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.entry import Pace
+from meshllm.protocol.lookahead import STEPS
 from meshllm.protocol.plan import Ends, Plan
+from meshllm.protocol.stage import MAX_PENDING
 from meshllm.request import Event, Request, Sampling
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Transport
 from meshllm.transport.registry import Registry
@@ -45,6 +49,10 @@ class RingOptions:
     """Cores that torch may use; measured when None."""
     chunk: int = 256
     """Rows of a prefill chunk."""
+    drafting: Drafting | None = field(default_factory=SuffixDrafting)
+    """Who guesses at tokens, so that several are computed at once; None is nobody."""
+    exact: bool = False
+    """Compute each token as transformers does, to the last bit; nobody guesses then."""
 
 
 class Ring:
@@ -114,13 +122,16 @@ async def open_ring(
         chunk = min(chunk, most)
         if not verdict.chunkable:  # the whole prompt goes in one message, which has a limit
             context, chunk = min(context, most), most
-        shards = await worker.run(load, source, plan, options.dtype, context)
+        steps = STEPS if verdict.croppable and not options.exact else ()
+        shards = await worker.run(load, source, plan, options.dtype, context, steps)
         neighbours = []
         if len(plan.stages) > 1:
             transport = transport or Registry.discover().load(options.transport)
             neighbours = await connect(plan, transport, stack)
-        entry, stages = seat(
-            shards, plan, worker, neighbours, chunk=chunk, croppable=verdict.croppable
-        )
+        ring = len(plan.stages)
+        pace = Pace(chunk=chunk, window=min(ring, MAX_PENDING))
+        drafting = options.drafting if steps else None
+        place = Seat(ring, plan.epoch, pace, MAX_SESSIONS, verdict.croppable, drafting)
+        entry, stages = seat(shards, plan, worker, neighbours, place)
         await stack.enter_async_context(running(entry.run(), *(node.run() for node in stages)))
         yield Ring(source, plan, worker, entry, stages)

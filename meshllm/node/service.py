@@ -227,14 +227,15 @@ class Service:
                 plan.epoch,
                 engine.pace(ring),
                 MAX_SESSIONS,
-                croppable=engine.verdict.croppable,
+                engine.verdict.croppable,
+                engine.drafting,
             )
             node: EntryNode | StageNode = EntryNode(held.ends, seat, engine.worker, neighbours)
         else:
-            if held.shard is None or neighbours is None:
+            if held.runner is None or neighbours is None:
                 raise PeerFault(f"Rank {rank} of a ring of {ring} holds nothing")
             machine = Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS)
-            node = StageNode(machine, held.shard, engine.worker, neighbours)
+            node = StageNode(machine, held.runner, engine.worker, neighbours)
         try:
             running = asyncio.ensure_future(node.run())
             await asyncio.sleep(0)  # after its first step it takes work

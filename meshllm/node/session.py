@@ -1,16 +1,18 @@
 """One generation on the entry: its caches, its tokens, its results; knows token ids, not text."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
+from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
-from meshllm.model.shard import Shard
+from meshllm.node.foresight import Foresight
 from meshllm.node.gauge import Gauge, Measured
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import error_of, opened, sealed
@@ -47,25 +49,54 @@ class Order:
     max_tokens: int
     is_last: Callable[[int], bool]
     """Called once with each token, in order: whether it ends the answer."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that surely end it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
     """What rank 0 holds."""
 
-    front: Shard
+    front: Runner
     """The embedding and the first layers; alone in the ring, the whole model."""
-    head: Shard | None
+    head: Runner | None
     """The head apart from the layers; None when the front has it."""
     context: int
     """Most tokens that the model takes, prompt included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What was sampled, and what is guessed to stand behind it."""
+
+    tokens: tuple[int, ...]
+    guesses: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """An Embed that nobody asked for yet."""
+
+    work: "asyncio.Future[Blob | None]"
+    watch: Stopwatch
+
+    def drop(self) -> None:
+        """Give up what nobody asks for any more; what went wrong with it is of no interest."""
+        self.work.cancel()
+        self.work.add_done_callback(lambda work: work.cancelled() or work.exception())
+
+
 class Generation:
-    """The state of one order; ``embed`` and ``pick`` run on the compute thread."""
+    """The state of one order; ``embed`` and those behind it run on the compute thread."""
 
     def __init__(
-        self, order: Order, machine: Entry, ends: Ends, key: SessionKey, begin: float
+        self,
+        order: Order,
+        machine: Entry,
+        ends: Ends,
+        key: SessionKey,
+        begin: float,
+        foresight: Foresight | None,
     ) -> None:
         self.machine = machine
         self.gauge = Gauge(begin)
@@ -73,13 +104,16 @@ class Generation:
         self.closed = asyncio.Event()
         self.outcome: FinishReason | MeshError = FinishReason.CANCELLED
         self.cause: MeshError | None = None  # of a failure on this rank
+        self.ahead: Ahead | None = None
         self._order = order
         self._ends = ends
         self._key = key
+        self._foresight = foresight
         self._cache = ends.front.new_cache()
         self._history = list(order.prompt)
-        self._rows = None if ends.head else 1  # of logits to compute, where the front does
-        self._row: Tensor | None = None  # the last local output, for a Pick without a blob
+        self._is_alone = ends.head is None
+        self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
+        self._next: Embed | None = None  # what follows the last Pick, if nothing comes between
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,33 +125,48 @@ class Generation:
         watch.queued()
         self._cache.crop(job.pos)
         tokens = torch.tensor([job.tokens])  # [1, T]
-        output = self._ends.front.forward(tokens, self._cache, rows=self._rows)  # [1, T, D]
+        if job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses:
+            output = self._ends.front.step(tokens, self._cache)  # [1, T, D or V]
+        else:
+            rows = 1 if self._is_alone else None  # of logits
+            output = self._ends.front.prefill(tokens, self._cache, rows)
         watch.computed()
-        if job.keep:
-            blob = sealed(self._key, output[:, -job.keep :])
-            watch.serialised()
-            return blob
-        self._row = output[:, -1:]
-        return None
+        if self._is_alone:
+            self._rows = output[:, -1 - job.guesses :]
+            return None
+        blob = sealed(self._key, output)
+        watch.serialised()
+        return blob
 
-    def pick(self, job: Pick, watch: Stopwatch) -> int:
-        """Run the head on one row and sample the token at ``job.pos``."""
+    def pick(self, job: Pick, watch: Stopwatch) -> Picked:
+        """Run the head and sample, as far as the guesses were right."""
         watch.queued()
-        row = self._row if job.blob is None else opened(self._key, job.blob)  # [1, 1, D]
-        if row is None:
+        self._next = None
+        rows = self._rows if job.blob is None else opened(self._key, job.blob)  # [1, 1 + G, D]
+        if rows is None:
             raise ModelError(f"no row to sample the token at position {job.pos} from")
         watch.serialised()
         head = self._ends.head
-        logits = head.forward(row, None, rows=1) if head else row  # [1, 1, V]
-        token = pick(
-            logits[0, -1],
-            self._order.sampling,
-            position=job.pos,
-            history=self._history,
-            prompt_len=self.prompt_tokens,
-        )
+        logits = head.step(rows, None) if head else rows  # [1, 1 + G, V]
+        tokens = self._sample(logits[0], job)
+        guesses = self._look_ahead(tokens, job)
         watch.computed()
-        return token
+        return Picked(tokens, guesses)
+
+    def embed_next(self, watch: Stopwatch) -> Blob | None:
+        """Embed what was just picked, which spares the thread the wait for the event loop."""
+        watch.begin()
+        return self.embed(self._next, watch) if self._next else None  # None: nobody will ask
+
+    def take_ahead(self, job: Embed | None) -> Ahead | None:
+        """Return what runs ahead, if it is this job; drop it otherwise."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
+            return None
+        if job and self._next and (job.pos, job.tokens) == (self._next.pos, self._next.tokens):
+            return ahead
+        ahead.drop()
+        return None
 
     def note(self, action: Emit | Progress | Done | Failed) -> None:
         """Pass on what the machine says to whoever waits for the outputs."""
@@ -133,7 +182,40 @@ class Generation:
             case _:
                 assert_never(action)
 
-    def commit(self, token: int) -> bool:
-        """Add a token to the history; say whether it ends the answer."""
-        self._history.append(token)
-        return self._order.is_last(token)
+    def told(self, tokens: Sequence[int]) -> tuple[Sequence[int], bool]:
+        """Tell of tokens of the answer, up to one that ends it; return them, and if one did."""
+        for count, token in enumerate(tokens, start=1):
+            if self._order.is_last(token):
+                return tokens[:count], True
+        return tokens, False
+
+    def _sample(self, logits: Tensor, job: Pick) -> tuple[int, ...]:
+        """Sample from ``logits`` [1 + G, V] until a guess was wrong or the answer ends."""
+        tokens: list[int] = []
+        for row, guess in zip_longest(logits, job.guesses):
+            token = pick(
+                row,
+                self._order.sampling,
+                position=job.pos + len(tokens),
+                history=self._history,
+                prompt_len=self.prompt_tokens,
+            )
+            tokens.append(token)
+            self._history.append(token)
+            if token != guess or token in self._order.ends:
+                break
+        return tuple(tokens)
+
+    def _look_ahead(self, tokens: tuple[int, ...], job: Pick) -> tuple[int, ...]:
+        """Guess at what follows the tokens, and note the next step; none follows the last."""
+        known = job.pos + len(tokens)
+        ends = tokens[-1] in self._order.ends or known >= job.limit
+        guesses: tuple[int, ...] = ()
+        if self._foresight:
+            room = 0 if ends else job.limit - known - 1
+            guesses = self._foresight.after(tokens, len(job.guesses), room)
+        if ends and self._foresight:
+            self._foresight.keep(self._history)
+        if not ends:
+            self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))
+        return guesses

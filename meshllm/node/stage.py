@@ -7,7 +7,7 @@ from typing import assert_never
 
 from meshllm.errors import MeshError
 from meshllm.model.cache import SpanCache
-from meshllm.model.shard import Shard
+from meshllm.model.runner import Runner
 from meshllm.names import SessionId
 from meshllm.node.alarm import Alarm
 from meshllm.node.peers import Neighbours
@@ -33,10 +33,10 @@ class StageNode:
     """Serves a span of layers to the sessions that come round the ring."""
 
     def __init__(
-        self, machine: Stage, shard: Shard, worker: Worker, neighbours: Neighbours
+        self, machine: Stage, runner: Runner, worker: Worker, neighbours: Neighbours
     ) -> None:
         self._machine = machine
-        self._shard = shard
+        self._runner = runner
         self._worker = worker
         self._neighbours = neighbours
         self._held: dict[SessionId, _Held] = {}
@@ -89,13 +89,14 @@ class StageNode:
     def _compute(self, job: Compute, watch: Stopwatch) -> Blob | None:
         watch.queued()
         if job.session not in self._held:
-            held = _Held(session_key(job.session), self._shard.new_cache())
+            held = _Held(session_key(job.session), self._runner.new_cache())
             self._held[job.session] = held
         held = self._held[job.session]
         hidden = opened(held.key, job.blob)  # [1, T, D]
         watch.serialised()
         held.cache.crop(job.pos)
-        output = self._shard.forward(hidden, held.cache)  # [1, T, D]
+        run = self._runner.step if job.is_step else self._runner.prefill
+        output = run(hidden, held.cache)  # [1, T, D]
         watch.computed()
         blob = sealed(held.key, output[:, -job.keep :]) if job.keep else None
         watch.serialised()

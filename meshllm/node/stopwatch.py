@@ -15,6 +15,10 @@ class Stopwatch:
         self._latest = time.perf_counter_ns()
         self._queue_ns = self._serialise_ns = self._compute_ns = 0
 
+    def begin(self) -> None:
+        """Forget the time so far, which another job took."""
+        self._latest = time.perf_counter_ns()
+
     def queued(self) -> None:
         """Count time until the compute thread took the job."""
         self._queue_ns += self._lap()

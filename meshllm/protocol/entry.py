@@ -14,23 +14,32 @@ rank; ``done <= injected <= len(tokens)``. One rule drives both prefill and deco
 the last known token asks for a row, so a prompt costs one row on the way back, and a decode step is
 a chunk of one.
 
+Behind that one token a decode step may carry guesses at what follows it; then all rows come back.
+Each row says what stands behind it: as long as that is the guess, the next row was computed from
+the right prefix and counts too (Leviathan et al., 2023, with equality for the test, as sampling is
+a function of the position). A wrong guess raises the gen, and the next step begins where it stood:
+crop on write undoes its rows. Guesses are never known tokens, so nothing else changes.
+
 Only results of the current gen count, and only those that end beyond ``done``: late
 and repeated ones are dropped without a word. When a rank reports a Gap, or nothing came back for
 ``patience_s`` (doubled each time), the gen is raised and the tokens are injected again from the
 first position that some rank may lack: crop on write makes that safe at any time. A Cancel runs
 ahead so that stale chunks are not computed. Tokens once emitted never change (I5).
 
-The driver does one job at a time for a session, `Embed` or `Pick`, and answers it. Races:
+The driver does one job at a time for a session, `Embed` or `Pick`, and answers it. While it says
+what it picked, it may already embed that: the next Embed asks for it, unless the answer ends or the
+races below have it otherwise. Races:
 
 - A restart against a running Embed: the restart. The output is of an older gen and is dropped; the
   next Embed crops the local cache.
-- A restart against a running Pick: both. Its row was accepted before, so the token holds; chunks
-  are injected again after it.
+- A restart against a running Pick: both. Its rows were accepted before, so the tokens hold; chunks
+  are injected again after them.
 - The end against everything: the end. Close goes out once; answers to jobs, results and gaps that
   come later find a state that no longer listens. If Close is lost, ``close_s`` ends the wait.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -110,20 +119,26 @@ class Embed:
     gen: int
     pos: int
     tokens: tuple[int, ...]
-    keep: int
-    """Output rows to hand back; 0 alone in the ring, where the last row stays for a Pick."""
+    guesses: int = 0
+    """How many of the last tokens are guesses. Alone in the ring, the rows of the guesses and the
+    one before them stay for a Pick; in a larger one all rows are handed back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Norm, head and sampling of the token at position ``pos``; answer ``picked``.
+    """Norm, head and sampling of the tokens from position ``pos`` on; answer ``picked``.
 
     The digest of the blob is not checked yet: hashing belongs on the thread that computes.
     """
 
+    gen: int
     pos: int
     blob: Blob | None
-    """``[1, 1, D]``; None stands for the last row of the last Embed."""
+    """``[1, 1 + G, D]``; None stands for the last rows of the last Embed."""
+    guesses: tuple[int, ...]
+    """G tokens that were guessed for ``pos`` and behind it."""
+    limit: int
+    """Position that no token of the answer may have, nor a guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +206,11 @@ class Entry:
         self._tokens = list(task.prompt)
         self._gen = 0
         self._done = 0  # positions that came back in this gen or are known to be everywhere
-        self._best = 0  # highest ``done`` ever: what counts as progress
+        self._best = 0  # known tokens that ever came back: what counts as progress
         self._injected = 0
         self._flight: deque[int] = deque()  # where each chunk in flight ends
         self._job: Embed | Pick | None = None
+        self._guesses: tuple[int, ...] = ()  # behind the last known token, in the next step
         self._tries = 0
         self._waiting = 0.0  # since when: the last injection, result or Close
 
@@ -233,18 +249,28 @@ class Entry:
             return self._returned(end, None, now)
         return [Forward(self._data_of(job, blob)), *self._pump()]
 
-    def picked(self, token: int, now: float, *, stop: bool = False) -> list[Action]:
-        """Take the sampled token; ``stop`` ends the answer with it."""
-        self._job = None
-        if not self._is_live:
+    def picked(
+        self, tokens: Sequence[int], now: float, guesses: Sequence[int] = (), *, stop: bool = False
+    ) -> list[Action]:
+        """Take what was sampled: every guess that was right and one token more.
+
+        ``guesses`` are for the next step; ``stop`` ends the answer with these tokens.
+        """
+        job, self._job = self._job, None
+        if not self._is_live or not isinstance(job, Pick):
             return []
         self.state = State.DECODE
-        self._tokens.append(token)
+        self._tokens += tokens
+        self._guesses = tuple(guesses)
+        if job.gen == self._gen:  # no restart meanwhile: what was right is everywhere
+            self._done = self._injected = len(self._tokens) - 1
+            self._gen += len(tokens) <= len(job.guesses)
+        emitted: list[Action] = [Emit(token) for token in tokens]
         if stop:
-            return [Emit(token), *self.finish(FinishReason.STOP, now)]
+            return [*emitted, *self.finish(FinishReason.STOP, now)]
         if len(self._tokens) >= self._limit:
-            return [Emit(token), *self.finish(FinishReason.LENGTH, now)]
-        return [Emit(token), *self._pump()]
+            return [*emitted, *self.finish(FinishReason.LENGTH, now)]
+        return [*emitted, *self._pump()]
 
     def failed(self, code: FaultCode, text: str, now: float) -> list[Action]:
         """End the generation because this rank cannot go on with it."""
@@ -280,15 +306,16 @@ class Entry:
         if self._job or not tokens or len(self._flight) >= self._pace.window:
             return []
         self._injected += len(tokens)
-        keep = 0 if self._task.ring == 1 else len(tokens)
-        self._job = Embed(self._gen, pos, tokens, keep)
+        is_step = len(tokens) == 1 and pos >= len(self._task.prompt)
+        guesses = self._guesses if is_step else ()
+        self._job = Embed(self._gen, pos, tokens + guesses, len(guesses))
         return [self._job]
 
     def _data_of(self, job: Embed, blob: Blob | None) -> Data:
         rows, flags = len(job.tokens), Flags(0)
-        if job.pos < len(self._task.prompt) or rows > 1:
+        if job.pos < len(self._task.prompt) or rows > 1 + job.guesses:
             flags |= Flags.PREFILL
-        if job.pos + rows == len(self._tokens):
+        if job.pos + rows >= len(self._tokens):
             flags |= Flags.NEED_ROW
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)
 
@@ -296,8 +323,9 @@ class Entry:
         end = data.pos + data.rows
         if end <= self._done:
             return []
-        has_row = data.blob is not None and data.blob.shape[:2] == (1, 1)
-        if end not in self._flight or (end == len(self._tokens) and not has_row):
+        guesses = max(0, end - len(self._tokens))
+        has_rows = data.blob is not None and data.blob.shape[:2] == (1, 1 + guesses)
+        if end not in self._flight or (end >= len(self._tokens) and not has_rows):
             text = f"The answer for positions {data.pos} to {end} is not what was asked"
             return self._fail(Failed(FaultCode.RULES, text, self._task.ring - 1), now)
         return self._returned(end, data.blob, now)
@@ -305,19 +333,20 @@ class Entry:
     def _returned(self, end: int, blob: Blob | None, now: float) -> list[Action]:
         while self._flight and self._flight[0] <= end:
             self._flight.popleft()
+        known = len(self._tokens)
         self._done, self._waiting = end, now
-        actions = self._progress()
-        if end < len(self._tokens):
+        actions = self._progress(min(end, known))
+        if end < known:
             return [*actions, *self._pump()]
-        self._job = Pick(end, blob)
+        self._job = Pick(self._gen, known, blob, self._guesses[: end - known], self._limit)
         return [*actions, self._job]
 
-    def _progress(self) -> list[Action]:
-        if self._done <= self._best:
+    def _progress(self, done: int) -> list[Action]:
+        if done <= self._best:
             return []
-        before, self._best, self._tries = self._best, self._done, 0
+        before, self._best, self._tries = self._best, done, 0
         total = len(self._task.prompt)
-        return [Progress(min(self._done, total), total)] if before < total else []
+        return [Progress(min(done, total), total)] if before < total else []
 
     def _restart(self, start: int, now: float) -> list[Action]:
         """Inject again from ``start`` or the first position that is not known to be everywhere."""
@@ -326,8 +355,10 @@ class Entry:
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
         self._tries += 1
         self._gen += 1
-        self._done = self._injected = min(start, self._done) if self._task.croppable else 0
+        first = min(start, self._done, len(self._tokens))
+        self._done = self._injected = first if self._task.croppable else 0
         self._flight.clear()
+        self._guesses = ()
         cancel = Forward(Cancel(self._task.session, self._task.epoch, self._gen))
         return [cancel, *self._pump()]
 

@@ -71,6 +71,8 @@ class Compute:
     """How many of the last output rows to hand back; 0 is none, and ``computed`` gets no blob."""
     blob: Blob
     """``[1, rows, D]``."""
+    is_step: bool
+    """Rows of a decode step: each is to be computed as if it were alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,14 @@ class Stage:
                 text = f"{self._max_sessions} sessions are served already"
                 return [self._fault(data, FaultCode.BUSY, text)]
             self._sessions[session] = _Session(now)
-        compute = Compute(session, data.pos, data.rows, self._keep(data), blob)
+        compute = Compute(
+            session,
+            data.pos,
+            data.rows,
+            self._keep(data),
+            blob,
+            is_step=not data.flags & Flags.PREFILL,
+        )
         return self._queue(self._sessions[session], data, compute)
 
     def _queue(self, state: _Session, data: Data, compute: Compute) -> list[Action]:

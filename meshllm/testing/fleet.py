@@ -65,7 +65,7 @@ async def open_fleet(model: Path, nodes: int, threads: int) -> AsyncIterator[Fle
 async def _start(stack: AsyncExitStack, state: Path, options: list[str]) -> None:
     command = [
         "-m", "meshllm", "node", "--state", str(state), "--name", state.name,
-        "--listen", "127.0.0.1:0", "--no-discovery", *options,
+        "--listen", "127.0.0.1:0", "--no-discovery", "--speculation", "off", *options,
     ]  # fmt: skip
     quiet = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(

@@ -202,7 +202,7 @@ async def _rings(
     rings: dict[str, Contestant] = {}
     for nodes in case.nodes:
         told(f"a ring of {nodes} loads")
-        options = RingOptions(nodes=nodes, threads=threads, dtype=case.dtype)
+        options = RingOptions(nodes=nodes, threads=threads, dtype=case.dtype, drafting=None)
         ring = await stack.enter_async_context(open_ring(source, options))
         rings[_name(nodes)] = partial(_ring, ring, prompt, case.new_tokens)
     return prompt, rings

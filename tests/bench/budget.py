@@ -23,7 +23,7 @@ FEW, MANY = 4, 24  # tokens; the difference is free of the prompt's cost
 async def count(source: Source, nodes: int, ends: Ends, tokens: int) -> tuple[int, int]:
     """Return Data messages and their bytes for an answer of so many tokens."""
     transport = CountingTransport(LoopbackTransport())
-    options = RingOptions(nodes=nodes, ends=ends, threads=1)
+    options = RingOptions(nodes=nodes, ends=ends, threads=1, drafting=None)
     async with open_ring(source, options, transport) as ring:
         async for _ in ring.tokens([1, 2, 3], Sampling(), tokens):
             pass

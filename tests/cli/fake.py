@@ -71,6 +71,7 @@ def answer_of(text: str, count: int) -> Answer:
         ttft_ms=20.0,
         ms_per_token=4.0,
         tokens_per_second=250.0,
+        tokens_per_step=1.0,
         hops=hops,
     )
 

@@ -33,7 +33,8 @@ def test_piped_text_is_answered_by_a_ring_of_three_as_json() -> None:
     assert result.stderr == ""
     assert answer.keys() == {
         "schema", "model", "text", "tokens", "prompt_tokens", "finish_reason", "ttft_ms",
-        "ms_per_token", "tokens_per_second", "hops",
+        "ms_per_token", "tokens_per_second",
+        "tokens_per_step", "hops",
     }  # fmt: skip
     assert answer["text"]
     assert len(answer["tokens"]) > 1

@@ -69,6 +69,7 @@ def test_json_is_one_object(meshllm: Invoke) -> None:
         "ttft_ms": 20.0,
         "ms_per_token": 4.0,
         "tokens_per_second": 250.0,
+        "tokens_per_step": 1.0,
         "hops": [
             {
                 "rank": 0,

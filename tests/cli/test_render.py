@@ -65,6 +65,13 @@ def test_an_answer_of_one_token_has_no_time_per_token() -> None:
     assert told == "2 tokens read, 1 written, ended by stop\nfirst token 20.0 ms"
 
 
+def test_guesses_that_were_right_are_told() -> None:
+    assert "tokens a trip" not in render.statistics(answer_of("Hi", 2))
+    told = render.statistics(replace(answer_of("Hi", 2), tokens_per_step=2.54))
+
+    assert "250.0 tokens/s, 2.5 tokens a trip" in told
+
+
 def test_json_carries_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     render.dump({"model": "Grüße"})
 

@@ -16,7 +16,7 @@ def traced(*, ms_per_token: float = 50.0, name: str = "desk") -> Answer:
         HopReport(0, "attic", Span(0, 10), 18.0, 1.0, 1.0, 0.0, 2148.4),
         HopReport(1, name, Span(10, 20), 8.0, 1.0, 1.0, 10.0, 2148.4),
     )
-    return Answer("secret", (1,) * 32, 9, FinishReason.LENGTH, 240.0, ms_per_token, 20.0, hops)
+    return Answer("secret", (1,) * 32, 9, FinishReason.LENGTH, 240.0, ms_per_token, 20.0, 1.0, hops)
 
 
 @pytest.fixture

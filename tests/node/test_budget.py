@@ -22,7 +22,9 @@ async def sent_for(
 ) -> list[tuple[Channel, int]]:
     transport = CountingTransport(LoopbackTransport())
     async with open_ring(
-        resolve(str(folder)), RingOptions(nodes=nodes, threads=1, ends=ends), transport
+        resolve(str(folder)),
+        RingOptions(nodes=nodes, threads=1, ends=ends, drafting=None),
+        transport,
     ) as ring:
         assert len([t async for t in ring.tokens(PROMPT, Sampling(), tokens)]) == tokens
     return transport.sent

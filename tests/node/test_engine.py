@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from meshllm.errors import ModelError
 from meshllm.model.source import Source, resolve
@@ -39,7 +38,7 @@ async def test_nothing_is_loaded_at_first(engine: Engine) -> None:
 async def test_a_node_alone_holds_everything(engine: Engine) -> None:
     held = await engine.hold(plan_of("0:6"), A)
 
-    assert (held.span, held.shard) == (Span(0, 6), None)
+    assert (held.span, held.runner) == (Span(0, 6), None)
     assert held.ends is not None
     assert held.ends.head is None
 
@@ -49,11 +48,11 @@ async def test_each_rank_holds_its_part(engine: Engine) -> None:
 
     entry, stage = await engine.hold(plan, A), await engine.hold(plan, B)
 
-    assert (entry.span, entry.shard) == (Span(0, 2), None)
+    assert (entry.span, entry.runner) == (Span(0, 2), None)
     assert entry.ends is not None
     assert entry.ends.head is not None
     assert (stage.span, stage.ends) == (Span(2, 6), None)
-    assert stage.shard is not None
+    assert stage.runner is not None
 
 
 @pytest.mark.parametrize(
@@ -137,9 +136,10 @@ async def test_prompts_go_in_chunks_where_they_can(
 
 async def test_a_prompt_in_one_message_has_the_limit_of_messages(llama: Path) -> None:
     source = cast("Source", object())
-    shape: Any = SimpleNamespace(context=1 << 20, hidden_size=MAX_MESSAGE_BYTES // 400)
+    width = MAX_MESSAGE_BYTES // 400
+    shape: Any = SimpleNamespace(context=1 << 20, hidden_size=width, dtype="float32")
     verdict: Any = SimpleNamespace(chunkable=False)
-    engine = Engine(source, Worker(InlineExecutor()), shape, verdict, torch.float32)
+    engine = Engine(source, Worker(InlineExecutor()), shape, verdict)
 
     assert engine.context == 99
     verdict.chunkable = True

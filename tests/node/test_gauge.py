@@ -12,16 +12,16 @@ def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: f
         gauge.left(now, 300)
         now += trip_s
         gauge.returned(now)
-        gauge.token(now)
+        gauge.tokens(now, 1)
 
 
 def test_nothing_happened() -> None:
-    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),))
+    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, 0.0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),))
 
 
 def test_the_first_token_is_measured_from_the_order() -> None:
     gauge = Gauge(10.0)
-    gauge.token(10.5)
+    gauge.tokens(10.5, 1)
 
     measured = gauge.measured((), 0)
 
@@ -31,14 +31,24 @@ def test_the_first_token_is_measured_from_the_order() -> None:
 def test_later_tokens_have_a_mean() -> None:
     gauge = Gauge(0.0)
     for now in (1.0, 1.2, 1.8):
-        gauge.token(now)
+        gauge.tokens(now, 1)
 
     assert abs(gauge.measured((), 0).token_s - 0.4) < 1e-9
 
 
+def test_a_step_may_give_several_tokens() -> None:
+    gauge = Gauge(0.0)
+    for now, count in ((1.0, 1), (2.0, 3), (3.0, 2)):
+        gauge.tokens(now, count)
+
+    measured = gauge.measured((), 0)
+
+    assert (measured.token_s, measured.tokens_per_step) == (0.4, 2.5)
+
+
 def test_the_wire_is_what_a_trip_took_beyond_computing() -> None:
     gauge = Gauge(0.0)
-    gauge.token(1.0)
+    gauge.tokens(1.0, 1)
     decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
 
     measured = gauge.measured((tally(160_000, 4, 1200),), 0)
@@ -50,7 +60,7 @@ def test_the_wire_is_what_a_trip_took_beyond_computing() -> None:
 
 def test_what_ranks_serialised_and_waited_is_not_on_the_wire() -> None:
     gauge = Gauge(0.0)
-    gauge.token(1.0)
+    gauge.tokens(1.0, 1)
     decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
 
     measured = gauge.measured((Tally(Spent(160_000, 40_000, 80_000), 4, 1200, 0),), 0)
@@ -62,7 +72,7 @@ def test_what_ranks_serialised_and_waited_is_not_on_the_wire() -> None:
 
 def test_measured_round_trips_share_out_the_wire() -> None:
     gauge = Gauge(0.0)
-    gauge.token(1.0)
+    gauge.tokens(1.0, 1)
     decoded(gauge, 2, trip_s=0.090, compute_s=0.0, now=1.0)
 
     measured = gauge.measured((tally(0, 2, 600, round_trip_us=2000),), 1000)
@@ -73,7 +83,7 @@ def test_measured_round_trips_share_out_the_wire() -> None:
 def test_rows_of_the_prompt_leave_no_mark() -> None:
     gauge = Gauge(0.0)
     gauge.returned(3.0)
-    gauge.token(3.0)
+    gauge.tokens(3.0, 1)
     decoded(gauge, 1, trip_s=0.020, compute_s=0.0, now=3.0)
 
     measured = gauge.measured((tally(0, 1, 300),), 0)
@@ -83,7 +93,7 @@ def test_rows_of_the_prompt_leave_no_mark() -> None:
 
 def test_ranks_that_computed_longer_than_the_trip_leave_no_negative_wire() -> None:
     gauge = Gauge(0.0)
-    gauge.token(1.0)
+    gauge.tokens(1.0, 1)
     decoded(gauge, 1, trip_s=0.001, compute_s=0.0, now=1.0)
 
     assert [hop.wire_s for hop in gauge.measured((tally(9000, 1, 300),), 0).hops] == [0.0, 0.0]

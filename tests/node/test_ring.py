@@ -86,6 +86,10 @@ class _Tampered:
         return self._inner.statistics
 
 
+PLAIN = RingOptions(nodes=3, threads=1, drafting=None)
+"""Each trip gives one token."""
+
+
 @asynccontextmanager
 async def ring_of(folder: Path, nodes: int, chunk: int = 256) -> AsyncIterator[Ring]:
     options = RingOptions(nodes=nodes, threads=1, chunk=chunk)
@@ -167,7 +171,7 @@ async def test_a_corrupted_blob_ends_one_session_and_not_the_ring(
     def flip(number: int, message: bytes) -> bytes:
         return message[:-1] + bytes([message[-1] ^ 1]) if number == 7 else message
 
-    async with open_ring(resolve(str(llama)), RingOptions(nodes=3), Tampering(flip)) as ring:
+    async with open_ring(resolve(str(llama)), PLAIN, Tampering(flip)) as ring:
         with pytest.raises(IntegrityFault, match="rank 2: Blob of 256 bytes"):
             await answer(ring, order())
 
@@ -227,7 +231,7 @@ async def test_garbage_on_the_wire_drops_the_link(llama: Path) -> None:
 
 
 async def test_figures_name_every_hop(llama: Path) -> None:
-    async with ring_of(llama, 3) as ring:
+    async with open_ring(resolve(str(llama)), PLAIN) as ring:
         outputs = [output async for output in ring.entry.generate(order())]
 
     ended = outputs[-1]
@@ -241,7 +245,7 @@ async def test_figures_name_every_hop(llama: Path) -> None:
 def test_a_token_takes_one_way_per_hop_and_nothing_else(llama: Path) -> None:
     async def times() -> list[float]:
         transport = LoopbackTransport(Shape(delay_s=0.050))
-        async with open_ring(resolve(str(llama)), RingOptions(nodes=3), transport) as ring:
+        async with open_ring(resolve(str(llama)), PLAIN, transport) as ring:
             clock = asyncio.get_running_loop().time
             return [clock() async for o in ring.entry.generate(order()) if isinstance(o, Token)]
 

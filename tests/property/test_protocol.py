@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import IntegrityFault, PeerFault
 from meshllm.names import SessionId
+from meshllm.protocol import entry as entries
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode, size
 from meshllm.protocol.entry import Closed, Done, Embed, Entry, Failed, Pace, Pick, Task
@@ -110,15 +111,22 @@ def test_whatever_a_stage_hears_its_caches_have_no_gap(
                     del caches[session]
 
 
-@given(st.integers(1, 3), st.lists(st.none() | few_messages, max_size=60))
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)) | few_messages, max_size=60),
+)
 def test_whatever_an_entry_hears_it_ends_once_and_does_one_job_at_a_time(
-    ring: int, heard: list[SessionMessage | None]
+    ring: int, heard: list[SessionMessage | tuple[int, int]]
 ) -> None:
-    task = Task(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=3, context=6)
+    task = Task(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=5, context=8)
     entry = Entry(task, Pace(chunk=2, window=2))
     actions = entry.open(0.0)
     job: Embed | Pick | None = None
     ends: Counter[type] = Counter()
+
+    def pick(job: Pick, right: int, guesses: int) -> list[entries.Action]:
+        tokens = (7,) * (1 + min(right, len(job.guesses)))
+        return entry.picked(tokens, 0.0, (7,) * min(guesses, job.limit - job.pos - len(tokens)))
 
     for message in heard:
         for action in actions:
@@ -126,12 +134,11 @@ def test_whatever_an_entry_hears_it_ends_once_and_does_one_job_at_a_time(
             if isinstance(action, Embed | Pick):
                 assert job is None
                 job = action
-        if message is not None:
+        if not isinstance(message, tuple):
             actions = entry.receive(message, 0.0)
-        elif job is not None:  # None stands for the end of the job
+        elif job is not None:  # the end of the job, with so many right guesses and new ones
             done, job = job, None
-            embeds = isinstance(done, Embed)
-            actions = entry.computed(None, 0.0) if embeds else entry.picked(7, 0.0)
+            actions = entry.computed(None, 0.0) if isinstance(done, Embed) else pick(done, *message)
         else:
             actions = entry.expire(1e9)
 

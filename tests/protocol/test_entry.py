@@ -69,7 +69,7 @@ def decoding() -> Entry:
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked(90, 1.0)
+    entry.picked((90,), 1.0)
     entry.computed(blob(1), 1.0)
     return entry
 
@@ -77,10 +77,10 @@ def decoding() -> Entry:
 def test_a_prompt_goes_out_in_chunks_without_waiting_up_to_the_window() -> None:
     entry = Entry(TASK, PACE)
 
-    assert entry.open(0.0) == [Embed(0, 0, (11, 12), 2)]
+    assert entry.open(0.0) == [Embed(0, 0, (11, 12))]
     assert entry.computed(blob(2), 0.1) == [
         sent(0, 2, Flags.PREFILL),
-        Embed(0, 2, (13, 14), 2),
+        Embed(0, 2, (13, 14)),
     ]
     assert entry.computed(blob(2), 0.2) == [sent(2, 2, Flags.PREFILL)]
 
@@ -91,7 +91,7 @@ def test_a_chunk_that_came_back_makes_progress_and_room_for_the_last_one() -> No
     entry.computed(blob(2), 0.1)
     entry.computed(blob(2), 0.2)
 
-    assert entry.receive(back(0, 2), 0.5) == [Progress(2, 5), Embed(0, 4, (15,), 1)]
+    assert entry.receive(back(0, 2), 0.5) == [Progress(2, 5), Embed(0, 4, (15,))]
     assert entry.computed(blob(1), 0.6) == [sent(4, 1, LAST_CHUNK)]
 
 
@@ -101,7 +101,7 @@ def test_a_chunk_that_came_back_speaks_for_those_before_it() -> None:
     entry.computed(blob(2), 0.1)
     entry.computed(blob(2), 0.2)
 
-    assert entry.receive(back(2, 2), 0.5) == [Progress(4, 5), Embed(0, 4, (15,), 1)]
+    assert entry.receive(back(2, 2), 0.5) == [Progress(4, 5), Embed(0, 4, (15,))]
     assert entry.receive(back(0, 2), 0.6) == []
 
 
@@ -110,9 +110,12 @@ def test_the_row_of_the_last_chunk_becomes_the_first_token() -> None:
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
 
-    assert entry.receive(back(0, 2, row=blob(1)), 0.5) == [Progress(2, 2), Pick(2, blob(1))]
+    assert entry.receive(back(0, 2, row=blob(1)), 0.5) == [
+        Progress(2, 2),
+        Pick(0, 2, blob(1), (), 5),
+    ]
     assert entry.state is State.PREFILL
-    assert entry.picked(90, 0.6) == [Emit(90), Embed(0, 2, (90,), 1)]
+    assert entry.picked((90,), 0.6) == [Emit(90), Embed(0, 2, (90,))]
 
 
 def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
@@ -120,15 +123,18 @@ def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
     entry.open(0.0)
 
     assert entry.computed(blob(1), 0.1) == [sent(0, 1, LAST_CHUNK)]
-    assert entry.receive(back(0, 1, row=blob(1)), 0.5) == [Progress(1, 1), Pick(1, blob(1))]
+    assert entry.receive(back(0, 1, row=blob(1)), 0.5) == [
+        Progress(1, 1),
+        Pick(0, 1, blob(1), (), 4),
+    ]
 
 
 def test_a_decode_step_is_one_row_that_comes_back() -> None:
     entry = decoding()
 
     assert entry.state is State.DECODE
-    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(3, blob(1))]
-    assert entry.picked(91, 2.0) == [Emit(91), Embed(0, 3, (91,), 1)]
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
+    assert entry.picked((91,), 2.0) == [Emit(91), Embed(0, 3, (91,))]
     assert entry.computed(blob(1), 2.0) == [sent(3, 1, Flags.NEED_ROW)]
 
 
@@ -138,7 +144,7 @@ def test_max_tokens_end_the_answer() -> None:
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
-    assert entry.picked(90, 0.6) == [
+    assert entry.picked((90,), 0.6) == [
         Emit(90),
         Done(FinishReason.LENGTH),
         Forward(Close(SESSION, EPOCH)),
@@ -151,14 +157,14 @@ def test_the_context_ends_the_answer() -> None:
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
-    assert Done(FinishReason.LENGTH) in entry.picked(90, 0.6)
+    assert Done(FinishReason.LENGTH) in entry.picked((90,), 0.6)
 
 
 def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> None:
     entry = decoding()
     entry.receive(back(2, 1, row=blob(1)), 2.0)
 
-    assert entry.picked(91, 2.0, stop=True) == [
+    assert entry.picked((91,), 2.0, stop=True) == [
         Emit(91),
         Done(FinishReason.STOP),
         Forward(Close(SESSION, EPOCH)),
@@ -168,14 +174,14 @@ def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> No
 def test_alone_in_the_ring_nothing_is_sent() -> None:
     entry = Entry(replace(TASK, ring=1, max_tokens=2), PACE)
 
-    assert entry.open(0.0) == [Embed(0, 0, (11, 12), 0)]
-    assert entry.computed(None, 0.1) == [Progress(2, 5), Embed(0, 2, (13, 14), 0)]
-    assert entry.computed(None, 0.2) == [Progress(4, 5), Embed(0, 4, (15,), 0)]
-    assert entry.computed(None, 0.3) == [Progress(5, 5), Pick(5, None)]
-    assert entry.picked(90, 0.4) == [Emit(90), Embed(0, 5, (90,), 0)]
-    assert entry.computed(None, 0.5) == [Pick(6, None)]
+    assert entry.open(0.0) == [Embed(0, 0, (11, 12))]
+    assert entry.computed(None, 0.1) == [Progress(2, 5), Embed(0, 2, (13, 14))]
+    assert entry.computed(None, 0.2) == [Progress(4, 5), Embed(0, 4, (15,))]
+    assert entry.computed(None, 0.3) == [Progress(5, 5), Pick(0, 5, None, (), 7)]
+    assert entry.picked((90,), 0.4) == [Emit(90), Embed(0, 5, (90,))]
+    assert entry.computed(None, 0.5) == [Pick(0, 6, None, (), 7)]
     assert entry.deadline is None
-    assert entry.picked(91, 0.6) == [Emit(91), Done(FinishReason.LENGTH), Closed(())]
+    assert entry.picked((91,), 0.6) == [Emit(91), Done(FinishReason.LENGTH), Closed(())]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,7 @@ def test_what_is_not_expected_is_ignored(message: SessionMessage) -> None:
     entry = decoding()
 
     assert entry.receive(message, 2.0) == []
-    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(3, blob(1))]
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
 
 
 @pytest.mark.parametrize(
@@ -215,17 +221,17 @@ def test_a_gap_raises_the_gen_and_the_tokens_go_out_again_from_there() -> None:
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.0) == [
         Forward(Cancel(SESSION, EPOCH, 1)),
-        Embed(1, 1, (12, 90), 2),
+        Embed(1, 1, (12, 90)),
     ]
     assert entry.computed(blob(2), 2.1) == [sent(1, 2, LAST_CHUNK, gen=1)]
     assert entry.receive(back(2, 1, row=blob(1)), 2.2) == []
-    assert entry.receive(back(1, 2, gen=1, row=blob(1)), 2.3) == [Pick(3, blob(1))]
+    assert entry.receive(back(1, 2, gen=1, row=blob(1)), 2.3) == [Pick(1, 3, blob(1), (), 5)]
 
 
 def test_a_gap_beyond_what_came_back_does_not_skip_anything() -> None:
     entry = decoding()
 
-    assert Embed(1, 2, (90,), 1) in entry.receive(Gap(SESSION, EPOCH, 0, 9), 2.0)
+    assert Embed(1, 2, (90,)) in entry.receive(Gap(SESSION, EPOCH, 0, 9), 2.0)
 
 
 def test_a_restart_empties_a_full_window() -> None:
@@ -236,7 +242,7 @@ def test_a_restart_empties_a_full_window() -> None:
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.3) == [
         Forward(Cancel(SESSION, EPOCH, 1)),
-        Embed(1, 0, (11, 12), 2),
+        Embed(1, 0, (11, 12)),
     ]
 
 
@@ -246,7 +252,7 @@ def test_a_restart_waits_for_a_running_embed_and_drops_its_output() -> None:
     entry.computed(blob(2), 0.1)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.2) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.computed(blob(2), 0.3) == [Embed(1, 0, (11, 12), 2)]
+    assert entry.computed(blob(2), 0.3) == [Embed(1, 0, (11, 12))]
 
 
 def test_a_restart_leaves_a_running_pick_alone() -> None:
@@ -254,7 +260,7 @@ def test_a_restart_leaves_a_running_pick_alone() -> None:
     entry.receive(back(2, 1, row=blob(1)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked(91, 2.2) == [Emit(91), Embed(1, 2, (90, 91), 2)]
+    assert entry.picked((91,), 2.2) == [Emit(91), Embed(1, 2, (90, 91))]
     assert entry.computed(blob(2), 2.3) == [sent(2, 2, LAST_CHUNK, gen=1)]
 
 
@@ -290,7 +296,7 @@ def test_no_answer_means_another_try_from_the_last_committed_token() -> None:
     entry = decoding()
 
     assert entry.expire(10.9) == []
-    assert entry.expire(11.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 2, (90,), 1)]
+    assert entry.expire(11.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 2, (90,))]
     assert entry.computed(blob(1), 12.0) == [sent(2, 1, Flags.NEED_ROW, gen=1)]
     assert entry.deadline == 12.0 + 2 * PACE.patience_s
 
@@ -313,7 +319,7 @@ def test_progress_renews_patience() -> None:
     entry.expire(100.0)
     entry.computed(blob(1), 100.0)
     entry.receive(back(2, 1, gen=1, row=blob(1)), 101.0)
-    entry.picked(91, 101.0)
+    entry.picked((91,), 101.0)
     entry.computed(blob(1), 101.0)
 
     assert entry.deadline == 101.0 + PACE.patience_s
@@ -354,7 +360,7 @@ def test_jobs_that_are_done_after_the_end_change_nothing() -> None:
     picking.finish(CANCELLED, 2.0)
 
     assert embedding.computed(blob(1), 100.1) == []
-    assert picking.picked(91, 2.1) == []
+    assert picking.picked((91,), 2.1) == []
 
 
 def test_close_that_comes_back_brings_the_tallies() -> None:
@@ -419,4 +425,106 @@ def test_a_cache_that_cannot_go_back_is_filled_again_from_the_start() -> None:
 
     actions = entry.receive(Gap(SESSION, EPOCH, 0, 2), 0.5)
 
-    assert actions == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12), 2)]
+    assert actions == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12))]
+
+
+def guessing(*guesses: int) -> Entry:
+    """An entry whose step with token 90 and these guesses was just sent."""
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=9), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0, guesses)
+    entry.computed(blob(1 + len(guesses)), 1.0)
+    return entry
+
+
+def test_guesses_go_out_behind_the_last_token_and_all_rows_are_wanted() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert entry.picked((90,), 0.6, (91, 92)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(blob(3), 0.7) == [sent(2, 3, Flags.NEED_ROW)]
+    assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
+
+
+def test_right_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    actions = entry.picked((91, 92, 93), 2.0)
+
+    assert actions == [Emit(91), Emit(92), Emit(93), Embed(0, 5, (93,))]
+
+
+def test_a_wrong_guess_raises_the_gen_and_is_written_over() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91, 77), 2.0, (78,)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
+    assert entry.computed(blob(2), 2.1) == [sent(4, 2, Flags.NEED_ROW, gen=1)]
+    assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
+    assert entry.receive(back(4, 2, gen=1, row=blob(2)), 2.3) == [Pick(1, 5, blob(2), (78,), 11)]
+
+
+def test_a_repeated_result_of_guesses_is_dropped() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(back(2, 3, row=blob(3)), 2.1) == []
+    entry.picked((91, 92, 93), 2.2)
+    assert entry.receive(back(2, 3, row=blob(3)), 2.3) == []
+
+
+def test_fewer_rows_than_guesses_are_refused() -> None:
+    failed, _ = guessing(91, 92).receive(back(2, 3, row=blob(1)), 2.0)
+
+    assert isinstance(failed, Failed)
+    assert failed.code is FaultCode.RULES
+
+
+def test_a_restart_forgets_the_guesses() -> None:
+    entry = guessing(91, 92)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 2, (90,)),
+    ]
+    entry.computed(blob(1), 2.1)
+    assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
+    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.3) == [Pick(1, 3, blob(1), (), 11)]
+
+
+def test_a_restart_beside_a_pick_keeps_its_tokens_and_computes_them_again() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.picked((91, 77), 2.2, (78,)) == [Emit(91), Emit(77), Embed(1, 1, (12, 90))]
+    assert entry.computed(blob(2), 2.3) == [
+        sent(1, 2, Flags.PREFILL, gen=1),
+        Embed(1, 3, (91, 77)),
+    ]
+
+
+def test_a_stop_within_the_guesses_ends_the_answer_there() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91,), 2.0, stop=True) == [
+        Emit(91),
+        Done(FinishReason.STOP),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+
+
+def test_tokens_up_to_the_limit_end_the_answer() -> None:
+    entry = Entry(replace(TASK, ring=1, prompt=(11, 12), max_tokens=4), PACE)
+    entry.open(0.0)
+    entry.computed(None, 0.1)
+
+    assert entry.picked((90,), 0.2, (91, 92)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 6)]
+    assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]

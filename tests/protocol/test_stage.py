@@ -42,6 +42,10 @@ def data(
     return Data(session, EPOCH, gen, pos, rows, flags, blob(rows))
 
 
+def compute(pos: int, rows: int, keep: int, session: SessionId = ONE) -> Compute:
+    return Compute(session, pos, rows, keep, blob(rows), is_step=True)
+
+
 def middle() -> Stage:
     return Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0)
 
@@ -55,7 +59,7 @@ def filled(kv_len: int) -> Stage:
 
 
 def test_data_is_computed_where_it_belongs() -> None:
-    assert filled(4).receive(data(4, rows=2), 1.0) == [Compute(ONE, 4, 2, 2, blob(2))]
+    assert filled(4).receive(data(4, rows=2), 1.0) == [compute(4, 2, 2)]
 
 
 def test_what_was_computed_goes_on_under_the_same_header() -> None:
@@ -72,7 +76,7 @@ def test_what_was_computed_goes_on_under_the_same_header() -> None:
 def test_a_write_below_the_end_crops() -> None:
     stage = filled(6)
 
-    assert stage.receive(data(2, gen=1), 1.0) == [Compute(ONE, 2, 1, 1, blob(1))]
+    assert stage.receive(data(2, gen=1), 1.0) == [compute(2, 1, 1)]
     stage.computed(ONE, blob(1), 1.0, SPENT)
     assert stage.receive(data(4, gen=1), 1.0) == [Forward(Gap(ONE, EPOCH, 1, 3))]
 
@@ -90,7 +94,7 @@ def test_older_data_is_dropped() -> None:
 
     assert stage.receive(data(4, gen=1), 1.0) == []
     assert stage.receive(replace(data(4, gen=2), epoch=EPOCH - 1), 1.0) == []
-    assert stage.receive(data(4, gen=2), 1.0) == [Compute(ONE, 4, 1, 1, blob(1))]
+    assert stage.receive(data(4, gen=2), 1.0) == [compute(4, 1, 1)]
 
 
 def test_data_of_a_newer_epoch_is_refused() -> None:
@@ -109,7 +113,7 @@ def test_one_computation_runs_and_the_others_wait_in_order() -> None:
     assert stage.receive(second, 0.0) == []
     assert stage.computed(ONE, blob(2), 0.1, SPENT) == [
         Forward(first),
-        Compute(ONE, 2, 3, 3, blob(3)),
+        compute(2, 3, 3),
     ]
 
 
@@ -117,7 +121,7 @@ def test_sessions_do_not_wait_for_each_other_here() -> None:
     stage = middle()
     stage.receive(data(0), 0.0)
 
-    assert stage.receive(data(0, session=TWO), 0.0) == [Compute(TWO, 0, 1, 1, blob(1))]
+    assert stage.receive(data(0, session=TWO), 0.0) == [compute(0, 1, 1, session=TWO)]
 
 
 def test_waiting_data_with_a_gap_before_it_is_refused_when_its_turn_comes() -> None:
@@ -157,7 +161,7 @@ def test_a_newer_gen_drops_waiting_data_of_the_older() -> None:
     stage.receive(data(2), 0.0)
     stage.receive(data(0, gen=1), 0.0)
 
-    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [Compute(ONE, 0, 1, 1, blob(1))]
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [compute(0, 1, 1)]
 
 
 def test_an_older_cancel_changes_nothing() -> None:
@@ -193,7 +197,9 @@ def test_what_is_for_the_entry_goes_on(message: SessionMessage) -> None:
 def test_the_last_rank_keeps_only_the_rows_that_are_needed(flags: Flags, keep: int) -> None:
     stage = Stage(2, 3, epoch=EPOCH)
 
-    assert stage.receive(data(0, rows=3, flags=flags), 0.0) == [Compute(ONE, 0, 3, keep, blob(3))]
+    is_step = not flags & Flags.PREFILL
+    expected = Compute(ONE, 0, 3, keep, blob(3), is_step=is_step)
+    assert stage.receive(data(0, rows=3, flags=flags), 0.0) == [expected]
 
 
 @pytest.mark.parametrize("payload", [None, blob(2), replace(blob(1), shape=(4,))])
@@ -298,7 +304,7 @@ def test_an_idle_session_is_freed_and_can_come_back() -> None:
     assert stage.expire(60.0) == [Free(ONE)]
     assert stage.deadline is None
     assert stage.receive(data(2), 61.0) == [Forward(Gap(ONE, EPOCH, 0, 0))]
-    assert stage.receive(data(0, gen=1), 61.0) == [Compute(ONE, 0, 1, 1, blob(1))]
+    assert stage.receive(data(0, gen=1), 61.0) == [compute(0, 1, 1)]
 
 
 def test_a_session_that_computes_is_not_idle() -> None:

@@ -1,134 +1,33 @@
-"""A bad network and processes that stop: links, cuts, crashes, pauses; knows nothing of meshes.
+"""A bad network: links, cuts, machines without power; knows nothing of meshes.
 
 Theory of operation
 -------------------
 A link is reliable, as TCP is: while a direction is cut, what arrives there waits, and comes in
 order some time after the cut has ended. A process that is killed closes its links, as its kernel
-does; one that lost its power says nothing, and nobody answers at its address until it is back. A
-paused process runs none of its code: callbacks and timers of tasks that it began wait for it, while
-its links go on to take what arrives, up to a limit. Every draw comes from the given `Random`.
+does; one that lost its power says nothing, and nobody answers at its address until it is back. The
+links of a paused process go on to take what arrives, up to a limit. Every draw comes from the given
+`Random`.
 """
 
 import asyncio
-from asyncio import Handle, TimerHandle
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple, Unpack
-from weakref import WeakSet
+from typing import ClassVar, Self
 
 from meshllm.errors import LinkLost, UserError
-from meshllm.testing.clock import VirtualLoop
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Listener, measure
+from tests.simulation.machines import Process
 
 QUEUE_MESSAGES = 256  # of one channel and direction: what sockets and transports hold
 KNOCK_S = 1.0  # s between two tries to connect to where no answer comes from
 INSTANT_S = 1e-6
 LATE_S = 0.5  # s at most until what waited for a cut is sent again
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-_OWNER: ContextVar["Process | None"] = ContextVar("owner", default=None)
-
-
-@dataclass(eq=False)
-class Process:
-    """One run of a program: what its tasks do, they do in its context."""
-
-    number: int
-    """Of the machine it runs on."""
-    is_paused: bool = False
-    is_gone: bool = False
-    """The network knows it no more."""
-    context: Context = field(default_factory=copy_context)
-    backlog: list[Handle] = field(default_factory=list)
-    """What it has to do when it runs again."""
-    ends: set["End"] = field(default_factory=set)
-    """Its ends of links."""
-    begun: WeakSet[asyncio.Task[object]] = field(default_factory=WeakSet)
-
-    def __post_init__(self) -> None:
-        self.context.run(_OWNER.set, self)
-
-    @property
-    def tasks(self) -> list[asyncio.Task[object]]:
-        """Its tasks that have not ended."""
-        return [task for task in self.begun if not task.done()]
-
-
-def process_here() -> Process | None:
-    """Return the process whose code runs now."""
-    return _OWNER.get()
-
-
-class Machines(VirtualLoop):
-    """An event loop for several processes, each of which can be paused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.set_task_factory(_begin)
-
-    def call_soon(
-        self,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: *Ts,
-        context: Context | None = None,
-    ) -> Handle:
-        """Run a callback, once its process runs."""
-        owner = _OWNER.get() if context is None else context.get(_OWNER)
-        if owner is None or not owner.is_paused:
-            return super().call_soon(callback, *args, context=context)
-        handle = Handle(callback, args, self, context)
-        owner.backlog.append(handle)
-        return handle
-
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: *Ts,
-        context: Context | None = None,
-    ) -> TimerHandle:
-        """Run a callback at a time, or when its process runs again after that."""
-        owner = _OWNER.get() if context is None else context.get(_OWNER)
-        if owner is None:
-            return super().call_at(when, callback, *args, context=context)
-
-        def ring() -> None:
-            if owner.is_paused:
-                owner.backlog.append(handle)
-            else:
-                callback(*args)
-
-        handle = super().call_at(when, ring, context=context)
-        return handle
-
-    def resume(self, process: Process) -> None:
-        """Let a process run again; what it missed happens at once."""
-        process.is_paused = False
-        for handle in process.backlog:
-            self._add_callback(handle)  # type: ignore[attr-defined]  # how asyncio does it
-        process.backlog.clear()
-
-
-def _begin(
-    loop: asyncio.AbstractEventLoop,
-    work: Coroutine[Any, Any, T] | Generator[Any, None, T],
-    *,
-    context: Context | None = None,
-) -> asyncio.Task[T]:
-    """Make a task, and note whose it is."""
-    task = asyncio.Task(work, loop=loop, context=context)
-    owner = _OWNER.get() if context is None else context.get(_OWNER)
-    if owner is not None:
-        owner.begun.add(task)
-    return task
 
 
 class Network:

@@ -1,24 +1,15 @@
-"""Machines of a mesh on a bad network with a manual clock; everything follows from one seed.
+"""Machines of a mesh, what drives them, and a bad network, by a manual clock; causes no faults.
 
-    python -m tests.simulation.mesh_world --schedules 1000000 --seed 7
-
-A schedule starts some nodes and lets them fail in every way for a while: they crash with and
-without a word, pause, leave, come back (also with a lost count), lose links, are cut off in one
-direction or both, hear things twice and late, see the time of day jump, and remove each other. Then
-the network heals, and within `BOUND` seconds all living nodes must know the same, be linked to each
-other and name nobody else. Every message goes through the codec.
+Every message goes through the codec.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from heapq import heappop, heappush
 from itertools import combinations, count
 from random import Random
-from time import perf_counter
 from unittest.mock import patch
 
 from blake3 import blake3
@@ -35,7 +26,6 @@ from meshllm.protocol.plan import Shape
 from meshllm.protocol.records import DIGEST_PART_BYTES, ENDS, Lifecycle, Profile, State
 
 MOST = 6  # nodes
-BOUND = 90.0  # s from the last fault to agreement: two dials at the longest pause, and some
 START_S = 1_800_000_000.0  # time of day
 DIAL_S = 10.0  # s after which a dial that nobody answers is given up
 SHAPE = Shape("toy", (100,) * 4, (1,) * 4, 10, 10, tied=False, hidden_size=8, itemsize=4, context=8)
@@ -336,115 +326,6 @@ class World:
         self.act(node, actions)
 
 
-Hook = Callable[[World, Node], None]
-"""What is called at each Changed of a machine."""
-
-
-class Schedule:
-    """One world, what goes wrong in it, and whether it came right."""
-
-    def __init__(self, seed: int, on_changed: Hook | None = None) -> None:
-        self.world = World(seed, on_changed)
-        self.random = self.world.random
-        self.nodes = self.random.choice((2, 2, 3, 3, 3, 4, 4, 5, 6))
-        self.has_removed = False
-
-    def run(self) -> str | None:
-        """Run it all; return what is wrong at the end."""
-        world, random = self.world, self.random
-        for number in range(self.nodes):
-            world.at(random.uniform(0, 2), partial(world.start, number))
-        for _ in range(random.randint(1, 7)):
-            world.at(random.uniform(1, 9), self._fault)
-        world.run(9 + random.uniform(0, 3))
-        self._heal()
-        end = world.now + BOUND
-        while world.now < end and (disagreement(world) or world.now < end - BOUND + 1):
-            world.run(1.0)
-        return disagreement(world)
-
-    def _heal(self) -> None:
-        world = self.world
-        world.network = Network()
-        for node in world.living:
-            world.resume(node)
-        if not world.living:
-            world.start(0)
-
-    def _fault(self) -> None:
-        faults = (
-            self._crash,
-            self._crash,
-            self._pause,
-            self._leave,
-            self._cut,
-            self._cut,
-            self._lose,
-            self._jump,
-            self._charter,
-            self._publish,
-            self._remove,
-        )
-        if self.world.living:
-            self.random.choice(faults)(self.random.choice(self.world.living))
-
-    def _crash(self, node: Node) -> None:
-        self.world.crash(node, silently=self.random.random() < 0.5)
-        self._restart(node)
-
-    def _leave(self, node: Node) -> None:
-        if not node.is_paused:
-            self.world.leave(node)
-            self._restart(node)
-
-    def _restart(self, node: Node) -> None:
-        forgets = self.random.random() < 0.2
-        if self.random.random() < 0.7:
-            again = partial(self.world.start, node.number, forgets=forgets)
-            self.world.at(self.random.uniform(0.1, 5), again)
-
-    def _pause(self, node: Node) -> None:
-        if not node.is_paused:
-            self.world.pause(node, self.random.uniform(0.1, 8))
-
-    def _cut(self, _: Node) -> None:
-        """Part the nodes in two, in one direction or both."""
-        network = self.world.network
-        here = set(self.random.sample(range(self.nodes), self.random.randint(1, self.nodes - 1)))
-        both = self.random.random() < 0.7
-        for way in ((a, b) for a in here for b in range(self.nodes) if b not in here):
-            network.loss[way] = 1.0
-            if both:
-                network.loss[way[::-1]] = 1.0
-        self.world.at(self.random.uniform(0.5, 8), network.loss.clear)
-
-    def _lose(self, node: Node) -> None:
-        network = self.world.network
-        other = self.random.randrange(self.nodes)
-        network.loss[node.number, other] = self.random.uniform(0.1, 0.9)
-        network.duplicates = self.random.uniform(0, 0.5)
-        network.slowest_s = self.random.uniform(0.01, 0.6)
-
-    def _jump(self, node: Node) -> None:
-        node.jump_s += self.random.uniform(-1e9, 1e9)
-
-    def _charter(self, node: Node) -> None:
-        if not node.is_paused:
-            self.world.charter(node)
-
-    def _publish(self, node: Node) -> None:
-        if not node.is_paused:
-            state = node.mesh.states.get(node.id, State())
-            state = replace(state, is_loaded=self.random.random() < 0.5)
-            self.world.act(node, node.mesh.publish(state=state, now=self.world.now))
-
-    def _remove(self, node: Node) -> None:
-        victim = self.random.randrange(self.nodes)
-        if not (node.is_paused or self.has_removed or victim == node.number):
-            self.has_removed = True
-            self.world.remove(node, victim)
-
-
 def disagreement(world: World) -> str | None:
     """Say in what way the living members do not know the same; None where they do."""
     members = world.members
@@ -475,21 +356,3 @@ def names(nodes: Iterable[NodeId]) -> list[int]:
     """Name nodes by their numbers."""
     numbers = {member(number)[0].node: number for number in range(MOST)}
     return sorted(numbers[node] for node in nodes)
-
-
-def main() -> None:
-    """Run schedules, and stop at the first that goes wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    start = perf_counter()
-    with remembered_signatures():
-        for seed in range(arguments.seed, arguments.seed + arguments.schedules):
-            if wrong := Schedule(seed).run():
-                sys.exit(f"seed {seed}: {wrong}")
-    print(f"{arguments.schedules} schedules in {perf_counter() - start:.1f} s: all agree")
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,8 @@ from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
 from meshllm.protocol.presence import BEAT, SILENCE
 from meshllm.protocol.records import State
-from tests.simulation.mesh_world import Node, Schedule, World, disagreement, remembered_signatures
+from tests.simulation.mesh_schedule import Schedule
+from tests.simulation.mesh_world import Node, World, disagreement, remembered_signatures
 
 BLOCKS, BLOCK = 10, 190  # schedules of the gate, in parts that run side by side
 ON_THE_WAY = 0.3  # s: what was sent before, what is told after, and the gap between two tellings
@@ -174,7 +175,7 @@ def test_halves_of_a_mesh_that_parted_for_an_hour_find_each_other() -> None:
     ids=["no summaries", "no order", "no recount", "no silence", "no dials"],
 )
 def test_a_broken_machine_is_found(mutant: tuple[str, object]) -> None:
-    with patch(*mutant), patch("tests.simulation.mesh_world.BOUND", 30):
+    with patch(*mutant), patch("tests.simulation.mesh_schedule.BOUND", 30):
         assert any(Schedule(seed).run() for seed in range(60))
 
 

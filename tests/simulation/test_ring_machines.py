@@ -1,370 +1,33 @@
-"""Entry and stages joined by a bad network with a manual clock: the tokens are right or absent.
+"""Rings of machines on a bad network: the tokens are right or absent.
 
-The toy layers answer a row with a hash of the whole cached prefix, so a stale, missing or reordered
-row on any rank changes the tokens. Every hop goes through the codec. The mutants at the end show
-that these tests can fail.
+The mutants at the end show that these tests can fail.
 """
 
-import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from hashlib import blake2b
-from heapq import heappop, heappush
-from itertools import count, pairwise
-from operator import itemgetter
-from random import Random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from meshllm.names import SessionId
 from meshllm.protocol import entry, stage
-from meshllm.protocol.blob import check, seal, session_key
-from meshllm.protocol.codec import decode, encode
-from meshllm.protocol.entry import (
-    Closed,
-    Done,
-    Embed,
-    Emit,
-    Entry,
-    Failed,
-    Pace,
-    Pick,
-    Progress,
-    State,
-    Task,
-)
-from meshllm.protocol.messages import (
-    Beat,
-    Blob,
-    Cancel,
-    Close,
-    Data,
-    DType,
-    FaultCode,
-    Forward,
-    Hello,
-    SessionMessage,
-    Spent,
-)
-from meshllm.protocol.stage import Compute, Free, Stage
+from meshllm.protocol.entry import Entry, Pick
+from meshllm.protocol.messages import Close, Data, SessionMessage
+from meshllm.protocol.stage import Compute, Stage
 from meshllm.request import FinishReason
-
-Event = tuple[float, int, Callable[[], object]]
-"""When, in which order, and what."""
+from tests.simulation.ring_world import (
+    CALM,
+    NAPS,
+    QUIET,
+    RUSH,
+    STORM,
+    Simulation,
+    Weather,
+    judge,
+    play,
+)
 
 SEEDS = 300
-VOCABULARY = 7
-END = 10_000.0  # s; far beyond every deadline and retry
-
-
-def mix(*numbers: int) -> int:
-    packed = struct.pack(f"<{len(numbers)}Q", *numbers)
-    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
-
-
-def run_layers(rank: int, cache: list[int], rows: list[int]) -> list[int]:
-    """Append rows to a cache; the output of a row is a chain of hashes over all before it."""
-    for row in rows:
-        cache.append(mix(rank, cache[-1] if cache else 0, row))
-    return cache[-len(rows) :]
-
-
-def reference(ring: int, prompt: tuple[int, ...], tokens: int) -> list[int]:
-    """Generate in one place, without any protocol."""
-    caches: list[list[int]] = [[] for _ in range(ring)]
-    answer: list[int] = []
-    rows = list(prompt)
-    for _ in range(tokens):
-        for rank, cache in enumerate(caches):
-            rows = run_layers(rank, cache, rows)
-        rows = [rows[-1] % VOCABULARY]
-        answer += rows
-    return answer
-
-
-def pack(session: SessionId, rows: list[int]) -> Blob:
-    payload = struct.pack(f"<{len(rows)}Q", *rows)
-    return seal(session_key(session), DType.FLOAT32, (1, len(rows), 2), payload)
-
-
-def unpack(session: SessionId, blob: Blob) -> list[int]:
-    check(session_key(session), blob)
-    return list(struct.unpack(f"<{len(blob.payload) // 8}Q", blob.payload))
-
-
-@dataclass(frozen=True)
-class Weather:
-    """How bad the network is: chances per message."""
-
-    drop: float = 0.0
-    repeat: float = 0.0
-    reorder: float = 0.0
-    lag: float = 1.0
-    """Longest delay of Data, s; control takes up to 1."""
-    cancels: float = 0.3
-    """Chance per session."""
-    patience_s: tuple[float, ...] = (4.0, 12.0)
-    """A trip takes up to 8 s and more, so the shorter one restarts for nothing."""
-    idle_s: float = END
-    poison: bool = False
-    """Rows of an older gen turn to garbage on the way, as rejected drafts would be."""
-
-
-QUIET = Weather(cancels=0.0, patience_s=(END,))
-CALM = Weather(poison=True)
-RUSH = Weather(lag=6.0, cancels=0.8, poison=True)
-STORM = Weather(drop=0.02, repeat=0.05, reorder=0.05)
-NAPS = Weather(drop=0.02, idle_s=10.0)
-
-
-@dataclass
-class Generation:
-    """What the driver of rank 0 knows of one session."""
-
-    task: Task
-    pace: Pace
-    entry: Entry
-    answer: list[int] = field(default_factory=list)
-    outcome: Done | Failed | None = None
-    closed: Closed | None = None
-    progress: list[int] = field(default_factory=list)
-
-
-class Simulation:
-    """A ring of machines, one worker per rank, and the network between them."""
-
-    def __init__(
-        self,
-        seed: int,
-        weather: Weather,
-        *,
-        entry: type[Entry] = Entry,
-        stage: type[Stage] = Stage,
-        crops: bool = True,
-    ) -> None:
-        self.random = Random(seed)
-        self.weather = weather
-        self.crops = crops
-        self.now = 0.0
-        self.events: list[Event] = []
-        self.order = count()
-        self.latest: dict[tuple[int, bool], float] = {}
-        self.sent: Counter[type[SessionMessage]] = Counter()
-        self.ring = self.random.randint(1, 5)
-        self.stages = {
-            rank: stage(rank, self.ring, epoch=1, idle_s=weather.idle_s)
-            for rank in range(1, self.ring)
-        }
-        self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
-        self.busy_until = [0.0] * self.ring
-        self.told: list[Counter[SessionId]] = [Counter() for _ in range(self.ring)]
-        self.generations: dict[SessionId, Generation] = {}
-        for number in range(self.random.randint(1, 3)):
-            self.add(number, entry)
-
-    def add(self, number: int, entry: type[Entry]) -> None:
-        draw = self.random
-        prompt = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 16)))
-        task = Task(SessionId(bytes([number] * 16)), 1, self.ring, prompt, draw.randint(1, 8), 22)
-        patience = draw.choice(self.weather.patience_s)
-        pace = Pace(draw.randint(1, 6), draw.randint(1, 4), patience, retries=5, close_s=40.0)
-        generation = Generation(task, pace, entry(task, pace))
-        self.generations[task.session] = generation
-        if draw.random() < self.weather.cancels:
-            self.at(draw.random() * 60, self.cancel, generation)
-
-    # What happens when.
-
-    def at(self, time: float, act: Callable[..., object], *arguments: object) -> None:
-        event: Event = time, next(self.order), partial(act, *arguments)
-        heappush(self.events, event)
-
-    def run(self) -> None:
-        """Run until nothing is due any more; the idle limit of the stages comes last."""
-        for generation in self.generations.values():
-            self.drive(generation, generation.entry.open(0.0))
-        while any(one.entry.state is not State.CLOSED for one in self.generations.values()):
-            assert self.step(before=END), "a session never ends"
-        while self.events:
-            self.step(before=END)
-        if not self.weather.drop:
-            assert not any(self.caches), "a cache outlived its session"
-        while self.step(before=3 * END):
-            pass
-        assert not any(self.caches), "a cache outlived the idle limit"
-
-    def step(self, before: float) -> bool:
-        """Do what is due next, an event or a deadline; False when nothing is, in time."""
-        due: list[tuple[float | None, Callable[[], None]]] = [
-            (one.entry.deadline, partial(self.expire_entry, one))
-            for one in self.generations.values()
-        ]
-        due += [(self.stages[rank].deadline, partial(self.expire, rank)) for rank in self.stages]
-        due += [(time, self.happen) for time, _, _ in self.events[:1]]
-        timed = [(time, act) for time, act in due if time is not None and time < before]
-        if timed:
-            time, act = min(timed, key=itemgetter(0))
-            self.now = max(self.now, time)
-            act()
-        return bool(timed)
-
-    def happen(self) -> None:
-        heappop(self.events)[2]()
-
-    def work(self, rank: int, job: Callable[[], object]) -> None:
-        """Queue a job on the one worker of a rank."""
-        start = max(self.now, self.busy_until[rank])
-        self.busy_until[rank] = start + self.random.random() * 0.5
-        self.at(self.busy_until[rank], job)
-
-    # The network.
-
-    def send(self, source: int, forward: Forward) -> None:
-        draw, weather = self.random, self.weather
-        self.sent[type(forward.message)] += 1
-        for _ in range(1 + (draw.random() < weather.repeat)):
-            if draw.random() < weather.drop:
-                continue
-            arrival = self.now + 0.1 + draw.random() * (1.0 if forward.control else weather.lag)
-            if draw.random() >= weather.reorder:
-                arrival = max(arrival, self.latest.get((source, forward.control), 0.0))
-                self.latest[source, forward.control] = arrival
-            wire = b"".join(encode(forward.message))
-            self.at(arrival, self.deliver, (source + 1) % self.ring, wire)
-
-    def deliver(self, rank: int, wire: bytes) -> None:
-        message = decode(wire)
-        assert not isinstance(message, Hello | Beat)
-        if self.weather.poison:
-            message = self.poisoned(message)
-        if rank == 0:
-            generation = self.generations[message.session]
-            self.drive(generation, generation.entry.receive(message, self.now))
-            return
-        if isinstance(message, Data | Cancel) and message.session in self.caches[rank]:
-            self.told[rank][message.session] = max(self.told[rank][message.session], message.gen)
-        self.act(rank, self.stages[rank].receive(message, self.now))
-
-    def poisoned(self, message: SessionMessage) -> SessionMessage:
-        if not isinstance(message, Data) or message.blob is None:
-            return message
-        if message.gen == self.told[0][message.session]:
-            return message
-        return replace(message, blob=pack(message.session, [666] * message.blob.shape[1]))
-
-    # The driver of a stage.
-
-    def act(self, rank: int, actions: Sequence[stage.Action]) -> None:
-        for action in actions:
-            match action:
-                case Compute():
-                    self.work(rank, partial(self.compute, rank, action))
-                case Free(session):
-                    del self.told[rank][session]
-                    self.work(rank, partial(self.caches[rank].pop, session))
-                case Forward(message):
-                    if isinstance(message, Data):
-                        assert message.gen >= self.told[rank][message.session], "stale rows went on"
-                    self.send(rank, action)
-
-    def compute(self, rank: int, compute: Compute) -> None:
-        out = self.layers(rank, compute.session, compute.pos, unpack(compute.session, compute.blob))
-        kept = out[len(out) - compute.keep :]
-        blob = pack(compute.session, kept) if kept else None
-        stage = self.stages[rank]
-        self.act(rank, stage.computed(compute.session, blob, self.now, Spent(10, 2, 1)))
-
-    def layers(self, rank: int, session: SessionId, pos: int, rows: list[int]) -> list[int]:
-        cache = self.caches[rank].setdefault(session, [])
-        assert pos <= len(cache), "a gap in the cache"
-        if self.crops:
-            del cache[pos:]
-        return run_layers(rank, cache, rows)
-
-    def expire(self, rank: int) -> None:
-        self.act(rank, self.stages[rank].expire(self.now))
-
-    # The driver of the entry.
-
-    def drive(self, one: Generation, actions: Sequence[entry.Action]) -> None:
-        for action in actions:
-            match action:
-                case Embed():
-                    self.work(0, partial(self.embed, one, action))
-                case Pick():
-                    self.work(0, partial(self.pick, one, action))
-                case Forward(message):
-                    if isinstance(message, Data | Cancel):
-                        self.told[0][message.session] = message.gen
-                    self.send(0, action)
-                case _:
-                    self.note(one, action)
-
-    def note(self, one: Generation, action: Emit | Progress | Done | Failed | Closed) -> None:
-        match action:
-            case Emit(token):
-                one.answer.append(token)
-            case Progress(done):
-                one.progress.append(done)
-            case Done() | Failed():
-                assert one.outcome is None
-                one.outcome = action
-            case Closed():
-                assert one.closed is None
-                one.closed = action
-                self.work(0, partial(self.caches[0].pop, one.task.session, None))
-
-    def embed(self, one: Generation, embed: Embed) -> None:
-        session = one.task.session
-        out = self.layers(0, session, embed.pos, list(embed.tokens))
-        blob = pack(session, out) if embed.keep else None
-        self.drive(one, one.entry.computed(blob, self.now))
-
-    def pick(self, one: Generation, pick: Pick) -> None:
-        session = one.task.session
-        row = unpack(session, pick.blob)[-1] if pick.blob else self.caches[0][session][-1]
-        assert pick.pos == len(one.task.prompt) + len(one.answer)
-        self.drive(one, one.entry.picked(row % VOCABULARY, self.now))
-
-    def expire_entry(self, one: Generation) -> None:
-        self.drive(one, one.entry.expire(self.now))
-
-    def cancel(self, one: Generation) -> None:
-        self.drive(one, one.entry.finish(FinishReason.CANCELLED, self.now))
-
-
-def judge(simulation: Simulation) -> Counter[str]:
-    """Check every generation against the reference; count how they ended."""
-    ends: Counter[str] = Counter()
-    for one in simulation.generations.values():
-        longest = min(one.task.max_tokens, one.task.context - len(one.task.prompt))
-        expected = reference(one.task.ring, one.task.prompt, longest)
-        assert one.answer == expected[: len(one.answer)], "wrong tokens"
-        assert all(before < after for before, after in pairwise(one.progress))
-        assert one.closed is not None
-        match one.outcome:
-            case Failed(code, text):
-                assert code is FaultCode.TIMED_OUT, text
-                ends["failed"] += 1
-            case Done(reason):
-                assert reason is FinishReason.CANCELLED or len(one.answer) == longest
-                ends[reason] += 1
-            case None:
-                pytest.fail("a generation ended without a word")
-    return ends
-
-
-def play(seed: int, weather: Weather, **mutation: Any) -> Counter[str]:
-    simulation = Simulation(seed, weather, **mutation)
-    try:
-        simulation.run()
-        return judge(simulation)
-    except Exception as error:
-        error.add_note(f"seed {seed}, {weather}")
-        raise
 
 
 @pytest.mark.parametrize(
@@ -425,6 +88,17 @@ class Trusting(Entry):
         return super().receive(message, now)
 
 
+class Gullible(Entry):
+    """Goes on in the same gen when a guess was wrong."""
+
+    def picked(
+        self, tokens: Sequence[int], now: float, guesses: Sequence[int] = (), *, stop: bool = False
+    ) -> list[entry.Action]:
+        if isinstance(self._job, Pick):
+            self._job = replace(self._job, guesses=())
+        return super().picked(tokens, now, guesses, stop=stop)
+
+
 class Repeating(Entry):
     """Takes a result twice."""
 
@@ -442,8 +116,9 @@ class Repeating(Entry):
         (RUSH, {"stage": Forgetful}),
         (CALM, {"entry": Trusting}),
         (STORM, {"entry": Repeating}),
+        (STORM, {"entry": Gullible}),
     ],
-    ids=["no crop", "no gen", "no gap", "no memory", "any gen", "twice"],
+    ids=["no crop", "no gen", "no gap", "no memory", "any gen", "twice", "wrong guess"],
 )
 def test_a_broken_machine_is_caught(weather: Weather, mutation: dict[str, Any]) -> None:
     with pytest.raises((AssertionError, KeyError)):

@@ -2,6 +2,7 @@
 
 Each layer writes the sum of what it has seen, in its own way, into each row: another order of
 layers, a layer left out or run twice, a row lost, repeated or out of place change all that follows.
+A row between two spans also tells through how many layers it went, and is refused anywhere else.
 """
 
 from dataclasses import replace
@@ -15,8 +16,9 @@ from transformers import PreTrainedConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.capacity import ModelShape
+from meshllm.model.draft import SuffixDrafting
+from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
-from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
@@ -35,7 +37,7 @@ VOCABULARY = 32
 END = 0  # the token that ends an answer
 LAYER_BYTES = 1000
 END_BYTES = 10
-PRIME = 4093  # products of two numbers below it are exact in float32
+PRIME = 4093  # products of two numbers below it are exact in float32, as is a mark above it
 
 SHAPE = ModelShape(
     name="toy",
@@ -69,7 +71,7 @@ class ToyCache:
             del sums[rows + 1 :]
 
 
-class ToyShard:
+class ToyRunner:
     """Layers of the model, with or without its ends."""
 
     def __init__(self, span: Span, *, embed: bool = False, head: bool = False) -> None:
@@ -80,16 +82,24 @@ class ToyShard:
     def new_cache(self) -> ToyCache:
         return ToyCache(self.span)
 
-    def forward(self, x: Tensor, cache: ToyCache | None, *, rows: int | None = None) -> Tensor:
+    def step(self, x: Tensor, cache: ToyCache | None) -> Tensor:
+        return self.prefill(x, cache)
+
+    def prefill(self, x: Tensor, cache: ToyCache | None, rows: int | None = None) -> Tensor:
         """Run tokens or rows ``[1, T]`` or ``[1, T, 1]`` through what this shard holds."""
-        values = [int(value) for value in x.flatten().tolist()]
+        marked = [divmod(int(value), PRIME) for value in x.flatten().tolist()]
+        for layers, _ in marked:
+            assert layers == self.span.start, f"a row behind {layers} layers in {self.span}"
+        values = [value for _, value in marked]
         if self._embed:
             values = [(97 * token + 5) % PRIME for token in values]
         if cache is not None:
             values = [_through(value, cache) for value in values]
         if self._head:
+            assert self.span.stop == LAYERS, f"the head behind {self.span}"
             return torch.tensor([[_logits(value) for value in values[-(rows or 0) :]]])
-        return torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1)
+        out = [self.span.stop * PRIME + value for value in values]
+        return torch.tensor(out, dtype=torch.float32).reshape(1, -1, 1)
 
 
 def _through(value: int, cache: ToyCache) -> int:
@@ -123,14 +133,14 @@ class ToyEngine(Engine):
     def __init__(self, worker: Worker) -> None:
         verdict = Verdict("toy", equal=True, reason="", chunkable=True, croppable=True)
         source = Source("toy", Path(), cast("PreTrainedConfig", None))
-        super().__init__(source, worker, SHAPE, verdict, torch.float32)
+        super().__init__(source, worker, SHAPE, verdict, (), SuffixDrafting())
         self._text = ToyText()
 
     def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:
-        shard = cast("Shard", ToyShard(span, embed=is_entry, head=alone))
+        shard = cast("Runner", ToyRunner(span, embed=is_entry, head=alone))
         if not is_entry:
             return Held(span, None, shard)
-        head = None if alone else cast("Shard", ToyShard(Span(LAYERS, LAYERS), head=True))
+        head = None if alone else cast("Runner", ToyRunner(Span(LAYERS, LAYERS), head=True))
         return Held(span, Ends(shard, head, self.context), None)
 
 
@@ -167,11 +177,11 @@ def memory_for(layers: int) -> int:
 @lru_cache(1024)
 def reference(request: Request) -> tuple[str, tuple[int, ...]]:
     """Return text and tokens of an answer, by the whole model in one piece."""
-    text, whole = ToyText(), ToyShard(Span(0, LAYERS), embed=True, head=True)
+    text, whole = ToyText(), ToyRunner(Span(0, LAYERS), embed=True, head=True)
     prompt = text.encode(request.raw or "")
     cache, history, new = whole.new_cache(), list(prompt), list(prompt)
     while len(history) - len(prompt) < request.max_tokens and len(history) < SHAPE.context:
-        logits = whole.forward(torch.tensor([new]), cache, rows=1)[0, -1]
+        logits = whole.prefill(torch.tensor([new]), cache, rows=1)[0, -1]
         token = pick(
             logits,
             request.sampling,

@@ -1,0 +1,168 @@
+"""How near a ring on slow links comes to what physics allows.
+
+``python -m tests.bench.links [--model NAME] [--nodes 2,3] [--rtt 1,20,100] [--mbit 10,100,1000]
+[--acceptance 0,0.5,0.7,0.85]``
+
+All ranks run in this process on shaped in-process links, one thread computes. Without guesses a
+token cannot take less than the computing of all ranks and one way on each link. With guesses, each
+right with probability a, a trip gives 1 / (1 - a) tokens at most. The guesses are those of an
+oracle: the text of the run before, with a share of wrong tokens, as the text of random weights says
+nothing about drafters. Every text is compared with the one without guesses.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from itertools import product
+
+import torch
+
+from meshllm.model.draft import Drafter
+from meshllm.model.source import Source, open_folder
+from meshllm.node.gauge import Measured
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.session import Ended, Order, Token
+from meshllm.request import Sampling
+from meshllm.testing.oracle import Oracle
+from meshllm.testing.table1 import DIMENSIONS, random_model
+from meshllm_loopback import LoopbackTransport, Shape
+
+PROMPT = [(7 * i + 3) % 500 for i in range(64)]
+SILENT = Oracle((), 0.0)
+
+
+class Changing:
+    """Drafts by whatever oracle is told."""
+
+    oracle = SILENT
+
+    def begin(self) -> Drafter:
+        """Start a text."""
+        return self.oracle.begin()
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Learn nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One ring on links of one kind; times per token in milliseconds, medians."""
+
+    nodes: int
+    rtt_ms: float
+    mbit: float
+    acceptance: float | None
+    """Of the guesses; None is without."""
+    ms: float
+    bound_ms: float
+    speedup: float
+    """Against no guesses in the same round."""
+    tokens_per_step: float
+
+
+async def measure(
+    source: Source, link: tuple[int, float, float], acceptances: Sequence[float], sizes: list[int]
+) -> list[Cell]:
+    """Measure one ring: plain, then with each acceptance, in turns."""
+    (nodes, rtt, mbit), (tokens, rounds) = link, sizes
+    shape = Shape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
+    drafting = Changing()
+    options = RingOptions(nodes=nodes, threads=1, drafting=drafting)
+    async with open_ring(source, options, LoopbackTransport(shape)) as ring:
+        text, _ = await answer(ring, tokens)
+        runs: dict[float | None, list[Measured]] = {}
+        for round_ in range(rounds + 1):
+            for acceptance in (None, *acceptances):
+                known = (*PROMPT, *text)
+                drafting.oracle = SILENT
+                if acceptance is not None:
+                    drafting.oracle = Oracle(known, acceptance, seed=round_)
+                again, measured = await answer(ring, tokens)
+                if again != text:
+                    raise SystemExit(f"another text at acceptance {acceptance}")
+                if round_:  # the first one tries rows and times
+                    runs.setdefault(acceptance, []).append(measured)
+    plain = runs[None]
+    row_bytes = source.config.hidden_size * 2
+    way_ms = rtt / 2 + row_bytes * 8 / (mbit * 1e3)
+    compute_ms = statistics.median(sum(hop.compute_s for hop in run.hops) for run in plain) * 1e3
+    bound_ms = compute_ms + nodes * way_ms
+    return [
+        Cell(
+            *link,
+            acceptance,
+            ms=statistics.median(run.token_s for run in mine) * 1e3,
+            bound_ms=bound_ms * (1 - (acceptance or 0)),
+            speedup=statistics.median(
+                one.token_s / other.token_s for one, other in zip(plain, mine, strict=True)
+            ),
+            tokens_per_step=statistics.mean(run.tokens_per_step for run in mine),
+        )
+        for acceptance, mine in runs.items()
+    ]
+
+
+async def answer(ring: Ring, tokens: int) -> tuple[list[int], Measured]:
+    """Let the ring write; return its tokens and where the time went."""
+    order = Order(tuple(PROMPT), Sampling(), tokens, is_last=lambda _: False)
+    text: list[int] = []
+    async with aclosing(ring.entry.generate(order)) as outputs:
+        async for output in outputs:
+            if isinstance(output, Token):
+                text.append(output.id)
+            elif isinstance(output, Ended):
+                return text, output.measured
+    raise AssertionError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.links", description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
+    parser.add_argument("--nodes", default="2,3", help="rings, separated by commas")
+    parser.add_argument("--rtt", default="1,20,100", help="round trips in milliseconds")
+    parser.add_argument("--mbit", default="10,100,1000", help="rates in Mbit/s")
+    parser.add_argument("--acceptance", default="", help="of guesses, as 0,0.5,0.7,0.85")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    acceptances = _numbers(options.acceptance)
+    kinds = product(_numbers(options.nodes), _numbers(options.rtt), _numbers(options.mbit))
+    cells: list[Cell] = []
+    with random_model(options.model, torch.bfloat16) as folder:
+        source = open_folder(options.model, folder)
+        for nodes, rtt, mbit in kinds:
+            sizes = [options.tokens, options.rounds]
+            cells += asyncio.run(measure(source, (int(nodes), rtt, mbit), acceptances, sizes))
+            if not options.json:
+                _print(cells[-len(acceptances) - 1 :], is_first=len(cells) == 1 + len(acceptances))
+    if options.json:
+        print(json.dumps({"model": options.model, "cells": [asdict(cell) for cell in cells]}))
+    return 0
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",") if number]
+
+
+def _print(cells: Sequence[Cell], *, is_first: bool) -> None:
+    line = "{:>5} {:>7} {:>7} {:>10} {:>9} {:>9} {:>9} {:>9} {:>11}".format
+    if is_first:
+        names = "nodes", "RTT ms", "Mbit/s", "acceptance", "ms/token", "bound ms", "of bound"
+        print(line(*names, "speed-up", "tokens/trip"))
+    for cell in cells:
+        acceptance = "none" if cell.acceptance is None else f"{cell.acceptance:g}"
+        numbers = f"{cell.ms:.1f}", f"{cell.bound_ms:.1f}", f"{cell.bound_ms / cell.ms:.2f}"
+        speeds = f"{cell.speedup:.2f}x", f"{cell.tokens_per_step:.2f}"
+        kind = cell.nodes, f"{cell.rtt_ms:g}", f"{cell.mbit:g}", acceptance
+        print(line(*kind, *numbers, *speeds), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

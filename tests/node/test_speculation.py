@@ -1,0 +1,155 @@
+"""Guesses never change a text: any ring, any drafter, any delay, greedy or not."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshllm.model.draft import Drafting, SuffixDrafting
+from meshllm.model.source import Source, resolve
+from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.session import Ended, Order
+from meshllm.request import FinishReason, Sampling
+from meshllm.testing.clock import run_virtual
+from meshllm.testing.models import tiny_model
+from meshllm.testing.oracle import Oracle
+from meshllm_loopback import LoopbackTransport, Shape
+
+PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
+TOKENS = 32
+SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=3, repetition_penalty=1.1))
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=request.param)
+
+
+async def answer(
+    source: Source,
+    drafting: Drafting | None,
+    sampling: Sampling = SAMPLINGS[0],
+    *,
+    nodes: int = 1,
+    shape: Shape | None = None,
+    order: Order | None = None,
+) -> tuple[list[int], Ended]:
+    options = RingOptions(nodes=nodes, threads=1, drafting=drafting)
+    order = order or Order(PROMPT, sampling, TOKENS, is_last=lambda _: False)
+    async with open_ring(source, options, LoopbackTransport(shape or Shape())) as ring:
+        outputs = [output async for output in ring.entry.generate(order)]
+    ended = outputs[-1]
+    assert isinstance(ended, Ended)
+    return [output.id for output in outputs if hasattr(output, "id")], ended
+
+
+def plain_text(source: Source, sampling: Sampling) -> list[int]:
+    """Return what a ring of one says when nobody guesses."""
+    return _plain_text(source.folder, sampling)
+
+
+@cache
+def _plain_text(folder: Path, sampling: Sampling) -> list[int]:
+    return asyncio.run(answer(resolve(str(folder)), None, sampling))[0]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_a_text_is_the_same_with_good_and_bad_guesses(
+    source: Source, sampling: Sampling, nodes: int
+) -> None:
+    text = plain_text(source, sampling)
+    for acceptance in (0.0, 0.6, 1.0):
+        oracle = Oracle((*PROMPT, *text), acceptance)
+        tokens, ended = asyncio.run(answer(source, oracle, sampling, nodes=nodes))
+        assert tokens == text, acceptance
+        if acceptance == 1.0:
+            assert ended.measured.tokens_per_step > 2
+    assert asyncio.run(answer(source, SuffixDrafting(), sampling, nodes=nodes))[0] == text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_delays_change_no_token(source: Source, seed: int) -> None:
+    shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
+    text = plain_text(source, SAMPLINGS[1])
+    oracle = Oracle((*PROMPT, *text), 0.7, seed)
+    tokens, _ = run_virtual(answer(source, oracle, SAMPLINGS[1], nodes=3, shape=shape))
+    assert tokens == text
+
+
+def test_good_guesses_save_trips(source: Source) -> None:
+    shape = Shape(delay_s=0.1)
+    text = plain_text(source, SAMPLINGS[0])
+    _, plain = run_virtual(answer(source, None, nodes=3, shape=shape))
+    oracle = Oracle((*PROMPT, *text), 1.0)
+    _, fast = run_virtual(answer(source, oracle, nodes=3, shape=shape))
+
+    assert plain.measured.tokens_per_step == 1
+    assert fast.measured.token_s < plain.measured.token_s / 4
+
+
+def test_useless_guesses_cost_no_trip(source: Source) -> None:
+    shape = Shape(delay_s=0.1)
+    text = plain_text(source, SAMPLINGS[0])
+    _, plain = run_virtual(answer(source, None, nodes=3, shape=shape))
+    oracle = Oracle((*PROMPT, *text), 0.0)
+    _, slow = run_virtual(answer(source, oracle, nodes=3, shape=shape))
+
+    assert slow.measured.token_s < plain.measured.token_s * 1.02
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_an_answer_ends_where_it_does_without_guesses(source: Source, nodes: int) -> None:
+    text = plain_text(source, SAMPLINGS[0])
+    oracle = Oracle((*PROMPT, *text), 1.0)
+    for place in (0, 1, 7, 20):
+        seen: list[int] = []
+
+        def is_last(token: int, seen: list[int] = seen, place: int = place) -> bool:
+            seen.append(token)
+            return len(seen) > place
+
+        order = Order(PROMPT, SAMPLINGS[0], TOKENS, is_last)
+        tokens, ended = asyncio.run(answer(source, oracle, nodes=nodes, order=order))
+        assert (tokens, ended.reason) == (text[: place + 1], FinishReason.STOP)
+        assert seen == tokens
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 17, 18])
+def test_an_answer_is_as_long_as_asked(source: Source, most: int) -> None:
+    text = plain_text(source, SAMPLINGS[0])
+    order = Order(PROMPT, SAMPLINGS[0], most, lambda _: False)
+    oracle = Oracle((*PROMPT, *text), 1.0)
+    tokens, ended = asyncio.run(answer(source, oracle, nodes=2, order=order))
+
+    assert (tokens, ended.reason) == (text[:most], FinishReason.LENGTH)
+
+
+def test_an_end_token_among_the_guesses_is_the_last(source: Source) -> None:
+    text = plain_text(source, SAMPLINGS[0])
+    end = text[10]
+    cut = text[: text.index(end) + 1]
+    order = Order(PROMPT, SAMPLINGS[0], TOKENS, lambda token: token == end, frozenset({end}))
+    oracle = Oracle((*PROMPT, *text), 1.0)
+    tokens, _ = asyncio.run(answer(source, oracle, nodes=2, order=order))
+
+    assert tokens == cut
+
+
+def test_two_sessions_share_what_they_learn_and_nothing_else(source: Source) -> None:
+    async def both() -> list[list[int]]:
+        options = RingOptions(nodes=2, threads=1)
+        async with open_ring(source, options) as ring:
+
+            async def one(prompt: Sequence[int]) -> list[int]:
+                return [token async for token in ring.tokens(prompt, SAMPLINGS[1], TOKENS)]
+
+            return list(await asyncio.gather(one(PROMPT), one(PROMPT[::-1]), one(PROMPT)))
+
+    first, other, again = asyncio.run(both())
+    text = plain_text(source, SAMPLINGS[1])
+    assert first == again == text
+    assert other != text

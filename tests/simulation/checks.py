@@ -1,0 +1,140 @@
+"""What is to be true of a simulated world, all the time or in the end; changes nothing in it."""
+
+from collections import Counter
+from itertools import combinations
+
+from meshllm.node.node import MeshNode
+from tests.simulation.machines import Process
+from tests.simulation.mesh_world import member
+from tests.simulation.toy import LAYERS
+from tests.simulation.world import World
+
+TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 10, 5, 8, 4  # of a node that is at rest
+FOLLOW_S = 5  # s at most that a plan is followed of which is known that it is over
+
+
+class Checks:
+    """The judge of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._knows_s: Counter[tuple[Process, int]] = Counter()
+        self._rivals_s: Counter[tuple[Process, Process]] = Counter()
+
+    def look(self) -> None:
+        """Look, once a second, at what lasts only for a moment."""
+        self._look_for_removed()
+        for one, other in combinations(sorted(self._world.nodes), 2):
+            ends = self._world.running[one].process, self._world.running[other].process
+            if not self._are_rivals(one, other):
+                del self._rivals_s[ends]
+                continue
+            self._rivals_s[ends] += 1
+            if self._rivals_s[ends] > FOLLOW_S:
+                self._world.fault(f"{one} and {other} are linked, and follow two plans of an epoch")
+
+    def _are_rivals(self, one: int, other: int) -> bool:
+        """Tell whether two nodes hear each other and follow two plans of one epoch."""
+        world, nodes = self._world, self._world.nodes
+        plan, rival = nodes[one].standing.plan, nodes[other].standing.plan
+        if plan is None or rival is None or plan == rival or plan.epoch != rival.epoch:
+            return False
+        if any(world.running[each].process.is_paused for each in (one, other)):
+            return False
+        hears = [nodes[b].me in nodes[a].links.lines for a, b in ((one, other), (other, one))]
+        return all(hears) and world.network.is_open(one, other)
+
+    def _look_for_removed(self) -> None:
+        """Look whether those that are removed are gone for whoever knows it."""
+        for number, node in self._world.nodes.items():
+            process = self._world.running[number].process
+            removals = node.machine.removals
+            if process.is_paused or not removals:
+                continue
+            for key, gone in self._world.members.out(removals).items():
+                if key != node.me:
+                    self._knows_s[process, gone] += 1
+                    self._without(number, node, gone, self._knows_s[process, gone])
+
+    def _without(self, number: int, node: MeshNode, gone: int, knows_s: int) -> None:
+        key = member(gone)[0].node
+        for name, those in (
+            ("alive", node.machine.alive),
+            ("with a profile", node.machine.profiles),
+            ("linked", node.links.lines),
+        ):
+            if key in those:
+                self._world.fault(f"for {number} {gone} is {name}, and is removed")
+        plan = node.standing.plan
+        if knows_s > FOLLOW_S and plan and plan.rank(key) is not None:
+            self._world.fault(f"{number} follows a plan with {gone}, which is removed")
+
+    @property
+    def here(self) -> dict[int, MeshNode]:
+        """The nodes that are members."""
+        members = self._world.members
+        return {
+            number: node for number, node in self._world.nodes.items() if not members.is_out(number)
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Whether the nodes that are here can hold the model."""
+        return sum(self._world.capacity[number] for number in self.here) >= LAYERS
+
+    def unsettled(self) -> str | None:
+        """Say what is not yet as it is to be; None when all is well."""
+        world = self._world
+        if world.coming or len(world.nodes) < len(world.running):
+            return "not all nodes have come back"
+        for number, node in world.nodes.items():
+            if node.me in node.machine.removals:
+                return f"{number} knows that it is removed, and goes on"
+        if any(not one.outcome for one in world.asked):
+            return "requests are under way"
+        return self._strangers() or (self._no_ring() if self.fits else None) or self._left_over()
+
+    def _strangers(self) -> str | None:
+        here = {node.me for node in self.here.values()}
+        for number, node in self.here.items():
+            if node.machine.alive != here:
+                return f"{number} holds {len(node.machine.alive)} alive, not {len(here)}"
+            if node.links.lines.keys() != here - {node.me}:
+                return f"{number} has {len(node.links.lines)} links"
+        return None
+
+    def _no_ring(self) -> str | None:
+        here = {node.me for node in self.here.values()}
+        plans = {number: node.standing.plan for number, node in self.here.items()}
+        for number, plan in plans.items():
+            node = self.here[number]
+            if plan is None:
+                return f"{number} follows no plan: {node.standing.reason()}"
+            if plan != plans[min(plans)]:
+                return f"{number} follows another plan"
+            if not all(stage.node in here for stage in plan.stages):
+                return f"{number} follows a plan with nodes that are not here"
+            if node.standing.standing_entry() is None:
+                return f"{number} sees no ring"
+            service = node.standing.service
+            is_rank = plan.rank(node.me) is not None
+            if not service or is_rank is not bool(service.entry or service.stage):
+                return f"{number} {'is not' if is_rank else 'is'} at work"
+        return None
+
+    def _left_over(self) -> str | None:
+        world, links = self._world, len(self.here) - 1
+        for number, node in self.here.items():
+            if node.desk._calls or node.desk._served or node.desk.counts.active:
+                return f"{number} has requests on its desk"
+            if node.standing.sessions:
+                return f"{number} has {node.standing.sessions} sessions"
+            process, plan = world.running[number].process, node.standing.plan
+            is_linked = plan is not None and len(plan.stages) > 1 and plan.rank(node.me) is not None
+            if len(process.ends) != links + 2 * is_linked:
+                return f"{number} has {len(process.ends)} links, of the ring and others"
+            dials = len(world.capacity) - 1 - links
+            most = TASKS + TASKS_OF_LINK * links + TASKS_OF_RING + TASKS_OF_DIAL * dials
+            if len(process.tasks) > most:
+                return f"{number} has {len(process.tasks)} tasks, more than {most}"
+        return None

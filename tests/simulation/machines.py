@@ -1,0 +1,144 @@
+"""Processes of several machines in one event loop: paused and resumed; knows no network.
+
+A paused process runs none of its code: callbacks and timers of tasks that it began wait for it.
+Every machine has a time of day of its own, which may be wrong and may jump.
+"""
+
+import asyncio
+from asyncio import Handle, TimerHandle
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from time import time as real_time
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+from weakref import WeakSet
+
+from meshllm.testing.clock import VirtualLoop
+
+if TYPE_CHECKING:
+    from tests.simulation.faulty import End
+
+START_S = 1_800_000_000.0  # time of day of a machine whose clock is right
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_OWNER: ContextVar["Process | None"] = ContextVar("owner", default=None)
+
+
+@dataclass(eq=False)
+class Process:
+    """One run of a program: what its tasks do, they do in its context."""
+
+    number: int
+    """Of the machine it runs on."""
+    is_paused: bool = False
+    is_gone: bool = False
+    """The network knows it no more."""
+    context: Context = field(default_factory=copy_context)
+    backlog: list[Handle] = field(default_factory=list)
+    """What it has to do when it runs again."""
+    ends: set["End"] = field(default_factory=set)
+    """Its ends of links."""
+    begun: WeakSet[asyncio.Task[object]] = field(default_factory=WeakSet)
+
+    def __post_init__(self) -> None:
+        self.context.run(_OWNER.set, self)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[object]]:
+        """Its tasks that have not ended."""
+        return [task for task in self.begun if not task.done()]
+
+
+def process_here() -> Process | None:
+    """Return the process whose code runs now."""
+    return _OWNER.get()
+
+
+def time_of_day() -> float:
+    """Tell the time of day as the machine sees it whose code runs now."""
+    owner = _OWNER.get()
+    if owner is None:
+        return real_time()
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Machines)
+    return START_S + loop.time() + loop.ahead_s[owner.number]
+
+
+class Machines(VirtualLoop):
+    """An event loop for several processes, each of which can be paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead_s: defaultdict[int, float] = defaultdict(float)
+        """By how much the time of day of a machine is wrong."""
+        self.most_ahead_s: defaultdict[int, float] = defaultdict(float)
+        """By how much it ever was too late."""
+        self.set_task_factory(_begin)
+
+    def jump(self, number: int, seconds: float) -> None:
+        """Let the time of day of a machine jump."""
+        self.ahead_s[number] += seconds
+        self.most_ahead_s[number] = max(self.most_ahead_s[number], self.ahead_s[number])
+
+    def latest_s(self, number: int) -> float:
+        """Return a time of day that a machine has not seen yet."""
+        return START_S + self.time() + self.most_ahead_s[number]
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> Handle:
+        """Run a callback, once its process runs."""
+        owner = _OWNER.get() if context is None else context.get(_OWNER)
+        if owner is None or not owner.is_paused:
+            return super().call_soon(callback, *args, context=context)
+        handle = Handle(callback, args, self, context)
+        owner.backlog.append(handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> TimerHandle:
+        """Run a callback at a time, or when its process runs again after that."""
+        owner = _OWNER.get() if context is None else context.get(_OWNER)
+        if owner is None:
+            return super().call_at(when, callback, *args, context=context)
+
+        def ring() -> None:
+            if owner.is_paused:
+                owner.backlog.append(handle)
+            else:
+                callback(*args)
+
+        handle = super().call_at(when, ring, context=context)
+        return handle
+
+    def resume(self, process: Process) -> None:
+        """Let a process run again; what it missed happens at once."""
+        process.is_paused = False
+        for handle in process.backlog:
+            self._add_callback(handle)  # type: ignore[attr-defined]  # how asyncio does it
+        process.backlog.clear()
+
+
+def _begin(
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[Any, Any, T] | Generator[Any, None, T],
+    *,
+    context: Context | None = None,
+) -> asyncio.Task[T]:
+    """Make a task, and note whose it is."""
+    task = asyncio.Task(work, loop=loop, context=context)
+    owner = _OWNER.get() if context is None else context.get(_OWNER)
+    if owner is not None:
+        owner.begun.add(task)
+    return task

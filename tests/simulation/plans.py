@@ -1,0 +1,146 @@
+"""Every plan of a history: who computed it from what, who followed it, who served under it.
+
+Theory of operation
+-------------------
+Nobody hands out epochs: parts of a mesh that do not hear each other count alike, so a plan is named
+by epoch and digest, and the links of a ring compare both. What must hold of every history:
+
+- of nodes that know the same, each computes the same plan;
+- a plan that nobody follows yet has an epoch above each that its maker knows of, so there are two
+  of one epoch only where their makers did not hear each other, and never while nothing goes wrong;
+- no plan names a node that its maker knows to be removed;
+- a node never goes back to a plan that ranks below one that it followed in the same run;
+- the spans of every plan that is followed are all layers, each once;
+- an answer was made by the nodes, in the order and by the spans of one plan, that each of them
+  followed at some time while it was made.
+
+That each row went through each layer once, in order, is looked at in `toy`.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
+from contextlib import aclosing, contextmanager
+from functools import lru_cache
+from math import inf
+from typing import Any
+from unittest.mock import patch
+
+from meshllm.names import NodeId, Span
+from meshllm.node import node, standing
+from meshllm.node.service import Service
+from meshllm.protocol.agreement import Agreement
+from meshllm.protocol.candidates import View
+from meshllm.protocol.identity import short
+from meshllm.protocol.plan import Plan
+from meshllm.request import Answer, Event
+from tests.simulation.machines import Process, process_here
+from tests.simulation.toy import LAYERS
+
+
+def tiles(spans: list[Span]) -> bool:
+    """Tell whether spans are all layers, each once, in order."""
+    layers = [layer for span in spans for layer in range(span.start, span.stop)]
+    return layers == [*range(LAYERS)]
+
+
+def know_same(view: View) -> Hashable:
+    """Return what is equal for nodes that know the same."""
+    profiles, states = frozenset(view.profiles.items()), frozenset(view.states.items())
+    return view.charter, view.author, profiles, states, frozenset(view.removed), view.alive()
+
+
+@lru_cache(1024)
+def epoch_of(followed: bytes) -> int:
+    """Return the epoch of an encoded plan."""
+    return Plan.decode(followed).epoch
+
+
+class Plans:
+    """The plans of one world."""
+
+    def __init__(self, fault: Callable[[str], None]) -> None:
+        self._fault = fault
+        self._by_view: dict[Hashable, Plan | None] = {}
+        self._last: dict[Process, Plan] = {}
+        self._until: dict[tuple[NodeId, bytes], float] = {}
+        """When a node ceased to follow a plan."""
+        self._of_epoch: defaultdict[int, set[bytes]] = defaultdict(set)
+
+    @property
+    def rivals(self) -> dict[int, int]:
+        """Count the plans that were followed of each epoch of which there are several."""
+        return {epoch: len(plans) for epoch, plans in self._of_epoch.items() if len(plans) > 1}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at every plan of the nodes that run in the context."""
+        agree: Callable[[View, Agreement | None], Agreement] = vars(node)["agree"]
+        answer: Callable[..., AsyncGenerator[Event, None]] = vars(standing)["answer"]
+        follow = Service.follow
+
+        def agreeing(view: View, before: Agreement | None = None) -> Agreement:
+            agreement = agree(view, before)
+            self._agreed(view, agreement.plan)
+            return agreement
+
+        def following(service: Service, plan: Plan | None) -> None:
+            if plan != service.plan:
+                self._follows(service._me, service.plan, plan)
+            follow(service, plan)
+
+        async def answering(*given: Any) -> AsyncGenerator[Event, None]:
+            plan = next(each for each in given if isinstance(each, Plan))
+            begin = asyncio.get_running_loop().time()
+            async with aclosing(answer(*given)) as events:
+                async for event in events:
+                    if isinstance(event, Answer):
+                        self._served(plan, event, begin)
+                    yield event
+
+        with (
+            patch.object(node, "agree", agreeing),
+            patch.object(Service, "follow", following),
+            patch.object(standing, "answer", answering),
+        ):
+            yield
+
+    def _agreed(self, view: View, plan: Plan | None) -> None:
+        other = self._by_view.setdefault(know_same(view), plan)
+        if plan != other:
+            self._fault(f"nodes that know the same agree on {plan} and {other}")
+        if plan is None:
+            return
+        if any(stage.node in view.removed for stage in plan.stages):
+            self._fault(f"a node that is removed has a place in {plan}")
+        told = {at.followed for node, at in view.states.items() if node not in view.removed}
+        known = max((epoch_of(followed) for followed in told if followed), default=0)
+        if plan.encode() not in told and plan.epoch <= known:
+            self._fault(f"{plan} is new, and there is an epoch {known}")
+
+    def _follows(self, me: NodeId, before: Plan | None, plan: Plan | None) -> None:
+        if before is not None:
+            self._until[me, before.encode()] = asyncio.get_running_loop().time()
+        if plan is None:
+            return
+        process = process_here()
+        assert process is not None
+        if process.is_gone:  # a timer of a node that has ended
+            return
+        last = self._last.get(process)
+        if last is not None and (last.epoch, last.digest) > (plan.epoch, plan.digest):
+            self._fault(f"{process.number} goes back from {last} to {plan}")
+        self._last[process] = plan
+        self._until[me, plan.encode()] = inf
+        self._of_epoch[plan.epoch].add(plan.encode())
+        if not tiles([stage.span for stage in plan.stages]):
+            self._fault(f"{plan} does not tile the layers")
+
+    def _served(self, plan: Plan, answer: Answer, begin: float) -> None:
+        stages = [(rank, short(each.node), each.span) for rank, each in enumerate(plan.stages)]
+        hops = [(hop.rank, hop.node, hop.span) for hop in answer.hops]
+        if hops != stages[: len(hops)]:
+            self._fault(f"{answer.hops} are not the stages of {plan}")
+        for stage in plan.stages:
+            if self._until.get((stage.node, plan.encode()), -inf) < begin:
+                self._fault(f"`{short(stage.node)}` serves {plan}, and follows another")

@@ -1,0 +1,255 @@
+"""What goes wrong in one simulated world, and when; everything follows from its seed."""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+from tests.simulation.checks import Checks
+from tests.simulation.members import Ticket
+from tests.simulation.world import World
+
+BOUND = 120.0  # s from the last fault until all is well
+LEAVE_S = 10.0  # s for all to leave
+FRESH_S = 5.0  # s for a request when all is well
+LOOK_S = 1.0
+BEACON_S = 30.0  # s from the last fault until nodes hear where all others are, and again
+TICKETS_S = (None, 3600.0, 1.5)  # s that a ticket lasts: some are late when they are used
+ROUGH = 8  # faults more, in some worlds
+JUMPS_S = (1.0, 90.0, 3600.0, 3 * 86400.0)  # to both sides
+
+
+class Schedule:
+    """One world and what happens in it."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.checks = Checks(world)
+        self.random = random = world.random
+        self.count = random.choice((2, 2, 3, 3, 3, 4, 5))
+        capacities = (2, 2, 2, 3, 4)
+        world.capacity = {number: random.choice(capacities) for number in range(self.count)}
+        world.policy = random.choice((None, "fastest", "proportional", "throughput"))
+        world.ring_size = random.choice((None, None, 2, 3))
+        world.network.jitter_s = random.choice((0.0, 0.0, 0.002, 0.05))
+        if random.random() < 0.3:
+            for one in range(self.count):
+                for other in range(self.count):
+                    world.network.delay_s[one, other] = random.choice((0.001, 0.02, 0.1))
+        self.people = people = Random(f"{seed} people")  # they spoil no draw of the network
+        self.has_jumps = people.random() < 0.4
+        self.has_removal = people.random() < 0.4
+        if people.random() < 0.4:
+            world.newcomers = {each for each in range(1, self.count) if people.random() < 0.8}
+        self.is_scarce = people.random() < 0.5
+        self.is_rough = people.random() > 0.8
+        self.is_healed = False
+
+    async def run(self) -> None:
+        """Run it all."""
+        world, random, loop = self.world, self.random, self.world.loop
+        looking = loop.create_task(self._look())
+        for number in range(self.count):
+            loop.call_later(random.uniform(0, 3), self._begin, number)
+        end = random.uniform(8, 16)
+        for _ in range(random.randint(0, 5)):
+            loop.call_later(random.uniform(0.5, end), self._fault)
+        for _ in range(random.randint(1, 6)):
+            loop.call_later(random.uniform(1, end), self._ask)
+        self._plan_people(end)
+        await asyncio.sleep(end)
+        self._heal()
+        await self._settle()
+        if not world.wrong:
+            await self._ask_all()
+        if world.is_calm and world.plans.rivals:
+            world.fault(f"nothing went wrong, and of some epochs are {world.plans.rivals} plans")
+        if not world.wrong:
+            await self._all_leave()
+        for number in list(world.running):
+            world.crash(number, silently=False)
+        await asyncio.sleep(1.0)
+        looking.cancel()
+
+    def _plan_people(self, end: float) -> None:
+        people, loop = self.people, self.world.loop
+        if self.has_jumps:
+            for number in range(self.count):
+                self._jump(number)
+            for _ in range(people.randint(1, 6)):
+                loop.call_later(people.uniform(0, end), self._jump, people.randrange(self.count))
+        if self.has_removal:
+            loop.call_later(people.uniform(3, end), self._remove)
+        for _ in range(ROUGH if self.is_rough else 0):
+            loop.call_later(people.uniform(0.5, end), self._fault)
+            loop.call_later(people.uniform(0.5, end), self._ask)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.checks.look()
+            if self.is_healed:
+                self._bring_back()
+
+    # What people do
+
+    def _begin(self, number: int) -> None:
+        if number in self.world.newcomers:
+            self._join(number)
+        else:
+            self.world.start(number)
+
+    def _join(self, number: int) -> None:
+        """Start a node with a ticket of one that runs, or that another has too."""
+        world, people = self.world, self.people
+        inviters = [each for each in self._awake() if not world.members.is_out(each)]
+        if self.is_healed:
+            return
+        if not inviters:
+            world.loop.call_later(LOOK_S, self._join, number)
+            return
+        given = list(world.members.tickets.values())
+        if self.is_scarce and given and people.random() < 0.7:
+            ticket = given[-1]
+        else:
+            ticket = self._ticket(people.choice(inviters))
+        world.note(f"{number} has a ticket of {ticket.inviter}, for {ticket.uses or 'all'}")
+        world.members.invite(number, ticket)
+        world.loop.call_later(people.choice((0.0, 0.0, 1.0, 4.0)), world.start, number)
+        if people.random() < 0.4:
+            harm = people.choice((self._leave, self._crash, self._pause))
+            world.loop.call_later(people.uniform(0, 1), self._harm, harm, ticket.inviter)
+
+    def _ticket(self, inviter: int) -> Ticket:
+        lasts_s, uses = self.people.choice(TICKETS_S), 1 if self.is_scarce else None
+        return self.world.invite(inviter, lasts_s=lasts_s, uses=uses)
+
+    def _remove(self) -> None:
+        world, people = self.world, self.people
+        nodes = [each for each in self._awake() if world.nodes[each].machine.charter]
+        if nodes:
+            number = people.choice(nodes)
+            gone = people.choice([each for each in range(self.count) if each != number])
+            world.remove(number, gone)
+            if people.random() < 0.3:
+                world.loop.call_later(people.uniform(0, 4), self._harm, self._crash, number)
+
+    def _awake(self) -> list[int]:
+        """Name the nodes of which a person gets an answer."""
+        running = self.world.running
+        return [each for each in sorted(self.world.nodes) if not running[each].process.is_paused]
+
+    def _jump(self, number: int) -> None:
+        self.world.jump(number, self.people.choice((-1, 1)) * self.people.choice(JUMPS_S))
+
+    def _ask(self) -> None:
+        if self.world.nodes:
+            self.world.ask(self.random.choice(sorted(self.world.nodes)))
+
+    # What goes wrong
+
+    def _fault(self) -> None:
+        running = sorted(self.world.running)
+        if running:
+            faults = self._crash, self._crash, self._leave, self._pause, self._pause, self._cut
+            self.random.choice(faults)(self.random.choice(running))
+
+    def _harm(self, harm: Callable[[int], None], number: int) -> None:
+        if not self.is_healed:
+            harm(number)
+
+    def _crash(self, number: int) -> None:
+        self.world.crash(number, silently=self.random.random() < 0.5)
+        self._restart(number)
+
+    def _leave(self, number: int) -> None:
+        self.world.leave(number)
+        self._restart(number)
+
+    def _restart(self, number: int) -> None:
+        if self.random.random() < 0.7:
+            self.world.coming += 1
+            self.world.loop.call_later(self.random.uniform(0.1, 6), self._back, number)
+
+    def _back(self, number: int) -> None:
+        self.world.coming -= 1
+        self.world.start(number)
+
+    def _pause(self, number: int) -> None:
+        self.world.pause(number, self.random.uniform(0.1, 6))
+
+    def _cut(self, _: int) -> None:
+        here = set(self.random.sample(range(self.count), self.random.randint(1, self.count - 1)))
+        ways = [(a, b) for a in sorted(here) for b in range(self.count) if b not in here]
+        if self.random.random() < 0.6:
+            ways += [way[::-1] for way in ways]
+        self.world.cut(ways, self.random.uniform(0.5, 8))
+
+    # How it ends
+
+    def _heal(self) -> None:
+        world = self.world
+        self.is_healed = True
+        world.note("all faults end")
+        world.network.heal(*world.network.cuts)
+        for at in world.running.values():
+            world.resume(at.process)
+        self._bring_back()
+        if world.newcomers:
+            world.loop.call_later(BEACON_S, self._tell_places)
+
+    def _bring_back(self) -> None:
+        """Start those without whom the others cannot go on, if need be again."""
+        world = self.world
+        if not any(node.machine.charter for node in world.nodes.values()):
+            world.start(0)
+        if world.members.remover is not None:
+            world.start(world.members.remover)  # maybe nobody else has heard of that
+        for number in sorted(world.members.tickets.keys() - world.members.credentials.keys()):
+            self._help(number)
+
+    def _tell_places(self) -> None:
+        """Help those who were invited by one that is gone."""
+        if not self.world.is_over:
+            self.world.acquaint()
+            self.world.loop.call_later(BEACON_S, self._tell_places)
+
+    def _help(self, number: int) -> None:
+        """Bring back the node that invited this one, or give that up."""
+        world, inviter = self.world, self.world.members.tickets[number].inviter
+        if world.members.is_out(inviter):
+            del world.members.tickets[number]
+            world.crash(number, silently=False)
+        else:
+            world.start(inviter)
+
+    async def _settle(self) -> None:
+        world = self.world
+        until = world.loop.time() + BOUND
+        text: str | None = ""
+        while world.loop.time() < until:
+            await asyncio.sleep(LOOK_S)
+            if world.wrong or (text := self.checks.unsettled()) is None:
+                world.note("all is well")
+                return
+        world.fault(f"after {BOUND:.0f} s {text}")
+
+    async def _ask_all(self) -> None:
+        world = self.world
+        if self.checks.fits:
+            before = len(world.asked)
+            for number in sorted(self.checks.here):
+                world.ask(number, may_cancel=False)
+            await asyncio.sleep(FRESH_S)
+            for one in world.asked[before:]:
+                if one.outcome != "answered":
+                    world.fault(f"a fresh request at {one.number}: {one.outcome or 'no answer'}")
+            await self._settle()  # the plan may change now that the entry is calm
+
+    async def _all_leave(self) -> None:
+        world = self.world
+        world.is_over = True
+        for number in list(world.running):
+            world.leave(number)
+        await asyncio.sleep(LEAVE_S)
+        if world.running:
+            world.fault(f"{sorted(world.running)} do not leave")

@@ -1,0 +1,173 @@
+"""Nodes that are broken on purpose: each thing that is to be true is seen when it is not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import pytest
+
+from meshllm.names import MeshId, NodeId, Span
+from meshllm.node import generate
+from meshllm.node.engine import Held
+from meshllm.node.gauge import Measured
+from meshllm.node.secure import SecureLink
+from meshllm.node.service import Service, _Waiting
+from meshllm.protocol.agreement import Agreement, agree
+from meshllm.protocol.candidates import View
+from meshllm.protocol.credential import Credential, Removals, Role, check
+from meshllm.protocol.plan import Plan
+from meshllm.request import HopReport
+from tests.simulation import toy
+from tests.simulation.machines import process_here
+from tests.simulation.node_world import shortcuts, simulate
+from tests.simulation.toy import ToyEngine
+
+MOST = 60  # schedules until a mutant is to be found
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is replaced, and what is to be said of it."""
+
+    patches: dict[str, object]
+    fault: str
+    first: int = 0
+    """The seed to begin with: the first that finds it."""
+
+
+@pytest.fixture(autouse=True)
+def _fast() -> Iterator[None]:
+    with shortcuts():
+        yield
+
+
+def without_removals(
+    credential: Credential, node: NodeId, mesh: MeshId, now_s: float, _: Removals
+) -> Role:
+    return check(credential, node, mesh, now_s, {})
+
+
+def change(found: Agreement, change: Callable[[Plan], Plan]) -> Agreement:
+    return replace(found, plan=found.plan and change(found.plan))
+
+
+def agree_on_machine_0(view: View, before: Agreement | None = None) -> Agreement:
+    """Let the first two nodes of a ring change places, where this machine thinks of it."""
+
+    def swap(plan: Plan) -> Plan:
+        if len(plan.stages) < 2:
+            return plan
+        one, other, *rest = plan.stages
+        swapped = replace(other, span=one.span), replace(one, span=other.span)
+        return replace(plan, stages=(*swapped, *rest))
+
+    process, found = process_here(), agree(view, before)
+    return change(found, swap) if process and process.number == 0 else found
+
+
+def agree_on_epoch_1(view: View, before: Agreement | None = None) -> Agreement:
+    return change(agree(view, before), lambda plan: replace(plan, epoch=1))
+
+
+def load_one_more(engine: ToyEngine, span: Span, is_entry: bool, alone: bool) -> Held:
+    start = span.start if is_entry else span.start - 1
+    return LOAD(engine, Span(start, span.stop), is_entry, alone)
+
+
+LOAD, HOPS = ToyEngine._load, generate._hops
+
+
+async def always(_: _Waiting) -> bool:
+    return True
+
+
+async def sweep_nothing(_: Service, __: float) -> None:
+    pass
+
+
+async def stay_open(_: SecureLink) -> None:
+    pass
+
+
+def nod(*_: object) -> None:
+    pass
+
+
+def tell_layer_0(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
+    return tuple(replace(hop, span=Span(0, 1)) for hop in HOPS(measured, plan))
+
+
+def always_open(*_: object) -> bool:
+    return True
+
+
+AGREE = "meshllm.node.node.agree"
+AGREED = {"tests.simulation.plans.Plans._agreed": nod}  # so that what is looked at later shows
+UNSEEN = {
+    **AGREED,
+    "tests.simulation.checks.Checks.look": nod,
+    "tests.simulation.checks.Checks.unsettled": nod,
+}
+LATE = ("meshllm.node.keyring.Invitation.is_late", "meshllm.node.joining._refuse_late")
+MUTANTS = {
+    "a plan of its own": Mutant({AGREE: agree_on_machine_0}, "nodes that know the same agree on"),
+    "a plan of its own, linked": Mutant(
+        {AGREE: agree_on_machine_0, **AGREED}, "are linked, and follow two plans of an epoch"
+    ),
+    "a plan of its own, in calm": Mutant(
+        {AGREE: agree_on_machine_0, **UNSEEN}, "nothing went wrong, and of some epochs are", 16
+    ),
+    "epochs do not rise": Mutant({AGREE: agree_on_epoch_1}, "is new, and there is an epoch"),
+    "epochs go back": Mutant({AGREE: agree_on_epoch_1, **AGREED}, "goes back from"),
+    "removals are ignored": Mutant(
+        {"meshllm.protocol.census.check": without_removals}, "and is removed"
+    ),
+    "used-up tickets are good": Mutant(
+        {"meshllm.node.keyring.Invitation.is_open": always_open}, "a ticket for 1 lets in 2", 35
+    ),
+    "late tickets are good": Mutant(
+        dict.fromkeys(LATE, nod), "a ticket that has expired lets somebody in"
+    ),
+    "a layer runs twice": Mutant(
+        {"tests.simulation.toy.ToyEngine._load": load_one_more}, "a row behind"
+    ),
+    "other layers are told": Mutant(
+        {"meshllm.node.generate._hops": tell_layer_0}, "are not the stages of"
+    ),
+    "a request has no end": Mutant({"meshllm.node.desk.RING_S": 1e9}, "requests are under way", 15),
+    "links are left open": Mutant(
+        {"meshllm.node.secure.SecureLink.close": stay_open}, "links, of the ring and others"
+    ),
+    "links of the last plan stay": Mutant(
+        {"meshllm.node.service.Service._sweep": sweep_nothing}, "links, of the ring and others", 323
+    ),
+    "links are not looked at": Mutant(
+        {"meshllm.node.service._Waiting.stands": always}, "sees no ring", 143
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_node_is_found(name: str) -> None:
+    mutant = MUTANTS[name]
+
+    with ExitStack() as stack:
+        for target, mutation in mutant.patches.items():
+            stack.enter_context(patch(target, mutation))
+        seeds = range(mutant.first, mutant.first + MOST)
+
+        assert any(mutant.fault in text for seed in seeds for text in simulate(seed).wrong)
+
+
+def test_a_wrong_row_is_found() -> None:
+    through = toy._through
+    calls = iter(range(10**9))
+
+    def sometimes(value: int, cache: toy.ToyCache) -> int:
+        return through(value, cache) + (next(calls) % 40 == 39)
+
+    for seed in range(3):
+        simulate(seed)  # so that the references are known
+    with patch.object(toy, "_through", sometimes):
+        assert any(simulate(seed).wrong for seed in range(3))

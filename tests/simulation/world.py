@@ -1,0 +1,273 @@
+"""Machines, a network, and whole nodes on them; decides not what happens, nor what is right."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import ParamSpec, TypeVar
+
+from meshllm.errors import MeshError, NotAuthorised
+from meshllm.node.node import MeshNode, open_node
+from meshllm.node.options import NodeOptions
+from meshllm.node.worker import Worker
+from meshllm.protocol.credential import Role
+from meshllm.protocol.identity import show
+from meshllm.testing.clock import InlineExecutor
+from tests.simulation.asking import Asked, draw_request, read
+from tests.simulation.faulty import Network, address_of
+from tests.simulation.machines import Machines, Process
+from tests.simulation.members import Members, Ticket
+from tests.simulation.mesh_world import member
+from tests.simulation.plans import Plans
+from tests.simulation.toy import ToyPreparation, memory_for
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ToyWorker(Worker):
+    """A compute thread for which each job takes a while, in virtual time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(InlineExecutor())
+        self._seconds = seconds
+        self._turn = asyncio.Lock()
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        async with self._turn:
+            await asyncio.sleep(self._seconds)
+            return function(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class Running:
+    """One run of a node."""
+
+    process: Process
+    task: "asyncio.Task[None]"
+    node: MeshNode | None = None
+    """None until it is a member."""
+    asked: "list[asyncio.Task[None]]" = field(default_factory=list)
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call as a part of this process."""
+        return self.process.context.copy().run(function, *args, **kwargs)
+
+
+class World:
+    """What there is, and its history."""
+
+    def __init__(self, seed: int, home: Path) -> None:
+        self.random = Random(seed)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Machines)
+        self.loop: Machines = loop
+        self.network = Network(loop, self.random)
+        self.members = Members(home, self.fault, loop.latest_s)
+        self.plans = Plans(self.fault)
+        self.capacity: dict[int, int] = {}
+        """Layers for which a machine has room; every machine is named here."""
+        self.newcomers: set[int] = set()
+        """Machines that are no members before a ticket makes them."""
+        self.policy: str | None = None
+        self.ring_size: int | None = None
+        self.running: dict[int, Running] = {}
+        self.asked: list[Asked] = []
+        self.history: list[str] = []
+        self.coming = 0
+        """Nodes that are to come back."""
+        self.is_calm = True
+        """No node ended, stood still or was removed yet, and no message was held up."""
+        self.is_over = False
+        """No node starts any more."""
+        self.wrong: list[str] = []
+        """What should never be."""
+
+    def note(self, text: str) -> None:
+        self.history.append(f"{self.loop.time():8.3f} {text}")
+
+    def fault(self, text: str) -> None:
+        self.note(f"WRONG: {text}")
+        self.wrong.append(text)
+
+    @property
+    def nodes(self) -> dict[int, MeshNode]:
+        return {number: at.node for number, at in self.running.items() if at.node}
+
+    # How nodes begin and end
+
+    def start(self, number: int) -> None:
+        """Start a node, or start it again with its key."""
+        if number in self.running or self.is_over:
+            return
+        if number in self.newcomers:
+            if number not in self.members.tickets:
+                return
+        elif number not in self.members.credentials:
+            others = self.capacity.keys() - self.newcomers - {number}
+            self.members.settle(number, sorted(others))
+        self.note(f"start {number}")
+        if number in self.network.dark:
+            self.network.dark.discard(number)
+            if self.random.random() < 0.5:
+                self.network.reset(number)
+        process = Process(number)
+        task = self.loop.create_task(self._live(process), context=process.context)
+        self.running[number] = Running(process, task)
+
+    async def _live(self, process: Process) -> None:
+        number = process.number
+        ticket = self.members.tickets.get(number)
+        options = NodeOptions(
+            self.members.folder(number),
+            name=f"n{number}",
+            memory_bytes=memory_for(self.capacity[number]),
+            discovery=False,
+            threads=1,
+            join=ticket.text if ticket else None,
+            policy=self.policy if number == 0 else None,
+            members=self.ring_size if number == 0 else None,
+        )
+        worker = ToyWorker(0.001 + 0.03 * self.random.random())
+        seat = self.network.seat(process)
+        try:
+            async with open_node(options, seat, worker, ToyPreparation) as node:
+                self.running[number].node = node
+                self._came(number, node)
+                await node.stopped
+        except MeshError as error:
+            self._refused(number, error)
+        if self.running[number].process is process:
+            self.note(f"{number} has ended")
+            del self.running[number]
+            if process.ends:
+                self.fault(f"{number} left, and leaves {len(process.ends)} links open")
+            self.network.kill(process, silently=False)
+
+    def _came(self, number: int, node: MeshNode) -> None:
+        credential = node.keyring.credential
+        assert credential is not None
+        self.members.credentials[number] = credential
+
+    def _refused(self, number: int, error: MeshError) -> None:
+        if isinstance(error, NotAuthorised) and self.members.may_be_refused(number):
+            self.note(f"{number} is refused: {error}")
+            self._forsake(self.running[number])
+        else:
+            self.fault(f"{number} ended: {error!r}")
+
+    def _forsake(self, at: Running) -> None:
+        for task in at.asked:
+            task.cancel()
+        for one in self.asked:
+            if one.process is at.process:
+                one.outcome = one.outcome or "its ingress died"
+
+    def crash(self, number: int, *, silently: bool) -> None:
+        """Kill a node, or take its power."""
+        if number not in self.running:
+            return
+        at, self.is_calm = self.running.pop(number), False
+        self.note(f"{'power cut of' if silently else 'kill'} {number}")
+        self.network.kill(at.process, silently=silently)
+        if silently:
+            self.network.dark.add(number)
+        self.loop.resume(at.process)
+        at.task.cancel()
+        self._forsake(at)
+        self.loop.create_task(self._bury(at))
+
+    async def _bury(self, at: Running) -> None:
+        await asyncio.gather(at.task, *at.asked, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        if at.process.tasks:
+            self.fault(f"{at.process.number} was killed, and leaves {at.process.tasks}")
+
+    def leave(self, number: int) -> None:
+        """Tell a node to finish and go."""
+        at = self.running.get(number)
+        if at and at.node and not at.process.is_paused:
+            self.is_calm = False
+            self.note(f"{number} is told to leave")
+            at.call(at.node.leave)
+
+    # Who is a member
+
+    def invite(self, inviter: int, *, lasts_s: float | None, uses: int | None) -> Ticket:
+        """Let a node make a ticket."""
+        at = self.running[inviter]
+        assert at.node is not None
+        return Ticket(at.call(at.node.invite, Role.NODE, lasts_s, uses), inviter, uses)
+
+    def remove(self, number: int, gone: int) -> None:
+        """Let a node remove another, if it knows of it."""
+        at, key = self.running[number], member(gone)[0].node
+        if at.node is None or key not in at.node.machine.profiles:
+            return
+        self.is_calm = False
+        self.note(f"{number} removes {gone}")
+        at.call(at.node.door.remove, show(key))
+        self.members.remover = number
+        self.members.removals = dict(at.node.machine.removals)
+
+    def acquaint(self) -> None:
+        """Tell each node where the others are, as a beacon does."""
+        for at in self.running.values():
+            for other in self.nodes:
+                if at.node is not None and other != at.process.number:
+                    at.call(at.node.links.hint, member(other)[0].node, [address_of(other)])
+
+    # What goes wrong
+
+    def pause(self, number: int, seconds: float) -> None:
+        """Let a process not run for a while."""
+        at = self.running.get(number)
+        if at and not at.process.is_paused:
+            self.is_calm = False
+            self.note(f"pause {number} for {seconds:.1f} s")
+            at.process.is_paused = True
+            self.loop.call_later(seconds, self.resume, at.process)
+
+    def resume(self, process: Process) -> None:
+        """Let a process run again, if it does not."""
+        if process.is_paused:
+            self.note(f"{process.number} goes on")
+            self.loop.resume(process)
+
+    def cut(self, ways: list[tuple[int, int]], seconds: float) -> None:
+        """Let nothing through for a while."""
+        self.is_calm = False
+        self.note(f"cut {ways} for {seconds:.1f} s")
+        self.network.cuts.update(ways)
+        self.loop.call_later(seconds, self._mend, ways)
+
+    def _mend(self, ways: list[tuple[int, int]]) -> None:
+        self.note(f"mend {ways}")
+        self.network.heal(*ways)
+
+    def jump(self, number: int, seconds: float) -> None:
+        """Let the time of day of a machine jump."""
+        self.note(f"the clock of {number} jumps by {seconds:.0f} s")
+        self.loop.jump(number, seconds)
+
+    # Requests
+
+    def ask(self, number: int, *, may_cancel: bool = True) -> None:
+        """Ask a node for a text."""
+        at = self.running.get(number)
+        if at is None or at.node is None:
+            return
+        request = draw_request(self.random)
+        may_cancel = may_cancel and self.random.random() < 0.25
+        cancel_at = self.random.randint(0, 4) if may_cancel else None
+        asked = Asked(len(self.asked) + 1, number, at.process, request, cancel_at)
+        self.asked.append(asked)
+        tokens = request.max_tokens
+        self.note(f"ask {number}: {request.raw!r}, {tokens} tokens, request {asked.serial}")
+        work = self._answer(at.node, asked)
+        at.asked.append(self.loop.create_task(work, context=at.process.context.copy()))
+
+    async def _answer(self, node: MeshNode, asked: Asked) -> None:
+        await read(node, asked, self.fault)
+        self.note(f"request {asked.serial}: {asked.outcome}, {asked.text!r}")
