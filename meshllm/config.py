@@ -22,6 +22,7 @@ from meshllm.request import Request, Sampling
 
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+QuantName: TypeAlias = Literal["none", "int8", "int4"]
 PolicyName: TypeAlias = Literal["auto", "fastest", "throughput", "proportional"]
 Speculation: TypeAlias = Literal["auto", "off"]
 LogFormat: TypeAlias = Literal["text", "json"]
@@ -65,6 +66,8 @@ class Settings:
     """Who holds embedding and head."""
     dtype: Dtype = "auto"
     """Number format of the weights; `auto` is as stored."""
+    quant: QuantName = "none"
+    """Hold weights in 8 or 4 bits: smaller, faster, not the same."""
     threads: int | None = None
     """Processor threads; torch decides when not set."""
     speculation: Speculation = "auto"

@@ -30,6 +30,7 @@ door
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NewType, Self
 
 from meshllm.errors import UserError
@@ -79,3 +80,14 @@ class Span:
         if not (colon and start.isdecimal() and stop.isdecimal()):
             raise UserError(f"`{text}` is no span of layers", hint="write it as `0:14`")
         return cls(int(start), int(stop))
+
+
+class Quant(StrEnum):
+    """How the weights of linear modules are held."""
+
+    NONE = "none"
+    """As stored; the same bits as transformers."""
+    INT8 = "int8"
+    """8 bits with a scale per output: half the memory of bfloat16, and about twice as fast."""
+    INT4 = "int4"
+    """4 bits with a scale and a zero per 64 inputs: 3.5 times less memory than bfloat16."""

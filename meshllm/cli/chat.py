@@ -28,7 +28,7 @@ Examples:
 
 
 @takes(
-    "model", "nodes", "transport", "ends", "dtype", "threads", "speculation", "exact",
+    "model", "nodes", "transport", "ends", "dtype", "quant", "threads", "speculation", "exact",
     "state", "join", "system",
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed",

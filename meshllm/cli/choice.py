@@ -8,7 +8,7 @@ from meshllm.cli.local import Answers, Opener, open_local
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import UserError
 
-_OF_A_RING = ("transport", "ends", "dtype", "threads", "speculation", "exact")
+_OF_A_RING = ("transport", "ends", "dtype", "quant", "threads", "speculation", "exact")
 """What settles how a ring is formed, and so cannot be chosen for one that is there."""
 
 

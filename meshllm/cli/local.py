@@ -5,7 +5,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
 from typing import Protocol, TypeAlias
 
-from meshllm.config import Settings
+from meshllm.config import Settings, state_path
+from meshllm.names import Quant
 from meshllm.request import Event, Request
 
 
@@ -49,6 +50,8 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
         dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
         threads=settings.threads,
         drafting=SuffixDrafting() if settings.speculation == "auto" else None,
+        quant=Quant(settings.quant),
+        cache=state_path(settings) / "cache",
         exact=settings.exact,
     )
     return open_ring(resolve(settings.model), options)

@@ -48,11 +48,11 @@ Carrier = Annotated[
 _SOON_S = 0.02
 _AS_GIVEN = (
     "model", "transport", "listen", "advertise", "join", "name", "policy", "members", "dtype",
-    "threads", "exact", "discovery", "context",
+    "quant", "threads", "exact", "discovery", "context",
 )  # fmt: skip
 _SETTINGS = (
     "model", "listen", "advertise", "join", "name", "memory", "layers", "policy",
-    "members", "exclude", "prefer", "dtype", "threads", "speculation", "exact", "context",
+    "members", "exclude", "prefer", "dtype", "quant", "threads", "speculation", "exact", "context",
     "state", "log_format",
 )  # fmt: skip
 

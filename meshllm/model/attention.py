@@ -15,10 +15,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 BLOCK = 1024  # keys
-_LENGTHS = (5, 200, BLOCK - 10, BLOCK + 1, 2 * BLOCK - 10)
-"""Keys with which they are tried: short, odd, over the edge of a block within the rows."""
+_LENGTHS = (*range(1, 36), 200, BLOCK - 10, BLOCK + 1, 2 * BLOCK - 10)
+"""Keys with which they are tried: few, odd, over the edge of a block within the rows."""
+_LANES = 16  # values that a processor adds at once; of a part of them the order is another
 
 
 class RowAttention:
@@ -73,7 +75,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     if rows > 1:
         hidden = torch.ones(rows, keys, dtype=torch.bool).triu_(keys - rows + 1)
         scores.masked_fill_(hidden, -torch.inf)
-    shares = scores.softmax(-1).to(value.dtype).view(groups, each * rows, keys)
+    scores = functional.pad(scores, (0, -keys % _LANES), value=-torch.inf)
+    shares = scores.softmax(-1)[..., :keys].to(value.dtype).reshape(groups, each * rows, keys)
     parts = [
         torch.matmul(shares[..., at : at + BLOCK], value[0, :, at : at + BLOCK])
         for at in range(0, keys, BLOCK)

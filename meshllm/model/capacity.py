@@ -6,13 +6,14 @@ from math import prod
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshllm.model.anatomy import PROBE, run_on_meta, stubbed
 from meshllm.model.cache import SpanCache
+from meshllm.model.quant_kernels import packed_bytes
 from meshllm.model.skeleton import Skeleton, build
 from meshllm.model.source import Source, stored_dtype
-from meshllm.names import Span
+from meshllm.names import Quant, Span
 
 UNLIMITED = 1 << 20  # tokens; for the rare config that gives no longest sequence
 
@@ -43,8 +44,10 @@ class ModelShape:
     """Bytes per element of a hidden state."""
 
 
-def shape_of(source: Source, dtype: torch.dtype | None = None) -> ModelShape:
-    """Measure a model as it would be in ``dtype``, or as stored.
+def shape_of(
+    source: Source, dtype: torch.dtype | None = None, quant: Quant = Quant.NONE
+) -> ModelShape:
+    """Measure a model as it would be in ``dtype``, or as stored, and quantised.
 
     Raises:
         ModelError: transformers cannot build it.
@@ -59,9 +62,12 @@ def shape_of(source: Source, dtype: torch.dtype | None = None) -> ModelShape:
         name=source.name,
         model_type=source.config.model_type,
         layers=skeleton.layers,
-        layer_bytes=tuple(_size(layer.state_dict().values()) for layer in skeleton.parts),
+        layer_bytes=tuple(
+            _size(layer.state_dict().values()) - _saved(layer.modules(), quant)
+            for layer in skeleton.parts
+        ),
         embed_bytes=_size(tensors[name] for name in _under(tensors, anatomy.inputs)),
-        head_bytes=_size(tensors[name] for name in _under(tensors, anatomy.outputs) - tied),
+        head_bytes=_head_bytes(skeleton, tied, quant),
         tied=bool(tied),
         kv_bytes_per_token=_kv_bytes(skeleton),
         hidden_size=config.hidden_size,
@@ -75,6 +81,25 @@ def shape_of(source: Source, dtype: torch.dtype | None = None) -> ModelShape:
 def free_memory() -> int:
     """Tell how many bytes can be used without swapping."""
     return int(psutil.virtual_memory().available)
+
+
+def _saved(modules: Iterable[nn.Module], quant: Quant) -> int:
+    """Count the bytes that linear modules take less when they are quantised."""
+    weights = [module.weight for module in modules if isinstance(module, nn.Linear)]
+    return sum(
+        weight.nbytes - packed_bytes(quant, (weight.shape[0], weight.shape[1]), weight.dtype)
+        for weight in weights
+    )
+
+
+def _head_bytes(skeleton: Skeleton, tied: set[str], quant: Quant) -> int:
+    """Count what stands behind the layers; what is tied and quantised is held a second time."""
+    model, outputs = skeleton.model, skeleton.anatomy.outputs
+    tensors = model.state_dict()
+    names = _under(tensors, outputs)
+    held = names if quant is not Quant.NONE else names - tied
+    modules = (each for name in outputs for each in model.get_submodule(name).modules())
+    return _size(tensors[name] for name in held) - _saved(modules, quant)
 
 
 def _under(names: Iterable[str], modules: Iterable[str]) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 KEY = 2  # tokens that must be the same; fewer match anywhere
 MAX_MATCH = 32  # tokens compared: a longer match says no more
 MAX_CHAIN = 24  # places looked at
-MAX_STORE = 1 << 18  # tokens of past sessions that are kept, half of them when it is full
+MAX_STORE = 1 << 17  # tokens of past sessions that are kept, half of them when it is full
 _STEPS = (4, 8, 16)  # lengths of a match at which confidence rises
 _BETWEEN = -1  # two sessions; no token
 
@@ -26,7 +26,7 @@ class Drafter(Protocol):
         """Take what follows the text so far."""
 
     def look(self) -> int | None:
-        """Say how sure the next guess is, from 0 to 4; None is no guess."""
+        """Say how sure the next guess is, from 0 to 3; None is no guess."""
 
     def guess(self, most: int) -> tuple[int, ...]:
         """Guess at up to ``most`` tokens."""

@@ -47,7 +47,7 @@ def manifest(source: Source, cache: Path) -> tuple[bytes, ...]:
     """
     skeleton = build(source.config, torch.float32)
     weights = list_weights(source.folder)
-    hashed = {file: _digests(source.folder / file, cache) for file in set(weights.values())}
+    hashed = {file: file_digests(source.folder / file, cache) for file in set(weights.values())}
     parts = [blake3() for _ in range(skeleton.layers + 2)]
     absent: set[int] = set()
     for name, place in sorted(select(skeleton, weights).items()):
@@ -91,7 +91,7 @@ def _part(skeleton: Skeleton, place: str) -> int:
     return skeleton.layers + place.startswith(outputs)
 
 
-def _digests(path: Path, cache: Path) -> dict[str, str] | None:
+def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
     """Digest every tensor of a file: its name -> hexadecimal; None when there is no such file."""
     try:
         path = path.resolve(strict=True)

@@ -1,17 +1,18 @@
 """Runs a shard for sessions: prompts as the stock model does, decode steps steadily.
 
-Theory of operation: guesses may be checked many at a time only if that changes no text. So from the
-second token on matrices and attention compute each row as they would in any company, see
-`meshllm.model.steady` and `meshllm.model.attention`. Whether that is all of a model is not believed
-but tried: where a number of rows is first asked for, and again whenever the context has grown
-fourfold, rows are computed both ways and compared. Where one bit differs they are computed one
-after the other from then on, which costs time but no text. A model whose stock forward gives
-something else than these parts do, beyond rounding, keeps to that, one row at a time.
+Theory of operation: guesses may be checked many at a time, and sessions computed together, only if
+that changes no text. So from the second token on matrices and attention compute each row as they
+would in any company, see `meshllm.model.steady` and `meshllm.model.attention`. Whether a model
+allows that is told from the whole of it, so that every shard of it does the same; whether these
+parts are all of it is tried on load, on rows that never change: together, alone, and by the stock
+forward. Where that fails, steps are those of the stock model, one row at a time, which costs time
+but no text.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,15 +20,22 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from meshllm.model.attention import RowAttention
-from meshllm.model.cache import SpanCache
+from meshllm.model.bundle import Bundle
+from meshllm.model.cache import SpanCache, WindowLayer
+from meshllm.model.quant_attention import NAME as SHARED_KEYS
 from meshllm.model.shard import Shard
-from meshllm.model.steady import steady
+from meshllm.model.skeleton import build
+from meshllm.model.steady import find_floors, steady
 
-STOCK = "sdpa"
+STOCK = {"sdpa", SHARED_KEYS}
 STEADY = "meshllm_steady"
 """Names of attention functions, as transformers calls them."""
+MOST_ROWS = 17
+"""Of all sessions that compute together."""
 
-ALIKE = 0.05  # of the norm of a row: what rounding may change in half precision
+_ALIKE = 0.25  # of the norm of a row: what rounding may change in a deep model of random weights
+_BEFORE, _TRIED = 24, 5  # rows of a trial: of its prompt, and behind it
+_KINDS = {"full_attention", "sliding_attention"}
 _KNOWN = {
     "cache_position",
     "dropout",
@@ -40,11 +48,6 @@ _KNOWN = {
 }
 """Options of attention that are heeded, or change nothing where a row sees all before it."""
 
-
-class Strange(Exception):
-    """This model's attention is asked for something that only its own knows."""
-
-
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, SpanCache | None], Tensor]
@@ -56,15 +59,12 @@ class Runner:
     def __init__(self, shard: Shard, counts: Sequence[int] = ()) -> None:
         """Prepare for steps of one row and of each of ``counts``; none are stock steps."""
         self.shard = shard
+        self._counts = frozenset((1, *counts))
         self._attention = RowAttention(counts)
-        self._equal: dict[tuple[int, int], bool] = {}  # by rows and size of the context
-        model = shard.model
-        self._is_steady = (
-            bool(counts)
-            and model.config._attn_implementation == STOCK
-            and not _mixes(model)
-            and steady(model, (1, *counts))
-        )
+        self._slides = any(isinstance(layer, WindowLayer) for layer in self.new_cache().layers)
+        self._bundle: Bundle | None = None
+        self.is_steady = bool(counts) and self._exchange() and self._agrees()
+        """Whether several rows are computed in the time of one, or nearly."""
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""
@@ -76,36 +76,89 @@ class Runner:
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run rows ``x`` [1, T or T, D], each as if it came alone; return what all give."""
-        size = cache.length.bit_length() // 2 if cache else 0
-        for part in (x[:, :1], x):
-            case = part.shape[1], size
-            if self._is_steady and case not in self._equal:
-                self._equal[case] = self._try(part, cache)
-        if self._is_steady and self._equal[x.shape[1], size]:
+        if self.is_steady and x.shape[1] in self._counts:
             return self._steady(x, cache)
-        one: Forward = self._steady if self._is_steady else self.shard.forward
+        one: Forward = self._steady if self.is_steady else self.shard.forward
         return torch.cat([one(row, cache) for row in _alone(x)], 1)
 
-    def _try(self, x: Tensor, cache: SpanCache | None) -> bool:
-        """Compare the rows together with the rows alone, or one row with the stock forward."""
-        start = cache.length if cache else 0
+    def step_many(
+        self, parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
+    ) -> list[Tensor]:
+        """Run steps of several sessions; each gives what `step` would give."""
+        outputs: list[Tensor] = []
+        while len(outputs) < len(parts):
+            at = len(outputs)
+            totals = accumulate(part.shape[1] for part in parts[at:])
+            stop = at + max(1, sum(total <= MOST_ROWS for total in totals))
+            outputs += self._bundled(parts[at:stop], caches[at:stop])
+        return outputs
 
-        def rerun(forward: Forward, *rows: Tensor) -> Tensor:
-            try:
-                return torch.cat([forward(row, cache) for row in rows], 1)
-            finally:
-                if cache is not None:
-                    cache.crop(start)
-
-        if x.shape[1] > 1:
-            return torch.equal(rerun(self._steady, x), rerun(self._steady, *_alone(x)))
-        stock = rerun(self.shard.forward, x)
+    def _bundled(self, parts: Sequence[Tensor], caches: Sequence[SpanCache | None]) -> list[Tensor]:
+        if len(parts) == 1 or not self.is_steady:
+            return [self.step(part, cache) for part, cache in zip(parts, caches, strict=True)]
+        rows, x = [part.shape[1] for part in parts], torch.cat(list(parts), 1)
+        held = [cache for cache in caches if cache is not None]
+        if not held:
+            return list(torch.split(self._steady(x, None), rows, 1))
+        self._bundle = bundle = Bundle(held, rows)
         try:
-            self._is_steady = bool((rerun(self._steady, x) - stock).norm() <= ALIKE * stock.norm())
-        except Strange as reason:
-            self._is_steady = False
-            logger.info("one row at a time: %s", reason)
-        return self._is_steady
+            with self._steadily():
+                output = self.shard.forward(x, bundle, position_ids=bundle.position_ids)
+        finally:
+            self._bundle = None
+        bundle.advance()
+        return list(torch.split(output, rows, 1))
+
+    def _exchange(self) -> bool:
+        """Make the matrices steady, if all of the model can be; say if it can."""
+        model = self.shard.model
+        config, dtype = model.config, model.dtype
+        kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+        if config._attn_implementation not in STOCK or dtype != torch.bfloat16:
+            return False
+        whole = build(config, dtype).model
+        if not _KINDS.issuperset(kinds) or _mixes(whole):
+            return False
+        floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1))
+        if floors is None:
+            return False
+        steady(model, floors)
+        return True
+
+    @torch.inference_mode()
+    def _agrees(self) -> bool:
+        """Try rows together and alone, sessions together and alone, and the stock forward."""
+        x, layers = self._rows(), bool(self.shard.span)
+
+        def filled() -> SpanCache | None:
+            cache = self.new_cache()
+            self.shard.forward(x[:, :_BEFORE], cache)
+            return cache if layers else None
+
+        rows = x[:, _BEFORE:]
+        try:
+            cache = filled()
+            alone = torch.cat([self._steady(row, cache) for row in _alone(rows)], 1)
+            together = self._steady(rows, filled())
+            self.is_steady = True  # or sessions do not go together
+            both = self.step_many([rows[:, :2], rows], [filled(), filled()])
+            stock = self.shard.forward(rows[:, :1], filled())
+        except Exception as reason:  # foreign code meets what it was not made for
+            logger.info("one row at a time: %s: %s", type(reason).__name__, reason)
+            return False
+        error = (alone[:, :1].float() - stock.float()).norm() / stock.float().norm()
+        equal = [torch.equal(alone, each) for each in (together, both[1])]
+        return all(equal) and torch.equal(both[0], alone[:, :2]) and bool(error <= _ALIKE)
+
+    def _rows(self) -> Tensor:
+        """Draw the rows [1, T or T, D] of a trial; the same each time."""
+        config = self.shard.model.config.get_text_config(decoder=True)
+        generator = torch.Generator().manual_seed(0)
+        count = _BEFORE + _TRIED
+        if self.shard.embed:
+            return torch.randint(0, config.vocab_size, (1, count), generator=generator)
+        rows = torch.randn(1, count, config.hidden_size, generator=generator)
+        return rows.to(self.shard.model.dtype)
 
     def _steady(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         with self._steadily():
@@ -114,12 +167,14 @@ class Runner:
     @contextmanager
     def _steadily(self) -> Iterator[None]:
         config: Any = self.shard.model.config
-        ALL_ATTENTION_FUNCTIONS.register(STEADY, self._attend)
+        stock = config._attn_implementation
+        ALL_ATTENTION_FUNCTIONS[STEADY] = self._attend
         config._attn_implementation = STEADY  # no masks are made for a name that has none
         try:
             yield
         finally:
-            config._attn_implementation = STOCK
+            config._attn_implementation = stock
+            del ALL_ATTENTION_FUNCTIONS[STEADY]  # it would keep the weights
 
     def _attend(
         self,
@@ -127,20 +182,34 @@ class Runner:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        _mask: None,
+        attention_mask: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """Attend in the place of a function of transformers: query [1, H, T, D] to [1, T, H, E]."""
-        if strange := {name for name in options.keys() - _KNOWN if options[name] is not None}:
-            raise Strange(f"attention with {', '.join(sorted(strange))}")
+        strange = {name for name in options.keys() - _KNOWN if options[name] is not None}
+        if self._slides and "sliding_window" not in options:
+            strange.add("a window")
+        if strange or attention_mask is not None:
+            wish = ", ".join(sorted(strange)) or "a mask"
+            raise NotImplementedError(f"attention with {wish}")
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         window = options.get("sliding_window")
-        return self._attention.attend(query, key, value, scale, window), None
+        if self._bundle is None:
+            return self._attention.attend(query, key, value, scale, window), None
+        queries = torch.split(query, self._bundle.rows, 2)
+        attended = [
+            self._attention.attend(own, *seen, scale, window)
+            for own, seen in zip(queries, self._bundle.seen, strict=True)
+        ]
+        return torch.cat(attended, 1), None
 
 
 def _mixes(model: nn.Module) -> bool:
-    """Whether rows share stacked matrices of experts: which ones do, no trial tells for others."""
-    return any(parameter.dim() > 2 and min(parameter.shape) > 1 for parameter in model.parameters())
+    """Whether rows share matrices of experts: which ones do is another matter with each text."""
+    return any(
+        "expert" in name or (parameter.dim() > 2 and min(parameter.shape) > 1)
+        for name, parameter in model.named_parameters()
+    )
 
 
 def _alone(x: Tensor) -> list[Tensor]:

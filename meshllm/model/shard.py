@@ -13,6 +13,7 @@ A family whose layers share more than that (a second residual, the embeddings, k
 layer) gives wrong numbers here: `meshllm.model.check` finds out before a user does.
 """
 
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 from meshllm.model.cache import SpanCache
 from meshllm.model.loader import load
 from meshllm.model.packed import pack
+from meshllm.model.quant import quantise
+from meshllm.model.quant_store import digest_weights
 from meshllm.model.skeleton import Part, Skeleton, build, strip
 from meshllm.model.source import Source, stored_dtype
 from meshllm.model.stub import LayerStub, Stop, first, key
-from meshllm.names import Span
+from meshllm.names import Quant, Span
 
 
 class Shard:
@@ -54,24 +57,34 @@ class Shard:
         attention: str | None = None,
         share: "Shard | None" = None,
         packed: bool = True,
+        quant: Quant = Quant.NONE,
+        cache: Path | None = None,
     ) -> Self:
         """Load a part of a model, reading only its tensors.
 
         Weights stay memory-mapped where ``dtype`` is that of the file (None: as stored); matrices
         that are ``packed`` are then copied, for the same bits sooner. Tensors that ``share`` holds
         too, as tied embeddings, are taken from it. ``attention`` is a name of transformers, as
-        ``sdpa`` (None: its default).
+        ``sdpa`` (None: its default). With ``quant`` the matrices are quantised instead, and what
+        was packed is kept in the folder ``cache`` for the next start.
 
         Raises:
-            ModelError: the span is not in the model, or weights are missing or damaged.
+            ModelError: the span is not in the model, weights are missing or damaged, or this
+                machine has no kernel for ``quant``.
         """
         dtype = dtype or stored_dtype(source)
         part = Part(span, embed, head)
         skeleton = build(source.config, dtype, attention)
         strip(skeleton, part)
         load(skeleton, source.folder, dtype, share.model if share else None)
-        if packed and dtype == stored_dtype(source):  # of a cast matrix two copies would stay
-            pack(skeleton.model, skip=skeleton.foreign(part))
+        mapped, unused = dtype == stored_dtype(source), skeleton.foreign(part)
+        if quant is not Quant.NONE:
+            digests = digest_weights(skeleton, source.folder, cache) if cache else None
+            quantise(
+                skeleton.model, quant, skip=unused, digests=digests, cache=cache, mapped=mapped
+            )
+        elif packed and mapped:  # of a cast matrix two copies would stay
+            pack(skeleton.model, skip=unused)
         return cls(skeleton, part)
 
     def new_cache(self) -> SpanCache:

@@ -14,10 +14,11 @@ from meshllm.model.capacity import free_memory
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
 from meshllm.model.packed import pack
+from meshllm.model.quant import quantise
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype
-from meshllm.names import Span
+from meshllm.names import Quant, Span
 
 ROWS = (1, 8, 32, 256)
 """Decoding, and chunks of a prompt."""
@@ -41,7 +42,9 @@ class Speed:
     """Seconds of the final norm and head for one row."""
 
 
-def measure_speed(source: Source, dtype: torch.dtype, cache: Path) -> Speed:
+def measure_speed(
+    source: Source, dtype: torch.dtype, cache: Path, quant: Quant = Quant.NONE
+) -> Speed:
     """Time one layer and the head with random weights, on this thread and as many cores as it has.
 
     What was measured is remembered in the folder ``cache`` for a day.
@@ -49,11 +52,13 @@ def measure_speed(source: Source, dtype: torch.dtype, cache: Path) -> Speed:
     Raises:
         ModelError: transformers cannot build the model.
     """
-    key = config_digest(source).hex(), str(dtype), torch.get_num_threads(), torch.__version__
+    key = (
+        config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__
+    )  # fmt: skip
     if known := _read(recall(cache, *key)):
         return known
     with torch.inference_mode():
-        speed = Speed(_layer_seconds(source, dtype), _head_seconds(source, dtype))
+        speed = Speed(_layer_seconds(source, dtype, quant), _head_seconds(source, dtype, quant))
     remember(cache, asdict(speed) | {"at_s": time.time()}, *key)
     return speed
 
@@ -79,7 +84,9 @@ def _read(record: Any) -> Speed | None:
         return None
 
 
-def _layer_seconds(source: Source, dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
+def _layer_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant
+) -> tuple[tuple[int, float], ...]:
     """Time the layer nearest to the mean, without what surrounds the layers of a shard."""
     skeleton = build(source.config, dtype)
     sizes = [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
@@ -87,7 +94,7 @@ def _layer_seconds(source: Source, dtype: torch.dtype) -> tuple[tuple[int, float
     index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
     stopwatch = _Stopwatch(skeleton.parts[index])  # before the shard's own hook, which leaves
     part = Part(Span(index, index + 1), embed=False, head=False)
-    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source))
+    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source), quant=quant)
     config = skeleton.model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None) or max(ROWS)
 
@@ -100,11 +107,11 @@ def _layer_seconds(source: Source, dtype: torch.dtype) -> tuple[tuple[int, float
     return tuple((rows, _best(seconds, rows) * scale) for rows in ROWS if rows <= context)
 
 
-def _head_seconds(source: Source, dtype: torch.dtype) -> float:
+def _head_seconds(source: Source, dtype: torch.dtype, quant: Quant) -> float:
     skeleton = build(source.config, dtype)
     end = Span(skeleton.layers, skeleton.layers)
     part = Part(end, embed=False, head=True)
-    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source))
+    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source), quant=quant)
 
     def seconds(rows: int) -> float:
         begin = time.perf_counter()
@@ -147,7 +154,9 @@ def _forward(shard: Shard, rows: int) -> None:
     shard.forward(hidden, shard.new_cache())
 
 
-def _random_shard(skeleton: Skeleton, part: Part, *, packed: bool = False) -> Shard:
+def _random_shard(
+    skeleton: Skeleton, part: Part, *, packed: bool = False, quant: Quant = Quant.NONE
+) -> Shard:
     """Give a part of a model on meta weights that take as long as real ones, as they are loaded."""
     strip(skeleton, part)
     model = skeleton.model
@@ -164,7 +173,9 @@ def _random_shard(skeleton: Skeleton, part: Part, *, packed: bool = False) -> Sh
         model._move_missing_keys_from_meta_to_device(buffers, None, None, None)
         model._initialize_missing_keys(False)
         model.tie_weights(recompute_mapping=False)
-    if packed:
+    if quant is not Quant.NONE:
+        quantise(model, quant, skip=skeleton.foreign(part), mapped=False)
+    elif packed:
         pack(model, skip=skeleton.foreign(part))
     return Shard(skeleton, part)
 

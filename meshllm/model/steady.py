@@ -4,7 +4,8 @@ Theory of operation: a kernel may add up the products of one row in another orde
 several, and the last bit of the sum depends on the order. Which numbers of rows agree depends on
 shape, dtype, processor and library, so it is tried, with sums that cancel: what is left of them is
 the rounding of the order. Mostly one row is the exception; it is then computed with rows of zeros
-beside it, which costs next to nothing, as the time goes into reading the matrix.
+beside it, which costs next to nothing, as the time goes into reading the matrix. Copies of a matrix
+in another layout (`meshllm.model.packed`) have its bits, and so its floor.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshllm.model.packed import PackedLinear, specimen
+from meshllm.model.packed import specimen
 
 FLOORS = (1, 2, 3)
 """Rows to which fewer are filled up; more would cost time."""
@@ -47,38 +48,45 @@ class SteadyLinear(nn.Module):
         return self.plain.forward(functional.pad(x, (0, 0, 0, self.floor - rows)))[..., :rows, :]
 
 
-def steady(model: nn.Module, counts: Sequence[int]) -> bool:
-    """Exchange the linear modules that need it, for these numbers of rows; say if all agree then.
+Floors = dict[tuple[int, int], int]
+"""Rows that matrices need, by outputs (`_OUTPUTS` at most) and inputs."""
 
-    Where some do not, nothing is exchanged.
+
+def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> Floors | None:
+    """Try every shape of the linear modules of a whole model, which may be on meta.
+
+    None where these numbers of rows do not agree, or a linear module is of the model's own kind.
     """
-    floors: dict[tuple[type, int, int, torch.dtype], int | None] = {}
-    found: list[tuple[str, nn.Linear, int]] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or module.weight.is_meta:
+    floors: Floors = {}
+    for module in model.modules():
+        if not isinstance(module, nn.Linear):
             continue
-        outputs = min(module.out_features, _OUTPUTS)
-        kind = type(module), outputs, module.in_features, module.weight.dtype
-        if kind not in floors:
-            floors[kind] = _floor(*kind, counts)
-        if (floor := floors[kind]) is None:
-            return False
-        if floor > 1:
-            found.append((name, module, floor))
-    for name, module, floor in found:
-        model.set_submodule(name, SteadyLinear(module, floor))
-    return True
+        if type(module) is not nn.Linear or module.weight.dtype != dtype:
+            return None
+        shape = _shape(module)
+        floor = floors.get(shape) or _floor(*shape, dtype, counts)
+        if floor is None:
+            return None
+        floors[shape] = floor
+    return floors
 
 
-def _floor(
-    kind: type, outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int]
-) -> int | None:
+def steady(model: nn.Module, floors: Floors) -> None:
+    """Exchange the linear modules that need more rows."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and not module.weight.is_meta:
+            floor = floors[_shape(module)]
+            if floor > 1:
+                model.set_submodule(name, SteadyLinear(module, floor))
+
+
+def _shape(module: nn.Linear) -> tuple[int, int]:
+    return min(module.out_features, _OUTPUTS), module.in_features
+
+
+def _floor(outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int]) -> int | None:
     """Find the smallest number of rows from which on all of ``counts`` agree."""
     linear, x = specimen(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
-    if issubclass(kind, PackedLinear):
-        linear = kind(linear)
-    elif kind is not nn.Linear:  # somebody's own: it may do anything
-        return None
     results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}
     for floor in FLOORS:
         rows = [count for count in results if count >= floor]

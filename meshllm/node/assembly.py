@@ -1,7 +1,7 @@
 """The parts of a ring inside one process, put together; knows nothing about requests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,6 @@ from blake3 import blake3
 from meshllm.errors import UserError
 from meshllm.model.capacity import ModelShape, free_memory
 from meshllm.model.runner import Runner
-from meshllm.model.shard import Shard
-from meshllm.model.source import Source
 from meshllm.names import NodeId, Span
 from meshllm.node.entry import EntryNode, Seat
 from meshllm.node.peers import Neighbours, Peer
@@ -76,27 +74,15 @@ def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
     )
 
 
-def load(
-    source: Source, plan: Plan, dtype: torch.dtype | None, context: int, steps: Sequence[int]
-) -> Shards:
-    """Load what every rank of a plan holds; runs on the compute thread.
-
-    ``steps`` are the numbers of rows, beside one, that a decode step may have.
-    """
+def load(plan: Plan, run: Callable[..., Runner], context: int) -> Shards:
+    """Load what every rank of a plan holds; ``run`` loads a span, as `Shard.load` does."""
     first, *others = plan.stages
     alone = not others
-    front = Shard.load(source, first.span, embed=True, head=alone, dtype=dtype)
-    runner = Runner(front, steps)
+    front = run(first.span, embed=True, head=alone)
     end = Span(plan.layers, plan.layers)
-    head = None
-    if not alone:
-        shard = Shard.load(source, end, embed=False, head=True, dtype=dtype, share=front)
-        head = Runner(shard, steps)
-    behind = tuple(
-        Runner(Shard.load(source, stage.span, embed=False, head=False, dtype=dtype), steps)
-        for stage in others
-    )
-    return Shards(HeldEnds(runner, head, context), behind)
+    head = None if alone else run(end, embed=False, head=True, share=front.shard)
+    behind = tuple(run(stage.span, embed=False, head=False) for stage in others)
+    return Shards(HeldEnds(front, head, context), behind)
 
 
 async def connect(plan: Plan, transport: Transport, stack: AsyncExitStack) -> list[Neighbours]:

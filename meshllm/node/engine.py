@@ -1,7 +1,7 @@
 """The model of one node: what it holds for the plan in force; knows no links and no requests."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,7 +14,7 @@ from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
-from meshllm.names import NodeId, Span
+from meshllm.names import NodeId, Quant, Span
 from meshllm.node.session import Ends as HeldEnds
 from meshllm.node.worker import Worker
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
@@ -39,6 +39,19 @@ class Held:
     """On every other rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How a model is held and run."""
+
+    quant: Quant = Quant.NONE
+    cache: Path | None = None
+    """Folder in which quantised matrices are kept."""
+    exact: bool = False
+    """Compute each token as transformers does."""
+    speculation: bool = True
+    """Guess at tokens, where that is allowed."""
+
+
 class Engine:
     """Loads spans of one model, one at a time, on the compute thread."""
 
@@ -48,17 +61,19 @@ class Engine:
         worker: Worker,
         shape: ModelShape,
         verdict: Verdict,
-        steps: Sequence[int] = (),
-        drafting: Drafting | None = None,
+        decoding: Decoding = Decoding(),
     ) -> None:
-        """Hold nothing yet; ``steps`` are the numbers of rows, beside one, of a decode step."""
+        """Hold nothing yet."""
         self.source = source
         self.worker = worker
         self.shape = shape
         self.verdict = verdict
-        self.drafting = drafting
+        self.quant = decoding.quant
+        self._steps = STEPS if verdict.croppable and not decoding.exact else ()
+        guesses = self._steps and decoding.speculation
+        self.drafting: Drafting | None = SuffixDrafting() if guesses else None
         """Who guesses at tokens; None is nobody."""
-        self._steps = steps
+        self._cache = decoding.cache
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: Held | None = None
         self._text: Text | None = None
@@ -69,24 +84,17 @@ class Engine:
         source: Source,
         worker: Worker,
         dtype: torch.dtype | None,
-        *,
-        exact: bool = False,
-        speculation: bool = True,
+        decoding: Decoding = Decoding(),
     ) -> "Engine":
         """Look at a model; nothing of it is loaded yet.
-
-        ``exact`` computes each token as transformers does; ``speculation`` is for tokens to be
-        guessed, where that is allowed.
 
         Raises:
             ModelError: it cannot be run.
         """
         verdict = await worker.run(check, source.config)
         verdict.require(1)
-        shape = await worker.run(shape_of, source, dtype)
-        steps = STEPS if verdict.croppable and not exact else ()
-        drafting = SuffixDrafting() if steps and speculation else None
-        return cls(source, worker, shape, verdict, steps, drafting)
+        shape = await worker.run(shape_of, source, dtype, decoding.quant)
+        return cls(source, worker, shape, verdict, decoding)
 
     def pace(self, ring: int, chunk: int = 256) -> Pace:
         """Choose how a generation is fed to a ring of this size."""
@@ -155,6 +163,13 @@ class Engine:
         self, span: Span, *, embed: bool = False, head: bool = False, share: Shard | None = None
     ) -> Runner:
         shard = Shard.load(
-            self.source, span, embed=embed, head=head, dtype=self._dtype, share=share
+            self.source,
+            span,
+            embed=embed,
+            head=head,
+            dtype=self._dtype,
+            share=share,
+            quant=self.quant,
+            cache=self._cache,
         )
         return Runner(shard, self._steps)

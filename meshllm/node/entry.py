@@ -5,15 +5,18 @@ import logging
 import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model.draft import Drafting
 from meshllm.names import SESSION_ID_BYTES, SessionId
 from meshllm.node.alarm import Alarm
+from meshllm.node.batch import Batch
 from meshllm.node.foresight import Foresight, Speculation
 from meshllm.node.peers import Neighbours
-from meshllm.node.session import Ahead, Ended, Ends, Generation, Order, Output
+from meshllm.node.session import Ahead, Ended, Ends, Generation, Order, Output, Picked
 from meshllm.node.stopwatch import Stopwatch
+from meshllm.node.turns import Turn, take_turns
 from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
 from meshllm.protocol.blob import session_key
@@ -27,6 +30,7 @@ from meshllm.protocol.entry import (
     Pick,
     Task,
 )
+from meshllm.protocol.lookahead import StepTimes
 from meshllm.protocol.messages import Data, Flags, Forward, SessionMessage, Tally
 from meshllm.request import FinishReason
 
@@ -59,7 +63,9 @@ class EntryNode:
         self._seat = seat
         self._worker = worker
         self._neighbours = neighbours
-        self._speculation = Speculation(seat.drafting) if seat.drafting else None
+        times = StepTimes(together=ends.front.is_steady)
+        self._speculation = Speculation(seat.drafting, times) if seat.drafting else None
+        self._turns = Batch(worker, 2, partial(take_turns, ends))
         self._room = asyncio.Semaphore(seat.max_sessions)
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
@@ -148,8 +154,7 @@ class EntryNode:
                 case Embed():
                     self._jobs.create_task(self._embed(session, generation, action, Stopwatch()))
                 case Pick():
-                    self._jobs.create_task(self._pick(session, generation, action, Stopwatch()))
-                    self._go_ahead(generation)
+                    self._turn(session, generation, action)
                 case Forward():
                     self._forward(generation, action)
                 case Closed(tallies):
@@ -176,11 +181,12 @@ class EntryNode:
                 generation.outputs.put_nowait(Ended(reason, measured))
         generation.closed.set()
 
-    def _go_ahead(self, generation: Generation) -> None:
-        """Begin with the next step as soon as tokens are picked, before they are told to anyone."""
-        watch = Stopwatch()
-        work = asyncio.ensure_future(self._worker.run(generation.embed_next, watch))
-        generation.ahead = Ahead(work, watch)
+    def _turn(self, session: SessionId, generation: Generation, job: Pick) -> None:
+        """Pick, and begin with the next step before anybody is told what was picked."""
+        turn = Turn(generation, job, Stopwatch(), Stopwatch())
+        picked, blob = self._turns.submit(turn)
+        generation.ahead = Ahead(blob, turn.watch_ahead)
+        self._jobs.create_task(self._pick(session, generation, job, picked, turn.watch))
 
     async def _embed(
         self, session: SessionId, generation: Generation, job: Embed, watch: Stopwatch
@@ -199,10 +205,15 @@ class EntryNode:
         self._act(session, generation.machine.computed(blob, self._now()))
 
     async def _pick(
-        self, session: SessionId, generation: Generation, job: Pick, watch: Stopwatch
+        self,
+        session: SessionId,
+        generation: Generation,
+        job: Pick,
+        work: "asyncio.Future[Picked]",
+        watch: Stopwatch,
     ) -> None:
         try:
-            picked = await self._worker.run(generation.pick, job, watch)
+            picked = await work
             if session not in self._sessions:
                 return
             tokens, is_last = generation.told(picked.tokens)

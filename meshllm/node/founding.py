@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import ModelShape
-from meshllm.names import Digest, NodeId
+from meshllm.names import Digest, NodeId, Quant
 from meshllm.node.assembly import CONTEXT, plan_shape
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.charter import Charter
@@ -28,6 +28,7 @@ def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest
         shape=plan_shape(shape, options.context or CONTEXT),
         dtype=DType[shape.dtype.upper()],
         config_digest=config_digest,
+        quant=Quant(options.quant or Quant.NONE),
     )
 
 
@@ -57,8 +58,15 @@ def amend(
     return charter if changed == charter else replace(changed, version=charter.version + 1)
 
 
-def refuse_other(charter: Charter, model: str, config_digest: Digest) -> None:
-    """Raise `ModelError` when a model is not the one of the mesh."""
+def refuse_other(
+    charter: Charter, model: str, config_digest: Digest, quant: str | None = None
+) -> None:
+    """Raise `ModelError` when a model is not the one of the mesh, or to be held otherwise."""
+    if quant is not None and quant != charter.quant:
+        raise ModelError(
+            f"The mesh holds weights as `--quant {charter.quant}`, not `{quant}`",
+            hint="leave out `--quant`, or begin another mesh with it",
+        )
     if config_digest != charter.config_digest:
         raise ModelError(
             f"The mesh serves `{charter.shape.name}`, and `{model}` has another configuration",

@@ -33,6 +33,8 @@ class NodeOptions:
     prefer: tuple[str, ...] | None = None
     dtype: str | None = None
     """As ``bfloat16``; None is as stored."""
+    quant: str | None = None
+    """As ``int8``; None is that of the mesh, as stored in a new one."""
     threads: int | None = None
     """Cores that torch may use; measured when None."""
     speculation: bool = True

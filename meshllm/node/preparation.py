@@ -8,8 +8,8 @@ import torch
 from meshllm.model.manifest import config_digest, manifest
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed, memory_budget
-from meshllm.names import Digest, NodeId
-from meshllm.node.engine import Engine
+from meshllm.names import Digest, NodeId, Quant
+from meshllm.node.engine import Decoding, Engine
 from meshllm.node.founding import amend, found_charter, refuse_other
 from meshllm.node.options import NodeOptions
 from meshllm.node.worker import Worker, calibrate
@@ -37,7 +37,7 @@ class Preparation:
         source = await self._resolve(self.options.model or FIRST_MODEL)
         name = self.options.dtype
         dtype: torch.dtype | None = None if name in (None, "auto") else getattr(torch, name)
-        engine = await self._open(source, dtype)
+        engine = await self._open(source, dtype, Quant(self.options.quant or Quant.NONE))
         charter = found_charter(self.options, engine.shape, await self._digest(source))
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
@@ -51,9 +51,9 @@ class Preparation:
             UserError: the options name a node that nobody knows.
         """
         source = await self._resolve(self.options.model or charter.shape.name)
-        refuse_other(charter, source.name, await self._digest(source))
+        refuse_other(charter, source.name, await self._digest(source), self.options.quant)
         dtype: torch.dtype = getattr(torch, charter.dtype.name.lower())
-        engine = await self._open(source, dtype)
+        engine = await self._open(source, dtype, charter.quant)
         return engine, amend(charter, self.options, profiles, engine.shape.context)
 
     async def offer(self, engine: Engine, profile: Profile) -> Profile:
@@ -63,7 +63,7 @@ class Preparation:
         if self.options.threads is None:
             await run(calibrate, self.worker.cores, shape.hidden_size, dtype)
         weights = await run(manifest, engine.source, self.cache)
-        speed = await run(measure_speed, engine.source, dtype, self.cache)
+        speed = await run(measure_speed, engine.source, dtype, self.cache, engine.quant)
         return replace(
             profile,
             memory_bytes=memory_budget(limit=self.options.memory_bytes),
@@ -74,11 +74,10 @@ class Preparation:
             weights=weights,
         )
 
-    async def _open(self, source: Source, dtype: torch.dtype | None) -> Engine:
+    async def _open(self, source: Source, dtype: torch.dtype | None, quant: Quant) -> Engine:
         options = self.options
-        return await Engine.open(
-            source, self.worker, dtype, exact=options.exact, speculation=options.speculation
-        )
+        decoding = Decoding(quant, self.cache, options.exact, options.speculation)
+        return await Engine.open(source, self.worker, dtype, decoding)
 
     async def _resolve(self, model: str) -> Source:
         return await self.worker.run(resolve, model, offline=True)

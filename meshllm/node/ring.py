@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +17,12 @@ from meshllm.model.capacity import shape_of
 from meshllm.model.check import check
 from meshllm.model.draft import Drafting, SuffixDrafting
 from meshllm.model.loader import list_weights
+from meshllm.model.runner import Runner
+from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text
-from meshllm.node.assembly import MAX_SESSIONS, connect, load, local_plan, running, seat
+from meshllm.names import Quant, Span
+from meshllm.node.assembly import MAX_SESSIONS, Shards, connect, load, local_plan, running, seat
 from meshllm.node.entry import EntryNode, Seat
 from meshllm.node.generate import answer
 from meshllm.node.session import Order, Token
@@ -51,6 +56,9 @@ class RingOptions:
     """Rows of a prefill chunk."""
     drafting: Drafting | None = field(default_factory=SuffixDrafting)
     """Who guesses at tokens, so that several are computed at once; None is nobody."""
+    quant: Quant = Quant.NONE
+    cache: Path | None = None
+    """Folder in which quantised matrices are kept."""
     exact: bool = False
     """Compute each token as transformers does, to the last bit; nobody guesses then."""
 
@@ -111,7 +119,7 @@ async def open_ring(
         worker = await stack.enter_async_context(compute_thread(options.threads or 1))
         await worker.run(list_weights, source.folder)  # what is cheap to refuse goes first
         verdict = await worker.run(check, source.config)
-        shape = await worker.run(shape_of, source, options.dtype)
+        shape = await worker.run(shape_of, source, options.dtype, options.quant)
         plan = local_plan(shape, options.nodes, options.ends)
         verdict.require(len(plan.stages))
         if options.threads is None:
@@ -123,7 +131,7 @@ async def open_ring(
         if not verdict.chunkable:  # the whole prompt goes in one message, which has a limit
             context, chunk = min(context, most), most
         steps = STEPS if verdict.croppable and not options.exact else ()
-        shards = await worker.run(load, source, plan, options.dtype, context, steps)
+        shards = await worker.run(_load, source, plan, options, context, steps)
         neighbours = []
         if len(plan.stages) > 1:
             transport = transport or Registry.discover().load(options.transport)
@@ -135,3 +143,17 @@ async def open_ring(
         entry, stages = seat(shards, plan, worker, neighbours, place)
         await stack.enter_async_context(running(entry.run(), *(node.run() for node in stages)))
         yield Ring(source, plan, worker, entry, stages)
+
+
+def _load(
+    source: Source, plan: Plan, options: RingOptions, context: int, steps: Sequence[int]
+) -> Shards:
+    """Load what every rank holds; runs on the compute thread."""
+
+    def run(span: Span, **parts: Any) -> Runner:
+        shard = Shard.load(
+            source, span, dtype=options.dtype, quant=options.quant, cache=options.cache, **parts
+        )
+        return Runner(shard, steps)
+
+    return load(plan, run, context)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
+from meshllm.model.cache import SpanCache
 from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
 from meshllm.node.foresight import Foresight
@@ -87,7 +88,7 @@ class Ahead:
 
 
 class Generation:
-    """The state of one order; ``embed`` and those behind it run on the compute thread."""
+    """The state of one order."""
 
     def __init__(
         self,
@@ -120,44 +121,6 @@ class Generation:
         """Tokens of the prompt."""
         return len(self._order.prompt)
 
-    def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
-        """Run tokens through the embedding and the local layers."""
-        watch.queued()
-        self._cache.crop(job.pos)
-        tokens = torch.tensor([job.tokens])  # [1, T]
-        if job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses:
-            output = self._ends.front.step(tokens, self._cache)  # [1, T, D or V]
-        else:
-            rows = 1 if self._is_alone else None  # of logits
-            output = self._ends.front.prefill(tokens, self._cache, rows)
-        watch.computed()
-        if self._is_alone:
-            self._rows = output[:, -1 - job.guesses :]
-            return None
-        blob = sealed(self._key, output)
-        watch.serialised()
-        return blob
-
-    def pick(self, job: Pick, watch: Stopwatch) -> Picked:
-        """Run the head and sample, as far as the guesses were right."""
-        watch.queued()
-        self._next = None
-        rows = self._rows if job.blob is None else opened(self._key, job.blob)  # [1, 1 + G, D]
-        if rows is None:
-            raise ModelError(f"no row to sample the token at position {job.pos} from")
-        watch.serialised()
-        head = self._ends.head
-        logits = head.step(rows, None) if head else rows  # [1, 1 + G, V]
-        tokens = self._sample(logits[0], job)
-        guesses = self._look_ahead(tokens, job)
-        watch.computed()
-        return Picked(tokens, guesses)
-
-    def embed_next(self, watch: Stopwatch) -> Blob | None:
-        """Embed what was just picked, which spares the thread the wait for the event loop."""
-        watch.begin()
-        return self.embed(self._next, watch) if self._next else None  # None: nobody will ask
-
     def take_ahead(self, job: Embed | None) -> Ahead | None:
         """Return what runs ahead, if it is this job; drop it otherwise."""
         ahead, self.ahead = self.ahead, None
@@ -188,6 +151,56 @@ class Generation:
             if self._order.is_last(token):
                 return tokens[:count], True
         return tokens, False
+
+    # On the compute thread.
+
+    def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
+        """Run tokens through the embedding and the local layers."""
+        watch.queued()
+        self._cache.crop(job.pos)
+        tokens = torch.tensor([job.tokens])  # [1, T]
+        if job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses:
+            output = self._ends.front.step(tokens, self._cache)  # [1, T, D or V]
+        else:
+            rows = 1 if self._is_alone else None  # of logits
+            output = self._ends.front.prefill(tokens, self._cache, rows)
+        return self.embedded(job, output, watch)
+
+    def embedded(self, job: Embed, output: Tensor, watch: Stopwatch) -> Blob | None:
+        """Hand back the output [1, T, D] of an Embed; alone in the ring, keep what is picked."""
+        watch.computed()
+        if self._is_alone:
+            self._rows = output[:, -1 - job.guesses :]
+            return None
+        blob = sealed(self._key, output)
+        watch.serialised()
+        return blob
+
+    def open(self, job: Pick, watch: Stopwatch) -> Tensor:
+        """Return the rows [1, 1 + G, D] for the head; alone in the ring they are logits."""
+        watch.queued()
+        self._next = None
+        rows = self._rows if job.blob is None else opened(self._key, job.blob)
+        if rows is None:
+            raise ModelError(f"no row to sample the token at position {job.pos} from")
+        watch.serialised()
+        return rows
+
+    def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
+        """Sample from ``logits`` [1, 1 + G, V] as far as the guesses were right."""
+        tokens = self._sample(logits[0], job)
+        guesses = self._look_ahead(tokens, job)
+        watch.computed()
+        return Picked(tokens, guesses)
+
+    def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SpanCache] | None:
+        """Return the Embed that follows what was just picked, with its tokens [1, 1 + G]."""
+        watch.begin()
+        if self._next is None:
+            return None  # nobody will ask for it
+        watch.queued()
+        self._cache.crop(self._next.pos)
+        return self._next, torch.tensor([self._next.tokens]), self._cache
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[int, ...]:
         """Sample from ``logits`` [1 + G, V] until a guess was wrong or the answer ends."""

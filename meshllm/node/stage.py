@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
+
+from torch import Tensor
 
 from meshllm.errors import MeshError
 from meshllm.model.cache import SpanCache
 from meshllm.model.runner import Runner
 from meshllm.names import SessionId
 from meshllm.node.alarm import Alarm
+from meshllm.node.batch import Batch, attempt, through
 from meshllm.node.peers import Neighbours
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import fault_code, opened, sealed
@@ -40,6 +44,7 @@ class StageNode:
         self._worker = worker
         self._neighbours = neighbours
         self._held: dict[SessionId, _Held] = {}
+        self._steps = Batch(worker, 1, self._step)
         self._alarm = Alarm(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
 
@@ -80,23 +85,46 @@ class StageNode:
 
     async def _serve(self, job: Compute, watch: Stopwatch) -> None:
         try:
-            blob = await self._worker.run(self._compute, job, watch)
+            if job.is_step:
+                blob = await self._steps.submit((job, watch))[0]
+            else:
+                blob = await self._worker.run(self._prefill, job, watch)
         except Exception as error:  # the supervisor: a bug ends its session, not the others
             self._act(self._machine.failed(job.session, fault_code(error), str(error)))
         else:
             self._act(self._machine.computed(job.session, blob, self._now(), watch.spent))
 
-    def _compute(self, job: Compute, watch: Stopwatch) -> Blob | None:
+    # On the compute thread.
+
+    def _prefill(self, job: Compute, watch: Stopwatch) -> Blob | None:
+        held, hidden = self._opened(job, watch)
+        return self._sealed(job, held, self._runner.prefill(hidden, held.cache), watch)
+
+    def _step(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
+        def run(opened: list[tuple[_Held, Tensor]]) -> list[tuple[_Held, Tensor]]:
+            caches = [held.cache for held, _ in opened]
+            outputs = self._runner.step_many([hidden for _, hidden in opened], caches)
+            return [(held, output) for (held, _), output in zip(opened, outputs, strict=True)]
+
+        ran = through(run, [attempt(self._opened, *step) for step in steps])
+        yield [
+            result if isinstance(result, Exception) else attempt(self._sealed, job, *result, watch)
+            for result, (job, watch) in zip(ran, steps, strict=True)
+        ]
+
+    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_Held, Tensor]:
+        """Return the session and its rows [1, T, D]."""
         watch.queued()
         if job.session not in self._held:
             held = _Held(session_key(job.session), self._runner.new_cache())
             self._held[job.session] = held
         held = self._held[job.session]
-        hidden = opened(held.key, job.blob)  # [1, T, D]
+        hidden = opened(held.key, job.blob)
         watch.serialised()
         held.cache.crop(job.pos)
-        run = self._runner.step if job.is_step else self._runner.prefill
-        output = run(hidden, held.cache)  # [1, T, D]
+        return held, hidden
+
+    def _sealed(self, job: Compute, held: _Held, output: Tensor, watch: Stopwatch) -> Blob | None:
         watch.computed()
         blob = sealed(held.key, output[:, -job.keep :]) if job.keep else None
         watch.serialised()

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -26,6 +26,10 @@ class Worker:
         self.cores = cores
         """What torch would use by itself."""
         self._executor = executor
+
+    def start(self, function: Callable[..., None], *args: Any) -> None:
+        """Let a function run that tells by itself what became of it."""
+        asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait for the result of a function.

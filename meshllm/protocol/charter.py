@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Self
 
-from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId
+from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, Quant
 from meshllm.protocol.codec import MAX_POSITION
 from meshllm.protocol.layout import Reader, open_record, sized, start_record
 from meshllm.protocol.messages import DType
@@ -15,12 +15,13 @@ MAX_WIDTH = 1 << 20  # of a hidden state; the largest published is 18432
 MAX_SESSIONS = 4096
 MAX_VERSION = 1 << 32  # of a charter; a change each second for a century
 
-_HEAD = Struct(f"<Q BBBB HH HIIB QQ {DIGEST_BYTES}s")
-"""Version; dtype, policy, ends, tied; layers, members; sessions, hidden size, context, item size;
-embedding, head; configuration."""
+_HEAD = Struct(f"<Q BBBBB HH HIIB QQ {DIGEST_BYTES}s")
+"""Version; dtype, policy, ends, tied, quantisation; layers, members; sessions, hidden size,
+context, item size; embedding, head; configuration."""
 _LAYER = Struct("<QQ")
 _POLICIES = tuple(Policy)
 _ENDS = tuple(Ends)
+_QUANTS = tuple(Quant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,21 @@ class Charter:
     """Nodes that hold no layers."""
     prefer: tuple[NodeId, ...] = ()
     """Nodes that hold layers if one fits."""
+    quant: Quant = Quant.NONE
+    """How every node holds the weights: with others, a text would depend on who holds a layer."""
 
     def encode(self) -> bytes:
         """Write the record."""
         shape = self.shape
         codes = self.dtype, _POLICIES.index(self.policy), _ENDS.index(self.ends), shape.tied
+        quant = _QUANTS.index(self.quant)
         counts = shape.layers, self.members or 0, self.sessions, shape.hidden_size, shape.context
         ends = shape.itemsize, shape.embed_bytes, shape.head_bytes
         layers = zip(shape.layer_bytes, shape.kv_bytes_per_token, strict=True)
         return b"".join(
             (
                 start_record(),
-                _HEAD.pack(self.version, *codes, *counts, *ends, self.config_digest),
+                _HEAD.pack(self.version, *codes, quant, *counts, *ends, self.config_digest),
                 *(_LAYER.pack(*layer) for layer in layers),
                 *(sized(b"".join(nodes)) for nodes in (self.exclude, self.prefer)),
                 sized(shape.name.encode()),
@@ -67,7 +71,7 @@ class Charter:
         """Read the record; raise `PeerFault` for anything else."""
         reader = open_record(data, "Charter")
         version, *fields, config = reader.unpack(_HEAD)
-        dtype, policy, ends, tied, layers, members, sessions, *sizes = fields
+        dtype, policy, ends, tied, quant, layers, members, sessions, *sizes = fields
         reader.bounded("layers", layers, 1, MAX_LAYERS)
         each = [reader.unpack(_LAYER) for _ in range(layers)]
         exclude, prefer = _nodes(reader), _nodes(reader)
@@ -84,6 +88,7 @@ class Charter:
             _ENDS[reader.bounded("as ends", ends, 0, len(Ends) - 1)],
             exclude,
             prefer,
+            _QUANTS[reader.bounded("as quantisation", quant, 0, len(Quant) - 1)],
         )
 
 

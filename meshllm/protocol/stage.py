@@ -36,6 +36,7 @@ from typing import assert_never
 from meshllm.errors import PeerFault
 from meshllm.names import SessionId
 from meshllm.protocol.codec import size
+from meshllm.protocol.lookahead import MAX_STEP_ROWS
 from meshllm.protocol.messages import (
     Blob,
     Cancel,
@@ -188,6 +189,8 @@ class Stage:
         if blob is None or len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
             shape = blob and list(blob.shape)
             raise PeerFault(f"Data of {data.rows} rows with a blob of shape {shape}")
+        if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
+            raise PeerFault(f"A step of {data.rows} rows; the most is {MAX_STEP_ROWS}")
         if session not in self._sessions:
             if data.pos > 0:
                 return [_gap(data, 0)]

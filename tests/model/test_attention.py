@@ -50,7 +50,7 @@ def test_it_is_attention(heads: Heads, rows: int, keys: int, window: int | None)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("keys", [20, 201, BLOCK + 3, 2 * BLOCK + 9])
+@pytest.mark.parametrize("keys", [18, 20, 31, 201, BLOCK + 3, 2 * BLOCK + 9])
 @pytest.mark.parametrize("window", [None, 19], ids=["full", "window"])
 def test_rows_together_are_the_rows_alone(
     heads: Heads, keys: int, dtype: torch.dtype, window: int | None

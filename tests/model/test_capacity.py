@@ -4,13 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Lfm2Config, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 from meshllm.errors import ModelError
 from meshllm.model.capacity import UNLIMITED, ModelShape, free_memory, shape_of
 from meshllm.model.shard import Shard
-from meshllm.model.source import Source
-from meshllm.names import Span
+from meshllm.model.source import Source, open_folder
+from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 
 NOWHERE = Path("/nonexistent")  # nothing is read
@@ -108,3 +114,18 @@ def test_a_dtype_is_needed_where_neither_config_nor_weights_tell() -> None:
 
 def test_some_memory_is_free() -> None:
     assert free_memory() > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, tied: bool) -> None:
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    source = open_folder("small", tmp_path)
+    plain, shape = shape_of(source), shape_of(source, None, Quant.INT8)
+
+    assert 0.5 * plain.layer_bytes[0] < shape.layer_bytes[0] < 0.8 * plain.layer_bytes[0]
+    assert shape.embed_bytes == plain.embed_bytes
+    assert 512 * 64 <= shape.head_bytes <= 0.7 * plain.embed_bytes

@@ -1,65 +1,61 @@
 """Matrices whose rows do not depend on each other's company."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from meshllm.model.packed import PackedLinear
-from meshllm.model.steady import SteadyLinear, steady
+from meshllm.model.packed import PackedLinear, pack
+from meshllm.model.steady import SteadyLinear, find_floors, steady
 
 COUNTS = (1, 2, 3, 5, 9, 17)
-
-
-class Moody(PackedLinear):
-    """Adds up few rows in another order than more: the effect, on any processor."""
-
-    floor = 3
-
-    def __init__(self, plain: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
-        self.weight, self.bias = plain.weight, plain.bias
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- of the base
-        products = input[..., None, :] * self.weight  # [..., N, K]
-        halves = products.chunk(2, -1)
-        if input.shape[-2] < self.floor:
-            halves = products[..., ::2], products[..., 1::2]
-        return halves[0].sum(-1) + halves[1].sum(-1)
-
-
-class Moodier(Moody):
-    floor = 5
 
 
 class Own(nn.Linear):
     pass
 
 
-def model_of(kind: type[Moody]) -> nn.Sequential:
+def model_of(inputs: int, outputs: int, dtype: torch.dtype, kind: type = nn.Linear) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(kind(nn.Linear(96, 40, bias=False)))
+    return nn.Sequential(kind(inputs, outputs, dtype=dtype))
 
 
-def test_a_matrix_that_minds_few_rows_gets_more() -> None:
-    model = model_of(Moody)
+def moody(least: int) -> Callable[..., Any]:
+    """Add up fewer rows in another order: the effect, on any processor."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        products = x[..., None, :] * weight  # [..., N, K]
+        halves = products.chunk(2, -1)
+        if x.shape[-2] < least:
+            halves = products[..., ::2], products[..., 1::2]
+        return halves[0].sum(-1) + halves[1].sum(-1)
+
+    return linear
+
+
+def test_a_matrix_that_minds_few_rows_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "linear", moody(3))
+    model = nn.Sequential(nn.Linear(96, 40, bias=False))
     x = torch.randn(1, 17, 96)
     before = model(x)
 
-    assert steady(model, COUNTS)
+    floors = find_floors(model, torch.float32, COUNTS)
 
+    assert floors == {(40, 96): 3}
+    steady(model, floors)
     assert isinstance(model[0], SteadyLinear)
-    assert model[0].floor == 3
     assert torch.equal(model(x), before)
     for rows in COUNTS:
         assert torch.equal(model(x[:, :rows]), before[:, :rows])
 
 
-def test_where_more_rows_do_not_help_nothing_is_changed() -> None:
-    model = model_of(Moodier)
+def test_where_more_rows_do_not_help_there_is_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "linear", moody(5))
 
-    assert not steady(model, COUNTS)
-    assert type(model[0]) is Moodier
+    assert find_floors(model_of(96, 40, torch.float32), torch.float32, COUNTS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -67,10 +63,11 @@ def test_where_more_rows_do_not_help_nothing_is_changed() -> None:
 def test_rows_are_the_same_in_any_company_where_it_is_said(
     inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(inputs, outputs, dtype=dtype))
-    if not steady(model, COUNTS):
+    model = model_of(inputs, outputs, dtype)
+    floors = find_floors(model, dtype, COUNTS)
+    if floors is None:
         pytest.skip(f"this processor has no such kernel for {inputs} x {outputs} in {dtype}")
+    steady(model, floors)
     x = torch.randn(1, 17, inputs).to(dtype)
     x[..., inputs // 2 : inputs // 2 * 2] = -x[..., : inputs // 2]  # the sums are their rounding
 
@@ -80,8 +77,31 @@ def test_rows_are_the_same_in_any_company_where_it_is_said(
         assert torch.equal(model(x[:, :rows]), whole[:, :rows]), rows
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(dtype: torch.dtype) -> None:
+    model = model_of(2048, 512, dtype)
+    floors = find_floors(model, dtype, COUNTS)
+    pack(model)
+    if floors is None or not isinstance(model.get_submodule("0"), PackedLinear):
+        pytest.skip("no such copy, or no such kernel, on this processor")
+    steady(model, floors)
+    x = torch.randn(1, 17, 2048).to(dtype)
+    x[..., 1024:] = -x[..., :1024]
+
+    whole = model(x)
+
+    for rows in COUNTS:
+        assert torch.equal(model(x[:, :rows]), whole[:, :rows]), rows
+
+
 def test_of_a_linear_module_of_the_model_s_own_nothing_is_known() -> None:
-    assert not steady(nn.Sequential(Own(96, 40, dtype=torch.bfloat16)), COUNTS)
+    model = model_of(96, 40, torch.bfloat16, Own)
+
+    assert find_floors(model, torch.bfloat16, COUNTS) is None
+
+
+def test_a_matrix_of_another_dtype_is_none_that_was_tried() -> None:
+    assert find_floors(model_of(96, 40, torch.float32), torch.bfloat16, COUNTS) is None
 
 
 def test_weight_and_bias_are_where_stock_code_looks_for_them() -> None:

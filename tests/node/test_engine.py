@@ -138,7 +138,7 @@ async def test_a_prompt_in_one_message_has_the_limit_of_messages(llama: Path) ->
     source = cast("Source", object())
     width = MAX_MESSAGE_BYTES // 400
     shape: Any = SimpleNamespace(context=1 << 20, hidden_size=width, dtype="float32")
-    verdict: Any = SimpleNamespace(chunkable=False)
+    verdict: Any = SimpleNamespace(chunkable=False, croppable=False)
     engine = Engine(source, Worker(InlineExecutor()), shape, verdict)
 
     assert engine.context == 99

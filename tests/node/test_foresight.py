@@ -36,7 +36,8 @@ def test_good_drafts_are_used_and_more_of_them_in_time() -> None:
 
 
 def test_bad_drafts_are_soon_left_alone() -> None:
-    assert sum(told(0.0, 60)[10:]) <= 6
+    assert sum(told(0.0, 60)[10:]) <= 12
+    assert sum(told(0.0, 60)[30:]) == 0
 
 
 def test_there_are_as_many_guesses_as_numbers_of_rows_are_prepared() -> None:

@@ -8,7 +8,7 @@ import pytest
 from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.source import resolve
-from meshllm.names import Digest, NodeId
+from meshllm.names import Digest, NodeId, Quant
 from meshllm.node.founding import amend, find_node, found_charter, refuse_other, unknown
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.charter import Charter
@@ -38,6 +38,18 @@ def test_a_first_charter_names_the_model(llama: Path, context: int | None, told:
     assert (made.version, made.dtype, made.config_digest) == (1, DType.FLOAT32, CONFIG)
     assert (made.shape.layers, made.shape.context) == (6, told)
     assert Charter.decode(made.encode()) == made
+
+
+def test_how_weights_are_held_is_a_matter_of_the_mesh(llama: Path) -> None:
+    shape = shape_of(resolve(str(llama)), None, Quant.INT8)
+
+    made = found_charter(options(quant="int8"), shape, CONFIG)
+
+    assert made.quant is Quant.INT8
+    refuse_other(made, "llama", CONFIG, "int8")
+    refuse_other(made, "llama", CONFIG, None)
+    with pytest.raises(ModelError, match="as `--quant int8`, not `none`"):
+        refuse_other(made, "llama", CONFIG, "none")
 
 
 def test_who_wants_nothing_changes_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from meshllm.names import Digest, Span
+from meshllm.names import Digest, Quant, Span
 from meshllm.protocol.charter import MAX_VERSION, Charter
 from meshllm.protocol.gossip import Entry, Item, Kind, Slot
 from meshllm.protocol.meshwire import (
@@ -95,6 +95,7 @@ def charters(draw: st.DrawFn) -> Charter:
         draw(st.sampled_from(Ends)),
         draw(few_nodes),
         draw(few_nodes),
+        draw(st.sampled_from(Quant)),
     )
 
 

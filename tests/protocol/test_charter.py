@@ -76,7 +76,9 @@ def test_a_shape_beyond_a_limit_is_refused(fields: dict[str, Any]) -> None:
         Charter.decode(replace(CHARTER, shape=replace(SHAPE, **fields)).encode())
 
 
-@pytest.mark.parametrize("place", [9, 10, 11, 12], ids=["dtype", "policy", "ends", "tied"])
+@pytest.mark.parametrize(
+    "place", [9, 10, 11, 12, 13], ids=["dtype", "policy", "ends", "tied", "quant"]
+)
 def test_a_code_that_is_not_known_is_refused(place: int) -> None:
     data = bytearray(CHARTER.encode())
     data[place] = 9

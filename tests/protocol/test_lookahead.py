@@ -10,7 +10,6 @@ def times(**seconds: float) -> StepTimes:
     """Note the seconds of steps, as ``r1=0.1, r9=0.2``."""
     table = StepTimes()
     for rows, second in seconds.items():
-        table.note(int(rows[1:]), 1000.0)  # the first of its kind
         table.note(int(rows[1:]), second)
     return table
 
@@ -27,8 +26,9 @@ def test_steps_between_and_beyond_what_was_measured_are_estimated() -> None:
 
     assert (table.of(1), table.of(9)) == (0.1, 0.2)
     assert abs(table.of(5) - 0.15) < 1e-9
-    assert 0.2 < table.of(17) < 0.3
-    assert times(r9=0.2).of(1) == 0.2
+    assert abs(table.of(17) - 0.3) < 1e-9
+    assert 0.2 < times(r9=0.2).of(17) < 0.3
+    assert 0.15 < times(r9=0.2).of(1) < 0.19
 
 
 def test_one_slow_step_says_little() -> None:
@@ -49,7 +49,36 @@ def test_a_ring_that_becomes_slower_is_noticed() -> None:
 
 
 def test_good_guesses_in_a_slow_ring_are_many() -> None:
-    assert taught(times(r1=0.250, r17=0.280), right=16, guesses=16).choose(2, 99) == 16
+    assert taught(times(r1=0.250, r17=0.280), right=15, guesses=16).choose(2, 99) == 16
+
+
+def test_a_new_session_begins_with_few_guesses_and_doubles_them() -> None:
+    lookahead, chosen = Lookahead(times(r1=1.0, r17=1.0)), []
+    for _ in range(4):
+        chosen.append(lookahead.choose(3, 99))
+        lookahead.note(3, chosen[-1], chosen[-1], None)
+
+    assert chosen == [4, 8, 16, 16]
+
+
+def test_where_rows_are_computed_one_by_one_a_few_guesses_are_tried_once() -> None:
+    table = StepTimes(together=False)
+    table.note(1, 0.1)
+    lookahead = Lookahead(table)
+
+    assert lookahead.choose(3, 99) == 2
+    lookahead.note(3, 2, 2, 0.3)
+    assert lookahead.choose(3, 99) == 0
+    assert Lookahead(table).choose(3, 99) == 0
+
+
+def test_in_a_slow_ring_rows_one_by_one_are_worth_it() -> None:
+    table = StepTimes(together=False)
+    table.note(1, 0.31)
+    lookahead = Lookahead(table)
+
+    lookahead.note(3, lookahead.choose(3, 99), 2, 0.33)
+    assert lookahead.choose(3, 99) > 2
 
 
 def test_bad_guesses_are_none() -> None:

@@ -105,6 +105,12 @@ def test_data_of_a_newer_epoch_is_refused() -> None:
     ]
 
 
+def test_a_step_of_too_many_rows_breaks_the_rules() -> None:
+    with pytest.raises(PeerFault, match="A step of 18 rows; the most is 17"):
+        middle().receive(data(0, rows=18), 0.0)
+    assert middle().receive(data(0, rows=18, flags=Flags.PREFILL), 0.0)
+
+
 def test_one_computation_runs_and_the_others_wait_in_order() -> None:
     stage = middle()
     first, second = data(0, rows=2), data(2, rows=3)

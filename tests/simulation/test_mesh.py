@@ -72,6 +72,7 @@ def test_all_living_nodes_come_to_know_the_same(block: int) -> None:
     assert not wrong, f"seeds that go wrong: {wrong}"
 
 
+@pytest.mark.timeout(300)  # on a busy machine
 def test_all_living_nodes_come_to_follow_the_same_plan() -> None:
     for seed in range(PLANS):
         followers = Followers()

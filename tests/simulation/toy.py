@@ -5,6 +5,7 @@ layers, a layer left out or run twice, a row lost, repeated or out of place chan
 A row between two spans also tells through how many layers it went, and is refused anywhere else.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,6 @@ from transformers import PreTrainedConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.capacity import ModelShape
-from meshllm.model.draft import SuffixDrafting
 from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
 from meshllm.model.source import Source
@@ -74,6 +74,8 @@ class ToyCache:
 class ToyRunner:
     """Layers of the model, with or without its ends."""
 
+    is_steady = True
+
     def __init__(self, span: Span, *, embed: bool = False, head: bool = False) -> None:
         self.span = span
         self._embed = embed
@@ -84,6 +86,9 @@ class ToyRunner:
 
     def step(self, x: Tensor, cache: ToyCache | None) -> Tensor:
         return self.prefill(x, cache)
+
+    def step_many(self, parts: Sequence[Tensor], caches: Sequence[ToyCache | None]) -> list[Tensor]:
+        return [self.step(x, cache) for x, cache in zip(parts, caches, strict=True)]
 
     def prefill(self, x: Tensor, cache: ToyCache | None, rows: int | None = None) -> Tensor:
         """Run tokens or rows ``[1, T]`` or ``[1, T, 1]`` through what this shard holds."""
@@ -133,7 +138,7 @@ class ToyEngine(Engine):
     def __init__(self, worker: Worker) -> None:
         verdict = Verdict("toy", equal=True, reason="", chunkable=True, croppable=True)
         source = Source("toy", Path(), cast("PreTrainedConfig", None))
-        super().__init__(source, worker, SHAPE, verdict, (), SuffixDrafting())
+        super().__init__(source, worker, SHAPE, verdict)
         self._text = ToyText()
 
     def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:

@@ -1,0 +1,27 @@
+"""What a packed matrix is; knows not how one is made."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, int]
+"""Outputs N and inputs K."""
+Packed = Mapping[str, Tensor]
+"""What a packed matrix is kept as: its ``data`` and ``scale``."""
+Form = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shapes and dtypes of that."""
+
+
+class Matrix(Protocol):
+    """A packed matrix [N, K]."""
+
+    @property
+    def shape(self) -> Shape:
+        """Outputs N and inputs K."""
+        ...
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply [M, K] to [M, N]."""
+        ...

@@ -1,0 +1,150 @@
+"""Packed matrices in files, mapped when they are wanted again; knows not how they were packed.
+
+A file is a safetensors file of bytes, so reading one runs no code. It holds its key and a hash of
+what it holds, and is believed only when both and every size are as expected; otherwise the matrix
+is packed again. The worst that a forged file can do is wrong numbers.
+"""
+
+import ctypes
+import json
+import logging
+import mmap
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model.loader import list_weights, open_file, select
+from meshllm.model.manifest import file_digests
+from meshllm.model.quant_form import Form, Packed
+from meshllm.model.skeleton import Skeleton
+
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not name
+ALIGNMENT = 64  # bytes; a vector register loads a line of the processor's cache at once
+
+log = logging.getLogger(__name__)
+
+
+def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, str]:
+    """Digest the stored tensors of a stripped model: name of the parameter -> hexadecimal.
+
+    What was hashed is remembered in the folder ``cache``; then the weights are not read.
+
+    Raises:
+        ModelError: a file of weights is damaged.
+    """
+    weights = list_weights(folder)
+    chosen = select(skeleton, weights)
+    hashed = {file: file_digests(folder / file, cache) for file in {weights[n] for n in chosen}}
+    found: dict[str, str] = {}
+    for name, place in sorted(chosen.items()):  # several may be merged into one
+        digest = (hashed[weights[name]] or {}).get(name)
+        if digest is not None:
+            found[place] = found.get(place, "") + digest
+    return found
+
+
+def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
+    """Map a packed matrix of a known form; None when it is missing or not what it should be."""
+    path = _path(folder, key)
+    if not path.is_file():
+        return None
+    try:
+        with open_file(path) as file:
+            about = file.metadata() or {}
+            stored = {name: file.get_tensor(name) for name in form}
+    except (ModelError, SafetensorError, OSError) as error:
+        log.info("`%s` is packed again: %s", path, error)
+        return None
+    if about.get("key") != key or not _fits(stored, form) or about.get("hash") != _hash(stored):
+        log.info("`%s` is packed again: it is not what it should be", path)
+        return None
+    return {
+        name: stored[name][: _bytes(shape, dtype)].view(dtype).view(shape)
+        for name, (shape, dtype) in form.items()
+    }
+
+
+def keep(folder: Path, key: str, packed: Packed) -> None:
+    """Write a packed matrix so that a reader sees all of it or nothing."""
+    path = _path(folder, key)
+    stored = {name: _padded(tensor) for name, tensor in packed.items()}
+    unfinished = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            unfinished = Path(file.name)
+            file.write(_header(stored, {"key": key, "hash": _hash(stored)}))
+            for tensor in stored.values():
+                file.write(tensor.numpy().data)
+        unfinished.replace(path)
+    except OSError as error:
+        log.info("`%s` is not kept: %s", path, error)
+        if unfinished is not None:
+            with suppress(OSError):
+                unfinished.unlink()
+
+
+def page_out(tensor: Tensor) -> None:
+    """Let the system take the memory of a tensor now; what is read again comes back."""
+    if sys.platform != "linux":
+        return
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - begin
+    advise = ctypes.CDLL(None).madvise
+    advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _PAGE_OUT)  # an older one refuses
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"{blake3(key.encode()).hexdigest(32)}.safetensors"
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+def _fits(stored: Mapping[str, Tensor], form: Form) -> bool:
+    """Whether there are exactly the bytes that a form takes."""
+    return all(
+        stored[name].dtype is torch.uint8 and stored[name].shape == (_ceil(_bytes(shape, dtype)),)
+        for name, (shape, dtype) in form.items()
+    )
+
+
+def _ceil(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Show a tensor as bytes, in whole lines of the processor's cache."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    missing = _ceil(len(flat)) - len(flat)
+    return torch.cat((flat, flat.new_zeros(missing))) if missing else flat
+
+
+def _hash(stored: Mapping[str, Tensor]) -> str:
+    hasher = blake3()
+    for name in sorted(stored):
+        hasher.update(stored[name].numpy().data)
+    return hasher.hexdigest()
+
+
+def _header(stored: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
+    """Begin a safetensors file; spaces behind the header, which it allows, align the tensors."""
+    entries: dict[str, object] = {"__metadata__": about}
+    begin = 0
+    for name, tensor in stored.items():
+        stop = begin + len(tensor)
+        entries[name] = {"dtype": "U8", "shape": [len(tensor)], "data_offsets": [begin, stop]}
+        begin = stop
+    text = json.dumps(entries).encode()
+    text = text.ljust(_ceil(len(text) + 8) - 8)
+    return len(text).to_bytes(8, "little") + text

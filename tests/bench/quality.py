@@ -1,0 +1,134 @@
+"""What quantisation costs in quality: ``python -m tests.bench.quality [--kinds none,int8,int4]``.
+
+The builtin model answers the held-out cases greedily with plain and with quantised weights. Beside
+the score stand the mean loss of the ideal answers, how many answers are the plain model's word for
+word; and, reading the plain model's answers, their loss and how often its token is the likeliest.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from meshllm.model.quant import quantise
+from meshllm.model.skeleton import quiet
+from meshllm.names import Quant
+from tests.builtin.score import MAX_TOKENS, WEIGHTS, Case, Message, Result, evaluate, load
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to hold the weights."""
+
+    kind: str
+    megabytes: float
+    """Of the matrices that were exchanged."""
+    loss: float
+    """Mean of the ideal answers, in nats per token; of cases with one question."""
+    plain_loss: float
+    """The same of the plain model's answers."""
+    passed: int
+    asked: int
+    same: float
+    """Share of the answers that are those of plain weights, word for word."""
+    agree: float
+    """Share of the tokens of the plain model's answers that come out most likely."""
+
+
+class Speaker:
+    """The builtin model with its weights held in one way."""
+
+    def __init__(self, kind: Quant) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(WEIGHTS, local_files_only=True)
+        with quiet():
+            self.model: Any = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype="auto").eval()
+        self.report = quantise(self.model, kind)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Write a conversation as tokens, up to where the answer begins."""
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        return ids
+
+    @torch.inference_mode()
+    def reply(self, messages: Sequence[Message]) -> str:
+        """Answer greedily."""
+        prompt = torch.tensor([self.prompt(messages)])
+        tokens = self.model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=MAX_TOKENS,
+        )
+        text = self.tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
+        return str(text).strip()
+
+    @torch.inference_mode()
+    def judge(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
+        """Read an answer: the loss of each of its tokens, and which were the most likely."""
+        prompt = self.prompt([{"role": "user", "content": question}])
+        ids = torch.tensor([prompt + self.tokenizer.encode(answer, add_special_tokens=False)])
+        logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()  # [T, V]
+        target = ids[0, len(prompt) :]
+        loss = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+        return loss, logits.argmax(-1) == target
+
+
+def run(kinds: Sequence[Quant], cases: Sequence[Case]) -> list[Row]:
+    """Ask the plain model, then every other."""
+    plain = evaluate(cases, Speaker(Quant.NONE).reply)
+    return [_row(Speaker(kind), plain) for kind in kinds]
+
+
+def _row(speaker: Speaker, plain: Sequence[Result]) -> Row:
+    results = evaluate([result.case for result in plain], speaker.reply)
+    single = [result for result in plain if len(result.case.turns) == 1]
+    ideal = [speaker.judge(one.case.turns[0], one.case.ideal)[0] for one in single]
+    own = [speaker.judge(one.case.turns[0], one.answer) for one in single]
+    same = [mine.answer == theirs.answer for mine, theirs in zip(results, plain, strict=True)]
+    return Row(
+        kind=speaker.report.kind,
+        megabytes=speaker.report.bytes / 1e6,
+        loss=float(torch.cat(ideal).mean()),
+        plain_loss=float(torch.cat([loss for loss, _ in own]).mean()),
+        passed=sum(result.passed for result in results),
+        asked=len(results),
+        same=sum(same) / len(same),
+        agree=float(torch.cat([likely for _, likely in own]).float().mean()),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.quality", description=__doc__)
+    parser.add_argument("--kinds", default="none,int8,int4", help="separated by commas")
+    parser.add_argument("--cases", type=int, help="ask the first few only")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    rows = run([Quant(kind) for kind in options.kinds.split(",")], load()[: options.cases])
+    print(json.dumps([asdict(row) for row in rows]) if options.json else _table(rows))
+    return 0
+
+
+def _table(rows: Sequence[Row]) -> str:
+    line = "{:<6} {:>6} {:>8} {:>11} {:>11} {:>12} {:>12}".format
+    lines = [line("kind", "MB", "loss", "plain loss", "score", "same answer", "same token")]
+    for row in rows:
+        score = f"{row.passed} of {row.asked}"
+        losses = f"{row.loss:.4f}", f"{row.plain_loss:.4f}"
+        shares = f"{row.same:.1%}", f"{row.agree:.2%}"
+        lines.append(line(row.kind, f"{row.megabytes:.1f}", *losses, score, *shares))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""How many tokens several sessions get out of one ring at once.
+
+``python -m tests.bench.sessions [--model NAME] [--nodes N] [--rtt MS] [--sessions 1,2,4,8,16]``
+
+All ranks run in this process on shaped in-process links, one thread computes, nobody guesses. Each
+session has its own prompt, and its text is compared with the one that it gets alone. Fairness is
+the longest time per token of a session by the shortest.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+import torch
+
+from meshllm.model.source import Source, open_folder
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.request import Sampling
+from meshllm.testing.table1 import DIMENSIONS, random_model
+from meshllm_loopback import LoopbackTransport, Shape
+
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """So many sessions at once; medians over the rounds."""
+
+    sessions: int
+    tokens_per_second: float
+    """Of all of them, behind the first token of each."""
+    ratio: float
+    """Against one session in the same round."""
+    fairness: float
+
+
+async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
+    """Ask one ring by turns for one text and for many at once."""
+    shape = Shape(delay_s=options.rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
+    counts = [int(count) for count in options.sessions.split(",")]
+    runs: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
+    ring_options = RingOptions(nodes=options.nodes, threads=1, drafting=None)
+    async with open_ring(source, ring_options, LoopbackTransport(shape)) as ring:
+        texts: dict[int, list[int]] = {}
+        for round_ in range(options.rounds + 1):
+            for count in counts:
+                asked = [_ask(ring, number, options.tokens) for number in range(count)]
+                answers = await asyncio.gather(*asked)
+                for number, (text, _) in enumerate(answers):
+                    if texts.setdefault(number, text) != text:
+                        raise SystemExit(f"another text of session {number} among {count}")
+                if round_:  # the first one tries kernels
+                    times = [seconds for _, seconds in answers]
+                    rate = sum(1 / seconds for seconds in times)
+                    runs[count].append((rate, max(times) / min(times)))
+    return [
+        Row(
+            count,
+            statistics.median(rate for rate, _ in mine),
+            statistics.median(
+                rate / one for (rate, _), (one, _) in zip(mine, runs[counts[0]], strict=True)
+            ),
+            statistics.median(fairness for _, fairness in mine),
+        )
+        for count, mine in runs.items()
+    ]
+
+
+async def _ask(ring: Ring, number: int, tokens: int) -> tuple[list[int], float]:
+    """Return a text and its mean seconds per token."""
+    prompt = [(11 * number + 7 * place + 3) % 500 for place in range(PROMPT_TOKENS)]
+    stamps, text = [], []
+    async for token in ring.tokens(prompt, Sampling(), tokens):
+        stamps.append(perf_counter())
+        text.append(token)
+    return text, (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.sessions", description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--rtt", type=float, default=100, help="milliseconds")
+    parser.add_argument("--mbit", type=float, default=1000, help="Mbit/s")
+    parser.add_argument("--sessions", default="1,2,4,8", help="at once, the first is compared with")
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    with random_model(options.model, torch.bfloat16) as folder:
+        rows = asyncio.run(measure(open_folder(options.model, folder), options))
+    if options.json:
+        print(json.dumps({"model": options.model, "rows": [asdict(row) for row in rows]}))
+        return 0
+    line = "{:>8} {:>10} {:>10} {:>10}".format
+    print(f"{options.model}, a ring of {options.nodes}, round trips of {options.rtt:g} ms")
+    print(line("sessions", "tokens/s", "against 1", "fairness"))
+    for row in rows:
+        rate, ratio = f"{row.tokens_per_second:.1f}", f"{row.ratio:.2f}x"
+        print(line(row.sessions, rate, ratio, f"{row.fairness:.2f}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Products with bytes: near the plain ones, and the same whoever else is multiplied."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model import quant_int8
+from meshllm.model.quant_int8 import Int8Matrix, form, order, pack
+
+SHAPES = [(64, 64), (192, 576), (200, 100), (1000, 77), (1, 32)]
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def packed(weight: Tensor) -> Int8Matrix:
+    return Int8Matrix(pack(weight), (weight.shape[0], weight.shape[1]))
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_normal_weights_lose_less_than_a_hundredth(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight, x = normal(*shape).to(dtype), normal(9, shape[1]).to(dtype)
+
+    y = packed(weight)(x)
+
+    assert y.dtype == torch.float32
+    assert relative(y, x.float() @ weight.float().T) < 0.012
+
+
+def test_whole_numbers_are_multiplied_exactly() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-127, 128, (48, 20), generator=generator).float()
+    x = torch.randint(-6000, 6001, (5, 20), generator=generator).float()
+    weight[:, 0], x[:, 1] = 127, 127 * 256 + 127  # so the scales are 1
+
+    y = packed(weight)(x)
+
+    assert torch.equal(y, x @ weight.T)
+
+
+def test_the_largest_sum_does_not_overflow() -> None:
+    largest = 127 * 256 + 127
+    x = torch.full((2, quant_int8.MAX_INPUTS), float(largest))
+    x[1] = -largest
+
+    y = packed(torch.full((3, quant_int8.MAX_INPUTS), 127.0))(x)
+
+    exact = float(127 * largest * quant_int8.MAX_INPUTS)
+    torch.testing.assert_close(y, torch.tensor([[exact] * 3, [-exact] * 3]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
+    matrix, x = packed(normal(*shape)), normal(33, shape[1]).bfloat16()
+
+    whole = matrix(x)
+
+    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32):
+        assert torch.equal(matrix(x[:rows]), whole[:rows])
+        assert torch.equal(matrix(x[-rows:]), whole[-rows:])
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_the_number_of_threads_changes_no_bit(rows: int) -> None:
+    matrix, x = packed(normal(1024, 512)), normal(rows, 512).bfloat16()
+    torch.set_num_threads(1)
+    alone = matrix(x)
+
+    torch.set_num_threads(2)
+
+    assert torch.equal(matrix(x), alone)
+
+
+def test_outliers_leave_the_other_columns_their_bits() -> None:
+    weight, x = normal(64, 512), normal(8, 512)
+    weight[:, [3, 77, 400]] = 0  # what they add themselves would hide what the others lose
+    exact = x @ weight.T
+    x[:, [3, 77, 400]] *= torch.tensor([60.0, 120.0, 200.0])
+
+    y = packed(weight)(x)
+
+    assert x.abs().max() > 100
+    assert relative(y, exact) < 0.02
+
+
+def test_weights_are_left_as_they_are() -> None:
+    weight = normal(64, 64)
+    before = weight.clone()
+
+    pack(weight)
+
+    assert torch.equal(weight, before)
+
+
+def test_rows_may_lie_anyhow() -> None:
+    matrix, x = packed(normal(32, 64)), normal(64, 6)
+
+    for rows in (x.T, x.T.bfloat16(), normal(12, 64)[::2], normal(6, 128)[:, ::2]):
+        assert torch.equal(matrix(rows), matrix(rows.clone(memory_format=torch.contiguous_format)))
+
+
+def test_rows_of_zeros_give_zeros() -> None:
+    assert torch.equal(packed(normal(32, 64))(torch.zeros(3, 64)), torch.zeros(3, 32))
+
+
+def test_outputs_of_zeros_give_zeros() -> None:
+    assert torch.equal(packed(torch.zeros(32, 64))(normal(3, 64)), torch.zeros(3, 32))
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x = normal(2, 64)
+    x[0, 5] = torch.nan
+
+    y = packed(normal(32, 64))(x)
+
+    assert y[0].isnan().all()
+    assert y[1].isfinite().all()
+
+
+def test_a_long_prompt_is_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, x = packed(normal(32, 64)), normal(50, 64)
+    whole = matrix(x)
+
+    monkeypatch.setattr(quant_int8, "SUM_BYTES", 8 * 32 * 7)
+
+    assert torch.equal(matrix(x), whole)
+
+
+def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(100, 64)
+    whole = pack(weight)
+
+    monkeypatch.setattr(quant_int8, "CHUNK_ROWS", 30)
+
+    assert all(torch.equal(part, whole[name]) for name, part in pack(weight).items())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_form_is_known_before(shape: tuple[int, int]) -> None:
+    made = {name: (tuple(part.shape), part.dtype) for name, part in pack(normal(*shape)).items()}
+
+    assert made == form(shape, torch.bfloat16)
+
+
+def test_packed_bytes_are_used_where_they_lie() -> None:
+    parts = pack(normal(64, 64))
+    matrix, x = Int8Matrix(parts, (64, 64)), normal(1, 64)
+    before = matrix(x)
+
+    parts["scale"].mul_(2)
+    parts["data"].zero_()
+
+    assert not torch.equal(matrix(x), before)
+    assert torch.equal(matrix(x), torch.zeros(1, 64))
+
+
+def test_the_order_of_the_bytes_has_a_name() -> None:
+    assert order((64, 64)) == order((64, 64)) != order((64, 128))
+
+
+def test_a_matrix_that_torch_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: 1
+
+    monkeypatch.setattr(quant_int8, "_library", lambda: (Refusing(), None))
+
+    with pytest.raises(ModelError, match=r"does not take an int8 matrix of \[64, 32\]"):
+        Int8Matrix(pack(normal(64, 32)), (64, 32))
