@@ -78,6 +78,8 @@ def _head(status: Fields, columns: int) -> str:
     ring, model = status["ring"], status["model"]
     state = ring["state"] + (f": {ring['reason']}" if ring["reason"] else "")
     what = f"{model['name']}, {model['layers']} layers, {model['dtype']}" if model else "no model"
+    if model and model["quant"] != "none":
+        what += f", {model['quant']}"
     plan = f", epoch {ring['epoch']}, plan {ring['digest']}" if ring["digest"] else ""
     facts = (
         ("ring", state),

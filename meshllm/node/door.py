@@ -176,6 +176,7 @@ class NodeDoor:
             "layers": charter.shape.layers,
             "hidden_size": charter.shape.hidden_size,
             "dtype": charter.dtype.name.lower(),
+            "quant": str(charter.quant),
         }
 
     def _ring(self) -> Fields:

@@ -46,6 +46,7 @@ def status_of(count: int, *, measured: bool = True) -> dict[str, Any]:
             "layers": count * _LAYERS,
             "hidden_size": 1024,
             "dtype": "bfloat16",
+            "quant": "none",
         },
         "ring": {
             "state": "serving",

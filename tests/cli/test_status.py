@@ -135,6 +135,13 @@ def test_the_reason_of_a_node_is_a_line_of_its_own() -> None:
     assert "\n   laptop is standby: its link adds 40 ms\n" in lay_out(status, 80)
 
 
+def test_weights_of_fewer_bits_are_told() -> None:
+    status = status_of(1)
+    status["model"]["quant"] = "int8"
+
+    assert " layers, bfloat16, int8\n" in lay_out(status, 80)
+
+
 def test_a_node_without_a_model_says_so() -> None:
     assert "\nmodel   no model\n" in lay_out(waiting("") | {"model": None}, 80)
 

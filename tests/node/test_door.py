@@ -125,7 +125,7 @@ def test_the_status_has_every_field_and_no_other(fake: Fake) -> None:
     assert all(node.keys() == NODE for node in status["nodes"])
     assert fake.of(B)["link"].keys() == LINK
     assert status["model"] == {
-        "name": "tiny", "layers": 4, "hidden_size": 4, "dtype": "bfloat16",
+        "name": "tiny", "layers": 4, "hidden_size": 4, "dtype": "bfloat16", "quant": "none",
     }  # fmt: skip
     assert status["sessions"].keys() == {"active", "waiting", "served", "failed", "tokens"}
     assert (status["mesh"], status["node"]) == (FOUNDED.mesh.hex(), show(A))

@@ -105,4 +105,4 @@ def test_a_member_that_is_removed_ends_and_never_returns(pair: Fleet) -> None:
 
     shutil.rmtree(member.state)
     assert member.start("--join", once, *ALONE).ended() == NOT_AUTHORISED
-    assert "error: The inviter knows no such ticket" in member.stderr
+    assert "does not know this ticket" in member.stderr
