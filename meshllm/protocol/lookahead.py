@@ -72,8 +72,8 @@ class Lookahead:
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self._right = [prior * 2 for prior in _PRIOR]
-        self._tried = [2.0 for _ in _PRIOR]
+        self._right = list(_PRIOR)
+        self._tried = [1.0 for _ in _PRIOR]
         self._rested = 0 if times.is_known else _REST  # a first try, unless others made it
         self._most = float(_FIRST)
 
