@@ -202,7 +202,7 @@ def test_a_module_that_would_lose_too_much_stays_plain(
     with torch.no_grad():
         bad.get_parameter("weight")[:, 5] = 100  # the rest of the row is rounded away
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "meshllm"):
         report = quantise(model, Quant.INT8)
 
     assert model.get_submodule("model.layers.3.self_attn.k_proj") is bad

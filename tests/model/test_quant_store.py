@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
 ) -> None:
     (tmp_path / "file").touch()
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "meshllm"):
         keep(tmp_path / "file", KEY, PACKED)
 
     assert "is not kept" in caplog.text
