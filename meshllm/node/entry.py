@@ -130,7 +130,10 @@ class EntryNode:
             croppable=self._seat.croppable,
         )
         machine, now = Entry(task, self._seat.pace), self._now()
-        foresight = Foresight(self._speculation, order.prompt) if self._speculation else None
+        foresight = None
+        if self._speculation:
+            clock = asyncio.get_running_loop().time
+            foresight = Foresight(self._speculation, order.prompt, clock)
         key = session_key(session)
         generation = Generation(order, machine, self._ends, key, now, foresight)
         self._sessions[session] = generation

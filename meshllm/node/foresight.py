@@ -1,6 +1,5 @@
 """Guesses for one generation and what they cost; knows nothing about how they are checked."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,15 +13,17 @@ class Speculation:
 
     drafting: Drafting
     times: StepTimes = field(default_factory=StepTimes)
-    clock: Callable[[], float] = time.perf_counter
-    """Seconds."""
 
 
 class Foresight:
     """Guesses at what follows one text."""
 
-    def __init__(self, speculation: Speculation, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, speculation: Speculation, prompt: Sequence[int], clock: Callable[[], float]
+    ) -> None:
+        """Begin behind a prompt; ``clock`` tells seconds."""
         self._speculation = speculation
+        self._clock = clock
         self._prompt = prompt
         self._drafter = speculation.drafting.begin()
         self._lookahead = Lookahead(speculation.times)
@@ -31,7 +32,7 @@ class Foresight:
 
     def after(self, tokens: Sequence[int], guesses: int, room: int) -> tuple[int, ...]:
         """Take what a step with so many guesses gave; guess at what follows, ``room`` at most."""
-        now = self._speculation.clock()
+        now = self._clock()
         if self._since is None:
             self._drafter.extend(self._prompt)
         else:

@@ -12,7 +12,7 @@ def told(acceptance: float, steps: int, room: int = 99) -> list[int]:
     """Return how many tokens were guessed at each step of a text whose drafts are so good."""
     text = list(range(400))
     oracle, now = Oracle(text, acceptance), 0.0
-    foresight = Foresight(Speculation(oracle, clock=lambda: now), text[:10])
+    foresight = Foresight(Speculation(oracle), text[:10], lambda: now)
     guessed, length, guesses = [], 10, foresight.after(text[10:10], 0, 0)
     for _ in range(steps):
         right = _right(guesses, text[length:])
@@ -48,6 +48,6 @@ def test_there_are_as_many_guesses_as_numbers_of_rows_are_prepared() -> None:
 
 def test_texts_are_kept_for_those_to_come() -> None:
     drafting = SuffixDrafting()
-    Foresight(Speculation(drafting), [1]).keep([4, 5, 6, 7, 8])
+    Foresight(Speculation(drafting), [1], float).keep([4, 5, 6, 7, 8])
 
-    assert Foresight(Speculation(drafting), [3, 4]).after([5], 0, 9)
+    assert Foresight(Speculation(drafting), [3, 4], float).after([5], 0, 9)

@@ -77,7 +77,7 @@ def test_a_text_is_the_same_with_good_and_bad_guesses(
         tokens, ended = asyncio.run(answer(source, oracle, sampling, nodes=nodes))
         assert tokens == text, acceptance
         if acceptance == 1.0 and computes_together(source):
-            assert ended.measured.tokens_per_step > 2
+            assert ended.measured.tokens_per_step > 1
     assert asyncio.run(answer(source, SuffixDrafting(), sampling, nodes=nodes))[0] == text
 
 
