@@ -1,5 +1,6 @@
 """Small models that many tests share; written once per run."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,17 @@ from meshllm.testing.models import tiny_model
 def _one_thread() -> None:
     """Two processes with two threads each stall each other on two cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> Iterator[None]:
+    """Undo what a command set: how much is logged, and where."""
+    root, ours = logging.getLogger(), logging.getLogger("meshllm")
+    handlers, level = list(root.handlers), ours.level
+    ours.setLevel(logging.NOTSET)
+    yield
+    root.handlers[:] = handlers
+    ours.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -292,7 +292,7 @@ async def test_two_nodes_on_one_network_hear_each_other(monkeypatch: pytest.Monk
 async def test_a_port_in_use_is_no_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "meshllm")
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as v4,
         socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as v6,

@@ -405,7 +405,7 @@ def test_a_bug_of_the_gate_is_no_end(
 
 
 def test_a_refused_link_is_a_matter_for_the_log(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "meshllm")
 
     async def story(town: Town) -> None:
         a, b = await pair(town)

@@ -32,7 +32,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Nothing a stranger sends is a warning, or makes a traceback."""
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "meshllm")
     yield
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
     assert "Traceback" not in caplog.text
