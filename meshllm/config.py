@@ -23,6 +23,7 @@ from meshllm.request import Request, Sampling
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 QuantName: TypeAlias = Literal["none", "int8", "int4"]
+WireName: TypeAlias = Literal["exact", "int8", "auto"]
 PolicyName: TypeAlias = Literal["auto", "fastest", "throughput", "proportional"]
 Speculation: TypeAlias = Literal["auto", "off"]
 LogFormat: TypeAlias = Literal["text", "json"]
@@ -68,12 +69,20 @@ class Settings:
     """Number format of the weights; `auto` is as stored."""
     quant: QuantName = "none"
     """Hold weights in 8 or 4 bits: smaller, faster, not the same."""
+    device: str = "auto"
+    """Where to compute: `auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: int | None = None
     """Processor threads; torch decides when not set."""
     speculation: Speculation = "auto"
     """Guess at the next tokens and check several in one trip."""
+    draft: str | None = None
+    """Let a small model, named as `--model` is, guess too."""
     exact: bool = False
     """Compute each token as transformers does, to the last bit."""
+    wire: WireName = "exact"
+    """Send hidden states in 8 bits: half the bytes, not the same."""
+    prefix_cache: str | None = None
+    """Memory for earlier texts: `2GiB`, `10%` of what is free, 0."""
     system: str | None = None
     """What the model is told before the conversation."""
     state: str | None = None

@@ -91,3 +91,14 @@ class Quant(StrEnum):
     """8 bits with a scale per output: half the memory of bfloat16, and about twice as fast."""
     INT4 = "int4"
     """4 bits with a scale and a zero per 64 inputs: 3.5 times less memory than bfloat16."""
+
+
+class WireMode(StrEnum):
+    """How hidden states travel to the next rank."""
+
+    EXACT = "exact"
+    """As the model computes them."""
+    INT8 = "int8"
+    """In 8 bits with a scale per 32 values: half the bytes of bfloat16, not quite the same."""
+    AUTO = "auto"
+    """In 8 bits where a link is slow enough for that to matter, and the model no mixture."""

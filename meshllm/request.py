@@ -99,6 +99,8 @@ class Answer:
     """Mean of the trips round the ring behind the first token: more than 1 where guesses at the
     next tokens were right."""
     hops: tuple[HopReport, ...]
+    cached_tokens: int = 0
+    """Tokens of the prompt that were kept from an earlier answer, and not computed again."""
 
 
 @dataclass(frozen=True, slots=True)

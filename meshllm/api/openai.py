@@ -226,6 +226,11 @@ def _reason(answer: Answer) -> str:
     return "length" if answer.finish_reason is FinishReason.LENGTH else "stop"
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> dict[str, Any]:
     read, written = answer.prompt_tokens, len(answer.tokens)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }

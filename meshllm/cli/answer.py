@@ -37,6 +37,7 @@ def as_fields(answer: Answer) -> dict[str, Any]:
         "text": answer.text,
         "tokens": list(answer.tokens),
         "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
         "finish_reason": str(answer.finish_reason),
         "ttft_ms": round(answer.ttft_ms, 3),
         "ms_per_token": round(answer.ms_per_token, 3),

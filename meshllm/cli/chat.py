@@ -10,7 +10,7 @@ from meshllm.cli.answer import as_fields, stream
 from meshllm.cli.choice import choose
 from meshllm.cli.conversation import turns_of
 from meshllm.cli.local import Opener, import_heavy, open_local
-from meshllm.cli.options import Json, settings, takes
+from meshllm.cli.options import Json, refuse_idle_draft, settings, takes
 from meshllm.cli.prompt import read_prompt
 from meshllm.config import Scalar, Settings
 from meshllm.errors import UserError
@@ -28,8 +28,8 @@ Examples:
 
 
 @takes(
-    "model", "nodes", "transport", "ends", "dtype", "quant", "threads", "speculation", "exact",
-    "state", "join", "system",
+    "model", "nodes", "transport", "ends", "dtype", "quant", "device", "threads", "speculation",
+    "draft", "exact", "wire", "prefix_cache", "state", "join", "system",
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip
@@ -61,6 +61,7 @@ def chat(
     comes first, then PROMPT. On a terminal without PROMPT it opens a conversation.
     """
     chosen = settings(flags)
+    refuse_idle_draft(chosen)
     text = read_prompt(prompt, sys.stdin)
     ends = tuple(stop or ())
     opener: Opener

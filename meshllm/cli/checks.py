@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]  # ships no types
+import torch
 from blake3 import blake3
 
 import meshllm
@@ -21,6 +22,7 @@ from meshllm.cli.render import bytes_of
 from meshllm.cli.status import ASTRAY_S, astray, clean, ms
 from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError
+from meshllm.model import device
 from meshllm.model.manifest import manifest
 from meshllm.model.source import resolve
 from meshllm.model.verdict import known_verdicts
@@ -32,6 +34,7 @@ PORT = 7700  # where a node listens unless told otherwise
 DIAL_S = 2.0  # a port of this very machine answers at once, or a firewall drops
 SLOW_MS = 100.0  # a round trip that costs more than a token of a small model
 QUIET_S = 3.0  # a peer that was not heard for so long counts as lost
+DRIVER = Path("/proc/driver/nvidia")  # of a GPU, whether torch can use it or not
 SCARCE_BYTES = 1 << 30  # less free memory than this holds no model worth a ring
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -64,6 +67,7 @@ def examine(chosen: Settings, status: Fields | MeshError) -> Iterator[Finding]:
         yield from (check_peer(each, told["version"]) for each in told["nodes"] if not each["self"])
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
+    yield check_device(chosen.device)
     yield (model := check_model(chosen.model))
     if model.verdict != "fail":
         yield check_weights(chosen.model, state_path(chosen) / "cache")
@@ -209,6 +213,21 @@ def check_load(load: float, cores: int) -> Finding:
             "warn", "threads", found, "end other programs: the slowest rank sets the pace"
         )
     return Finding("ok", "threads", found)
+
+
+def check_device(wanted: str) -> Finding:
+    """Tell where a model in float32 would be computed, and whether a GPU lies idle."""
+    try:
+        found = device.choose(wanted, torch.float32)
+    except MeshError as error:
+        return Finding("fail", "device", str(error), error.hint or "")
+    if found != device.CPU:
+        free = bytes_of(device.free_bytes(found))
+        return Finding("ok", "device", f"{device.name_of(found)}, {free} free")
+    if wanted == "auto" and DRIVER.exists():
+        idle = f"cpu: torch {torch.__version__} cannot use the GPU that is here"
+        return Finding("warn", "device", idle, "install a torch built for it: pytorch.org")
+    return Finding("ok", "device", "cpu")
 
 
 def check_model(name: str) -> Finding:

@@ -8,7 +8,10 @@ from meshllm.cli.local import Answers, Opener, open_local
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import UserError
 
-_OF_A_RING = ("transport", "ends", "dtype", "quant", "threads", "speculation", "exact")
+_OF_A_RING = (
+    "transport", "ends", "dtype", "quant", "device", "threads", "speculation", "draft",
+    "exact", "wire", "prefix_cache",
+)  # fmt: skip
 """What settles how a ring is formed, and so cannot be chosen for one that is there."""
 
 

@@ -17,3 +17,8 @@ def transports(incomplete: str) -> list[str]:
     from meshllm.transport.registry import Registry
 
     return [name for name in Registry.discover().names() if name.startswith(incomplete)]
+
+
+def devices(incomplete: str) -> list[str]:
+    """Offer kinds of devices; which there are is not looked up."""
+    return [name for name in ("auto", "cpu", "cuda") if name.startswith(incomplete)]

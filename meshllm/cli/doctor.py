@@ -23,7 +23,7 @@ Examples:
 """
 
 
-@takes("model", "listen", "state")
+@takes("model", "device", "listen", "state")
 def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) -> None:
     """Check this machine, its node and the way to every other node.
 

@@ -5,8 +5,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
 from typing import Protocol, TypeAlias
 
+from meshllm.cli.options import prefix_bytes
 from meshllm.config import Settings, state_path
-from meshllm.names import Quant
+from meshllm.names import Quant, WireMode
 from meshllm.request import Event, Request
 
 
@@ -50,9 +51,13 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
         dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
         threads=settings.threads,
         drafting=SuffixDrafting() if settings.speculation == "auto" else None,
+        draft=None if settings.draft is None else resolve(settings.draft),
         quant=Quant(settings.quant),
         cache=state_path(settings) / "cache",
         exact=settings.exact,
+        wire=WireMode(settings.wire),
+        prefix_bytes=prefix_bytes(settings),
+        device=settings.device,
     )
     return open_ring(resolve(settings.model), options)
 

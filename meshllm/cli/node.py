@@ -14,11 +14,11 @@ import typer
 
 from meshllm.cli import complete, render
 from meshllm.cli.news import News, news
-from meshllm.cli.options import takes
+from meshllm.cli.options import memory_bytes, prefix_bytes, refuse_idle_draft, takes
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import UserError
 from meshllm.log import event, setup
-from meshllm.names import Span
+from meshllm.names import Span, WireMode
 
 if TYPE_CHECKING:
     from meshllm.api.door import Door
@@ -48,12 +48,12 @@ Carrier = Annotated[
 _SOON_S = 0.02
 _AS_GIVEN = (
     "model", "transport", "listen", "advertise", "join", "name", "policy", "members", "dtype",
-    "quant", "threads", "exact", "discovery", "context",
+    "quant", "threads", "draft", "exact", "discovery", "context",
 )  # fmt: skip
 _SETTINGS = (
     "model", "listen", "advertise", "join", "name", "memory", "layers", "policy",
-    "members", "exclude", "prefer", "dtype", "quant", "threads", "speculation", "exact", "context",
-    "state", "log_format",
+    "members", "exclude", "prefer", "dtype", "quant", "device", "threads", "speculation", "draft",
+    "exact", "wire", "prefix_cache", "context", "state", "log_format",
 )  # fmt: skip
 
 
@@ -203,6 +203,7 @@ def _options(config: Config) -> "NodeOptions":
     from meshllm.node.options import NodeOptions
 
     chosen = config.settings
+    refuse_idle_draft(chosen)
     given: dict[str, Any] = {
         name: current(chosen, name) for name in _AS_GIVEN if config.origins[name] != DEFAULT
     }
@@ -210,27 +211,16 @@ def _options(config: Config) -> "NodeOptions":
         given["dtype"] = None
     return NodeOptions(
         state=state_path(chosen),
-        memory_bytes=None if chosen.memory is None else _memory(chosen.memory),
+        memory_bytes=None if chosen.memory is None else memory_bytes(chosen.memory, chosen),
+        prefix_bytes=prefix_bytes(chosen),
+        device=chosen.device,
         layers=None if chosen.layers is None else Span.parse(chosen.layers),
         exclude=_list(chosen.exclude),
         prefer=_list(chosen.prefer),
         speculation=chosen.speculation == "auto",
+        wire=WireMode(chosen.wire),
         **given,
     )
-
-
-def _memory(text: str) -> int:
-    """Read `8GiB`, or `50%` of what is free now."""
-    from meshllm.cli.spec import parse_memory
-
-    if not text.endswith("%"):
-        return parse_memory(text)
-    import psutil  # type: ignore[import-untyped]  # ships no types
-
-    share = text[:-1].strip()
-    if not (share.isdecimal() and 0 < int(share) <= 100):
-        raise UserError(f"`{text}` is no share of the memory", hint="write it as `50%`")
-    return int(psutil.virtual_memory().available) * int(share) // 100
 
 
 def _list(text: str | None) -> tuple[str, ...] | None:

@@ -16,6 +16,8 @@ import typer
 from meshllm.cli import complete
 from meshllm.cli.render import plain
 from meshllm.config import Key, Scalar, Settings, keys, load
+from meshllm.errors import UserError
+from meshllm.names import Quant
 from meshllm.request import Request
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -23,7 +25,12 @@ Command = TypeVar("Command", bound=Callable[..., object])
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
-_COMPLETERS = {"model": complete.models, "transport": complete.transports}
+_COMPLETERS = {
+    "model": complete.models,
+    "draft": complete.models,
+    "device": complete.devices,
+    "transport": complete.transports,
+}
 
 
 @cache
@@ -62,6 +69,52 @@ def takes(*names: str) -> Callable[[Command], Command]:
 def settings(flags: dict[str, Scalar]) -> Settings:
     """Merge the options of a command with every other origin."""
     return load(flags).settings
+
+
+def refuse_idle_draft(chosen: Settings) -> None:
+    """Raise `UserError` where a draft is set and nobody may guess."""
+    if chosen.draft is None or (chosen.speculation == "auto" and not chosen.exact):
+        return
+    other = "--exact" if chosen.exact else "--speculation off"
+    raise UserError(
+        f"`--draft` names who guesses, and with `{other}` nobody does",
+        hint="leave out one of them",
+    )
+
+
+def memory_bytes(text: str, chosen: Settings) -> int:
+    """Read `8GiB`, or `50%` of what is free now; raise `UserError` for anything else."""
+    from meshllm.cli.spec import parse_memory
+
+    if not text.endswith("%"):
+        return parse_memory(text)
+    share = text[:-1].strip()
+    if not (share.isdecimal() and 0 < int(share) <= 100):
+        raise UserError(f"`{text}` is no share of the memory", hint="write it as `50%`")
+    return _free_bytes(chosen) * int(share) // 100
+
+
+def _free_bytes(chosen: Settings) -> int:
+    """Tell what is free where the chosen device has its weights."""
+    if chosen.device != "cpu":
+        import torch
+
+        from meshllm.model import device
+
+        found = device.choose(chosen.device, torch.float32, Quant(chosen.quant))
+        if found != device.CPU:
+            return device.free_bytes(found)
+    import psutil  # type: ignore[import-untyped]  # ships no types
+
+    return int(psutil.virtual_memory().available)
+
+
+def prefix_bytes(chosen: Settings) -> int | None:
+    """Read how much memory is for earlier texts; None is left to who holds them."""
+    text = chosen.prefix_cache
+    if text is None:
+        return None
+    return 0 if text == "0" else memory_bytes(text, chosen)
 
 
 def _option(key: Key) -> inspect.Parameter:

@@ -16,10 +16,13 @@ from meshllm.errors import UserError
 if TYPE_CHECKING:
     from meshllm.cli.spec import Spec
     from meshllm.protocol.plan import Plan, Shape
-    from meshllm.protocol.prediction import Alternative, PredictedHop, Prediction
+    from meshllm.protocol.prediction import Alternative, Guessing, PredictedHop, Prediction
 
 PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
+ACCEPTANCE = 0.5  # of guesses; texts that repeat themselves have more, prose has less
 PolicyName = Literal["auto", "fastest", "throughput", "proportional"]
+
+_POLICIES = ("policy", "nodes", "ms per token", "guessing", "first token ms", "slowest stage ms")
 
 EXAMPLES = """\b
 Examples:
@@ -48,6 +51,10 @@ def plan(
     context: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of one session to leave room for.")
     ] = 4096,
+    acceptance: Annotated[
+        float,
+        typer.Option(min=0, max=1, metavar="A", help="Share of guesses at tokens that are right."),
+    ] = ACCEPTANCE,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
@@ -73,6 +80,7 @@ def plan(
             others=compare(there.offers, there.links, shape),
             spec=there,
             shape=shape,
+            acceptance=acceptance,
         )
     if as_json:
         render.dump(outlook.fields())
@@ -106,6 +114,7 @@ class _Outlook:
     others: "tuple[Alternative, ...]"
     spec: "Spec"
     shape: "Shape"
+    acceptance: float
 
     def fields(self) -> dict[str, Any]:
         """Lay it out for ``--json``."""
@@ -127,19 +136,26 @@ class _Outlook:
             ],
             "standbys": self._standbys(),
             "head_ms": self.prediction.head_s * 1e3,
+            "prompt_tokens": PROMPT,
+            "chunk": self.prediction.chunk,
             "ttft_ms": self.prediction.ttft_s * 1e3,
             "ms_per_token": self.prediction.seconds_per_token * 1e3,
+            "acceptance": self.acceptance,
+            "speculation": _speculation(self._guessing),
             "policies": [
                 {
-                    "policy": policy,
-                    "nodes": nodes,
-                    "ms_per_token": token_ms,
-                    "slowest_stage_ms": stage_ms,
-                    "reason": reason,
+                    "policy": str(each.policy),
+                    "nodes": len(each.plan.stages) if each.plan else None,
+                    "ms_per_token": told and told.seconds_per_token * 1e3,
+                    "speculation": told and _speculation(told.guessing(self.acceptance)),
+                    "ttft_ms": told and told.ttft_s * 1e3,
+                    "slowest_stage_ms": told and told.slowest_stage_s * 1e3,
+                    "reason": each.reason,
                 }
-                for policy, nodes, token_ms, stage_ms, reason in self._policies()
+                for each in self.others
+                for told in [each.prediction]
             ],
-            "assumed": list(self.spec.assumed),
+            "assumed": self._assumed(),
         }
 
     def text(self) -> str:
@@ -149,8 +165,7 @@ class _Outlook:
              hop.compute_s * 1e3, hop.wire_s * 1e3)
             for rank, hop, memory in self._ranks()
         ]  # fmt: skip
-        policies = [row[:4] for row in self._policies()]
-        token_s = self.prediction.seconds_per_token
+        token_s, guessed = self.prediction.seconds_per_token, self._guessing
         return "\n".join(
             [
                 render.table(("rank", "node", "layers", "memory", "compute ms", "wire ms"), ranks),
@@ -158,11 +173,13 @@ class _Outlook:
                 "",
                 f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
                 f" (head {self.prediction.head_s * 1e3:.2f} ms)",
-                f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT}",
+                f"{guessed.seconds_per_token * 1e3:.2f} ms with {guessed.guesses} guesses a trip",
+                f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT},"
+                f" in chunks of {self.prediction.chunk}",
                 "",
-                render.table(("policy", "nodes", "ms per token", "slowest stage ms"), policies),
+                render.table(_POLICIES, self._policies()),
                 *(f"{each.policy}: {each.reason}" for each in self.others if each.plan is None),
-                *(f"assumed: {each}" for each in self.spec.assumed),
+                *(f"assumed: {each}" for each in self._assumed()),
             ]
         )
 
@@ -180,15 +197,29 @@ class _Outlook:
             for each in self.plan.standbys
         ]
 
-    def _policies(self) -> list[tuple[str, int | None, float | None, float | None, str]]:
+    @property
+    def _guessing(self) -> "Guessing":
+        return self.prediction.guessing(self.acceptance)
+
+    def _assumed(self) -> list[str]:
+        share = f"a guess is right with probability {self.acceptance:g} if those before it are"
+        return [*self.spec.assumed, share]
+
+    def _policies(self) -> list[tuple[object, ...]]:
         """List what each policy would do; figures are None where it finds no ring."""
         return [
             (
                 str(each.policy),
                 len(each.plan.stages) if each.plan else None,
-                each.prediction.seconds_per_token * 1e3 if each.prediction else None,
-                each.prediction.slowest_stage_s * 1e3 if each.prediction else None,
-                each.reason,
+                told and told.seconds_per_token * 1e3,
+                told and told.guessing(self.acceptance).seconds_per_token * 1e3,
+                told and told.ttft_s * 1e3,
+                told and told.slowest_stage_s * 1e3,
             )
             for each in self.others
+            for told in [each.prediction]
         ]
+
+
+def _speculation(found: "Guessing") -> dict[str, float]:
+    return {"guesses": found.guesses, "ms_per_token": found.seconds_per_token * 1e3}

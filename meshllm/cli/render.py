@@ -139,8 +139,9 @@ def bytes_of(count: float) -> str:
 
 def statistics(answer: Answer) -> str:
     """Tell how fast an answer came, and where the time went."""
+    cached = f" ({answer.cached_tokens} known)" if answer.cached_tokens else ""
     lines = [
-        f"{answer.prompt_tokens} tokens read, {len(answer.tokens)} written,"
+        f"{answer.prompt_tokens} tokens read{cached}, {len(answer.tokens)} written,"
         f" ended by {answer.finish_reason}",
     ]
     if not answer.ms_per_token:  # the steps after the first token are what is measured

@@ -55,7 +55,7 @@ def _flag(name: str, value: Scalar) -> Iterator[str]:
         yield f"--{option}" if value else f"--no-{option}"
         return
     text = plain(value)
-    is_folder = name == "state" or (name == "model" and Path(text).is_dir())
+    is_folder = name == "state" or (name in {"model", "draft"} and Path(text).is_dir())
     yield f"--{option}"
     yield str(Path(text).expanduser().resolve()) if is_folder else text
 

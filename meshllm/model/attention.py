@@ -73,8 +73,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     scores = torch.matmul(key[0], asked).transpose(1, 2).float()  # [G, H/G * T, S]
     scores = scores.mul_(scale).view(groups, each, rows, keys)
     if rows > 1:
-        hidden = torch.ones(rows, keys, dtype=torch.bool).triu_(keys - rows + 1)
-        scores.masked_fill_(hidden, -torch.inf)
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(seen.triu_(keys - rows + 1), -torch.inf)
     scores = functional.pad(scores, (0, -keys % _LANES), value=-torch.inf)
     shares = scores.softmax(-1)[..., :keys].to(value.dtype).reshape(groups, each * rows, keys)
     parts = [

@@ -5,6 +5,7 @@ place, where transformers' own cache copies all of them for every token.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -139,6 +140,14 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         return max((la.floor for la in self.layers if isinstance(la, WindowLayer)), default=0)
 
     @property
+    def slack(self) -> int | None:
+        """How many tokens `crop` takes back at any time, a step of guesses besides; None is any."""
+        if not self.croppable:
+            return 0
+        windows = any(isinstance(layer, WindowLayer) for layer in self.layers)
+        return SLACK // 2 if windows else None
+
+    @property
     def bytes(self) -> int:
         """Memory of the states, room made ahead included."""
         storages = {
@@ -171,6 +180,25 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
                 layer.crop(min(0, length - layer.get_seq_length()))
         self.length = length
 
+    @torch.inference_mode()
+    def branch(self, length: int) -> "SpanCache":
+        """Make another cache of the first ``length`` tokens; this one stays as it is.
+
+        Raises:
+            ModelError: the states cannot go back that far.
+        """
+        other = SpanCache(self._config, self._span)
+        for index, layer in enumerate(self.layers):
+            if type(layer) is GrowingLayer and layer.is_initialized:
+                other.layers[index].update(
+                    layer.keys[..., :length, :], layer.values[..., :length, :]
+                )
+            else:
+                other.layers[index] = deepcopy(layer)
+        other.length = self.length
+        other.crop(length)
+        return other
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Count the tokens before this step; stock code asks layer 0, which may be another's."""
         if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], CacheLayerMixin):
@@ -199,6 +227,11 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             _suit(layer) if index in self._span else DummyLayer()
             for index, layer in enumerate(layers)
         ]
+
+
+def slack_of(config: Any, layers: int) -> int | None:
+    """Say how far the caches of a whole model can go back, see `SpanCache.slack`."""
+    return SpanCache(config, Span(0, layers)).slack
 
 
 def _suit(layer: Any) -> Any:

@@ -15,6 +15,8 @@ from meshllm.model.skeleton import Skeleton, build
 from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Quant, Span
 
+MAX_ROOM = 1 << 24
+"""Tokens."""
 UNLIMITED = 1 << 20  # tokens; for the rare config that gives no longest sequence
 
 
@@ -76,6 +78,12 @@ def shape_of(
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
     )
+
+
+def room_for(shape: ModelShape, span: Span, budget: int) -> int:
+    """Count the tokens whose states fit into ``budget`` bytes, for the layers of a span."""
+    per_token = sum(shape.kv_bytes_per_token[span.start : span.stop])
+    return min(budget // max(1, per_token), MAX_ROOM)
 
 
 def free_memory() -> int:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, Self
@@ -29,6 +30,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from meshllm.errors import ModelError
+from meshllm.model.device import CPU
 from meshllm.model.skeleton import Skeleton, quiet
 
 INDEX = "model.safetensors.index.json"
@@ -92,9 +94,15 @@ def select(skeleton: Skeleton, names: Iterable[str]) -> dict[str, str]:
 
 
 def load(
-    skeleton: Skeleton, folder: Path, dtype: torch.dtype, lender: nn.Module | None = None
+    skeleton: Skeleton,
+    folder: Path,
+    dtype: torch.dtype,
+    lender: nn.Module | None = None,
+    device: torch.device = CPU,
 ) -> None:
     """Fill a stripped model on meta; parameters that ``lender`` has are shared, not read.
+
+    A tensor goes to ``device`` as soon as it is read, and takes no other memory of the machine.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing or of another shape.
@@ -106,7 +114,10 @@ def load(
     config = LoadStateDictConfig(
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=[_assembling(entry) for entry in get_model_conversion_mapping(model)],
+        device_map={"": device},
+        weight_mapping=[
+            _assembling(entry, device) for entry in get_model_conversion_mapping(model)
+        ],
     )
     with quiet(), ExitStack() as opened:
         files = {
@@ -124,8 +135,9 @@ def load(
             missing &= info.missing_keys
         _refuse_missing(model, missing, folder)
         info.missing_keys = missing
-        model._finalize_model_loading(model, config, info)
-    model.eval()
+        # What no file holds, as rotary tables, is made on the CPU: the same for all of a ring.
+        model._finalize_model_loading(model, replace(config, device_map=None), info)
+    model.to(device).eval()
 
 
 def _borrow(model: nn.Module, lender: nn.Module) -> set[str]:
@@ -158,6 +170,9 @@ class _Assemble(ConversionOps):  # type: ignore[misc]  # transformers has no typ
     each matrix of all experts and joins the stacks: for a moment it holds the layer twice.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def convert(
         self,
         input_dict: dict[str, list[Tensor]],
@@ -176,13 +191,15 @@ class _Assemble(ConversionOps):  # type: ignore[misc]  # transformers has no typ
         merged = torch.empty(
             (len(matrices[0]), sum(rows), *matrices[0][0].shape[1:]),
             dtype=model.get_parameter_or_buffer(full_layer_name).dtype,
+            device=self._device,
         )
         for parts, place in zip(matrices, torch.split(merged, rows, dim=1), strict=True):
-            torch.stack(parts, out=place)
+            for part, own in zip(parts, place, strict=True):
+                own.copy_(part)
         return {target_patterns[0]: merged}
 
 
-def _assembling(entry: Any) -> Any:
+def _assembling(entry: Any, device: torch.device) -> Any:
     """Give a converter that only stacks and joins the operation that does both at once."""
     stacks = [(MergeModulelist, 0), (Concatenate, 1)]
     if isinstance(entry, WeightConverter):
@@ -191,7 +208,7 @@ def _assembling(entry: Any) -> Any:
         ]
         if operations in (stacks[:1], stacks) and len(entry.target_patterns) == 1:
             entry = copy(entry)
-            entry.operations = [_Assemble()]
+            entry.operations = [_Assemble(device)]
     return entry
 
 
@@ -220,7 +237,7 @@ def _merge(model: Any, state: dict[str, Any], config: Any) -> Any:
     info, _ = convert_and_load_state_dict_in_model(model, parts, config)
     for name in before - info.missing_keys:
         tensor = model.get_parameter_or_buffer(name)
-        tensor.data = tensor.data.to(next(iter(parts.values())).dtype)
+        tensor.data = tensor.data.to(config.device_map[""], next(iter(parts.values())).dtype)
     return info
 
 

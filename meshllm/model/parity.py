@@ -291,6 +291,7 @@ def _arguments(length: int, ids: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """Name the positions of new rows, and the mask where there is one."""
     rows = ids.shape[1]
     if mask is None:
-        return {"position_ids": torch.arange(length, length + rows).expand(len(ids), -1)}
+        positions = torch.arange(length, length + rows, device=ids.device)
+        return {"position_ids": positions.expand(len(ids), -1)}
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -rows:]
     return {"position_ids": positions, "attention_mask": mask}

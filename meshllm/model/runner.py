@@ -7,6 +7,10 @@ allows that is told from the whole of it, so that every shard of it does the sam
 parts are all of it is tried on load, on rows that never change: together, alone, and by the stock
 forward. Where that fails, steps are those of the stock model, one row at a time, which costs time
 but no text.
+
+Rows come from the CPU and what they give goes there, whatever the device of the shard. The kernels
+of a GPU may add up otherwise for any number of rows, in norms too: there all numbers are tried, and
+attention is one row after the other.
 """
 
 import logging
@@ -22,14 +26,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from meshllm.model.attention import RowAttention
 from meshllm.model.bundle import Bundle
 from meshllm.model.cache import SpanCache, WindowLayer
+from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
 from meshllm.model.quant_attention import NAME as SHARED_KEYS
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import build
-from meshllm.model.steady import find_floors, steady
+from meshllm.model.steady import find_floors, loosen, steady
+from meshllm.model.tail import find_tail, run_tail
 
 STOCK = {"sdpa", SHARED_KEYS}
 STEADY = "meshllm_steady"
-"""Names of attention functions, as transformers calls them."""
+"""Names of attention functions, as transformers calls them; the last one begins so."""
 MOST_ROWS = 17
 """Of all sessions that compute together."""
 
@@ -60,11 +66,15 @@ class Runner:
         """Prepare for steps of one row and of each of ``counts``; none are stock steps."""
         self.shard = shard
         self._counts = frozenset((1, *counts))
-        self._attention = RowAttention(counts)
+        self._attention = RowAttention(counts if shard.device == CPU else ())
         self._slides = any(isinstance(layer, WindowLayer) for layer in self.new_cache().layers)
         self._bundle: Bundle | None = None
+        self._steady_name = f"{STEADY}_{id(self)}"  # of its own: another thread may run another one
+        self._tail = find_tail(shard)
         self.is_steady = bool(counts) and self._exchange() and self._agrees()
         """Whether several rows are computed in the time of one, or nearly."""
+        if not self.is_steady:
+            loosen(shard.model)
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""
@@ -72,35 +82,41 @@ class Runner:
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a part of a prompt, see `Shard.forward`."""
-        return self.shard.forward(x, cache, rows=rows)
+        return fetch(self.shard.forward(put(x, self.shard.device), cache, rows=rows))
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run rows ``x`` [1, T or T, D], each as if it came alone; return what all give."""
-        if self.is_steady and x.shape[1] in self._counts:
-            return self._steady(x, cache)
-        one: Forward = self._steady if self.is_steady else self.shard.forward
-        return torch.cat([one(row, cache) for row in _alone(x)], 1)
+        return fetch(self._step(put(x, self.shard.device), cache))
 
     def step_many(
         self, parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
     ) -> list[Tensor]:
         """Run steps of several sessions; each gives what `step` would give."""
-        outputs: list[Tensor] = []
+        parts, outputs = put_all(parts, self.shard.device), list[Tensor]()
         while len(outputs) < len(parts):
             at = len(outputs)
             totals = accumulate(part.shape[1] for part in parts[at:])
             stop = at + max(1, sum(total <= MOST_ROWS for total in totals))
             outputs += self._bundled(parts[at:stop], caches[at:stop])
-        return outputs
+        return fetch_all(outputs)
+
+    def _step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        if self.is_steady and x.shape[1] in self._counts:
+            return self._steady(x, cache)
+        one: Forward = self._steady if self.is_steady else self._forward
+        return torch.cat([one(row, cache) for row in _alone(x)], 1)
+
+    def _forward(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        return run_tail(self.shard, self._tail, x) if self._tail else self.shard.forward(x, cache)
 
     def _bundled(self, parts: Sequence[Tensor], caches: Sequence[SpanCache | None]) -> list[Tensor]:
         if len(parts) == 1 or not self.is_steady:
-            return [self.step(part, cache) for part, cache in zip(parts, caches, strict=True)]
+            return [self._step(part, cache) for part, cache in zip(parts, caches, strict=True)]
         rows, x = [part.shape[1] for part in parts], torch.cat(list(parts), 1)
         held = [cache for cache in caches if cache is not None]
         if not held:
             return list(torch.split(self._steady(x, None), rows, 1))
-        self._bundle = bundle = Bundle(held, rows)
+        self._bundle = bundle = Bundle(held, rows, x.device)
         try:
             with self._steadily():
                 output = self.shard.forward(x, bundle, position_ids=bundle.position_ids)
@@ -117,9 +133,12 @@ class Runner:
         if config._attn_implementation not in STOCK or dtype != torch.bfloat16:
             return False
         whole = build(config, dtype).model
-        if not _KINDS.issuperset(kinds) or _mixes(whole):
+        if not _KINDS.issuperset(kinds) or mixes(whole):
             return False
-        floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1))
+        try:
+            floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1), self.shard.device)
+        except torch.OutOfMemoryError:  # a GPU with room for the weights and little more
+            return False
         if floors is None:
             return False
         steady(model, floors)
@@ -128,7 +147,7 @@ class Runner:
     @torch.inference_mode()
     def _agrees(self) -> bool:
         """Try rows together and alone, sessions together and alone, and the stock forward."""
-        x, layers = self._rows(), bool(self.shard.span)
+        x, layers = self._rows().to(self.shard.device), bool(self.shard.span)
 
         def filled() -> SpanCache | None:
             cache = self.new_cache()
@@ -139,22 +158,23 @@ class Runner:
         try:
             cache = filled()
             alone = torch.cat([self._steady(row, cache) for row in _alone(rows)], 1)
-            together = self._steady(rows, filled())
+            counts = (_TRIED,) if self.shard.device == CPU else range(1, MOST_ROWS + 1)
+            together = [self._steady(rows[:, :count], filled()) for count in counts]
             self.is_steady = True  # or sessions do not go together
-            both = self.step_many([rows[:, :2], rows], [filled(), filled()])
+            both = self._bundled([rows[:, :2], rows[:, :_TRIED]], [filled(), filled()])
             stock = self.shard.forward(rows[:, :1], filled())
         except Exception as reason:  # foreign code meets what it was not made for
             logger.info("one row at a time: %s: %s", type(reason).__name__, reason)
             return False
         error = (alone[:, :1].float() - stock.float()).norm() / stock.float().norm()
-        equal = [torch.equal(alone, each) for each in (together, both[1])]
-        return all(equal) and torch.equal(both[0], alone[:, :2]) and bool(error <= _ALIKE)
+        equal = [torch.equal(each, alone[:, : each.shape[1]]) for each in (*together, *both)]
+        return all(equal) and bool(error <= _ALIKE)
 
     def _rows(self) -> Tensor:
         """Draw the rows [1, T or T, D] of a trial; the same each time."""
         config = self.shard.model.config.get_text_config(decoder=True)
         generator = torch.Generator().manual_seed(0)
-        count = _BEFORE + _TRIED
+        count = _BEFORE + (_TRIED if self.shard.device == CPU else MOST_ROWS)
         if self.shard.embed:
             return torch.randint(0, config.vocab_size, (1, count), generator=generator)
         rows = torch.randn(1, count, config.hidden_size, generator=generator)
@@ -162,19 +182,19 @@ class Runner:
 
     def _steady(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         with self._steadily():
-            return self.shard.forward(x, cache)
+            return self._forward(x, cache)
 
     @contextmanager
     def _steadily(self) -> Iterator[None]:
         config: Any = self.shard.model.config
         stock = config._attn_implementation
-        ALL_ATTENTION_FUNCTIONS[STEADY] = self._attend
-        config._attn_implementation = STEADY  # no masks are made for a name that has none
+        ALL_ATTENTION_FUNCTIONS[self._steady_name] = self._attend
+        config._attn_implementation = self._steady_name  # no masks are made for an unknown name
         try:
             yield
         finally:
             config._attn_implementation = stock
-            del ALL_ATTENTION_FUNCTIONS[STEADY]  # it would keep the weights
+            del ALL_ATTENTION_FUNCTIONS[self._steady_name]  # it would keep the weights
 
     def _attend(
         self,
@@ -204,7 +224,7 @@ class Runner:
         return torch.cat(attended, 1), None
 
 
-def _mixes(model: nn.Module) -> bool:
+def mixes(model: nn.Module) -> bool:
     """Whether rows share matrices of experts: which ones do is another matter with each text."""
     return any(
         "expert" in name or (parameter.dim() > 2 and min(parameter.shape) > 1)

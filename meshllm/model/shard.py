@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.cache import SpanCache
+from meshllm.model.device import CPU
 from meshllm.model.loader import load
 from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
@@ -33,7 +34,7 @@ from meshllm.names import Quant, Span
 class Shard:
     """Layers ``[start, stop)`` with or without the ends; one thread at a time runs it."""
 
-    def __init__(self, skeleton: Skeleton, part: Part) -> None:
+    def __init__(self, skeleton: Skeleton, part: Part, device: torch.device = CPU) -> None:
         self.span = part.span
         self.embed = part.embed
         self.head = part.head
@@ -41,9 +42,15 @@ class Shard:
         """Of the whole model."""
         self.model = skeleton.model
         """The stock model, stripped; its modules may be exchanged for faster ones."""
+        self.device = device
+        """Where its weights are, and where it takes and gives rows."""
+        self.outputs = skeleton.anatomy.outputs
+        """Names of the modules behind the layers."""
         self._call = skeleton.anatomy.call
         self._entering: Tensor | None = None
         self._gate = _open_gates(self, skeleton.parts)
+        # Without a cache stock code looks into the positions for packed texts: a wait, on a GPU.
+        self._no_states = self.new_cache() if part.head and not part.span else None
 
     @classmethod
     def load(  # noqa: PLR0913 -- one keyword per thing that a caller may want
@@ -59,6 +66,7 @@ class Shard:
         packed: bool = True,
         quant: Quant = Quant.NONE,
         cache: Path | None = None,
+        device: torch.device = CPU,
     ) -> Self:
         """Load a part of a model, reading only its tensors.
 
@@ -66,7 +74,8 @@ class Shard:
         that are ``packed`` are then copied, for the same bits sooner. Tensors that ``share`` holds
         too, as tied embeddings, are taken from it. ``attention`` is a name of transformers, as
         ``sdpa`` (None: its default). With ``quant`` the matrices are quantised instead, and what
-        was packed is kept in the folder ``cache`` for the next start.
+        was packed is kept in the folder ``cache`` for the next start. Both are for the
+        CPU: to another ``device`` each tensor is copied from its file as it is.
 
         Raises:
             ModelError: the span is not in the model, weights are missing or damaged, or this
@@ -76,16 +85,16 @@ class Shard:
         part = Part(span, embed, head)
         skeleton = build(source.config, dtype, attention)
         strip(skeleton, part)
-        load(skeleton, source.folder, dtype, share.model if share else None)
+        load(skeleton, source.folder, dtype, share.model if share else None, device)
         mapped, unused = dtype == stored_dtype(source), skeleton.foreign(part)
         if quant is not Quant.NONE:
             digests = digest_weights(skeleton, source.folder, cache) if cache else None
             quantise(
                 skeleton.model, quant, skip=unused, digests=digests, cache=cache, mapped=mapped
             )
-        elif packed and mapped:  # of a cast matrix two copies would stay
+        elif packed and mapped and device == CPU:  # of a cast matrix two copies would stay
             pack(skeleton.model, skip=unused)
-        return cls(skeleton, part)
+        return cls(skeleton, part, device)
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""
@@ -129,7 +138,8 @@ class Shard:
         call = self._call
         # A copy: some families scale their embeddings in place, and ``x`` enters only after that.
         given = {"input_ids": x} if self.embed else {"inputs_embeds": x.clone()}
-        options: dict[str, Any] = {call.cache: cache, "use_cache": cache is not None, **given}
+        held = cache if cache is not None else self._no_states
+        options: dict[str, Any] = {call.cache: held, "use_cache": held is not None, **given}
         if call.position_ids:
             if position_ids is None:
                 start = cache.length if cache is not None else 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.capacity import free_memory
+from meshllm.model.device import CPU, fetch, free_bytes, name_of, wait
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
 from meshllm.model.packed import pack
@@ -20,11 +21,13 @@ from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Quant, Span
 
-ROWS = (1, 8, 32, 256)
-"""Decoding, and chunks of a prompt."""
+ROWS = (1, 8, 32, 128, 256, 1024)
+"""Decoding, and chunks of a prompt; the last two tell how time grows with the rows before."""
 TRIALS = 3
-ENOUGH_S = 0.1  # for trials of the same; many rows of a large layer are timed once
+ENOUGH_S = 0.5  # for trials of the same; many rows of a large layer are timed once
+LONGEST_S = 1.0  # for the most rows, which are left out where they would take longer
 MAX_AGE_S = 24 * 3600.0
+PREFIX_SHARE = 0.25  # of what is free beside the weights
 SHARE = 0.8  # of free memory; the rest is for what starts after us
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -43,9 +46,15 @@ class Speed:
 
 
 def measure_speed(
-    source: Source, dtype: torch.dtype, cache: Path, quant: Quant = Quant.NONE
+    source: Source,
+    dtype: torch.dtype,
+    cache: Path,
+    quant: Quant = Quant.NONE,
+    device: torch.device = CPU,
 ) -> Speed:
     """Time one layer and the head with random weights, on this thread and as many cores as it has.
+
+    On a GPU the way there and back is left out for the layer, and is in the time of the head.
 
     What was measured is remembered in the folder ``cache`` for a day.
 
@@ -53,24 +62,40 @@ def measure_speed(
         ModelError: transformers cannot build the model.
     """
     key = (
-        config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__
+        config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
+        name_of(device),
     )  # fmt: skip
     if known := _read(recall(cache, *key)):
         return known
     with torch.inference_mode():
-        speed = Speed(_layer_seconds(source, dtype, quant), _head_seconds(source, dtype, quant))
+        what = source, dtype, quant, device
+        speed = Speed(_layer_seconds(*what), _head_seconds(*what))
     remember(cache, asdict(speed) | {"at_s": time.time()}, *key)
     return speed
 
 
-def memory_budget(limit: int | None = None, *, share: float = SHARE, cgroup: Path = CGROUP) -> int:
+def memory_budget(
+    limit: int | None = None,
+    *,
+    share: float = SHARE,
+    cgroup: Path = CGROUP,
+    device: torch.device = CPU,
+) -> int:
     """Tell how many bytes this machine gives to models: a share of what is free, or ``limit``.
 
     ``limit`` is what its owner says, and counts as far as it is free. A container's own limit
-    binds too, which the machine's free memory does not show.
+    binds too, which the machine's free memory does not show. A GPU gives of its own memory.
     """
-    free = max(0, int(min(free_memory(), _cgroup_free(cgroup))))
+    if device != CPU:
+        free = free_bytes(device)
+    else:
+        free = max(0, int(min(free_memory(), _cgroup_free(cgroup))))
     return int(free * share) if limit is None else min(limit, free)
+
+
+def prefix_budget(limit: int | None, device: torch.device = CPU) -> int:
+    """Tell how many bytes may hold what finished sessions leave: ``limit``, or a share."""
+    return memory_budget(limit, share=PREFIX_SHARE, device=device)
 
 
 def _read(record: Any) -> Speed | None:
@@ -85,16 +110,19 @@ def _read(record: Any) -> Speed | None:
 
 
 def _layer_seconds(
-    source: Source, dtype: torch.dtype, quant: Quant
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> tuple[tuple[int, float], ...]:
     """Time the layer nearest to the mean, without what surrounds the layers of a shard."""
     skeleton = build(source.config, dtype)
     sizes = [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
     mean = sum(sizes) / len(sizes)
     index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
-    stopwatch = _Stopwatch(skeleton.parts[index])  # before the shard's own hook, which leaves
+    # Its hooks come before the shard's own, which leaves.
+    stopwatch = _Stopwatch(skeleton.parts[index], device)
     part = Part(Span(index, index + 1), embed=False, head=False)
-    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source), quant=quant)
+    shard = _random_shard(
+        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+    )
     config = skeleton.model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None) or max(ROWS)
 
@@ -104,43 +132,55 @@ def _layer_seconds(
 
     seconds(1)  # what is made once, at the first call, is not the price of a layer
     scale = mean / sizes[index]
-    return tuple((rows, _best(seconds, rows) * scale) for rows in ROWS if rows <= context)
+    most = ROWS[-1]
+    times = [(rows, _best(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
+    if most <= context and times[-1][1] * most / times[-1][0] <= LONGEST_S:
+        times.append((most, _best(seconds, most, device)))
+    return tuple((rows, time * scale) for rows, time in times)
 
 
-def _head_seconds(source: Source, dtype: torch.dtype, quant: Quant) -> float:
+def _head_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
+) -> float:
     skeleton = build(source.config, dtype)
     end = Span(skeleton.layers, skeleton.layers)
     part = Part(end, embed=False, head=True)
-    shard = _random_shard(skeleton, part, packed=dtype == stored_dtype(source), quant=quant)
+    shard = _random_shard(
+        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+    )
 
     def seconds(rows: int) -> float:
+        wait(device)
         begin = time.perf_counter()
-        _forward(shard, rows)
+        fetch(_forward(shard, rows))
         return time.perf_counter() - begin
 
     seconds(1)
-    return _best(seconds, 1)
+    return _best(seconds, 1, device)
 
 
 class _Stopwatch:
     """Times the forward of one module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.seconds = 0.0
+        self._device = device
         self._begin = 0.0
         module.register_forward_pre_hook(self._start)
         module.register_forward_hook(self._stop)
 
     def _start(self, *_: Any) -> None:
+        wait(self._device)
         self._begin = time.perf_counter()
 
     def _stop(self, *_: Any) -> None:
+        wait(self._device)
         self.seconds = time.perf_counter() - self._begin
 
 
-def _best(seconds: Callable[[int], float], rows: int) -> float:
+def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> float:
     """Take the shortest of several times, each with weights that no cache has."""
-    cold = torch.empty(_COLD_BYTES, dtype=torch.uint8)
+    cold = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
         cold.fill_(len(times))
@@ -148,14 +188,19 @@ def _best(seconds: Callable[[int], float], rows: int) -> float:
     return min(times)
 
 
-def _forward(shard: Shard, rows: int) -> None:
+def _forward(shard: Shard, rows: int) -> Tensor:
     width = shard.model.config.get_text_config(decoder=True).hidden_size
-    hidden = torch.ones(1, rows, width, dtype=shard.model.dtype)  # [1, T, D]
-    shard.forward(hidden, shard.new_cache())
+    hidden = torch.ones(1, rows, width, dtype=shard.model.dtype, device=shard.device)  # [1, T, D]
+    return shard.forward(hidden, shard.new_cache())
 
 
 def _random_shard(
-    skeleton: Skeleton, part: Part, *, packed: bool = False, quant: Quant = Quant.NONE
+    skeleton: Skeleton,
+    part: Part,
+    *,
+    packed: bool = False,
+    quant: Quant = Quant.NONE,
+    device: torch.device = CPU,
 ) -> Shard:
     """Give a part of a model on meta weights that take as long as real ones, as they are loaded."""
     strip(skeleton, part)
@@ -165,7 +210,8 @@ def _random_shard(
         if name in model.all_tied_weights_keys:
             continue
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, _tiled(parameter, tile.to(parameter.dtype)))
+        values = tile.to(device, parameter.dtype)
+        setattr(model.get_submodule(owner), leaf, _tiled(parameter, values))
     with quiet():  # buffers are made by the stock model, as when weights are loaded
         buffers = set(model.state_dict()) - set(
             dict(model.named_parameters(remove_duplicate=False))
@@ -173,16 +219,17 @@ def _random_shard(
         model._move_missing_keys_from_meta_to_device(buffers, None, None, None)
         model._initialize_missing_keys(False)
         model.tie_weights(recompute_mapping=False)
+    model.to(device)
     if quant is not Quant.NONE:
         quantise(model, quant, skip=skeleton.foreign(part), mapped=False)
-    elif packed:
+    elif packed and device == CPU:
         pack(model, skip=skeleton.foreign(part))
-    return Shard(skeleton, part)
+    return Shard(skeleton, part, device)
 
 
 def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
     """Repeat a few random values, which is quicker than to draw them all."""
-    value = torch.empty(like.shape, dtype=like.dtype)
+    value = torch.empty(like.shape, dtype=like.dtype, device=tile.device)
     flat = value.view(-1)
     whole = flat.numel() // _TILE * _TILE
     flat[:whole].view(-1, _TILE).copy_(tile)

@@ -6,20 +6,24 @@ shape, dtype, processor and library, so it is tried, with sums that cancel: what
 the rounding of the order. Mostly one row is the exception; it is then computed with rows of zeros
 beside it, which costs next to nothing, as the time goes into reading the matrix. Copies of a matrix
 in another layout (`meshllm.model.packed`) have its bits, and so its floor.
+
+A GPU has kernels for certain sizes, and others where a bias is added: there matrices are tried in
+their full size, with and without.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshllm.model.device import CPU
 from meshllm.model.packed import specimen
 
 FLOORS = (1, 2, 3)
 """Rows to which fewer are filled up; more would cost time."""
 
-_OUTPUTS = 4096  # of a large matrix that are tried
+_OUTPUTS = 4096  # of a large matrix that are tried on the CPU; on a GPU they are repeated
 
 
 class SteadyLinear(nn.Module):
@@ -49,10 +53,12 @@ class SteadyLinear(nn.Module):
 
 
 Floors = dict[tuple[int, int], int]
-"""Rows that matrices need, by outputs (`_OUTPUTS` at most) and inputs."""
+"""Rows that matrices need, by outputs (on the CPU `_OUTPUTS` at most) and inputs."""
 
 
-def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> Floors | None:
+def find_floors(
+    model: nn.Module, dtype: torch.dtype, counts: Sequence[int], device: torch.device = CPU
+) -> Floors | None:
     """Try every shape of the linear modules of a whole model, which may be on meta.
 
     None where these numbers of rows do not agree, or a linear module is of the model's own kind.
@@ -63,8 +69,8 @@ def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> 
             continue
         if type(module) is not nn.Linear or module.weight.dtype != dtype:
             return None
-        shape = _shape(module)
-        floor = floors.get(shape) or _floor(*shape, dtype, counts)
+        shape = _shape(module, device)
+        floor = floors.get(shape) or _floor(*shape, dtype, counts, device)
         if floor is None:
             return None
         floors[shape] = floor
@@ -75,25 +81,52 @@ def steady(model: nn.Module, floors: Floors) -> None:
     """Exchange the linear modules that need more rows."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and not module.weight.is_meta:
-            floor = floors[_shape(module)]
+            floor = floors[_shape(module, module.weight.device)]
             if floor > 1:
                 model.set_submodule(name, SteadyLinear(module, floor))
 
 
-def _shape(module: nn.Linear) -> tuple[int, int]:
-    return min(module.out_features, _OUTPUTS), module.in_features
+def loosen(model: nn.Module) -> None:
+    """Take back what `steady` exchanged."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SteadyLinear):
+            model.set_submodule(name, module.plain)
 
 
-def _floor(outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int]) -> int | None:
+def _shape(module: nn.Linear, device: torch.device) -> tuple[int, int]:
+    outputs = module.out_features
+    return min(outputs, _OUTPUTS) if device == CPU else outputs, module.in_features
+
+
+def _floor(
+    outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], device: torch.device
+) -> int | None:
     """Find the smallest number of rows from which on all of ``counts`` agree."""
-    linear, x = specimen(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
-    results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}
+    likes = [
+        nn.Linear(inputs, min(outputs, _OUTPUTS), bias, device="meta", dtype=dtype)
+        for bias in ((False,) if device == CPU else (False, True))
+    ]
+    trials = [_try(like, outputs, {*counts, *FLOORS}, device) for like in likes]
     for floor in FLOORS:
-        rows = [count for count in results if count >= floor]
-        if all(_agree(results[few], results[max(rows)]) for few in rows):
+        if all(_agree(results, floor) for results in trials):
             return floor
     return None
 
 
-def _agree(few: Tensor, many: Tensor) -> bool:
-    return torch.equal(few, many[: len(few)])
+def _try(
+    like: nn.Linear, outputs: int, counts: Collection[int], device: torch.device
+) -> dict[int, Tensor]:
+    """Multiply so many rows with a matrix of so many outputs; give the products [rows, outputs]."""
+    linear, x = specimen(like)
+    linear, x = linear.to(device), x.to(device)
+    if outputs > like.out_features:
+        places = torch.arange(outputs, device=device) % like.out_features
+        for parameter in linear.parameters():
+            parameter.data = parameter.data[places]
+    return {rows: linear(x[None, :rows])[0] for rows in counts}
+
+
+def _agree(results: dict[int, Tensor], floor: int) -> bool:
+    """Whether all from ``floor`` rows on are the same as far as they go."""
+    many = results[max(results)]
+    return all(torch.equal(each, many[:rows]) for rows, each in results.items() if rows >= floor)

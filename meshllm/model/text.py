@@ -60,6 +60,11 @@ class Text:
             )
         return cls(tokenizer, _end_tokens(folder, tokenizer))
 
+    @property
+    def words(self) -> dict[int, str]:
+        """Every token that has a word, special ones included."""
+        return {token: word for word, token in self._tokenizer.get_vocab().items()}
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt as it is, with the start token where the model has one.
 

@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from meshllm.errors import UserError
 from meshllm.model.capacity import ModelShape, free_memory
+from meshllm.model.device import CPU, free_bytes
 from meshllm.model.runner import Runner
 from meshllm.names import NodeId, Span
 from meshllm.node.entry import EntryNode, Seat
@@ -22,6 +23,7 @@ from meshllm.protocol.link import Link
 from meshllm.protocol.messages import Hello
 from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Shape, Terms
 from meshllm.protocol.policies import make_plan
+from meshllm.protocol.shelf import shelf_for
 from meshllm.protocol.stage import Stage
 from meshllm.transport.contract import Transport
 
@@ -38,15 +40,15 @@ class Shards:
     behind: tuple[Runner, ...]
 
 
-def local_plan(model: ModelShape, nodes: int, ends: Ends) -> Plan:
-    """Divide a model over equal nodes that share this machine's memory."""
+def local_plan(model: ModelShape, nodes: int, ends: Ends, device: torch.device = CPU) -> Plan:
+    """Divide a model over equal nodes that share the memory of this machine, or of its GPU."""
     if nodes > model.layers:
         raise UserError(
             f"{nodes} nodes for the {model.layers} layers of `{model.name}`",
             hint=f"use `--nodes {model.layers}` or fewer",
         )
     ranks = nodes + (ends is Ends.CLIENT)
-    memory = free_memory() // ranks
+    memory = (free_memory() if device == CPU else free_bytes(device)) // ranks
     ids = [NodeId(blake3(rank.to_bytes(4)).digest()) for rank in range(ranks)]
     return make_plan(
         [Offer(node, memory, ((1, 1e-3),), head_s=0.0) for node in ids],
@@ -106,17 +108,29 @@ async def connect(plan: Plan, transport: Transport, stack: AsyncExitStack) -> li
 
 
 def seat(
-    shards: Shards, plan: Plan, worker: Worker, neighbours: Sequence[Neighbours], place: Seat
+    shards: Shards,
+    plan: Plan,
+    workers: Sequence[Worker],
+    neighbours: Sequence[Neighbours],
+    place: Seat,
+    rooms: Sequence[int],
 ) -> tuple[EntryNode, list[StageNode]]:
-    """Give every rank its node."""
+    """Give every rank its node, with the worker and the room of its number."""
     ring = len(plan.stages)
-    entry = EntryNode(shards.ends, place, worker, neighbours[0] if neighbours else None)
+    entry = EntryNode(shards.ends, place, workers[0], neighbours[0] if neighbours else None)
     stages = [
         StageNode(
-            Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS),
+            Stage(
+                rank,
+                ring,
+                epoch=plan.epoch,
+                max_sessions=MAX_SESSIONS,
+                shelf=shelf_for(rooms[rank], place.slack),
+            ),
             runner,
-            worker,
+            workers[rank],
             neighbours[rank],
+            place.wire,
         )
         for rank, runner in enumerate(shards.behind, start=1)
     ]

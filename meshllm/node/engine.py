@@ -1,22 +1,28 @@
 """The model of one node: what it holds for the plan in force; knows no links and no requests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from meshllm.errors import ModelError
-from meshllm.model.capacity import ModelShape, shape_of
+from meshllm.model.cache import slack_of
+from meshllm.model.capacity import ModelShape, room_for, shape_of
 from meshllm.model.check import check
+from meshllm.model.device import choose
 from meshllm.model.draft import Drafting, SuffixDrafting
+from meshllm.model.draft_model import Draft, ModelDrafting, find_draft
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
+from meshllm.model.speed import prefix_budget
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
-from meshllm.names import NodeId, Quant, Span
+from meshllm.names import NodeId, Quant, Span, WireMode
+from meshllm.node.outgoing import settle
 from meshllm.node.session import Ends as HeldEnds
 from meshllm.node.worker import Worker
+from meshllm.protocol.chunking import RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.entry import Pace
 from meshllm.protocol.lookahead import STEPS
@@ -37,6 +43,8 @@ class Held:
     """On the entry."""
     runner: Runner | None
     """On every other rank."""
+    draft: ModelDrafting | None = None
+    """On the entry, where a model guesses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,14 @@ class Decoding:
     """Compute each token as transformers does."""
     speculation: bool = True
     """Guess at tokens, where that is allowed."""
+    wire: WireMode = WireMode.EXACT
+    """How hidden states leave for the next rank."""
+    draft: Source | None = None
+    """A model that guesses too, held as stored."""
+    prefix_bytes: int | None = None
+    """For what finished sessions leave; None is a share of what is free."""
+    device: str = "cpu"
+    """Where layers are computed, as `model.device.choose` reads it."""
 
 
 class Engine:
@@ -62,6 +78,7 @@ class Engine:
         shape: ModelShape,
         verdict: Verdict,
         decoding: Decoding = Decoding(),
+        draft: Draft | None = None,
     ) -> None:
         """Hold nothing yet."""
         self.source = source
@@ -69,10 +86,17 @@ class Engine:
         self.shape = shape
         self.verdict = verdict
         self.quant = decoding.quant
+        self.device = torch.device(decoding.device)
+        self.wire = decoding.wire
+        self.slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
+        """How many tokens caches can go back; None is any number."""
+        self._exact, self._prefix_bytes = decoding.exact, decoding.prefix_bytes
         self._steps = STEPS if verdict.croppable and not decoding.exact else ()
         guesses = self._steps and decoding.speculation
         self.drafting: Drafting | None = SuffixDrafting() if guesses else None
         """Who guesses at tokens; None is nobody."""
+        self.draft = draft
+        """Who guesses too when this node is the entry."""
         self._cache = decoding.cache
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: Held | None = None
@@ -89,18 +113,28 @@ class Engine:
         """Look at a model; nothing of it is loaded yet.
 
         Raises:
-            ModelError: it cannot be run.
+            ModelError: it cannot be run, or not on that device, or the draft cannot guess for it.
+            UserError: there is no such device.
         """
         verdict = await worker.run(check, source.config)
         verdict.require(1)
         shape = await worker.run(shape_of, source, dtype, decoding.quant)
-        return cls(source, worker, shape, verdict, decoding)
+        kind: torch.dtype = getattr(torch, shape.dtype)
+        device = await worker.run(choose, decoding.device, kind, decoding.quant)
+        draft = None
+        if decoding.draft:
+            draft = await worker.run(find_draft, decoding.draft, source)
+        wire = await worker.run(settle, decoding.wire, source.config, kind)
+        decoding = replace(decoding, wire=wire, device=str(device))
+        return cls(source, worker, shape, verdict, decoding, draft)
 
-    def pace(self, ring: int, chunk: int = 256) -> Pace:
-        """Choose how a generation is fed to a ring of this size."""
-        most = self._most_rows
-        rows = min(chunk, most) if self.verdict.chunkable else most
-        return Pace(chunk=rows, window=min(ring, MAX_PENDING))
+    def pace(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
+        """Choose how a prompt is fed to a ring beside so many others, by its times where known."""
+        if self._exact or not self.verdict.chunkable:  # transformers takes a prompt whole
+            return Pace(chunk=self._most_rows, window=min(ring, MAX_PENDING))
+        if times is None:
+            return usual_pace(prompt, ring, self._most_rows)
+        return times.best_pace(prompt, others, self._most_rows)
 
     @property
     def context(self) -> int:
@@ -134,6 +168,12 @@ class Engine:
         self._held = await self.worker.run(self._load, span, rank == 0, alone)
         return self._held
 
+    def room(self, span: Span) -> int:
+        """Count the tokens of finished sessions for which there is room beside a span."""
+        if self._exact or not self.verdict.chunkable:
+            return 0
+        return room_for(self.shape, span, prefix_budget(self._prefix_bytes, self.device))
+
     def release(self) -> None:
         """Let go of what is held."""
         self._held = None
@@ -152,12 +192,13 @@ class Engine:
     def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:
         if not is_entry:
             return Held(span, None, self._run(span))
+        draft = self.draft.load(self.device) if self.draft else None
         front = self._run(span, embed=True, head=alone)
         if alone:
-            return Held(span, HeldEnds(front, None, self.context), None)
+            return Held(span, HeldEnds(front, None, self.context), None, draft)
         end = Span(self.shape.layers, self.shape.layers)
         head = self._run(end, head=True, share=front.shard)
-        return Held(span, HeldEnds(front, head, self.context), None)
+        return Held(span, HeldEnds(front, head, self.context), None, draft)
 
     def _run(
         self, span: Span, *, embed: bool = False, head: bool = False, share: Shard | None = None
@@ -171,5 +212,6 @@ class Engine:
             share=share,
             quant=self.quant,
             cache=self._cache,
+            device=self.device,
         )
         return Runner(shard, self._steps)

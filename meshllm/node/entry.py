@@ -3,23 +3,24 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model.draft import Drafting
-from meshllm.names import SESSION_ID_BYTES, SessionId
+from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch
 from meshllm.node.foresight import Foresight, Speculation
+from meshllm.node.outgoing import Outgoing
 from meshllm.node.peers import Neighbours
+from meshllm.node.prefixes import MIN_SHARED, Missed, Prefixes
 from meshllm.node.session import Ahead, Ended, Ends, Generation, Order, Output, Picked
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.turns import Turn, take_turns
 from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
-from meshllm.protocol.blob import session_key
 from meshllm.protocol.codec import size
 from meshllm.protocol.entry import (
     Action,
@@ -32,6 +33,7 @@ from meshllm.protocol.entry import (
 )
 from meshllm.protocol.lookahead import StepTimes
 from meshllm.protocol.messages import Data, Flags, Forward, SessionMessage, Tally
+from meshllm.protocol.shelf import shelf_for
 from meshllm.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -44,13 +46,20 @@ class Seat:
     ring: int
     """Ranks of the ring."""
     epoch: int
-    pace: Pace
+    pace: Callable[[int, int], Pace]
+    """How a prompt with so many new tokens is fed to the ring, beside so many other sessions."""
     max_sessions: int
     """Generations at a time; others wait."""
-    croppable: bool
-    """Whether the caches of this model can go back."""
+    slack: int | None
+    """How many tokens the caches of this model can go back; None is any number."""
+    room: int = 0
+    """Tokens of finished sessions that are kept."""
     drafting: Drafting | None = None
     """Who guesses at tokens, where caches can go back; None is nobody."""
+    wire: WireMode = WireMode.EXACT
+    """How hidden states travel to the next rank."""
+    draft: Drafting | None = None
+    """A model that guesses too."""
 
 
 class EntryNode:
@@ -63,9 +72,15 @@ class EntryNode:
         self._seat = seat
         self._worker = worker
         self._neighbours = neighbours
+        self.pace = seat.pace
+        """Asked once for each generation."""
         times = StepTimes(together=ends.front.is_steady)
-        self._speculation = Speculation(seat.drafting, times) if seat.drafting else None
+        guesses = seat.drafting
+        self._speculation = Speculation(guesses, times, draft=seat.draft) if guesses else None
         self._turns = Batch(worker, 2, partial(take_turns, ends))
+        self._outgoing = Outgoing(seat.wire, neighbours)
+        shelf = shelf_for(seat.room, seat.slack)
+        self._prefixes = Prefixes(shelf, seat.slack, ends.front.new_cache)
         self._room = asyncio.Semaphore(seat.max_sessions)
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
@@ -119,7 +134,7 @@ class EntryNode:
     def _open(self, order: Order) -> tuple[SessionId, Generation]:
         if self._lost:
             raise self._lost
-        session = SessionId(os.urandom(SESSION_ID_BYTES))
+        session, now = SessionId(os.urandom(SESSION_ID_BYTES)), self._now()
         task = Task(
             session=session,
             epoch=self._seat.epoch,
@@ -127,17 +142,20 @@ class EntryNode:
             prompt=order.prompt,
             max_tokens=order.max_tokens,
             context=self._ends.context,
-            croppable=self._seat.croppable,
+            slack=self._seat.slack,
+            keep_from=MIN_SHARED if self._seat.room else None,
         )
-        machine, now = Entry(task, self._seat.pace), self._now()
+        # For all of the prompt, as what is found of it may turn out to be lost.
+        machine = Entry(task, self.pace(max(1, len(order.prompt)), self.sessions))
+        start = self._prefixes.find(order.prompt, now)  # what is refused takes nothing
         foresight = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
             foresight = Foresight(self._speculation, order.prompt, clock)
-        key = session_key(session)
-        generation = Generation(order, machine, self._ends, key, now, foresight)
+        lane = self._outgoing.lane(session)
+        generation = Generation(order, machine, self._ends, lane, now, foresight, start)
         self._sessions[session] = generation
-        self._act(session, machine.open(now))
+        self._act(session, machine.open(now, start.base))
         return session, generation
 
     def _receive(self, message: SessionMessage) -> None:
@@ -175,14 +193,25 @@ class EntryNode:
     def _close(self, session: SessionId, tallies: tuple[Tally, ...]) -> None:
         generation = self._sessions.pop(session)
         generation.take_ahead(None)
+        self._keep(session, generation)
         match generation.outcome:
             case MeshError() as error:
                 generation.outputs.put_nowait(error)
             case reason:
                 round_trip_us = self._neighbours.round_trip_us if self._neighbours else 0
-                measured = generation.gauge.measured(tallies, round_trip_us)
+                reused = generation.machine.reused
+                measured = generation.gauge.measured(tallies, round_trip_us, reused)
                 generation.outputs.put_nowait(Ended(reason, measured))
         generation.closed.set()
+
+    def _keep(self, session: SessionId, generation: Generation) -> None:
+        """Keep what every rank keeps, and forget what one of them had lost."""
+        machine, base, cache = generation.machine, generation.base, generation.cache
+        if base and machine.reused < base.length:
+            self._prefixes.forget(base.session)
+        if machine.kept and cache:
+            prompt = generation.prompt_tokens
+            self._prefixes.keep(session, machine.kept, prompt, cache, self._now())
 
     def _turn(self, session: SessionId, generation: Generation, job: Pick) -> None:
         """Pick, and begin with the next step before anybody is told what was picked."""
@@ -200,6 +229,10 @@ class EntryNode:
                 blob, watch = await ahead.work, ahead.watch
             else:
                 blob = await self._worker.run(generation.embed, job, watch)
+        except Missed as reason:
+            logger.info("begin again at the first token: %s", reason)
+            self._act(session, generation.machine.missed(self._now()))
+            return
         except Exception as error:  # the supervisor: a bug ends its session, not the others
             self._fail(session, generation, error)
             return
@@ -241,10 +274,12 @@ class EntryNode:
             self._close(session, ())
 
     def _deadline(self) -> float | None:
-        deadlines = (generation.machine.deadline for generation in self._sessions.values())
+        deadlines = [generation.machine.deadline for generation in self._sessions.values()]
+        deadlines.append(self._prefixes.shelf.deadline)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _expire(self) -> None:
+        self._prefixes.expire(self._now())
         for session, generation in list(self._sessions.items()):
             self._act(session, generation.machine.expire(self._now()))
 

@@ -28,6 +28,8 @@ class Measured:
     """Mean time of every later token; 0 with fewer than two."""
     tokens_per_step: float
     """Mean of the steps behind the first token: more than 1 where guesses were right."""
+    reused: int
+    """Tokens of the prompt that were kept from another generation."""
     hops: tuple[Hop, ...]
     """One per rank whose tally is known, the entry first."""
 
@@ -72,7 +74,7 @@ class Gauge:
             self._tokens += count
         self._latest = now
 
-    def measured(self, tallies: Sequence[Tally], round_trip_us: int) -> Measured:
+    def measured(self, tallies: Sequence[Tally], round_trip_us: int, reused: int = 0) -> Measured:
         """Sum up; the time on wires is what a trip took beyond what ranks spent."""
         first = self._latest if self._first is None else self._first
         token_s = (self._latest - first) / self._tokens if self._tokens else 0.0
@@ -83,7 +85,8 @@ class Gauge:
             bytes_sent=self._bytes,
             round_trip_us=round_trip_us,
         )
-        return Measured(first - self._begin, token_s, per_step, self._hops((own, *tallies)))
+        hops = self._hops((own, *tallies))
+        return Measured(first - self._begin, token_s, per_step, reused, hops)
 
     def _hops(self, tallies: Sequence[Tally]) -> tuple[Hop, ...]:
         behind = sum(tally.spent.total_us / max(1, tally.steps) for tally in tallies[1:])  # us

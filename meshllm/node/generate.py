@@ -62,6 +62,7 @@ async def answer(
         text="".join(said),
         tokens=tuple(tokens),
         prompt_tokens=len(prompt),
+        cached_tokens=measured.reused,
         finish_reason=reason,
         ttft_ms=measured.ttft_s * 1e3,
         ms_per_token=measured.token_s * 1e3,

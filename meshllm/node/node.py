@@ -216,7 +216,7 @@ class MeshNode:
                 self.me, machine.charter, machine.author, machine.profiles, machine.states,
                 tuple(machine.removals),
             )  # fmt: skip
-            self.agreement = agree(view, self.agreement)
+            self.agreement = self.standing.agreement = agree(view, self.agreement)
             self._consider()
         self._withdraw()
         self.standing.publish()

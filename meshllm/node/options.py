@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshllm.names import Span
+from meshllm.names import Span, WireMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,16 @@ class NodeOptions:
     """Cores that torch may use; measured when None."""
     speculation: bool = True
     """Guess at tokens, so that several are computed at once."""
+    draft: str | None = None
+    """A model that guesses too, when this node is the entry; named as ``model`` is."""
     exact: bool = False
     """Compute each token as transformers does, to the last bit; nobody guesses then."""
+    wire: WireMode = WireMode.EXACT
+    """How this node sends hidden states to the next one."""
+    prefix_bytes: int | None = None
+    """Memory for what finished sessions leave; None is a share of what is free."""
+    device: str = "cpu"
+    """Where layers are computed: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     discovery: bool = True
     context: int | None = None
     """Tokens of one session for which there is to be room."""

@@ -32,6 +32,11 @@ class Peer:
         """Smoothed round trip to the neighbour; 0 until it is measured."""
         return self._machine.round_trip_us
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate of the way to the neighbour; None where the transport does not know it."""
+        return self._link.statistics.bytes_per_s
+
     def post(self, action: Forward) -> None:
         """Queue a message; the session machines bound how many there can be."""
         (self._control if action.control else self._data).append(action.message)
@@ -126,6 +131,11 @@ class Neighbours:
     def round_trip_us(self) -> int:
         """Smoothed round trip to the rank after; 0 until it is measured."""
         return self._after.round_trip_us
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate of the way to the rank after; None where the transport does not know it."""
+        return self._after.bytes_per_s
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
         """Carry until one of them is gone, close both links, and return why."""

@@ -60,13 +60,15 @@ class Preparation:
         """Measure what this node has for the ring, and fill it into its profile."""
         run, shape = self.worker.run, engine.shape
         dtype: torch.dtype = getattr(torch, shape.dtype)
-        if self.options.threads is None:
+        if self.options.threads is None and engine.device.type == "cpu":
             await run(calibrate, self.worker.cores, shape.hidden_size, dtype)
         weights = await run(manifest, engine.source, self.cache)
-        speed = await run(measure_speed, engine.source, dtype, self.cache, engine.quant)
+        what = engine.source, dtype, self.cache, engine.quant, engine.device
+        speed = await run(measure_speed, *what)
+        memory = memory_budget(limit=self.options.memory_bytes, device=engine.device)
         return replace(
             profile,
-            memory_bytes=memory_budget(limit=self.options.memory_bytes),
+            memory_bytes=max(0, memory - (engine.draft.bytes if engine.draft else 0)),
             layer_s=speed.layer_s,
             head_s=speed.head_s,
             span=self.options.layers,
@@ -76,7 +78,17 @@ class Preparation:
 
     async def _open(self, source: Source, dtype: torch.dtype | None, quant: Quant) -> Engine:
         options = self.options
-        decoding = Decoding(quant, self.cache, options.exact, options.speculation)
+        draft = await self._resolve(options.draft) if options.draft else None
+        decoding = Decoding(
+            quant,
+            self.cache,
+            options.exact,
+            options.speculation,
+            wire=options.wire,
+            draft=draft,
+            prefix_bytes=options.prefix_bytes,
+            device=options.device,
+        )
         return await Engine.open(source, self.worker, dtype, decoding)
 
     async def _resolve(self, model: str) -> Source:

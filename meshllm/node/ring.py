@@ -4,30 +4,36 @@ Each rank has its own layers, caches and machine, and talks to its neighbours ov
 Knows nothing about where a request comes from.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshllm.model.capacity import shape_of
+from meshllm.model.cache import slack_of
+from meshllm.model.capacity import ModelShape, room_for, shape_of
 from meshllm.model.check import check
+from meshllm.model.device import choose
 from meshllm.model.draft import Drafting, SuffixDrafting
+from meshllm.model.draft_model import ModelDrafting, find_draft
 from meshllm.model.loader import list_weights
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
+from meshllm.model.speed import prefix_budget
 from meshllm.model.text import Text
-from meshllm.names import Quant, Span
+from meshllm.names import Quant, Span, WireMode
 from meshllm.node.assembly import MAX_SESSIONS, Shards, connect, load, local_plan, running, seat
 from meshllm.node.entry import EntryNode, Seat
 from meshllm.node.generate import answer
+from meshllm.node.outgoing import settle
 from meshllm.node.session import Order, Token
 from meshllm.node.stage import StageNode
 from meshllm.node.worker import Worker, calibrate, compute_thread
+from meshllm.protocol.chunking import usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.entry import Pace
 from meshllm.protocol.lookahead import STEPS
@@ -52,15 +58,25 @@ class RingOptions:
     """As stored when None."""
     threads: int | None = None
     """Cores that torch may use; measured when None."""
-    chunk: int = 256
-    """Rows of a prefill chunk."""
+    own_threads: bool = False
+    """Each rank computes on a thread of its own, as if it were alone on its cores."""
+    chunk: int | None = None
+    """Rows of a prefill chunk; chosen by the length of the prompt when None."""
     drafting: Drafting | None = field(default_factory=SuffixDrafting)
     """Who guesses at tokens, so that several are computed at once; None is nobody."""
+    draft: Source | None = None
+    """A model that guesses too, held as stored by the entry."""
     quant: Quant = Quant.NONE
     cache: Path | None = None
     """Folder in which quantised matrices are kept."""
     exact: bool = False
     """Compute each token as transformers does, to the last bit; nobody guesses then."""
+    wire: WireMode = WireMode.EXACT
+    """How hidden states travel between the nodes."""
+    prefix_bytes: int | None = None
+    """For what finished sessions leave; None is a share of what is free."""
+    device: str = "cpu"
+    """Where layers are computed, as `model.device.choose` reads it."""
 
 
 class Ring:
@@ -111,38 +127,72 @@ async def open_ring(
     """Form a ring of nodes in this process; leave nothing running.
 
     Raises:
-        UserError: more nodes than layers.
-        ModelError: the model does not fit, or its type cannot be split.
+        UserError: more nodes than layers, or no such device.
+        ModelError: the model does not fit, its type cannot be split, or the draft is not for it.
         PluginError: there is no such transport.
     """
     async with AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(compute_thread(options.threads or 1))
+        threads = options.threads or 1
+        worker = await stack.enter_async_context(compute_thread(threads))
         await worker.run(list_weights, source.folder)  # what is cheap to refuse goes first
         verdict = await worker.run(check, source.config)
         shape = await worker.run(shape_of, source, options.dtype, options.quant)
-        plan = local_plan(shape, options.nodes, options.ends)
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        device = await worker.run(choose, options.device, dtype, options.quant)
+        options = replace(options, device=str(device))
+        draft = await worker.run(_load_draft, source, options)  # the plan divides what is left
+        plan = local_plan(shape, options.nodes, options.ends, device)
         verdict.require(len(plan.stages))
-        if options.threads is None:
-            dtype: torch.dtype = getattr(torch, shape.dtype)
+        if options.threads is None and not options.own_threads and device.type == "cpu":
             await worker.run(calibrate, worker.cores, shape.hidden_size, dtype)
-        context, chunk = shape.context or MAX_POSITION, options.chunk
+        context, ring = shape.context or MAX_POSITION, len(plan.stages)
         most = min(MAX_ROWS, (MAX_MESSAGE_BYTES - 256) // (shape.hidden_size * 4))
-        chunk = min(chunk, most)
+        pace = _usually(ring, most)
         if not verdict.chunkable:  # the whole prompt goes in one message, which has a limit
-            context, chunk = min(context, most), most
+            context, pace = min(context, most), _always(most, ring)
+        elif options.chunk is not None or options.exact:
+            pace = _always(min(options.chunk or most, most), ring)
         steps = STEPS if verdict.croppable and not options.exact else ()
         shards = await worker.run(_load, source, plan, options, context, steps)
         neighbours = []
-        if len(plan.stages) > 1:
+        if ring > 1:
             transport = transport or Registry.discover().load(options.transport)
             neighbours = await connect(plan, transport, stack)
-        ring = len(plan.stages)
-        pace = Pace(chunk=chunk, window=min(ring, MAX_PENDING))
+        workers = [worker] * ring
+        if options.own_threads:
+            others = [compute_thread(threads) for _ in workers[1:]]
+            workers[1:] = [await stack.enter_async_context(other) for other in others]
         drafting = options.drafting if steps else None
-        place = Seat(ring, plan.epoch, pace, MAX_SESSIONS, verdict.croppable, drafting)
-        entry, stages = seat(shards, plan, worker, neighbours, place)
+        wire = await worker.run(settle, options.wire, source.config, dtype)
+        slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
+        rooms = _rooms(shape, plan, options) if verdict.chunkable else [0] * ring
+        place = Seat(ring, plan.epoch, pace, MAX_SESSIONS, slack, rooms[0], drafting, wire, draft)
+        entry, stages = seat(shards, plan, workers, neighbours, place, rooms)
         await stack.enter_async_context(running(entry.run(), *(node.run() for node in stages)))
         yield Ring(source, plan, worker, entry, stages)
+
+
+def _rooms(shape: ModelShape, plan: Plan, options: RingOptions) -> list[int]:
+    """Count the tokens of finished sessions that each rank may keep."""
+    budget = (
+        0 if options.exact else prefix_budget(options.prefix_bytes, torch.device(options.device))
+    )
+    return [room_for(shape, stage.span, budget // len(plan.stages)) for stage in plan.stages]
+
+
+def _usually(ring: int, most: int) -> Callable[[int, int], Pace]:
+    return lambda prompt, _: usual_pace(prompt, ring, most)
+
+
+def _always(chunk: int, ring: int) -> Callable[[int, int], Pace]:
+    return lambda *_: Pace(chunk=chunk, window=min(ring, MAX_PENDING))
+
+
+def _load_draft(source: Source, options: RingOptions) -> ModelDrafting | None:
+    """Load what guesses for a model; runs on the compute thread."""
+    if options.draft is None:
+        return None
+    return find_draft(options.draft, source).load(torch.device(options.device))
 
 
 def _load(
@@ -152,7 +202,13 @@ def _load(
 
     def run(span: Span, **parts: Any) -> Runner:
         shard = Shard.load(
-            source, span, dtype=options.dtype, quant=options.quant, cache=options.cache, **parts
+            source,
+            span,
+            dtype=options.dtype,
+            quant=options.quant,
+            cache=options.cache,
+            device=torch.device(options.device),
+            **parts,
         )
         return Runner(shard, steps)
 

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -19,10 +20,13 @@ from meshllm.node.engine import Engine, Held
 from meshllm.node.entry import EntryNode, Seat
 from meshllm.node.peers import Neighbours, Peer
 from meshllm.node.stage import StageNode
+from meshllm.protocol.chunking import RingTimes
 from meshllm.protocol.codec import decode, encode
+from meshllm.protocol.entry import Pace
 from meshllm.protocol.link import SILENCE, Link, Send
 from meshllm.protocol.messages import Hello
 from meshllm.protocol.plan import Plan
+from meshllm.protocol.shelf import shelf_for
 from meshllm.protocol.stage import Stage
 from meshllm.transport import contract
 
@@ -90,6 +94,9 @@ class Outside(Protocol):
 
     async def together(self, plan: Plan) -> None:
         """Wait until every node of a plan has loaded its span."""
+
+    def times(self, plan: Plan) -> RingTimes | None:
+        """Tell what the ranks of a plan take; None where a node has not told."""
 
     async def dial(self, node: NodeId) -> contract.Link:
         """Open a link for a ring; raise `MeshError` when there is no way."""
@@ -225,17 +232,21 @@ class Service:
             seat = Seat(
                 ring,
                 plan.epoch,
-                engine.pace(ring),
+                partial(self._pace, plan),
                 MAX_SESSIONS,
-                engine.verdict.croppable,
+                engine.slack,
+                engine.room(held.span),
                 engine.drafting,
+                draft=held.draft,
+                wire=engine.wire,
             )
             node: EntryNode | StageNode = EntryNode(held.ends, seat, engine.worker, neighbours)
         else:
             if held.runner is None or neighbours is None:
                 raise PeerFault(f"Rank {rank} of a ring of {ring} holds nothing")
-            machine = Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS)
-            node = StageNode(machine, held.runner, engine.worker, neighbours)
+            shelf = shelf_for(engine.room(held.span), engine.slack)
+            machine = Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS, shelf=shelf)
+            node = StageNode(machine, held.runner, engine.worker, neighbours, engine.wire)
         try:
             running = asyncio.ensure_future(node.run())
             await asyncio.sleep(0)  # after its first step it takes work
@@ -246,6 +257,11 @@ class Service:
             self._at_work(None)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:
+        """Ask anew for each prompt: what the nodes offer may change."""
+        times = self._outside.times(plan)
+        return self._engine.pace(len(plan.stages), prompt, others, times)
 
     async def _take(self, peer: NodeId, epoch: int, dialled: _Waiting) -> contract.Link:
         """Wait for the link of the rank before this one."""

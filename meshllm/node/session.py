@@ -15,9 +15,10 @@ from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
 from meshllm.node.foresight import Foresight
 from meshllm.node.gauge import Gauge, Measured
+from meshllm.node.outgoing import Lane
+from meshllm.node.prefixes import Missed, Start, go_back
 from meshllm.node.stopwatch import Stopwatch
-from meshllm.node.wire import error_of, opened, sealed
-from meshllm.protocol.blob import SessionKey
+from meshllm.node.wire import error_of, opened
 from meshllm.protocol.entry import Done, Embed, Emit, Entry, Failed, Pick, Progress
 from meshllm.protocol.messages import Blob
 from meshllm.request import FinishReason, Prefilled, Sampling
@@ -90,15 +91,17 @@ class Ahead:
 class Generation:
     """The state of one order."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what others have made for it
         self,
         order: Order,
         machine: Entry,
         ends: Ends,
-        key: SessionKey,
+        lane: Lane,
         begin: float,
         foresight: Foresight | None,
+        start: Start,
     ) -> None:
+        """Prepare an order that begins with ``start``."""
         self.machine = machine
         self.gauge = Gauge(begin)
         self.outputs: asyncio.Queue[Output | MeshError] = asyncio.Queue()
@@ -108,9 +111,12 @@ class Generation:
         self.ahead: Ahead | None = None
         self._order = order
         self._ends = ends
-        self._key = key
+        self._lane = lane
         self._foresight = foresight
-        self._cache = ends.front.new_cache()
+        self.base = start.base
+        self.cache: SpanCache | None = None
+        """Keys and values of the local layers, from the first job on."""
+        self._make_cache: Callable[[], SpanCache] | None = start.make
         self._history = list(order.prompt)
         self._is_alone = ends.head is None
         self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
@@ -157,13 +163,13 @@ class Generation:
     def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens through the embedding and the local layers."""
         watch.queued()
-        self._cache.crop(job.pos)
+        cache = self._cropped(job.pos)
         tokens = torch.tensor([job.tokens])  # [1, T]
-        if job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses:
-            output = self._ends.front.step(tokens, self._cache)  # [1, T, D or V]
+        if self._is_step(job):
+            output = self._ends.front.step(tokens, cache)  # [1, T, D or V]
         else:
             rows = 1 if self._is_alone else None  # of logits
-            output = self._ends.front.prefill(tokens, self._cache, rows)
+            output = self._ends.front.prefill(tokens, cache, rows)
         return self.embedded(job, output, watch)
 
     def embedded(self, job: Embed, output: Tensor, watch: Stopwatch) -> Blob | None:
@@ -172,7 +178,7 @@ class Generation:
         if self._is_alone:
             self._rows = output[:, -1 - job.guesses :]
             return None
-        blob = sealed(self._key, output)
+        blob = self._lane.seal(output, watch.spent.compute_us, is_step=self._is_step(job))
         watch.serialised()
         return blob
 
@@ -180,7 +186,7 @@ class Generation:
         """Return the rows [1, 1 + G, D] for the head; alone in the ring they are logits."""
         watch.queued()
         self._next = None
-        rows = self._rows if job.blob is None else opened(self._key, job.blob)
+        rows = self._rows if job.blob is None else opened(self._lane.key, job.blob)
         if rows is None:
             raise ModelError(f"no row to sample the token at position {job.pos} from")
         watch.serialised()
@@ -199,8 +205,24 @@ class Generation:
         if self._next is None:
             return None  # nobody will ask for it
         watch.queued()
-        self._cache.crop(self._next.pos)
-        return self._next, torch.tensor([self._next.tokens]), self._cache
+        cache = self._cropped(self._next.pos)
+        return self._next, torch.tensor([self._next.tokens]), cache
+
+    def _cropped(self, length: int) -> SpanCache:
+        """Return the cache, cropped; raise `Missed` where that cannot be."""
+        if make := self._make_cache:
+            self._make_cache = None
+            try:
+                self.cache = make()
+            except (ModelError, RuntimeError) as error:  # torch says out of memory as the latter
+                self.cache = self._ends.front.new_cache()
+                raise Missed(str(error)) from None
+        assert self.cache is not None
+        go_back(self.cache, length)
+        return self.cache
+
+    def _is_step(self, job: Embed) -> bool:
+        return job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[int, ...]:
         """Sample from ``logits`` [1 + G, V] until a guess was wrong or the answer ends."""

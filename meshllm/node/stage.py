@@ -11,16 +11,17 @@ from torch import Tensor
 from meshllm.errors import MeshError
 from meshllm.model.cache import SpanCache
 from meshllm.model.runner import Runner
-from meshllm.names import SessionId
+from meshllm.names import SessionId, WireMode
 from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch, attempt, through
+from meshllm.node.outgoing import Lane, Outgoing
 from meshllm.node.peers import Neighbours
+from meshllm.node.prefixes import Missed, go_back
 from meshllm.node.stopwatch import Stopwatch
-from meshllm.node.wire import fault_code, opened, sealed
+from meshllm.node.wire import fault_code, opened
 from meshllm.node.worker import Worker
-from meshllm.protocol.blob import SessionKey, session_key
 from meshllm.protocol.messages import Blob, Forward, SessionMessage
-from meshllm.protocol.stage import Action, Compute, Free, Stage
+from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 class _Held:
     """What this rank holds for a session; touched on the compute thread only."""
 
-    key: SessionKey
+    lane: Lane
     cache: SpanCache
 
 
@@ -37,13 +38,20 @@ class StageNode:
     """Serves a span of layers to the sessions that come round the ring."""
 
     def __init__(
-        self, machine: Stage, runner: Runner, worker: Worker, neighbours: Neighbours
+        self,
+        machine: Stage,
+        runner: Runner,
+        worker: Worker,
+        neighbours: Neighbours,
+        wire: WireMode = WireMode.EXACT,
     ) -> None:
         self._machine = machine
         self._runner = runner
         self._worker = worker
         self._neighbours = neighbours
+        self._outgoing = Outgoing(wire, neighbours)
         self._held: dict[SessionId, _Held] = {}
+        self._kept: dict[SessionId, SpanCache] = {}
         self._steps = Batch(worker, 1, self._step)
         self._alarm = Alarm(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
@@ -60,6 +68,7 @@ class StageNode:
                 reason = await self._neighbours.run(self._receive)
         finally:
             self._held.clear()
+            self._kept.clear()
         logger.info("a stage lost its ring: %s", reason)
         return reason
 
@@ -78,7 +87,11 @@ class StageNode:
                 case Compute():
                     self._jobs.create_task(self._serve(action, Stopwatch()))
                 case Free(session):
-                    self._jobs.create_task(self._worker.run(self._held.pop, session, None))
+                    self._jobs.create_task(self._worker.run(self._free, session))
+                case Keep(session):
+                    self._jobs.create_task(self._worker.run(self._keep, session))
+                case Adopt():
+                    self._jobs.create_task(self._worker.run(self._adopt, action))
                 case _:
                     assert_never(action)
         self._alarm.reset()
@@ -89,12 +102,34 @@ class StageNode:
                 blob = await self._steps.submit((job, watch))[0]
             else:
                 blob = await self._worker.run(self._prefill, job, watch)
+        except Missed:
+            self._act(self._machine.missed(job.session))
         except Exception as error:  # the supervisor: a bug ends its session, not the others
             self._act(self._machine.failed(job.session, fault_code(error), str(error)))
         else:
             self._act(self._machine.computed(job.session, blob, self._now(), watch.spent))
 
     # On the compute thread.
+
+    def _free(self, session: SessionId) -> None:
+        self._held.pop(session, None)
+        self._kept.pop(session, None)
+
+    def _keep(self, session: SessionId) -> None:
+        if held := self._held.pop(session, None):
+            self._kept[session] = held.cache
+
+    def _adopt(self, job: Adopt) -> None:
+        """Take or copy what was kept; the first rows find out where there is nothing."""
+        cache = self._kept.pop(job.base, None) if job.whole else self._kept.get(job.base)
+        try:
+            if cache and not job.whole:
+                cache = cache.branch(job.length)
+        except Exception as error:  # no memory, or an entry that knows no windows
+            logger.info("nothing to go on from: %s", error)
+        else:
+            if cache:
+                self._held[job.session] = _Held(self._outgoing.lane(job.session), cache)
 
     def _prefill(self, job: Compute, watch: Stopwatch) -> Blob | None:
         held, hidden = self._opened(job, watch)
@@ -116,17 +151,20 @@ class StageNode:
         """Return the session and its rows [1, T, D]."""
         watch.queued()
         if job.session not in self._held:
-            held = _Held(session_key(job.session), self._runner.new_cache())
+            held = _Held(self._outgoing.lane(job.session), self._runner.new_cache())
             self._held[job.session] = held
         held = self._held[job.session]
-        hidden = opened(held.key, job.blob)
+        hidden = opened(held.lane.key, job.blob)
         watch.serialised()
-        held.cache.crop(job.pos)
+        go_back(held.cache, job.pos)
         return held, hidden
 
     def _sealed(self, job: Compute, held: _Held, output: Tensor, watch: Stopwatch) -> Blob | None:
         watch.computed()
-        blob = sealed(held.key, output[:, -job.keep :]) if job.keep else None
+        if not job.keep:
+            return None
+        rows, took_us = output[:, -job.keep :], watch.spent.compute_us
+        blob = held.lane.seal(rows, took_us, is_step=job.is_step)
         watch.serialised()
         return blob
 

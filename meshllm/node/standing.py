@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, UserError
 from meshllm.names import NodeId
 from meshllm.node.engine import Engine
 from meshllm.node.entry import EntryNode
@@ -21,6 +21,8 @@ from meshllm.node.generate import answer
 from meshllm.node.links import Links
 from meshllm.node.secure import SecureLink
 from meshllm.node.service import Service
+from meshllm.protocol.agreement import Agreement
+from meshllm.protocol.chunking import RingTimes, ring_times
 from meshllm.protocol.identity import short
 from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.plan import Plan
@@ -37,6 +39,8 @@ class Standing:
     def __init__(self, machine: Mesh, links: Links, why: Callable[[], str]) -> None:
         self.engine: Engine | None = None
         self.service: Service | None = None
+        self.agreement: Agreement | None = None
+        """The latest, with what its nodes offer."""
         self.has_left = False
         """Its last word is said."""
         self.trouble = ""
@@ -154,6 +158,16 @@ class Standing:
             if self._is_formed(plan):
                 return
             await news.wait()
+
+    def times(self, plan: Plan) -> RingTimes | None:
+        """Tell what the ranks of a plan take, by the latest offers."""
+        agreement, charter = self.agreement, self._machine.charter
+        if agreement is None or charter is None:
+            return None
+        try:
+            return ring_times(plan, agreement.offers, agreement.links, charter.shape)
+        except UserError:  # a member has gone, and another plan is on its way
+            return None
 
     async def dial(self, node: NodeId) -> SecureLink:
         """Open a link for a ring."""

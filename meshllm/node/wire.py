@@ -32,16 +32,23 @@ _ERRORS: dict[FaultCode, type[MeshError]] = {
 }
 
 
-def sealed(key: SessionKey, hidden: Tensor) -> Blob:
-    """Seal a hidden state ``[1, T, D]`` for the next rank, in its own dtype."""
-    code, shape, payload = to_payload(hidden)
+def sealed(key: SessionKey, hidden: Tensor, *, int8: bool = False) -> Blob:
+    """Seal a hidden state ``[1, T, D]`` for the next rank, in its own dtype or in 8 bits.
+
+    Raises:
+        ModelError: it cannot travel so.
+    """
+    code, shape, payload = to_payload(hidden, int8=int8)
     return seal(key, DType(code), shape, payload)
 
 
 def opened(key: SessionKey, blob: Blob) -> Tensor:
     """Check a blob and see it as a tensor; raise `PeerFault` when it is not what it claims."""
     check(key, blob)
-    return from_payload(blob.dtype, blob.shape, blob.payload)
+    try:
+        return from_payload(blob.dtype, blob.shape, blob.payload)
+    except ModelError as error:
+        raise PeerFault(str(error)) from None
 
 
 def fault_code(error: Exception) -> FaultCode:

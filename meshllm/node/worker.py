@@ -1,7 +1,8 @@
 """The one thread that computes; knows nothing about what it computes.
 
 All nodes of a process share one worker: two pools of OpenMP threads on the same cores stall each
-other at every barrier, and the nodes of one machine have one memory bus anyway.
+other at every barrier, and the nodes of one machine have one memory bus anyway. With one core for
+each node they may have a worker each.
 """
 
 import asyncio

@@ -6,7 +6,6 @@ anyone who sees it.
 
 import struct
 from dataclasses import dataclass, field
-from math import prod
 
 from blake3 import blake3
 
@@ -63,7 +62,7 @@ def check_shape(dtype: DType, shape: tuple[int, ...], length: int) -> None:
         raise PeerFault(f"Blob with {len(shape)} dimensions; allowed are 1 to {MAX_DIMS}")
     if not all(1 <= dim <= MAX_DIM for dim in shape):
         raise PeerFault(f"Blob of shape {list(shape)}; each dimension is 1 to {MAX_DIM}")
-    if (expected := prod(shape) * dtype.itemsize) != length:
+    if (expected := dtype.size(shape)) != length:
         raise PeerFault(
             f"Blob of shape {list(shape)} {dtype.name.lower()} is {expected} bytes, not {length}"
         )

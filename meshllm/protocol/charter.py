@@ -80,7 +80,7 @@ class Charter:
         return cls(
             reader.bounded("as version", version, 0, MAX_VERSION),
             shape,
-            DType(reader.bounded("as dtype", dtype, 1, len(DType))),
+            DType(reader.bounded("as dtype", dtype, 1, DType.FLOAT16)),
             Digest(config),
             _POLICIES[reader.bounded("as policy", policy, 0, len(Policy) - 1)],
             reader.bounded("members", members, 0, MAX_MEMBERS) or None,

@@ -8,7 +8,7 @@ limit of its own is bounded by the width of its field.
 
 from enum import IntEnum
 from struct import Struct
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from meshllm.errors import PeerFault
 from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId
@@ -28,6 +28,7 @@ from meshllm.protocol.messages import (
     Gap,
     Hello,
     Message,
+    Resume,
     Spent,
     Tally,
 )
@@ -47,6 +48,7 @@ class _Kind(IntEnum):
     CANCEL = 5
     CLOSE = 6
     FAULT = 7
+    RESUME = 8
 
 
 _LAYOUTS = {  # each begins with version and kind, and goes on with the fields of its message
@@ -55,8 +57,9 @@ _LAYOUTS = {  # each begins with version and kind, and goes on with the fields o
     _Kind.DATA: Struct("<BB 16s I I I I B"),  # and a blob: its header, digest and payload
     _Kind.GAP: Struct("<BB 16s I I I"),
     _Kind.CANCEL: Struct("<BB 16s I I"),
-    _Kind.CLOSE: Struct("<BB 16s I"),  # and tallies
+    _Kind.CLOSE: Struct("<BB 16s I I"),  # and tallies
     _Kind.FAULT: Struct("<BB 16s I B B"),  # and a text
+    _Kind.RESUME: Struct("<BB 16s I 16s I B"),
 }
 _TALLY = Struct("<Q Q Q I Q I")
 _OPEN_ENDED = {_Kind.DATA, _Kind.CLOSE, _Kind.FAULT}
@@ -68,20 +71,15 @@ _BLOB_BYTES = HEADER.size + DIGEST_BYTES
 def encode(message: Message) -> list[Buffer]:
     """Write a message as parts to be sent one after the other; a payload is not copied."""
     match message:
-        case Hello(node, epoch, plan):
-            return [_pack(_Kind.HELLO, node, epoch, plan)]
-        case Beat(stamp, echo, held):
-            return [_pack(_Kind.BEAT, stamp, echo, held)]
         case Data():
             return _pack_data(message)
-        case Gap(session, epoch, gen, kv_len):
-            return [_pack(_Kind.GAP, session, epoch, gen, kv_len)]
-        case Cancel(session, epoch, gen):
-            return [_pack(_Kind.CANCEL, session, epoch, gen)]
-        case Close(session, epoch, tallies):
-            return [_pack(_Kind.CLOSE, session, epoch) + b"".join(map(_pack_tally, tallies))]
+        case Close(session, epoch, keep, tallies):
+            return [_pack(_Kind.CLOSE, session, epoch, keep) + b"".join(map(_pack_tally, tallies))]
         case Fault(session, epoch, code, rank, text):
             return [_pack(_Kind.FAULT, session, epoch, code, rank) + _cut(text)]
+        case Hello() | Beat() | Gap() | Cancel() | Resume():
+            fields = (getattr(message, name) for name in message.__match_args__)
+            return [_pack(_Kind[type(message).__name__.upper()], *fields)]
         case _:
             assert_never(message)
 
@@ -128,16 +126,32 @@ def _build(kind: _Kind, fields: list[Any], rest: memoryview) -> Message:
             return Beat(*fields)
         case _Kind.DATA:
             return _data(fields, rest)
-        case _Kind.GAP:
-            session, epoch, gen, kv_len = fields
-            return Gap(SessionId(session), epoch, gen, _bounded("kv_len", kv_len, 0, MAX_POSITION))
-        case _Kind.CANCEL:
-            return Cancel(*fields)
-        case _Kind.CLOSE:
-            session, epoch = fields
-            return Close(SessionId(session), epoch, _tallies(rest))
         case _Kind.FAULT:
             return _fault(fields, rest)
+        case _:
+            return _control(kind, SessionId(fields[0]), fields[1:], rest)
+
+
+def _control(
+    kind: Literal[_Kind.GAP, _Kind.CANCEL, _Kind.CLOSE, _Kind.RESUME],
+    session: SessionId,
+    fields: list[Any],
+    rest: memoryview,
+) -> Gap | Cancel | Close | Resume:
+    match kind:
+        case _Kind.GAP:
+            epoch, gen, kv_len = fields
+            return Gap(session, epoch, gen, _bounded("kv_len", kv_len, 0, MAX_POSITION))
+        case _Kind.CANCEL:
+            return Cancel(session, *fields)
+        case _Kind.CLOSE:
+            epoch, keep = fields
+            return Close(session, epoch, _bounded("keep", keep, 0, MAX_POSITION), _tallies(rest))
+        case _Kind.RESUME:
+            epoch, base, length, whole = fields
+            _bounded("length", length, 1, MAX_POSITION)
+            is_whole = bool(_bounded("whole", whole, 0, 1))
+            return Resume(session, epoch, SessionId(base), length, is_whole)
         case _:
             assert_never(kind)
 

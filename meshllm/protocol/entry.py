@@ -20,6 +20,10 @@ the right prefix and counts too (Leviathan et al., 2023, with equality for the t
 a function of the position). A wrong guess raises the gen, and the next step begins where it stood:
 crop on write undoes its rows. Guesses are never known tokens, so nothing else changes.
 
+A prompt that begins like a text before it goes on from what the ranks kept of that one: the first
+Embed starts behind it, and a Resume runs ahead. A rank that has lost it reports a Gap like any
+other. What came all round the ring by the end is kept in the same way for the next prompt.
+
 Only results of the current gen count, and only those that end beyond ``done``: late
 and repeated ones are dropped without a word. When a rank reports a Gap, or nothing came back for
 ``patience_s`` (doubled each time), the gen is raised and the tokens are injected again from the
@@ -31,7 +35,7 @@ what it picked, it may already embed that: the next Embed asks for it, unless th
 races below have it otherwise. Races:
 
 - A restart against a running Embed: the restart. The output is of an older gen and is dropped; the
-  next Embed crops the local cache.
+  next Embed crops the local cache. Where that cannot go back so far, `missed` begins at 0.
 - A restart against a running Pick: both. Its rows were accepted before, so the tokens hold; chunks
   are injected again after them.
 - The end against everything: the end. Close goes out once; answers to jobs, results and gaps that
@@ -56,6 +60,7 @@ from meshllm.protocol.messages import (
     Flags,
     Forward,
     Gap,
+    Resume,
     SessionMessage,
     Tally,
 )
@@ -74,6 +79,17 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """What a prompt shares with a session that was kept."""
+
+    session: SessionId
+    length: int
+    """Positions; less than the prompt has, as its last token gives the row that is picked from."""
+    whole: bool
+    """Nobody else will want that session."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One generation."""
 
@@ -85,8 +101,10 @@ class Task:
     max_tokens: int
     context: int
     """Most tokens that the model takes, prompt included."""
-    croppable: bool = True
-    """Whether caches can go back; where they cannot, a restart begins at 0, which all can."""
+    slack: int | None = None
+    """How many positions a cache can go back; None is any number. To 0 all can."""
+    keep_from: int | None = None
+    """Positions from which on it is worth keeping what a session leaves; None is never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +224,32 @@ class Entry:
         self._tokens = list(task.prompt)
         self._gen = 0
         self._done = 0  # positions that came back in this gen or are known to be everywhere
+        self._kept = 0  # positions that are there for others once the session is closed
         self._best = 0  # known tokens that ever came back: what counts as progress
         self._injected = 0
         self._flight: deque[int] = deque()  # where each chunk in flight ends
         self._job: Embed | Pick | None = None
         self._guesses: tuple[int, ...] = ()  # behind the last known token, in the next step
         self._tries = 0
+        self._base: Base | None = None
         self._waiting = 0.0  # since when: the last injection, result or Close
+        self.reused = 0
+        """Positions of the prompt that were not computed again."""
 
-    def open(self, now: float) -> list[Action]:
-        """Begin; the first action is an Embed."""
+    @property
+    def kept(self) -> list[int]:
+        """The tokens, of a closed session, at the positions that are kept."""
+        return self._tokens[: self._kept]
+
+    def open(self, now: float, base: Base | None = None) -> list[Action]:
+        """Begin, behind ``base`` if it is given; the first Embed is among the actions."""
         self.state, self._waiting = State.PREFILL, now
-        return self._pump()
+        task, self._base = self._task, base
+        if base is None:
+            return self._pump()
+        self.reused = self._done = self._best = self._injected = base.length
+        resume = Resume(task.session, task.epoch, base.session, base.length, base.whole)
+        return [*([Forward(resume)] if task.ring > 1 else []), *self._pump()]
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
         """Take a message of this session that came all round the ring."""
@@ -231,7 +263,7 @@ class Entry:
             case State.PREFILL | State.DECODE, Fault(code=code, rank=rank, text=text):
                 return self._fail(Failed(code, text, rank), now)
             case State.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
-                return self._closed(tallies)
+                return self._closed(tallies, message.keep)
             case _:
                 return []
 
@@ -272,13 +304,18 @@ class Entry:
             return [*emitted, *self.finish(FinishReason.LENGTH, now)]
         return [*emitted, *self._pump()]
 
+    def missed(self, now: float) -> list[Action]:
+        """Begin again at 0: the local cache is not what the Embed was to go on from."""
+        self._job = None
+        return self._restart(0, now) if self._is_live else []
+
     def failed(self, code: FaultCode, text: str, now: float) -> list[Action]:
         """End the generation because this rank cannot go on with it."""
         return self._fail(Failed(code, text, 0), now) if self._is_live else []
 
     def finish(self, reason: FinishReason, now: float) -> list[Action]:
         """End the answer where it is; also the way to cancel it, at any time."""
-        return [Done(reason), *self._leave(now)] if self._is_live else []
+        return [Done(reason), *self._leave(now, self._complete)] if self._is_live else []
 
     @property
     def deadline(self) -> float | None:
@@ -356,21 +393,36 @@ class Entry:
         self._tries += 1
         self._gen += 1
         first = min(start, self._done, len(self._tokens))
-        self._done = self._injected = first if self._task.croppable else 0
+        self._done = self._injected = first if self._goes_back(self._injected - first) else 0
+        self.reused = min(self.reused, self._done)
         self._flight.clear()
         self._guesses = ()
         cancel = Forward(Cancel(self._task.session, self._task.epoch, self._gen))
-        return [cancel, *self._pump()]
+        return [*([cancel] if self._task.ring > 1 else []), *self._pump()]
 
     def _fail(self, failed: Failed, now: float) -> list[Action]:
         return [failed, *self._leave(now)]
 
-    def _leave(self, now: float) -> list[Action]:
-        self.state, self._waiting = State.CLOSING, now
-        if self._task.ring == 1:
-            return self._closed(())
-        return [Forward(Close(self._task.session, self._task.epoch))]
+    @property
+    def _complete(self) -> int:
+        """Positions that every rank has, can go back to, and that are worth it."""
+        known = min(self._done, len(self._tokens))
+        least, slack, out = self._task.keep_from, self._task.slack, self._injected - known
+        if self._base and not self._base.whole:
+            least = least and max(least, self._base.length + 1)  # else the base itself is there
+        is_reached = slack is None or out <= min(slack, 1)
+        return known if is_reached and least is not None and known >= least else 0
 
-    def _closed(self, tallies: tuple[Tally, ...]) -> list[Action]:
-        self.state = State.CLOSED
+    def _goes_back(self, positions: int) -> bool:
+        return self._task.slack is None or positions <= self._task.slack
+
+    def _leave(self, now: float, keep: int = 0) -> list[Action]:
+        self.state, self._waiting, self._kept = State.CLOSING, now, keep
+        if self._task.ring == 1:
+            return self._closed((), keep)
+        return [Forward(Close(self._task.session, self._task.epoch, keep))]
+
+    def _closed(self, tallies: tuple[Tally, ...], keep: int = 0) -> list[Action]:
+        """End; only what every rank said that it keeps is kept here too."""
+        self.state, self._kept = State.CLOSED, min(self._kept, keep)
         return [Closed(tallies)]

@@ -35,6 +35,7 @@ from meshllm.protocol.messages import (
     Gap,
     Hello,
     Message,
+    Resume,
     SessionMessage,
 )
 
@@ -54,7 +55,7 @@ class State(Enum):
 
 _NEXT: dict[State, dict[type[Message], State]] = {
     State.DIALING: {Hello: State.OPEN},
-    State.OPEN: dict.fromkeys((Beat, Data, Gap, Cancel, Close, Fault), State.OPEN),
+    State.OPEN: dict.fromkeys((Beat, Data, Resume, Gap, Cancel, Close, Fault), State.OPEN),
 }
 
 

@@ -6,6 +6,7 @@ after the last layer. Everything else is small and rare.
 
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag, auto
+from math import prod
 
 from meshllm.names import Digest, NodeId, SessionId
 
@@ -15,20 +16,33 @@ PROTOCOL_VERSION = 1
 MAX_RANKS = 256
 """Ranks of one ring: more hops than any model has layers to share."""
 
+INT8_BLOCK = 32
+"""Values of a row that share a scale, where they travel as 8-bit integers; the last block of a row
+may be shorter."""
+
+INT8_SCALE_BYTES = 2
+"""Of a bfloat16."""
+
 Buffer = bytes | bytearray | memoryview
 
 
 class DType(IntEnum):
-    """Element types that may travel; the number is the code on the wire."""
+    """Element types, and how they travel; the number is the code on the wire."""
 
     FLOAT32 = 1
     BFLOAT16 = 2
     FLOAT16 = 3
+    FLOAT32_INT8 = 4
+    """8-bit integers, with a scale for each block of a row; they become the type before it."""
+    BFLOAT16_INT8 = 5
+    FLOAT16_INT8 = 6
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return 4 if self is DType.FLOAT32 else 2
+    def size(self, shape: tuple[int, ...]) -> int:
+        """Count the bytes of a tensor; the last dimension of ``shape`` is that of a row."""
+        count = prod(shape)
+        if self > DType.FLOAT16:
+            return count + count // shape[-1] * -(-shape[-1] // INT8_BLOCK) * INT8_SCALE_BYTES
+        return count * (4 if self is DType.FLOAT32 else 2)
 
 
 class Flags(IntFlag):
@@ -85,6 +99,21 @@ class Data:
     blob: Blob | None
     """``[1, rows, D]`` from rank to rank; what comes back to the entry is ``[1, 1, D]`` for a chunk
     with NEED_ROW, None for one without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A session begins behind the first ``length`` positions that are kept of another one.
+
+    Goes ahead of its first Data; a rank that lacks the ``base`` answers that Data with a Gap.
+    """
+
+    session: SessionId
+    epoch: int
+    base: SessionId
+    length: int
+    whole: bool
+    """Nobody else will want the base: no copy of it has to be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +175,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Free the session; each rank appends its tally, and the message ends at the entry."""
+    """End the session; each rank appends its tally, and the message ends at the entry."""
 
     session: SessionId
     epoch: int
+    keep: int = 0
+    """Positions that others may go on from, where there is room to keep them; the rest is freed."""
     tallies: tuple[Tally, ...] = ()
     """The tallies of rank 1, 2, and so on."""
 
@@ -184,7 +215,7 @@ class Fault:
     text: str
 
 
-SessionMessage = Data | Gap | Cancel | Close | Fault
+SessionMessage = Data | Resume | Gap | Cancel | Close | Fault
 """What goes from rank to rank, round the ring."""
 
 Message = Hello | Beat | SessionMessage

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshllm.errors import MeshError
-from meshllm.names import DIGEST_BYTES, SESSION_ID_BYTES, Digest, NodeId, SessionId, Span
-from meshllm.protocol.codec import size
-from meshllm.protocol.messages import Blob, Data, DType, Flags
-from meshllm.protocol.plan import Links, Offer, Plan, Policy, Shape, Terms, Wire
+from meshllm.names import NodeId, Span
+from meshllm.protocol.chunking import ring_times
+from meshllm.protocol.lookahead import GUESSES
+from meshllm.protocol.plan import Links, Offer, Plan, Policy, Shape, Terms
 from meshllm.protocol.policies import UNBOUND, make_plan
 
-CHUNK = 256  # rows; the best chunk of a long prompt on a CPU is 128 to 256
+PROMPT = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,26 @@ class PredictedHop:
 
 
 @dataclass(frozen=True, slots=True)
+class Guessing:
+    """What guesses at tokens make of a ring."""
+
+    guesses: int
+    """In each trip; 0 where none gain anything."""
+    seconds_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """How a ring will perform for one session."""
 
     hops: tuple[PredictedHop, ...]
     head_s: float
+    chunk: int
+    """Rows of the prompt that go round at a time."""
     ttft_s: float
     """From the prompt at the entry to the first token."""
+    steps: tuple[tuple[int, float], ...]
+    """Numbers of guesses, and the time of a trip with so many, computed together."""
 
     @property
     def seconds_per_token(self) -> float:
@@ -46,6 +59,19 @@ class Prediction:
         """Time of the stage that bounds many sessions at once."""
         entry, *others = (hop.compute_s for hop in self.hops)
         return max(entry + self.head_s, *others, 0.0)
+
+    def guessing(self, acceptance: float) -> Guessing:
+        """Find the best number of guesses, each right with this probability if those before are.
+
+        A trip with G of them gives 1 + a + ... + a**G tokens (Leviathan et al., 2023, equation 1).
+        """
+        return min(
+            (
+                Guessing(guesses, seconds / sum(acceptance**at for at in range(guesses + 1)))
+                for guesses, seconds in self.steps
+            ),
+            key=lambda each: each.seconds_per_token,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +87,30 @@ class Alternative:
 
 
 def predict(
-    plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape, *, prompt_tokens: int = CHUNK
+    plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape, *, prompt_tokens: int = PROMPT
 ) -> Prediction:
-    """Add up what the offers and links say about a plan.
+    """Add up what the offers and links say about a plan; the prompt goes round in the best chunks.
 
-    A prompt goes round in chunks of `CHUNK` rows, and a rank takes the next chunk while the rank
-    behind it has the last one. Layers take time in proportion to their weights.
+    Raises:
+        UserError: a node of the plan made no offer.
     """
-    by_node = {offer.node: offer for offer in offers}
-    ring = [by_node[stage.node] for stage in plan.stages]
-    means = [_mean_layers(shape, stage.span) for stage in plan.stages]
-    ways = _ways(plan, links)
-    row, overhead = shape.hidden_size * shape.itemsize, _overhead()
-
-    def compute(rank: int, rows: int) -> float:
-        return ring[rank].layer_seconds(rows) * means[rank]
-
-    def wire(rank: int, rows: int) -> float:
-        return ways[rank].seconds(rows * row + overhead) if len(ways) > 1 else 0.0
-
-    done = [0.0] * len(ring)
-    for rows in _chunks(prompt_tokens):
-        arrived = 0.0
-        for rank in range(len(ring)):
-            done[rank] = max(done[rank], arrived) + compute(rank, rows)
-            arrived = done[rank] + wire(rank, rows)
-    head_s = ring[0].head_s
+    times = ring_times(plan, offers, links, shape)
+    pace = times.best_pace(prompt_tokens)
     return Prediction(
         hops=tuple(
-            PredictedHop(at.node, at.span, compute(rank, 1), wire(rank, 1), row + overhead)
+            PredictedHop(
+                at.node,
+                at.span,
+                times.ranks[rank].compute_s(1),
+                times.wire_s(rank, 1),
+                times.message_bytes(1),
+            )
             for rank, at in enumerate(plan.stages)
         ),
-        head_s=head_s,
-        ttft_s=done[-1] + wire(len(ring) - 1, 1) + head_s,
+        head_s=times.head_s,
+        chunk=pace.chunk,
+        ttft_s=times.first_token_s(prompt_tokens, pace),
+        steps=tuple((guesses, times.step_s(1 + guesses)) for guesses in GUESSES),
     )
 
 
@@ -121,26 +138,3 @@ def _reason(prediction: Prediction, fastest: Prediction | None) -> str:
         return words
     ratios = token / fastest.seconds_per_token, stage / fastest.slowest_stage_s
     return f"{words}: {ratios[0]:.2f} and {ratios[1]:.2f} times those of `fastest`"
-
-
-def _mean_layers(shape: Shape, span: Span) -> float:
-    return sum(shape.layer_bytes[span.start : span.stop]) * shape.layers / sum(shape.layer_bytes)
-
-
-def _ways(plan: Plan, links: Links) -> list[Wire]:
-    nodes = [stage.node for stage in plan.stages]
-    return [
-        links.between(here, there)
-        for here, there in zip(nodes, (*nodes[1:], nodes[0]), strict=True)
-    ]
-
-
-def _chunks(prompt_tokens: int) -> list[int]:
-    whole, rest = divmod(prompt_tokens, CHUNK)
-    return [CHUNK] * whole + [rest] * (rest > 0)
-
-
-def _overhead() -> int:
-    """Count the bytes of a Data message beside its rows."""
-    blob = Blob(DType.BFLOAT16, (), Digest(bytes(DIGEST_BYTES)), b"")
-    return size(Data(SessionId(bytes(SESSION_ID_BYTES)), 0, 0, 0, 1, Flags(0), blob))

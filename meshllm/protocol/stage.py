@@ -10,19 +10,22 @@ A session on a stage is (gen, kv_len, what runs, what waits). One rule moves it,
     Data, else                   crop the cache to pos, run the rows, kv_len = pos + rows, forward
 
 So nothing is ever rolled back by message: a rejected or repeated row is undone by the next write at
-its position. Gap, Fault, Cancel and Close go on round the ring to the entry, which alone decides.
+its position. Gap, Fault, Cancel, Resume and Close go on round the ring to the entry, which alone
+decides. What a Close says to keep waits on the shelf for a Resume, see `meshllm.protocol.shelf`.
 
 Invariant: while nothing runs, ``kv_len`` is what the driver's cache holds. While rows run it is
 where they are written; a session takes one `Compute` at a time and the driver answers each with
-``computed`` or ``failed``. The driver does its actions in order, `Free` after the `Compute` that it
-overtakes.
+``computed``, ``missed`` or ``failed``. The driver does its actions in order, `Free` and `Keep`
+after the `Compute` that they overtake.
 
 Races, and who wins:
 
 - Cancel against waiting Data: Cancel. It raises gen, and stale rows are dropped before they run.
 - Cancel against running rows: both. They finish, ``kv_len`` says so, but they are not forwarded.
-- Close against anything: Close. The cache is freed at once, and the session is remembered as closed
-  so that Data which Close overtook cannot bring it back. Running rows find no session and vanish.
+- Close against anything: Close. The cache is freed or kept at once, and the session is remembered
+  as closed so that Data which Close overtook cannot bring it back. Running rows find no session and
+  vanish; what they write stands behind all that is kept.
+- Resume against anything: it is for a session that was not heard of yet, else it says nothing.
 - A newer gen against its own repeated Data: the order of the link. As long as only committed tokens
   are injected a row is the same in every gen, so even lost or reordered messages cannot make a
   cache wrong. Guessed rows (drafts) need what a link promises: messages in order, or loss of the
@@ -47,10 +50,12 @@ from meshllm.protocol.messages import (
     Flags,
     Forward,
     Gap,
+    Resume,
     SessionMessage,
     Spent,
     Tally,
 )
+from meshllm.protocol.shelf import Shelf
 
 MAX_PENDING = 16  # Data of one session that wait; an entry never has more chunks in flight
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
@@ -62,7 +67,8 @@ _NOTHING = Tally(Spent(0, 0, 0), 0, 0, 0)
 class Compute:
     """Crop the session's cache to ``pos``, run the rows, answer ``computed`` or ``failed``.
 
-    The digest of the blob is not checked yet: hashing belongs on the thread that computes.
+    Where the cache cannot be cropped so, answer ``missed``. The digest of the blob is not checked
+    yet: hashing belongs on the thread that computes.
     """
 
     session: SessionId
@@ -78,12 +84,33 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop the session's cache."""
+    """Drop the cache of a session, under way or kept."""
 
     session: SessionId
 
 
-Action = Compute | Free | Forward
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Put the session's cache aside."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Begin the session's cache with the first ``length`` positions of what is kept of ``base``.
+
+    Nobody waits for an answer: where it cannot be done, the first rows find out.
+    """
+
+    session: SessionId
+    base: SessionId
+    length: int
+    whole: bool
+    """The kept cache itself, not a copy."""
+
+
+Action = Compute | Free | Keep | Adopt | Forward
 
 
 @dataclass(slots=True)
@@ -105,8 +132,16 @@ class Stage:
     """The sessions of one rank; times are seconds on the driver's clock."""
 
     def __init__(
-        self, rank: int, ring: int, *, epoch: int, max_sessions: int = 8, idle_s: float = 120.0
+        self,
+        rank: int,
+        ring: int,
+        *,
+        epoch: int,
+        max_sessions: int = 8,
+        idle_s: float = 120.0,
+        shelf: Shelf | None = None,
     ) -> None:
+        """Keep finished sessions on the ``shelf``; None keeps none."""
         self.round_trip_us = 0
         """Round trip to the next rank, for the tallies; the driver keeps it current."""
         self._rank = rank
@@ -114,6 +149,7 @@ class Stage:
         self._epoch = epoch
         self._max_sessions = max_sessions
         self._idle_s = idle_s
+        self._shelf = shelf or Shelf(0)
         self._sessions: dict[SessionId, _Session] = {}
         self._closed: dict[SessionId, Tally] = {}
 
@@ -128,8 +164,10 @@ class Stage:
         match message:
             case Data():
                 return self._data(message, now)
+            case Resume():
+                return [*self._resume(message, now), Forward(message)]
             case Close():
-                return self._close(message)
+                return self._close(message, now)
             case Cancel(session, _, gen):
                 if session in self._sessions:
                     self._sessions[session].raise_gen(gen)
@@ -155,18 +193,30 @@ class Stage:
             state.tally = _counted(state.tally, spent, size(answer))
         return [Forward(answer), *self._next(state)]
 
+    def missed(self, session: SessionId) -> list[Action]:
+        """Ask for all rows: what the cache holds is not what those that ran were to go on from."""
+        state = self._sessions.get(session)
+        if state is None or state.running is None:
+            return []
+        missing, state.running, state.kv_len = state.running, None, 0
+        return [_gap(missing, 0), *self._next(state)]
+
     def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
         """End the session here because the rows that ran could not be computed."""
         state = self._sessions.get(session)
         if state is None or state.running is None:
             return []
-        return [*self._free(session), self._fault(state.running, code, text)]
+        return [*self._end(session), self._fault(state.running, code, text)]
 
     @property
     def deadline(self) -> float | None:
         """When the next idle session is freed; None while every session computes."""
-        idle = (state.heard for state in self._sessions.values() if state.running is None)
-        return min((heard + self._idle_s for heard in idle), default=None)
+        idle = [
+            state.heard + self._idle_s for state in self._sessions.values() if state.running is None
+        ]
+        if (kept := self._shelf.deadline) is not None:
+            idle.append(kept)
+        return min(idle, default=None)
 
     def expire(self, now: float) -> list[Action]:
         """Free the sessions that nobody has asked for in a while; a later Data meets a Gap."""
@@ -177,7 +227,7 @@ class Stage:
         ]
         for session in idle:
             del self._sessions[session]
-        return [Free(session) for session in idle]
+        return [Free(session) for session in (*idle, *self._shelf.expire(now))]
 
     def _data(self, data: Data, now: float) -> list[Action]:
         session, blob = data.session, data.blob
@@ -208,6 +258,17 @@ class Stage:
         )
         return self._queue(self._sessions[session], data, compute)
 
+    def _resume(self, resume: Resume, now: float) -> list[Action]:
+        session, base, length = resume.session, resume.base, resume.length
+        if resume.epoch != self._epoch or session in self._closed or session in self._sessions:
+            return []
+        if len(self._sessions) >= self._max_sessions:
+            return []
+        if not self._shelf.take(base, length, now, whole=resume.whole):
+            return []
+        self._sessions[session] = _Session(now, kv_len=length)
+        return [Adopt(session, base, length, resume.whole)]
+
     def _queue(self, state: _Session, data: Data, compute: Compute) -> list[Action]:
         if data.gen < state.gen:
             return []
@@ -234,19 +295,24 @@ class Stage:
             return 0
         return 1 if data.flags & Flags.PREFILL else data.rows
 
-    def _close(self, close: Close) -> list[Action]:
+    def _close(self, close: Close, now: float) -> list[Action]:
         if len(close.tallies) != self._rank - 1:
             raise PeerFault(f"Close with {len(close.tallies)} tallies at rank {self._rank}")
-        freed = self._free(close.session)
+        ended = self._end(close.session, close.keep, now)
+        keep = close.keep if Keep(close.session) in ended else 0
         tally = replace(self._closed[close.session], round_trip_us=self.round_trip_us)
-        return [*freed, Forward(replace(close, tallies=(*close.tallies, tally)))]
+        return [*ended, Forward(replace(close, keep=keep, tallies=(*close.tallies, tally)))]
 
-    def _free(self, session: SessionId) -> list[Action]:
+    def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[Action]:
+        """Forget a session; what is complete up to ``keep`` may go to the shelf."""
         state = self._sessions.pop(session, None)
         self._closed.setdefault(session, state.tally if state else _NOTHING)
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
-        return [Free(session)] if state else []
+        if state is None:
+            return []
+        gone = self._shelf.put(session, keep if keep <= state.kv_len else 0, now)
+        return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:
         return Forward(Fault(data.session, data.epoch, code, self._rank, text))

@@ -44,6 +44,8 @@ class LinkStatistics:
     round_trip_s: float | None = None
     """Smoothed, in seconds; None where the transport does not measure it."""
     path: Path = Path.DIRECT
+    bytes_per_s: float | None = None
+    """How fast messages leave this side when many wait; None where the transport does not know."""
 
 
 class Link(Protocol):

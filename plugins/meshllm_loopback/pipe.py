@@ -52,6 +52,11 @@ class Pipe:
         self._dropped = False  # the receiver has closed
         self.messages_in = self.bytes_in = self.messages_out = self.bytes_out = 0
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate at which messages leave; None where nothing slows them."""
+        return self._shaper.bytes_per_s if self._shaper else None
+
     async def put(self, channel: Channel, message: bytes) -> None:
         """Send a message, when there is room and all before it in line were sent."""
         lane = self._lanes[channel]

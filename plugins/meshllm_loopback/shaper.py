@@ -49,6 +49,7 @@ class Shaper:
     """Draws the arrival times for one direction of one link, whose name seeds the draws."""
 
     def __init__(self, shape: Shape, link: str) -> None:
+        self.bytes_per_s = shape.bytes_per_s
         self._shape = shape
         self._draw = {
             channel: Random(f"{shape.seed} {link} {channel.name}")  # str: the same in each process

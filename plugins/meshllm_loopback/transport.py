@@ -160,4 +160,5 @@ class _Link:
             self._outgoing.bytes_in,
             self._incoming.messages_out,
             self._incoming.bytes_out,
+            bytes_per_s=self._outgoing.bytes_per_s,
         )

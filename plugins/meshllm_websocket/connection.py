@@ -20,6 +20,7 @@ from meshllm.errors import PeerFault
 from meshllm_websocket.frames import FrameReader, frame
 from meshllm_websocket.lanes import PIECE_BYTES
 from meshllm_websocket.link import Link
+from meshllm_websocket.rate import delivery_rate
 
 BUFFER_BYTES = 256 * 1024
 """Read at once; stays in the cache of a core."""
@@ -82,6 +83,11 @@ class Connection(asyncio.BufferedProtocol):
     def is_open(self) -> bool:
         """Whether hands were shaken."""
         return self.machine.state is not State.CONNECTING
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """How fast the socket delivers; None where the kernel does not know, or does not tell."""
+        return delivery_rate(self.socket.get_extra_info("socket"))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the opening handshake."""

@@ -17,6 +17,10 @@ class Wire(Protocol):
     is_writable: bool
     """Whether the socket takes more."""
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """How fast the socket delivers, where that is known."""
+
     def write(self, head: bytes, body: memoryview | bytes) -> None:
         """Send one piece."""
         ...
@@ -85,7 +89,11 @@ class Link:
     def statistics(self) -> LinkStatistics:
         """What this side has sent and received."""
         return LinkStatistics(
-            self._messages_sent, self._bytes_sent, self._messages_received, self._bytes_received
+            self._messages_sent,
+            self._bytes_sent,
+            self._messages_received,
+            self._bytes_received,
+            bytes_per_s=self._wire.bytes_per_s,
         )
 
     def limit_unread(self, size: int | None) -> None:

@@ -46,7 +46,12 @@ async def test_a_whole_answer(client: httpx2.AsyncClient) -> None:
                 "finish_reason": "stop",
             }
         ],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 5,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 
@@ -77,7 +82,12 @@ async def test_usage_comes_last_and_only_when_asked_for(client: httpx2.AsyncClie
 
     assert done == "[DONE]"
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert last["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 5,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
 
 

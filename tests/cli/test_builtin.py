@@ -32,7 +32,8 @@ def test_piped_text_is_answered_by_a_ring_of_three_as_json() -> None:
     answer = json.loads(result.stdout)
     assert result.stderr == ""
     assert answer.keys() == {
-        "schema", "model", "text", "tokens", "prompt_tokens", "finish_reason", "ttft_ms",
+        "schema", "model", "text", "tokens", "prompt_tokens", "cached_tokens", "finish_reason",
+        "ttft_ms",
         "ms_per_token", "tokens_per_second",
         "tokens_per_step", "hops",
     }  # fmt: skip
@@ -46,15 +47,17 @@ def test_the_same_seed_gives_the_same_text_on_any_ring() -> None:
     words = ("--seed", "7", "--temperature", "0.9", "--max-tokens", "24", "Tell me a story")
 
     one, three = (_meshllm("chat", "--nodes", nodes, *words) for nodes in ("1", "3"))
+    drafted = _meshllm("chat", "--draft", "builtin", *words)
 
-    assert (one.exit_code, three.exit_code) == (0, 0)
-    assert one.stdout == three.stdout != "\n"
+    assert (one.exit_code, three.exit_code, drafted.exit_code) == (0, 0, 0)
+    assert one.stdout == three.stdout == drafted.stdout != "\n"
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (("--model", "no/such"), 4, "There is no model `no/such`"),
+        (("--draft", "no/such"), 4, "There is no model `no/such`"),
         (("--nodes", "9"), 2, "9 nodes for the 8 layers of `builtin`"),
         (("--nodes", "2", "--transport", "lopback"), 1, "No transport is named `lopback`"),
     ],

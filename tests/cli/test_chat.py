@@ -33,7 +33,7 @@ def test_every_flag_reaches_the_ring(meshllm: Invoke, ring: FakeRing) -> None:
         "--model m --nodes 3 --transport loopback --ends client --dtype bfloat16 --threads 2 "
         "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 "
         "--repetition-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3 --seed 7 "
-        "--system short --stop END --stop FIN"
+        "--system short --stop END --stop FIN --wire int8 --draft small"
     )
 
     result = meshllm("chat", *words.split(), "hi")
@@ -44,9 +44,23 @@ def test_every_flag_reaches_the_ring(meshllm: Invoke, ring: FakeRing) -> None:
     assert (settings.model, settings.nodes, settings.ends, settings.dtype, settings.threads) == (
         "m", 3, "client", "bfloat16", 2,
     )  # fmt: skip
+    assert (settings.wire, settings.draft) == ("int8", "small")
     assert request.sampling == Sampling(0.5, 4, 0.9, 0.1, 1.1, 0.2, 0.3, 7)
     assert (request.max_tokens, request.stop) == (9, ("END", "FIN"))
     assert [turn["role"] for turn in request.turns] == ["system", "user"]
+
+
+@pytest.mark.parametrize("words", ["--exact", "--speculation off"])
+def test_a_draft_that_nobody_would_ask_is_refused(
+    meshllm: Invoke, ring: FakeRing, words: str
+) -> None:
+    result = meshllm("chat", "--draft", "builtin", *words.split(), "hi")
+
+    assert (result.exit_code, ring.requests) == (2, [])
+    assert result.stderr == (
+        f"error: `--draft` names who guesses, and with `{words}` nobody does\n"
+        "hint: leave out one of them\n"
+    )
 
 
 def test_raw_uses_the_prompt_as_it_is(meshllm: Invoke, ring: FakeRing) -> None:
@@ -65,6 +79,7 @@ def test_json_is_one_object(meshllm: Invoke) -> None:
         "text": "You said: hello",
         "tokens": [0, 1, 2],
         "prompt_tokens": 2,
+        "cached_tokens": 0,
         "finish_reason": "stop",
         "ttft_ms": 20.0,
         "ms_per_token": 4.0,

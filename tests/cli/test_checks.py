@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshllm.cli import checks
 from meshllm.cli.checks import Finding
 from meshllm.errors import LinkLost, PeerFault
+from meshllm.model import device
 from meshllm.model.verdict import known_verdicts
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.identity import show
@@ -202,6 +204,29 @@ def test_little_memory_and_much_load_are_warnings() -> None:
     assert checks.check_memory(8 << 30).verdict == "ok"
     assert checks.check_load(3.5, 2).verdict == "warn"
     assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
+
+
+def test_the_device_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(checks, "DRIVER", tmp_path)
+
+    assert checks.check_device("cpu") == Finding("ok", "device", "cpu")
+    assert checks.check_device("cuda").verdict == "fail"
+    idle = checks.check_device("auto")
+    monkeypatch.setattr(checks, "DRIVER", tmp_path / "nothing")
+    assert checks.check_device("auto") == Finding("ok", "device", "cpu")
+    assert (idle.verdict, idle.found) == (
+        "warn", f"cpu: torch {torch.__version__} cannot use the GPU that is here"
+    )  # fmt: skip
+
+
+def test_a_gpu_is_told_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr(device, "name_of", lambda found: f"{found} Fake 100")
+    monkeypatch.setattr(device, "free_bytes", lambda _: 3 << 30)
+
+    assert checks.check_device("auto") == Finding("ok", "device", "cuda:1 Fake 100, 3.0 GiB free")
 
 
 def test_the_model_is_here_and_splits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

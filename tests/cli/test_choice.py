@@ -119,6 +119,9 @@ def test_a_number_of_nodes_is_a_ring_in_this_process(
         (("--model", "other"), "The running node serves `builtin`, not `other`"),
         (("--threads", "2"), "`--threads` cannot hold: the running node has a ring of its own"),
         (("--dtype", "auto"), "`--dtype` cannot hold: the running node has a ring of its own"),
+        (("--device", "cpu"), "`--device` cannot hold: the running node has a ring of its own"),
+        (("--draft", "m"), "`--draft` cannot hold: the running node has a ring of its own"),
+        (("--wire", "int8"), "`--wire` cannot hold: the running node has a ring of its own"),
     ],
 )
 def test_what_a_running_node_cannot_be_is_told(

@@ -9,15 +9,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
+import torch
 
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
-from meshllm.names import NodeId, Span
+from meshllm.model import device
+from meshllm.names import NodeId, Span, WireMode
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.credential import Role
 from meshllm.protocol.ticket import Ticket
@@ -214,7 +216,7 @@ def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
 def test_what_is_not_set_is_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
     meshllm("node", "--state", "here", "--dtype", "auto")
 
-    assert node.options == NodeOptions(state=Path.cwd() / "here")
+    assert node.options == NodeOptions(state=Path.cwd() / "here", device="auto")
 
 
 def test_what_is_set_is_passed_on(
@@ -225,7 +227,8 @@ def test_what_is_set_is_passed_on(
     meshllm(
         "node", "--state", "here", "--model", "builtin", "--transport", "quic",
         "--memory", "4GiB", "--layers", "2:5", "--exclude", "desk, laptop", "--members", "3",
-        "--join", TICKET, "--no-discovery", "--policy", "auto",
+        "--join", TICKET, "--no-discovery", "--policy", "auto", "--wire", "auto",
+        "--draft", "org/small", "--device", "cpu",
     )  # fmt: skip
 
     assert node.options == NodeOptions(
@@ -240,7 +243,18 @@ def test_what_is_set_is_passed_on(
         join=TICKET,
         discovery=False,
         policy="auto",
+        wire=WireMode.AUTO,
+        draft="org/small",
     )
+
+
+def test_a_draft_that_nobody_would_ask_is_refused(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--draft", "builtin", "--exact", "--log-format", "json")
+    setup(0)
+
+    assert (result.exit_code, node.options) == (2, None)
+    told = json.loads(result.stderr)
+    assert told["message"] == "`--draft` names who guesses, and with `--exact` nobody does"
 
 
 def test_memory_may_be_a_share(
@@ -256,10 +270,51 @@ def test_memory_may_be_a_share(
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"), [((), None), (("0",), 0), (("2MiB",), 2 << 20), (("10%",), 100)]
+)
+def test_memory_for_earlier_texts_may_be_none_a_size_or_a_share(
+    meshllm: Invoke,
+    node: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    expected: int | None,
+) -> None:
+    free = type("Memory", (), {"available": 1000})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+
+    meshllm("node", *(("--prefix-cache", *words) if words else ()))
+
+    assert node.options
+    assert node.options.prefix_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "memory"), [(("--device", "cuda"), 500), (("--device", "cpu"), 50), ((), 500)]
+)
+def test_a_share_is_of_the_memory_of_the_device(
+    meshllm: Invoke,
+    node: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    memory: int,
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(device, "free_bytes", lambda _: 1000)
+
+    meshllm("node", "--memory", "50%", *words)
+
+    assert node.options
+    assert node.options.memory_bytes == memory
+    assert node.options.device == (words[1] if words else "auto")
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--memory", "0%"), "`0%` is no share of the memory"),
         (("--memory", "101%"), "`101%` is no share of the memory"),
+        (("--prefix-cache", "much"), "`much` is no amount of memory"),
         (("--memory", "much"), "`much` is no amount of memory"),
         (("--layers", "3"), "`3` is no span of layers"),
         (("--policy", "best"), "Invalid value for '--policy'"),

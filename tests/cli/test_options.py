@@ -43,6 +43,11 @@ def test_models_are_completed_from_the_cache(
     assert complete.models("b") == ["builtin"]
 
 
+def test_devices_are_completed_by_kind() -> None:
+    assert complete.devices("c") == ["cpu", "cuda"]
+    assert complete.devices("gpu") == []
+
+
 def test_transports_are_completed_from_what_is_installed() -> None:
     assert "loopback" in complete.transports("loop")
     assert complete.transports("no-such") == []

@@ -34,6 +34,32 @@ def test_a_policy_may_be_chosen(meshllm: Invoke) -> None:
     }  # fmt: skip
 
 
+def test_each_policy_tells_the_time_with_guesses_and_to_the_first_token(meshllm: Invoke) -> None:
+    words = ("ring", "plan", "--spec", "2x1GiB:2ms@5ms", "--json", "--acceptance")
+
+    good, useless = (json.loads(meshllm(*words, share).stdout) for share in ("0.9", "0"))
+
+    for plan, guesses, gain in ((good, 16, 4), (useless, 0, 1)):
+        assert plan["acceptance"] == (0.9 if guesses else 0)
+        for each in (plan, *plan["policies"]):
+            assert each["speculation"]["guesses"] == guesses
+            assert each["ms_per_token"] > 0.99 * gain * each["speculation"]["ms_per_token"]
+            assert each["ttft_ms"] > each["ms_per_token"]
+        assert (plan["prompt_tokens"], plan["chunk"] <= 256) == (256, True)
+
+
+def test_what_is_assumed_of_guesses_is_told(meshllm: Invoke) -> None:
+    text = meshllm("ring", "plan", "--spec", "2x1GiB:2ms@5ms").stdout
+
+    assert " guesses a trip\n" in text
+    assert "  guessing  first token ms  " in text
+    assert text.endswith("assumed: a guess is right with probability 0.5 if those before it are\n")
+
+
+def test_nobody_is_right_more_often_than_always(meshllm: Invoke) -> None:
+    assert meshllm("ring", "plan", "--acceptance", "1.1").exit_code == 2
+
+
 def test_nodes_may_be_in_a_file(meshllm: Invoke, home: Path) -> None:
     (home / "home.toml").write_text('[[node]]\nname = "attic"\nmemory = "8GiB"\n')
 

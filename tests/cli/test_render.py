@@ -72,6 +72,12 @@ def test_guesses_that_were_right_are_told() -> None:
     assert "250.0 tokens/s, 2.5 tokens a trip" in told
 
 
+def test_what_was_known_of_a_prompt_is_told() -> None:
+    told = render.statistics(replace(answer_of("Hi", 2), cached_tokens=1))
+
+    assert told.startswith("2 tokens read (1 known), 2 written")
+
+
 def test_json_carries_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     render.dump({"model": "Grüße"})
 

@@ -44,6 +44,7 @@ def test_a_folder_of_a_model_is_absolute_and_a_name_is_not(home: Path) -> None:
 
     assert command(load({"model": "mine"}), ("model",))[-1] == str(home / "mine")
     assert command(load({"model": "Qwen/Qwen3"}), ("model",))[-1] == "Qwen/Qwen3"
+    assert command(load({"draft": "mine"}), ("draft",))[-1] == str(home / "mine")
 
 
 def test_a_module_is_started_by_its_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, PreTrainedConfig
 
 from meshllm.errors import ModelError
-from meshllm.model.cache import CHUNK, SLACK, GrowingLayer, SpanCache, WindowLayer
+from meshllm.model.cache import CHUNK, SLACK, GrowingLayer, SpanCache, WindowLayer, slack_of
 from meshllm.names import Span
 
 WINDOW = 8
@@ -176,3 +176,40 @@ def test_a_recurrent_state_cannot_go_back_but_can_start_anew() -> None:
 
 def test_it_is_a_cache_to_stock_code() -> None:
     assert isinstance(SpanCache(llama(), Span(0, 4)), DynamicCache)
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["full", "window"])
+@torch.inference_mode()
+def test_a_branch_goes_its_own_way(config: PreTrainedConfig) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    write(cache, 20)
+
+    branch = cache.branch(15)
+
+    assert (cache.length, branch.length) == (20, 15)
+    seen = write(branch, 3)
+    assert seen[-3:].tolist() == [15.0, 16.0, 17.0]
+    branch.layers[1].keys.zero_()
+    assert write(cache, 1).tolist()[-8:] == [13.0, 14.0, 15.0, 16.0, 17.0, 18.0, 19.0, 20.0]
+
+
+def test_a_branch_of_full_attention_takes_no_more_room_than_it_needs() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 10 * CHUNK)
+
+    assert cache.branch(CHUNK).bytes < cache.bytes / 4
+
+
+def test_a_state_without_a_way_back_branches_at_its_end_only() -> None:
+    cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
+    cache.length = 7
+
+    assert cache.branch(7).length == 7
+    with pytest.raises(ModelError, match="7 tokens to 6"):
+        cache.branch(6)
+
+
+def test_slack_is_that_of_the_layer_that_can_go_back_least() -> None:
+    assert slack_of(llama(), 4) is None
+    assert slack_of(mistral(), 4) == SLACK // 2
+    assert slack_of(MambaConfig(num_hidden_layers=4), 4) == 0

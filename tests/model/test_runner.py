@@ -7,11 +7,12 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshllm.model.cache import SpanCache
 from meshllm.model.runner import STOCK, Runner
 from meshllm.model.shard import Shard
+from meshllm.model.steady import SteadyLinear, find_floors
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
 
@@ -106,15 +107,36 @@ class Sociable(Shard):
 @pytest.mark.parametrize("kind", [Biased, Sociable])
 def test_a_model_that_steps_otherwise_keeps_to_its_own(tmp_path: Path, kind: type[Shard]) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
-    shard = kind.load(source, Span(0, 6), embed=True, head=True)
-    runner = Runner(shard, COUNTS)
-    cache, stock = filled(runner, 30), filled(runner, 30)
+    tried, stock = (kind.load(source, Span(0, 6), embed=True, head=True) for _ in range(2))
+    runner = Runner(tried, COUNTS)
+    caches = filled(runner, 30), filled(Runner(stock), 30)
 
-    got = runner.step(ids(2, seed=1), cache)
+    got = runner.step(ids(2, seed=1), caches[0])
 
     assert not runner.is_steady
-    expected = [shard.forward(row, stock) for row in torch.split(ids(2, seed=1), 1, 1)]
+    expected = [stock.forward(row, caches[1]) for row in torch.split(ids(2, seed=1), 1, 1)]
     assert torch.equal(got, torch.cat(expected, 1))
+
+
+def test_matrices_that_did_not_help_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(model: nn.Module, *how: Any) -> dict[Any, int]:
+        return dict.fromkeys(find_floors(model, *how) or (), 2)
+
+    monkeypatch.setattr("meshllm.model.runner.find_floors", find)
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+
+    runners = [
+        Runner(kind.load(source, Span(0, 6), embed=True, head=True), COUNTS)
+        for kind in (Shard, Sociable)
+    ]
+
+    padded = [
+        any(isinstance(module, SteadyLinear) for module in runner.shard.model.modules())
+        for runner in runners
+    ]
+    assert padded == [runner.is_steady for runner in runners] == [True, False]
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "llama4_text", "qwen3_moe", "falcon"])

@@ -10,8 +10,8 @@ from meshllm.model import speed as module
 from meshllm.model.capacity import free_memory
 from meshllm.model.skeleton import Part, build
 from meshllm.model.source import Source, open_folder
-from meshllm.model.speed import MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
-from meshllm.names import Span
+from meshllm.model.speed import LONGEST_S, MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
+from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 
 KNOWN = Speed(((1, 0.5), (8, 0.75)), 0.25)
@@ -47,6 +47,22 @@ def test_any_family_is_timed_without_its_weights(tmp_path: Path, name: str) -> N
     assert 0 < speed.head_s < 60
 
 
+@pytest.mark.parametrize(
+    ("seconds", "context", "longest"),
+    [(1e-9, 4096, 1024), (1e-9, 1000, 256), (LONGEST_S, 4096, 256), (LONGEST_S, 9, 8)],
+)
+def test_the_most_rows_are_left_out_where_they_would_take_long(
+    source: Source, monkeypatch: pytest.MonkeyPatch, seconds: float, context: int, longest: int
+) -> None:
+    monkeypatch.setattr(module, "_best", lambda _, rows, __: rows * seconds)
+    source.config.max_position_embeddings = context
+
+    with torch.inference_mode():
+        table = module._layer_seconds(source, torch.float32, Quant.NONE)
+
+    assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
+
+
 @pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 0)])
 def test_a_layer_and_the_head_are_timed_as_they_are_loaded(
     source: Source,
@@ -61,6 +77,16 @@ def test_a_layer_and_the_head_are_timed_as_they_are_loaded(
     measure_speed(source, dtype, tmp_path)
 
     assert len(packed) == copies
+
+
+@pytest.mark.parametrize("quant", [Quant.INT8, Quant.INT4])
+def test_quantised_weights_are_timed(tmp_path: Path, quant: Quant) -> None:
+    source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+
+    speed = measure_speed(source, torch.bfloat16, tmp_path, quant)
+
+    assert all(seconds > 0 for _, seconds in speed.layer_s)
+    assert speed.head_s > 0
 
 
 def test_weights_are_no_nonsense(source: Source) -> None:

@@ -52,7 +52,26 @@ def test_a_type_without_a_code_does_not_travel() -> None:
         to_payload(torch.zeros(1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("code", "size"), [(9, 8), (1, 7), (1, 9), (2, 8)])
+@pytest.mark.parametrize("code", list(CODES))
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_8_bits_become_the_type_that_they_were(
+    code: int, offset: int, kind: type[bytes | bytearray]
+) -> None:
+    hidden = torch.randn(1, 3, 50).to(CODES[code])
+
+    sent, shape, payload = to_payload(hidden, int8=True)
+    message = memoryview(kind(offset * b"x" + bytes(payload)))
+    back = from_payload(sent, shape, message[offset:])
+
+    assert (sent, shape, len(payload)) == (code + 3, (1, 3, 50), 3 * (50 + 2 * 2))
+    assert back.dtype == hidden.dtype
+    assert torch.allclose(back.float(), hidden.float(), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("code", "size"), [(9, 8), (0, 8), (1, 7), (1, 9), (2, 8), (4, 3), (4, 5), (7, 4)]
+)
 def test_bytes_that_do_not_fill_the_shape_are_refused(code: int, size: int) -> None:
     with pytest.raises(ModelError, match=f"{size} bytes are no tensor of code {code}, shape "):
         from_payload(code, (1, 2), bytearray(size))

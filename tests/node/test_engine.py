@@ -10,14 +10,15 @@ import pytest
 from meshllm.errors import ModelError
 from meshllm.model.source import Source, resolve
 from meshllm.names import NodeId, Span
-from meshllm.node.engine import Engine
+from meshllm.node.engine import Decoding, Engine
 from meshllm.node.worker import Worker
+from meshllm.protocol.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_ROWS
-from meshllm.protocol.plan import Ends, Plan, Stage
+from meshllm.protocol.plan import Ends, Plan, Stage, Wire
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.testing.clock import InlineExecutor
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
-from tests.protocol.nodes import A, B, C
+from tests.protocol.nodes import A, B, C, offer
 
 
 def plan_of(*spans: str, epoch: int = 1) -> Plan:
@@ -83,6 +84,23 @@ async def test_a_span_that_loses_its_head_is_loaded_again(engine: Engine) -> Non
     assert engine._held is None
 
 
+@pytest.mark.parametrize("spans", [("0:6",), ("0:2", "2:6")])
+async def test_a_draft_is_loaded_by_the_entry_only(llama: Path, spans: tuple[str, ...]) -> None:
+    source = resolve(str(llama))
+    decoding = Decoding(draft=source)
+    engine = await Engine.open(source, Worker(InlineExecutor()), None, decoding)
+
+    assert (await engine.hold(plan_of(*spans), A)).draft is not None
+    assert (await engine.hold(plan_of("0:2", "2:6"), B)).draft is None
+
+
+async def test_a_draft_that_cannot_guess_is_refused_before_anything_is_loaded(llama: Path) -> None:
+    decoding = Decoding(draft=resolve("builtin"))
+
+    with pytest.raises(ModelError, match="`builtin` cannot guess for"):
+        await Engine.open(resolve(str(llama)), Worker(InlineExecutor()), None, decoding)
+
+
 async def test_what_cannot_be_loaded_leaves_nothing_held(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,16 +140,32 @@ async def test_the_tokenizer_is_read_once(llama: Path) -> None:
     assert await engine.text() is await engine.text()
 
 
-@pytest.mark.parametrize(("is_chunkable", "chunk"), [(True, 256), (False, MAX_ROWS)])
-async def test_prompts_go_in_chunks_where_they_can(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_chunkable: bool, chunk: int
+async def test_a_prompt_goes_in_the_best_chunks(engine: Engine) -> None:
+    ranks = tuple(RankTimes(offer(A, 2, ms=100), 2.0, Wire(0.5)) for _ in range(3))
+    times = RingTimes(ranks, 0.0, 8)
+
+    assert engine.pace(3, 2000, 0, None) == usual_pace(2000, 3)
+    alone, beside = (engine.pace(3, 2000, others, times) for others in (0, 1))
+    assert [alone, beside] == [times.best_pace(2000, others) for others in (0, 1)]
+    assert alone.chunk > beside.chunk
+
+
+async def test_where_there_are_no_chunks_a_prompt_goes_whole(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "verdict", SimpleNamespace(chunkable=is_chunkable))
+    monkeypatch.setattr(engine, "verdict", SimpleNamespace(chunkable=False))
 
-    pace = engine.pace(3)
+    pace = engine.pace(3, 10, 0, None)
 
-    assert (pace.chunk, pace.window) == (chunk, 3)
-    assert engine.pace(10_000).window == MAX_PENDING
+    assert (pace.chunk, pace.window) == (MAX_ROWS, 3)
+    assert engine.pace(10_000, 10, 0, None).window == MAX_PENDING
+
+
+async def test_no_chunk_is_longer_than_a_message(engine: Engine) -> None:
+    engine.shape = replace(engine.shape, hidden_size=MAX_MESSAGE_BYTES // 400)
+    times = RingTimes((RankTimes(offer(A, 2, ms=1e-3), 1.0, Wire(0.0)),), 0.0, 8)
+
+    assert [engine.pace(1, 2000, 0, each).chunk for each in (None, times)] == [99, 99]
 
 
 async def test_a_prompt_in_one_message_has_the_limit_of_messages(llama: Path) -> None:

@@ -16,7 +16,7 @@ def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: f
 
 
 def test_nothing_happened() -> None:
-    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, 0.0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),))
+    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, 0.0, 0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),))
 
 
 def test_the_first_token_is_measured_from_the_order() -> None:

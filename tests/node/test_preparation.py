@@ -9,7 +9,7 @@ import pytest
 from meshllm.errors import ModelError
 from meshllm.model.capacity import shape_of
 from meshllm.model.source import resolve
-from meshllm.names import Digest, Span
+from meshllm.names import Digest, Span, WireMode
 from meshllm.node import preparation as module
 from meshllm.node.options import NodeOptions
 from meshllm.node.preparation import Preparation
@@ -17,6 +17,7 @@ from meshllm.node.worker import Worker
 from meshllm.protocol.messages import DType
 from meshllm.protocol.records import ENDS, Profile
 from meshllm.testing.clock import InlineExecutor
+from meshllm.testing.models import tiny_model
 
 EMPTY = Profile("desk", "1", (), 0)
 
@@ -48,6 +49,42 @@ async def test_the_founder_chooses_the_dtype(
     _, charter = await prepare(tmp_path, model=str(llama), dtype=dtype).found()
 
     assert charter.dtype is told
+
+
+@pytest.mark.parametrize("wire", WireMode)
+async def test_how_states_travel_is_for_each_node_to_say(
+    llama: Path, tmp_path: Path, wire: WireMode
+) -> None:
+    engine, _ = await prepare(tmp_path, model=str(llama), wire=wire).found()
+
+    assert engine.wire is wire
+
+
+async def test_a_mixture_travels_exact_unless_forced(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", "qwen3_moe").folder
+
+    engine, _ = await prepare(tmp_path, model=str(folder), wire=WireMode.AUTO).found()
+
+    assert engine.wire is WireMode.EXACT
+
+
+async def test_the_memory_of_a_draft_is_not_offered(llama: Path, tmp_path: Path) -> None:
+    def offering(**wishes: Any) -> Preparation:
+        return prepare(tmp_path, model=str(llama), draft=str(llama), **wishes)
+
+    engine, _ = await offering().found()
+    assert engine.draft is not None
+    size = engine.draft.bytes
+
+    some = await offering(memory_bytes=size + 1000).offer(engine, EMPTY)
+    none = await offering(memory_bytes=size - 1000).offer(engine, EMPTY)
+
+    assert (some.memory_bytes, none.memory_bytes) == (1000, 0)
+
+
+async def test_a_draft_that_is_not_here_is_told(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no/such"):
+        await prepare(tmp_path, model=str(llama), draft="no/such").found()
 
 
 async def test_a_model_that_is_not_here_is_told(tmp_path: Path) -> None:

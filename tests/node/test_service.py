@@ -14,15 +14,16 @@ from meshllm.node.engine import Engine
 from meshllm.node.service import Service
 from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
+from meshllm.protocol.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.codec import encode
 from meshllm.protocol.link import SILENCE
 from meshllm.protocol.messages import Beat, Hello, Message
-from meshllm.protocol.plan import Ends, Plan, Stage
+from meshllm.protocol.plan import Ends, Plan, Stage, Wire
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor, run_virtual
 from meshllm.transport.contract import Channel, Link
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.protocol.nodes import A, B, C
+from tests.protocol.nodes import A, B, C, offer
 
 NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c"}
 
@@ -41,6 +42,7 @@ class Place:
     def __init__(self, world: "World", me: NodeId, engine: Engine) -> None:
         self.world, self.me = world, me
         self.told: list[tuple[bool, str]] = []
+        self.known: RingTimes | None = None
         self.service = Service(me, engine, self)
 
     def loaded(self, is_loaded: bool, trouble: str) -> None:
@@ -52,6 +54,9 @@ class Place:
     async def together(self, plan: Plan) -> None:
         while not all(self.world.has_loaded(stage.node) for stage in plan.stages):  # noqa: ASYNC110  # no time passes
             await asyncio.sleep(0.05)
+
+    def times(self, plan: Plan) -> RingTimes | None:
+        return self.known if plan.rank(self.me) == 0 else None
 
     async def dial(self, node: NodeId) -> Link:
         link = await self.world.transport.dial(NAMES[node])
@@ -137,6 +142,21 @@ def test_two_nodes_write_what_one_writes(world: World) -> None:
             assert not at_work(a)
             assert not at_work(b)
             assert a.told[-1] == (False, "")
+
+    run_virtual(main())
+
+
+def test_prompts_go_at_the_pace_that_the_latest_times_allow(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            world.follow(ALONE)
+            await until(lambda: at_work(a))
+            entry = a.service.entry
+            assert entry is not None
+            before = entry.pace(2000, 0)
+            a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, Wire(0.0)),), 0.0, 8)
+            assert before == usual_pace(2000, 1)
+            assert entry.pace(2000, 1) == a.known.best_pace(2000, 1) != before
 
     run_virtual(main())
 

@@ -81,6 +81,15 @@ def test_a_text_is_the_same_with_good_and_bad_guesses(
     assert asyncio.run(answer(source, SuffixDrafting(), sampling, nodes=nodes))[0] == text
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "gpt_neox", "mixtral", "lfm2"])
+def test_a_text_of_any_family_is_the_same(name: str, tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, name, dtype=torch.bfloat16)
+    text = plain_text(source, SAMPLINGS[1])
+    oracle = Oracle((*PROMPT, *text), 0.7)
+
+    assert asyncio.run(answer(source, oracle, SAMPLINGS[1], nodes=3))[0] == text
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_delays_change_no_token(source: Source, seed: int) -> None:
     shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)

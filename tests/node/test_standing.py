@@ -12,24 +12,26 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.node import standing as module
 from meshllm.node.standing import CALM_S, FORM_S, Standing
+from meshllm.protocol.agreement import Agreement
+from meshllm.protocol.chunking import ring_times
 from meshllm.protocol.identity import short
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import Lifecycle, State
 from meshllm.request import Event, Piece, Request
 from meshllm.testing.clock import run_virtual
-from tests.protocol.meshes import World, profile
+from tests.protocol.meshes import World, charter, profile
 from tests.protocol.nodes import A, B, C
 
 REQUEST = Request(raw="what?")
 
 
-def plan_of() -> Plan:
-    plan = World({A: profile(3), B: profile(3)}).agree(A).plan
-    assert plan is not None
-    return plan
+def agreed() -> tuple[Agreement, Plan]:
+    agreement = World({A: profile(3), B: profile(3)}).agree(A)
+    assert agreement.plan is not None
+    return agreement, agreement.plan
 
 
-PLAN = plan_of()
+AGREEMENT, PLAN = agreed()
 ALONE = replace(PLAN, stages=PLAN.stages[:1])
 ENTRY, STAGE = PLAN.stages[0].node, PLAN.stages[1].node
 
@@ -42,9 +44,9 @@ class Place:
         self.states: dict[bytes, State] = {}
         self.alive = {ENTRY, STAGE}
         self.profiles: dict[bytes, Any] = {}
-        machine = SimpleNamespace(
+        self.machine = machine = SimpleNamespace(
             me=me, states=self.states, publish=self.publish, alive=self.alive,
-            profiles=self.profiles,
+            profiles=self.profiles, charter=None,
         )  # fmt: skip
         self.links = SimpleNamespace(lines=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
         self.standing = Standing(cast("Any", machine), cast("Any", self.links), lambda: "nobody")
@@ -315,6 +317,26 @@ def test_who_is_not_the_entry_answers_nothing(me: bytes) -> None:
         assert place.told[-1].may_change
 
     run(story)
+
+
+def test_what_ranks_take_follows_from_the_latest_offers() -> None:
+    place = Place()
+    unknown = place.standing.times(PLAN)
+    place.standing.agreement = AGREEMENT
+    without_charter = place.standing.times(PLAN)
+    place.machine.charter = charter()
+
+    times = place.standing.times(PLAN)
+
+    slow = [replace(each, layer_s=((1, 9.0),)) for each in AGREEMENT.offers]
+    place.standing.agreement = replace(AGREEMENT, offers=tuple(slow))
+    slower = place.standing.times(PLAN)
+    place.standing.agreement = replace(AGREEMENT, offers=AGREEMENT.offers[:1])
+    gone = place.standing.times(PLAN)
+    assert times == ring_times(PLAN, AGREEMENT.offers, AGREEMENT.links, charter().shape)
+    assert slower is not None
+    assert [rank.offer for rank in slower.ranks] == slow
+    assert (unknown, without_charter, gone) == (None, None, None)
 
 
 def test_beginning_makes_a_service() -> None:

@@ -207,3 +207,13 @@ def test_links_overtake_each_other_and_do_so_again() -> None:
 
     assert order != sorted(order)
     assert run_virtual(main()) == order
+
+
+@pytest.mark.parametrize("shape", [None, Shape(bytes_per_s=1.25e6)])
+async def test_a_link_knows_the_rate_that_it_was_given(shape: Shape | None) -> None:
+    transport = LoopbackTransport(shape)
+    async with transport.listen() as listener:
+        link = await transport.dial(listener.address)
+
+        assert link.statistics.bytes_per_s == (shape.bytes_per_s if shape else None)
+        await link.close()

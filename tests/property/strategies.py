@@ -21,6 +21,7 @@ from meshllm.protocol.messages import (
     Gap,
     Hello,
     Message,
+    Resume,
     SessionMessage,
     Spent,
     Tally,
@@ -43,7 +44,7 @@ def blobs(draw: st.DrawFn) -> Blob:
     """Small sealed blobs of every dtype and number of dimensions."""
     dtype = draw(st.sampled_from(DType))
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=MAX_DIMS)))
-    length = prod(shape) * dtype.itemsize
+    length = dtype.size(shape)
     payload = draw(st.binary(min_size=length, max_size=length))
     return seal(session_key(draw(sessions)), dtype, shape, payload)
 
@@ -59,7 +60,8 @@ def data(draw: st.DrawFn) -> Data:
 
 
 tallies = st.builds(Tally, st.builds(Spent, u64, u64, u64), u32, u64, u32)
-closes = st.builds(Close, sessions, u32, st.lists(tallies, max_size=5).map(tuple))
+keeps = st.integers(0, MAX_POSITION)
+closes = st.builds(Close, sessions, u32, keeps, st.lists(tallies, max_size=5).map(tuple))
 faults = st.builds(Fault, sessions, u32, st.sampled_from(FaultCode), st.integers(0, 255), texts)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, nodes, u32, digests),
@@ -67,11 +69,12 @@ messages: st.SearchStrategy[Message] = st.one_of(
     data(),
     st.builds(Gap, sessions, u32, u32, st.integers(0, MAX_POSITION)),
     st.builds(Cancel, sessions, u32, u32),
+    st.builds(Resume, sessions, u32, sessions, st.integers(1, MAX_POSITION), st.booleans()),
     closes,
     faults,
 )
 
-few_sessions = st.sampled_from([SessionId(b"1" * 16), SessionId(b"2" * 16)])
+few_sessions = st.sampled_from([SessionId(name * 16) for name in (b"1", b"2", b"3")])
 few_epochs = st.sampled_from([4, 5, 5, 5, 6])
 few_gens = st.integers(0, 3)
 
@@ -94,6 +97,9 @@ few_messages: st.SearchStrategy[SessionMessage] = st.one_of(
     rows_of_few(),
     st.builds(Gap, few_sessions, few_epochs, few_gens, st.integers(0, 6)),
     st.builds(Cancel, few_sessions, few_epochs, few_gens),
-    st.builds(Close, few_sessions, few_epochs, st.lists(tallies, max_size=2).map(tuple)),
+    st.builds(Resume, few_sessions, few_epochs, few_sessions, st.integers(1, 9), st.booleans()),
+    st.builds(
+        Close, few_sessions, few_epochs, st.integers(0, 9), st.lists(tallies, max_size=2).map(tuple)
+    ),
     st.builds(Fault, few_sessions, few_epochs, st.sampled_from(FaultCode), st.just(1), texts),
 )

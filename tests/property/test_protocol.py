@@ -22,7 +22,8 @@ from meshllm.protocol.messages import (
     SessionMessage,
     Spent,
 )
-from meshllm.protocol.stage import Action, Compute, Free, Stage
+from meshllm.protocol.shelf import ROUNDING, Shelf
+from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
 from tests.property.strategies import data, few_messages, messages, sessions
 
 pytestmark = pytest.mark.property
@@ -72,8 +73,9 @@ def test_one_changed_bit_breaks_the_seal(
     session: SessionId, dtype: DType, payload: bytes, draws: st.DataObject
 ) -> None:
     key = session_key(session)
-    payload = payload[: len(payload) // dtype.itemsize * dtype.itemsize]
-    blob = seal(key, dtype, (1, len(payload) // dtype.itemsize), payload)
+    width = max(n for n in range(1, 65) if dtype.size((1, n)) <= len(payload))
+    payload = payload[: dtype.size((1, width))]
+    blob = seal(key, dtype, (1, width), payload)
     damaged = bytearray(payload)
     damaged[draws.draw(st.integers(0, len(payload) - 1))] ^= 1 << draws.draw(st.integers(0, 7))
 
@@ -83,32 +85,62 @@ def test_one_changed_bit_breaks_the_seal(
         check(key, Blob(blob.dtype, blob.shape, blob.digest, damaged))
 
 
+class Rank:
+    """The driver of a stage, with lengths for caches."""
+
+    def __init__(self) -> None:
+        self.caches: Counter[SessionId] = Counter()
+        self.kept: dict[SessionId, int] = {}
+        self.running: dict[SessionId, Compute] = {}
+
+    def finish(self) -> Compute:
+        """End the oldest computation."""
+        job = self.running.pop(next(iter(self.running)))
+        self.caches[job.session] = job.pos + job.rows
+        return job
+
+    def do(self, action: Action) -> None:
+        match action:
+            case Compute(session, pos):
+                assert session not in self.running
+                assert pos <= self.caches[session]
+                self.running[session] = action
+            case Free(session) if session in self.kept:
+                del self.kept[session]
+            case Free(session):
+                self.running.pop(session, None)
+                del self.caches[session]
+            case Keep(session):
+                self.running.pop(session, None)
+                self.kept[session] = self.caches.pop(session)
+            case Adopt():
+                self.adopt(action)
+
+    def adopt(self, job: Adopt) -> None:
+        assert job.session not in self.caches
+        assert job.length <= self.kept[job.base]
+        self.caches[job.session] = job.length
+        if job.whole:
+            del self.kept[job.base]
+
+
 @given(st.integers(1, 2), st.lists(st.none() | few_messages, max_size=60))
 def test_whatever_a_stage_hears_its_caches_have_no_gap(
-    rank: int, heard: list[SessionMessage | None]
+    number: int, heard: list[SessionMessage | None]
 ) -> None:
-    stage = Stage(rank, 3, epoch=5, max_sessions=1)
-    caches: Counter[SessionId] = Counter()
-    running: dict[SessionId, Compute] = {}
+    stage = Stage(number, 3, epoch=5, max_sessions=1, shelf=Shelf(6 + 2 * ROUNDING))
+    rank = Rank()
 
     for message in heard:
         actions: list[Action] = []
         if message is not None:
             with suppress(PeerFault):
                 actions = stage.receive(message, 0.0)
-        elif running:  # None stands for the end of the oldest computation
-            job = running.pop(next(iter(running)))
-            caches[job.session] = job.pos + job.rows
+        elif rank.running:  # None stands for the end of the oldest computation
+            job = rank.finish()
             actions = stage.computed(job.session, job.blob, 0.0, Spent(1, 1, 1))
         for action in actions:
-            match action:
-                case Compute(session, pos):
-                    assert session not in running
-                    assert pos <= caches[session]
-                    running[session] = action
-                case Free(session):
-                    running.pop(session, None)
-                    del caches[session]
+            rank.do(action)
 
 
 @given(

@@ -8,6 +8,7 @@ from meshllm.protocol.blob import (
     HEADER,
     MAX_DIM,
     check,
+    check_shape,
     pack_header,
     seal,
     session_key,
@@ -100,3 +101,27 @@ def test_a_header_that_nobody_writes_is_refused(header: bytes, words: str) -> No
 
 def test_the_secret_does_not_show() -> None:
     assert "secret" not in repr(KEY)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (DType.FLOAT32, 3 * 4096),
+        (DType.BFLOAT16, 3 * 2048),
+        (DType.FLOAT16, 3 * 2048),
+        (DType.FLOAT32_INT8, 3 * 1088),
+        (DType.BFLOAT16_INT8, 3 * 1088),
+        (DType.FLOAT16_INT8, 3 * 1088),
+    ],
+)
+def test_rows_have_one_size_for_each_way_to_travel(dtype: DType, size: int) -> None:
+    check_shape(dtype, (1, 3, 1024), size)
+
+    for other in (size - 1, size + 1):
+        with pytest.raises(PeerFault, match=f"is {size} bytes, not {other}"):
+            check_shape(dtype, (1, 3, 1024), other)
+
+
+@pytest.mark.parametrize(("width", "size"), [(1, 3), (31, 33), (32, 34), (33, 37), (64, 68)])
+def test_the_last_block_of_a_row_may_be_short(width: int, size: int) -> None:
+    assert DType.BFLOAT16_INT8.size((1, 5, width)) == 5 * size

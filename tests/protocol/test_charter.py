@@ -11,6 +11,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.charter import MAX_SESSIONS, MAX_VERSION, MAX_WIDTH, Charter
 from meshllm.protocol.codec import MAX_POSITION
+from meshllm.protocol.messages import DType
 from meshllm.protocol.plan import MAX_NAME_BYTES
 from meshllm.protocol.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
 from tests.property.mesh_strategies import charters
@@ -46,6 +47,7 @@ def test_one_byte_more_or_less_is_refused() -> None:
         {"exclude": (NODE,) * (MAX_MEMBERS + 1)},
         {"prefer": (NodeId(bytes(31)),)},
         {"dtype": 0},
+        {"dtype": DType.FLOAT32_INT8},
     ],
     ids=lambda fields: str(fields)[:40],
 )

@@ -19,11 +19,12 @@ from meshllm.protocol.messages import (
     Gap,
     Hello,
     Message,
+    Resume,
     Spent,
     Tally,
 )
 
-SESSION = SessionId(bytes(range(16)))
+SESSION, BASE = SessionId(bytes(range(16))), SessionId(bytes(16))
 BLOB = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 4), bytes(range(16)))
 DATA = Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NEED_ROW, BLOB)
 TALLY = Tally(Spent(1200, 80, 15), steps=3, bytes_sent=9000, round_trip_us=450)
@@ -36,10 +37,24 @@ MESSAGES: list[Message] = [
     Gap(SESSION, 3, 1, 512),
     Cancel(SESSION, 3, 2),
     Close(SESSION, 3),
-    Close(SESSION, 3, (TALLY, TALLY)),
+    Close(SESSION, 3, 17, (TALLY, TALLY)),
+    Resume(SESSION, 3, BASE, 40, whole=True),
+    Resume(SESSION, 3, BASE, 1, whole=False),
     FAULT,
 ]
-NAMES = ["hello", "beat", "data", "answer", "gap", "cancel", "close", "closed", "fault"]
+NAMES = [
+    "hello",
+    "beat",
+    "data",
+    "answer",
+    "gap",
+    "cancel",
+    "close",
+    "closed",
+    "resume",
+    "branch",
+    "fault",
+]
 
 
 def packed(message: Message) -> bytearray:
@@ -97,7 +112,10 @@ def test_another_version_is_refused_with_a_way_out() -> None:
         (Data(SESSION, 0, 0, MAX_POSITION, 1, Flags(0), None), "pos"),
         (Data(SESSION, 0, 0, 0, 1, Flags(128), None), "128 flags"),
         (Gap(SESSION, 0, 0, MAX_POSITION + 1), "kv_len"),
-        (Close(SESSION, 0, (TALLY,) * (MAX_RANKS + 1)), "257 tallies"),
+        (Resume(SESSION, 0, BASE, 0, whole=True), "0 length"),
+        (Resume(SESSION, 0, BASE, MAX_POSITION + 1, whole=True), "length"),
+        (Close(SESSION, 0, MAX_POSITION + 1), "keep"),
+        (Close(SESSION, 0, 0, (TALLY,) * (MAX_RANKS + 1)), "257 tallies"),
     ],
 )
 def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> None:
@@ -116,6 +134,7 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
         (packed(DATA)[:-2], "is 16 bytes, not 14"),
         (packed(FAULT)[:24] + b"\xff", "no UTF-8"),
         (packed(FAULT)[:22] + b"\x63\x00", "unknown code 99"),
+        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-1] + b"\x02", "2 whole"),
         (packed(FAULT) + MAX_TEXT * b"x", "532 text bytes"),
     ],
 )

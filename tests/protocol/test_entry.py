@@ -10,6 +10,7 @@ from meshllm.protocol.blob import seal, session_key
 from meshllm.protocol.codec import MAX_ROWS
 from meshllm.protocol.entry import (
     Action,
+    Base,
     Closed,
     Done,
     Embed,
@@ -33,6 +34,7 @@ from meshllm.protocol.messages import (
     Flags,
     Forward,
     Gap,
+    Resume,
     SessionMessage,
     Spent,
     Tally,
@@ -47,7 +49,9 @@ LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
 TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
 CANCELLED = FinishReason.CANCELLED
 
-TASK = Task(SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64)
+TASK = Task(
+    SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64, keep_from=1
+)
 PACE = Pace(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
 
 
@@ -147,7 +151,7 @@ def test_max_tokens_end_the_answer() -> None:
     assert entry.picked((90,), 0.6) == [
         Emit(90),
         Done(FinishReason.LENGTH),
-        Forward(Close(SESSION, EPOCH)),
+        Forward(Close(SESSION, EPOCH, keep=2)),
     ]
 
 
@@ -167,7 +171,7 @@ def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> No
     assert entry.picked((91,), 2.0, stop=True) == [
         Emit(91),
         Done(FinishReason.STOP),
-        Forward(Close(SESSION, EPOCH)),
+        Forward(Close(SESSION, EPOCH, keep=3)),
     ]
 
 
@@ -192,7 +196,7 @@ def test_alone_in_the_ring_nothing_is_sent() -> None:
         replace(back(2, 1, row=blob(1)), epoch=EPOCH - 1),
         Gap(SESSION, EPOCH, 1, 0),
         Cancel(SESSION, EPOCH, 0),
-        Close(SESSION, EPOCH, TALLIES),
+        Close(SESSION, EPOCH, 0, TALLIES),
     ],
     ids=["repeated", "other gen", "other epoch", "gap of other gen", "cancel", "close too soon"],
 )
@@ -368,17 +372,17 @@ def test_close_that_comes_back_brings_the_tallies() -> None:
     entry.finish(CANCELLED, 2.0)
 
     assert entry.receive(back(2, 1, row=blob(1)), 2.1) == []
-    assert entry.receive(Close(SESSION, EPOCH, TALLIES), 2.2) == [Closed(TALLIES)]
+    assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.2) == [Closed(TALLIES)]
     assert entry.state is State.CLOSED
     assert entry.deadline is None
-    assert entry.receive(Close(SESSION, EPOCH, TALLIES), 2.3) == []
+    assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.3) == []
 
 
 def test_close_that_skipped_a_rank_is_not_ours() -> None:
     entry = decoding()
     entry.finish(CANCELLED, 2.0)
 
-    assert entry.receive(Close(SESSION, EPOCH, TALLIES[:1]), 2.2) == []
+    assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES[:1]), 2.2) == []
 
 
 def test_close_that_is_lost_does_not_hold_anyone_up() -> None:
@@ -417,7 +421,7 @@ def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str
 
 
 def test_a_cache_that_cannot_go_back_is_filled_again_from_the_start() -> None:
-    entry = Entry(replace(TASK, prompt=(11, 12, 13), croppable=False), PACE)
+    entry = Entry(replace(TASK, prompt=(11, 12, 13), slack=0), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
     entry.computed(blob(1), 0.2)
@@ -516,7 +520,7 @@ def test_a_stop_within_the_guesses_ends_the_answer_there() -> None:
     assert entry.picked((91,), 2.0, stop=True) == [
         Emit(91),
         Done(FinishReason.STOP),
-        Forward(Close(SESSION, EPOCH)),
+        Forward(Close(SESSION, EPOCH, keep=3)),
     ]
 
 
@@ -528,3 +532,138 @@ def test_tokens_up_to_the_limit_end_the_answer() -> None:
     assert entry.picked((90,), 0.2, (91, 92)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 6)]
     assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
+
+
+BASE = Base(SessionId(b"b" * 16), 2, whole=True)
+RESUME = Resume(SESSION, EPOCH, BASE.session, BASE.length, whole=True)
+
+
+def test_a_prompt_that_begins_like_a_kept_text_starts_behind_it() -> None:
+    entry = Entry(TASK, PACE)
+
+    assert entry.open(0.0, BASE) == [Forward(RESUME), Embed(0, 2, (13, 14))]
+    assert entry.computed(blob(2), 0.1) == [sent(2, 2, Flags.PREFILL), Embed(0, 4, (15,))]
+    entry.computed(blob(1), 0.2)
+    assert entry.receive(back(2, 2), 0.3) == [Progress(4, 5)]
+    assert entry.reused == 2
+
+
+def test_alone_in_the_ring_nobody_has_to_be_told() -> None:
+    entry = Entry(replace(TASK, ring=1), PACE)
+
+    assert entry.open(0.0, BASE) == [Embed(0, 2, (13, 14))]
+
+
+def test_a_rank_that_has_lost_the_text_makes_the_entry_begin_at_0() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, BASE)
+    entry.computed(blob(2), 0.1)
+
+    actions = entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.3)
+
+    assert actions == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.computed(blob(1), 0.4) == [Embed(1, 0, (11, 12))]
+    assert entry.reused == 0
+
+
+def test_an_answer_leaves_what_came_all_round_and_not_a_token_more() -> None:
+    entry = decoding()  # 11, 12 went round; 90 is on its way
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=2))
+    assert entry.kept == [11, 12]
+
+
+def test_guesses_that_nobody_looked_at_are_not_kept() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=3))
+    assert entry.kept == [11, 12, 90]
+
+
+@pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 2), (0, 0)])
+def test_a_row_on_its_way_is_kept_by_those_who_cannot_go_back(slack: int | None, keep: int) -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), slack=slack), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+@pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 0)])
+def test_chunks_on_their_way_are_too_much_for_a_window(slack: int | None, keep: int) -> None:
+    entry = Entry(replace(TASK, slack=slack), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+    entry.receive(back(0, 2), 0.5)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+def test_a_failed_answer_leaves_nothing() -> None:
+    entry = decoding()
+
+    entry.failed(FaultCode.MODEL, "no memory", 2.0)
+
+    assert entry.kept == []
+
+
+def test_a_cache_that_cannot_go_back_makes_the_entry_begin_at_0() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, BASE)
+
+    assert entry.missed(0.1) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12))]
+    assert entry.reused == 0
+
+
+def test_a_session_that_is_over_misses_nothing() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, BASE)
+    entry.finish(CANCELLED, 0.1)
+
+    assert entry.missed(0.2) == []
+
+
+@pytest.mark.parametrize(("said", "kept"), [(2, [11, 12]), (0, [])])
+def test_only_what_every_rank_keeps_is_kept(said: int, kept: list[int]) -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+    entry.receive(Close(SESSION, EPOCH, said, TALLIES), 2.2)
+
+    assert entry.kept == kept
+
+
+def test_what_nobody_heard_of_is_not_kept() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+    entry.expire(100.0)
+
+    assert entry.kept == []
+
+
+@pytest.mark.parametrize(("least", "keep"), [(None, 0), (3, 0), (2, 2)])
+def test_what_is_short_or_unwanted_is_not_kept(least: int | None, keep: int) -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), keep_from=least), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+@pytest.mark.parametrize(("whole", "keep"), [(True, 2), (False, 0)])
+def test_a_copy_to_which_nothing_came_is_not_kept(whole: bool, keep: int) -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, replace(BASE, whole=whole))
+
+    assert entry.finish(CANCELLED, 0.1)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+def test_alone_in_the_ring_nobody_has_to_hear_of_a_new_begin() -> None:
+    entry = Entry(replace(TASK, ring=1), PACE)
+    entry.open(0.0, BASE)
+
+    assert entry.missed(0.1) == [Embed(1, 0, (11, 12))]

@@ -1,11 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
-from meshllm.names import SessionId, Span
-from meshllm.protocol.blob import seal, session_key
-from meshllm.protocol.codec import encode
-from meshllm.protocol.messages import Data, DType, Flags
+from meshllm.names import Span
+from meshllm.protocol.chunking import ring_times
+from meshllm.protocol.lookahead import GUESSES
 from meshllm.protocol.plan import Ends, Links, Plan, Policy, Stage, Terms, Wire
-from meshllm.protocol.prediction import CHUNK, compare, predict
+from meshllm.protocol.prediction import compare, predict
 from tests.protocol.nodes import A, B, C, apart, model, offer
 
 PAIR = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 3)), Stage(B, Span(3, 4))))
@@ -38,34 +39,54 @@ def test_layers_take_time_in_proportion_to_their_weights() -> None:
 
 
 def test_bytes_of_a_hop_are_those_of_its_message() -> None:
-    session = SessionId(b"s" * 16)
-    blob = seal(session_key(session), DType.BFLOAT16, (1, 1, 4), bytes(8))
-    parts = encode(Data(session, 1, 0, 9, 1, Flags.NEED_ROW, blob))
-
     prediction = predict(PAIR, OFFERS, Links({}, Wire(0.0, 1000.0)), model(4))
 
-    assert [hop.bytes_per_token for hop in prediction.hops] == [sum(map(len, parts))] * 2
-    assert prediction.hops[0].wire_s == sum(map(len, parts)) / 1000
+    bytes_per_token = ring_times(PAIR, OFFERS, Links(), model(4)).message_bytes(1)
+    assert [hop.bytes_per_token for hop in prediction.hops] == [bytes_per_token] * 2
+    assert prediction.hops[0].wire_s == bytes_per_token / 1000
 
 
-def test_ranks_work_on_different_chunks_of_a_prompt() -> None:
-    # Per chunk: 3 x 20 ms on the entry, 30 ms on the other, which waits for the entry.
-    one, four = (
-        predict(PAIR, OFFERS, apart({}, others=10), model(4), prompt_tokens=count * CHUNK).ttft_s
-        for count in (1, 4)
-    )
+def test_a_prompt_goes_round_in_the_best_chunks() -> None:
+    links = apart({}, others=10)
+    times = ring_times(PAIR, OFFERS, links, model(4))
 
-    assert one == pytest.approx(0.060 + 0.010 + 0.030 + 0.010 + 0.005)
-    assert four == pytest.approx(one + 3 * 0.060)
+    prediction = predict(PAIR, OFFERS, links, model(4), prompt_tokens=5000)
+
+    pace = times.best_pace(5000)
+    assert prediction.chunk == pace.chunk < 5000
+    assert prediction.ttft_s == times.first_token_s(5000, pace)
 
 
-def test_the_rest_of_a_prompt_is_a_short_chunk() -> None:
-    whole, more = (
-        predict(ALONE, OFFERS, Links(), model(4), prompt_tokens=tokens).ttft_s
-        for tokens in (CHUNK, CHUNK + 1)
-    )
+def test_guesses_share_a_trip() -> None:
+    # One trip takes 34 ms, and 2 % more for each guess in the layers and the head.
+    prediction = predict(PAIR, OFFERS, apart({}, others=10), model(4))
 
-    assert more == pytest.approx(whole + 4 * 0.002)
+    assert [guesses for guesses, _ in prediction.steps] == list(GUESSES)
+    one, two = (seconds for _, seconds in prediction.steps[:2])
+    assert one == pytest.approx(prediction.seconds_per_token)
+    assert two == pytest.approx(0.020 + 0.014 * (1 + 9 / 255))
+
+
+@pytest.mark.parametrize(("acceptance", "guesses"), [(0.0, 0), (0.5, 4), (1.0, 16)])
+def test_the_best_number_of_guesses_depends_on_how_good_they_are(
+    acceptance: float, guesses: int
+) -> None:
+    prediction = predict(PAIR, OFFERS, apart({}, others=10), model(4))
+
+    guessing = prediction.guessing(acceptance)
+
+    tokens = sum(acceptance**power for power in range(guesses + 1))
+    assert guessing.guesses == guesses
+    assert guessing.seconds_per_token == pytest.approx(dict(prediction.steps)[guesses] / tokens)
+
+
+def test_where_every_row_takes_its_time_nobody_guesses() -> None:
+    offers = [replace(each, layer_s=((1, 1e-3), (32, 32e-3))) for each in OFFERS]
+
+    prediction = predict(PAIR, offers, Links(), model(4))
+
+    assert prediction.guessing(0.9).guesses == 0
+    assert prediction.guessing(0.9).seconds_per_token == prediction.seconds_per_token
 
 
 def test_a_client_computes_the_head_only() -> None:

@@ -19,11 +19,13 @@ from meshllm.protocol.messages import (
     Flags,
     Forward,
     Gap,
+    Resume,
     SessionMessage,
     Spent,
     Tally,
 )
-from meshllm.protocol.stage import MAX_CLOSED, MAX_PENDING, Compute, Free, Stage
+from meshllm.protocol.shelf import ROUNDING, Shelf
+from meshllm.protocol.stage import MAX_CLOSED, MAX_PENDING, Adopt, Compute, Free, Keep, Stage
 
 ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
 EPOCH = 5
@@ -242,10 +244,10 @@ def test_close_frees_the_session_and_carries_the_tally_of_its_decode_steps() -> 
         stage.receive(data(pos, flags=Flags.NEED_ROW), 0.0)
         stage.computed(ONE, blob(1), 0.0, SPENT)
 
-    actions = stage.receive(Close(ONE, EPOCH, (NO_TALLY,)), 1.0)
+    actions = stage.receive(Close(ONE, EPOCH, 0, (NO_TALLY,)), 1.0)
 
     tally = Tally(Spent(20, 6, 2), steps=2, bytes_sent=2 * size(data(2)), round_trip_us=450)
-    assert actions == [Free(ONE), Forward(Close(ONE, EPOCH, (NO_TALLY, tally)))]
+    assert actions == [Free(ONE), Forward(Close(ONE, EPOCH, 0, (NO_TALLY, tally)))]
 
 
 def test_a_repeated_close_frees_nothing_and_says_the_same() -> None:
@@ -261,7 +263,7 @@ def test_a_repeated_close_frees_nothing_and_says_the_same() -> None:
 def test_close_of_an_unknown_session_goes_on_and_is_remembered() -> None:
     stage = middle()
 
-    assert stage.receive(Close(ONE, EPOCH), 0.0) == [Forward(Close(ONE, EPOCH, (NO_TALLY,)))]
+    assert stage.receive(Close(ONE, EPOCH), 0.0) == [Forward(Close(ONE, EPOCH, 0, (NO_TALLY,)))]
     assert stage.receive(data(0), 0.0) == []
 
 
@@ -276,7 +278,7 @@ def test_close_wins_over_a_running_computation() -> None:
 
 def test_close_that_skipped_a_rank_is_a_fault() -> None:
     with pytest.raises(PeerFault, match="2 tallies at rank 1"):
-        middle().receive(Close(ONE, EPOCH, (NO_TALLY, NO_TALLY)), 0.0)
+        middle().receive(Close(ONE, EPOCH, 0, (NO_TALLY, NO_TALLY)), 0.0)
 
 
 def test_only_so_many_closed_sessions_are_remembered() -> None:
@@ -319,3 +321,133 @@ def test_a_session_that_computes_is_not_idle() -> None:
 
     assert stage.deadline is None
     assert stage.expire(1000.0) == []
+
+
+THREE = SessionId(b"3" * 16)
+RESUME = Resume(TWO, EPOCH, ONE, 3, whole=True)
+
+
+def shelved(room: int = 1000, kv_len: int = 4) -> Stage:
+    """A middle rank that was told to keep 4 positions of session ONE."""
+    stage = Stage(
+        1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0, shelf=Shelf(room + ROUNDING, idle_s=600.0)
+    )
+    stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(kv_len), 0.0, SPENT)
+    stage.receive(Close(ONE, EPOCH, keep=4), 0.0)
+    return stage
+
+
+def test_a_closed_session_is_kept_where_there_is_room() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=Shelf(4 + ROUNDING))
+    stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(4), 0.0, SPENT)
+
+    first, forward = stage.receive(Close(ONE, EPOCH, keep=4), 1.0)
+
+    assert first == Keep(ONE)
+    assert isinstance(forward, Forward)
+    assert isinstance(forward.message, Close)
+    assert forward.message.keep == 4
+
+
+@pytest.mark.parametrize(("room", "kv_len"), [(3, 4), (100, 3)], ids=["no room", "rows missing"])
+def test_what_is_too_long_or_incomplete_is_freed(room: int, kv_len: int) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=Shelf(room + ROUNDING))
+    stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(kv_len), 0.0, SPENT)
+
+    assert stage.receive(Close(ONE, EPOCH, keep=4), 1.0)[0] == Free(ONE)
+
+
+def test_the_oldest_goes_for_the_newest() -> None:
+    stage = shelved(room=5)
+    stage.receive(data(0, rows=2, session=TWO), 1.0)
+    stage.computed(TWO, blob(2), 1.0, SPENT)
+
+    assert stage.receive(Close(TWO, EPOCH, keep=2), 1.0)[:2] == [Keep(TWO), Free(ONE)]
+
+
+def test_a_session_goes_on_from_what_is_kept() -> None:
+    stage = shelved()
+
+    assert stage.receive(RESUME, 1.0) == [Adopt(TWO, ONE, 3, whole=True), Forward(RESUME)]
+    assert stage.receive(data(3, session=TWO), 1.0) == [compute(3, 1, 1, TWO)]
+
+
+def test_a_base_is_taken_once_and_copied_often() -> None:
+    stage, copy = shelved(), replace(RESUME, whole=False)
+
+    assert stage.receive(copy, 1.0)[0] == Adopt(TWO, ONE, 3, whole=False)
+    stage.receive(Close(TWO, EPOCH), 1.0)
+    assert stage.receive(replace(RESUME, session=THREE), 1.0)[0] == Adopt(THREE, ONE, 3, whole=True)
+    late = replace(RESUME, session=SessionId(b"4" * 16))
+    assert stage.receive(late, 1.0) == [Forward(late)]
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [
+        replace(RESUME, length=5),
+        replace(RESUME, base=THREE),
+        replace(RESUME, epoch=EPOCH + 1),
+        replace(RESUME, session=ONE),
+    ],
+    ids=["too long", "unknown", "other epoch", "closed"],
+)
+def test_a_resume_that_cannot_be_met_leaves_a_gap(resume: Resume) -> None:
+    stage = shelved()
+
+    assert stage.receive(resume, 1.0) == [Forward(resume)]
+    assert stage.receive(data(3, session=TWO), 1.0) == [Forward(Gap(TWO, EPOCH, 0, 0))]
+
+
+def test_a_resume_changes_no_session_under_way() -> None:
+    stage = shelved()
+    stage.receive(data(0, session=TWO), 1.0)
+
+    assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
+
+
+def test_a_full_rank_takes_no_session_by_the_back_door() -> None:
+    stage = shelved()
+    for name in (b"5", b"6"):
+        stage.receive(data(0, session=SessionId(name * 16)), 1.0)
+
+    assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
+
+
+def test_what_is_kept_goes_when_nobody_asks_for_it() -> None:
+    stage = shelved()
+
+    assert stage.deadline == 600.0
+    assert stage.expire(599.0) == []
+    assert stage.expire(600.0) == [Free(ONE)]
+    assert stage.deadline is None
+
+
+def test_a_resumed_session_of_which_nothing_more_is_heard_is_freed() -> None:
+    stage = shelved()
+    stage.receive(RESUME, 1.0)
+
+    assert stage.expire(61.0) == [Free(TWO)]
+
+
+def test_what_one_rank_frees_no_other_keeps() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=Shelf(0))
+    stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(4), 0.0, SPENT)
+
+    assert stage.receive(Close(ONE, EPOCH, keep=4), 1.0)[-1] == Forward(
+        Close(ONE, EPOCH, 0, (NO_TALLY,))
+    )
+
+
+def test_rows_that_find_no_cache_are_asked_for_again() -> None:
+    stage = shelved()
+    stage.receive(RESUME, 1.0)
+    stage.receive(data(3, session=TWO), 1.0)
+
+    assert stage.missed(TWO) == [Forward(Gap(TWO, EPOCH, 0, 0))]
+    assert stage.missed(TWO) == []
+    assert stage.receive(data(0, gen=1, session=TWO), 1.1) == [compute(0, 1, 1, TWO)]

@@ -21,6 +21,7 @@ from meshllm.protocol import entry, stage
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode
 from meshllm.protocol.entry import (
+    Base,
     Closed,
     Done,
     Embed,
@@ -45,7 +46,8 @@ from meshllm.protocol.messages import (
     SessionMessage,
     Spent,
 )
-from meshllm.protocol.stage import Compute, Free, Stage
+from meshllm.protocol.shelf import Shelf
+from meshllm.protocol.stage import Adopt, Compute, Free, Keep, Stage
 from meshllm.request import FinishReason
 
 Event = tuple[float, int, Callable[[], object]]
@@ -106,15 +108,20 @@ class Weather:
     idle_s: float = END
     guesses: int = 3
     """At most, behind a token; some are right."""
+    follow: float = 0.6
+    """Chance that another session goes on from one that ended."""
+    misses: float = 0.05
+    """Chance that a rank cannot go on from what it kept."""
     poison: bool = False
     """Rows of an older gen turn to garbage on the way, as rejected drafts would be."""
 
 
-QUIET = Weather(cancels=0.0, patience_s=(END,), guesses=0)
+QUIET = Weather(cancels=0.0, patience_s=(END,), guesses=0, follow=0.0)
 CALM = Weather(poison=True)
 RUSH = Weather(lag=6.0, cancels=0.8, poison=True)
 STORM = Weather(drop=0.02, repeat=0.05, reorder=0.05)
 NAPS = Weather(drop=0.02, idle_s=10.0)
+FLOOD = Weather(repeat=0.3, reorder=0.5, lag=8.0)
 
 
 @dataclass
@@ -124,6 +131,7 @@ class Generation:
     task: Task
     pace: Pace
     entry: Entry
+    base: Base | None
     answer: list[int] = field(default_factory=list)
     outcome: Done | Failed | None = None
     closed: Closed | None = None
@@ -152,9 +160,18 @@ class Simulation:
         self.sent: Counter[type[SessionMessage]] = Counter()
         self.ring = self.random.randint(1, 5)
         self.stages = {
-            rank: stage(rank, self.ring, epoch=1, idle_s=weather.idle_s)
+            rank: stage(
+                rank,
+                self.ring,
+                epoch=1,
+                idle_s=weather.idle_s,
+                shelf=Shelf(self.random.choice((0, 600, 9000, 9000, 9000)), idle_s=2 * END),
+            )
             for rank in range(1, self.ring)
         }
+        self.kept: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
+        self.missing: set[tuple[int, SessionId]] = set()  # whose base could not be had
+        self.reused = 0
         self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
         self.busy_until = [0.0] * self.ring
         self.told: list[Counter[SessionId]] = [Counter() for _ in range(self.ring)]
@@ -162,16 +179,47 @@ class Simulation:
         for number in range(self.random.randint(1, 3)):
             self.add(number, entry)
 
-    def add(self, number: int, entry: type[Entry]) -> None:
+    def add(self, number: int, entry: type[Entry]) -> Generation:
         draw = self.random
         prompt = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 16)))
-        task = Task(SessionId(bytes([number] * 16)), 1, self.ring, prompt, draw.randint(1, 8), 22)
+        return self.begin(number, entry, prompt, None)
+
+    def begin(
+        self, number: int, entry: type[Entry], prompt: tuple[int, ...], base: Base | None
+    ) -> Generation:
+        draw = self.random
+        session, context = SessionId(bytes([number] * 16)), len(prompt) + draw.randint(1, 12)
+        task = Task(
+            session,
+            1,
+            self.ring,
+            prompt,
+            draw.randint(1, 8),
+            context,
+            keep_from=draw.choice((1, 9)),
+        )
         patience = draw.choice(self.weather.patience_s)
         pace = Pace(draw.randint(1, 6), draw.randint(1, 4), patience, retries=5, close_s=40.0)
-        generation = Generation(task, pace, entry(task, pace))
+        generation = Generation(task, pace, entry(task, pace), base)
         self.generations[task.session] = generation
         if draw.random() < self.weather.cancels:
-            self.at(draw.random() * 60, self.cancel, generation)
+            self.at(self.now + draw.random() * 60, self.cancel, generation)
+        return generation
+
+    def follow(self, one: Generation) -> None:
+        """Go on from a session that ended, once or twice: behind some of it, with other texts."""
+        draw, kept = self.random, one.entry.kept
+        cache = self.caches[0].pop(one.task.session)
+        for left in reversed(range(draw.randint(1, 2))):
+            length = draw.randint(1, len(kept))
+            rest = (draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 5)))
+            whole = left == 0 and draw.random() < 0.5
+            base = Base(one.task.session, length, whole)
+            number = len(self.generations)
+            generation = self.begin(number, type(one.entry), (*kept[:length], *rest), base)
+            if draw.random() > self.weather.misses:
+                self.caches[0][generation.task.session] = list(cache)
+            self.drive(generation, generation.entry.open(self.now, base))
 
     # What happens when.
 
@@ -192,6 +240,7 @@ class Simulation:
         while self.step(before=3 * END):
             pass
         assert not any(self.caches), "a cache outlived the idle limit"
+        assert not any(self.kept), "what was kept outlived its own"
 
     def step(self, before: float) -> bool:
         """Do what is due next, an event or a deadline; False when nothing is, in time."""
@@ -261,13 +310,41 @@ class Simulation:
                     self.work(rank, partial(self.compute, rank, action))
                 case Free(session):
                     del self.told[rank][session]
-                    self.work(rank, partial(self.caches[rank].pop, session))
+                    self.work(rank, partial(self.free, rank, session))
+                case Keep(session):
+                    del self.told[rank][session]
+                    self.work(rank, partial(self.keep, rank, session))
+                case Adopt():
+                    self.work(rank, partial(self.adopt, rank, action))
                 case Forward(message):
                     if isinstance(message, Data):
                         assert message.gen >= self.told[rank][message.session], "stale rows went on"
                     self.send(rank, action)
 
+    def free(self, rank: int, session: SessionId) -> None:
+        if (rank, session) in self.missing:
+            self.missing.discard((rank, session))
+        else:
+            del (self.caches if session in self.caches[rank] else self.kept)[rank][session]
+
+    def keep(self, rank: int, session: SessionId) -> None:
+        self.missing.discard((rank, session))
+        self.kept[rank][session] = self.caches[rank].pop(session)
+
+    def adopt(self, rank: int, adopt: Adopt) -> None:
+        kept = self.kept[rank]
+        whole = kept.pop(adopt.base) if adopt.whole else kept[adopt.base]
+        assert len(whole) >= adopt.length
+        if self.random.random() > self.weather.misses:
+            self.caches[rank][adopt.session] = list(whole)
+        else:
+            self.missing.add((rank, adopt.session))
+
     def compute(self, rank: int, compute: Compute) -> None:
+        if (rank, compute.session) in self.missing and compute.pos:
+            self.act(rank, self.stages[rank].missed(compute.session))
+            return
+        self.missing.discard((rank, compute.session))
         out = self.layers(rank, compute.session, compute.pos, unpack(compute.session, compute.blob))
         kept = out[len(out) - compute.keep :]
         blob = pack(compute.session, kept) if kept else None
@@ -312,10 +389,21 @@ class Simulation:
             case Closed():
                 assert one.closed is None
                 one.closed = action
-                self.work(0, partial(self.caches[0].pop, one.task.session, None))
+                self.reused += one.entry.reused
+                self.work(0, partial(self.closed, one))
+
+    def closed(self, one: Generation) -> None:
+        is_followed = len(self.generations) < 9 and self.random.random() < self.weather.follow
+        if one.entry.kept and is_followed:
+            self.follow(one)
+        else:
+            self.caches[0].pop(one.task.session, None)
 
     def embed(self, one: Generation, embed: Embed) -> None:
         session = one.task.session
+        if one.base and embed.pos and session not in self.caches[0]:
+            self.drive(one, one.entry.missed(self.now))
+            return
         out = self.layers(0, session, embed.pos, list(embed.tokens))
         blob = pack(session, out) if self.ring > 1 else None
         self.drive(one, one.entry.computed(blob, self.now))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshllm.names import SessionId
 from meshllm.protocol import entry, stage
 from meshllm.protocol.entry import Entry, Pick
 from meshllm.protocol.messages import Close, Data, SessionMessage
@@ -17,6 +18,7 @@ from meshllm.protocol.stage import Compute, Stage
 from meshllm.request import FinishReason
 from tests.simulation.ring_world import (
     CALM,
+    FLOOD,
     NAPS,
     QUIET,
     RUSH,
@@ -31,12 +33,12 @@ SEEDS = 300
 
 
 @pytest.mark.parametrize(
-    "weather", [CALM, RUSH, STORM, NAPS], ids=["calm", "rush", "storm", "naps"]
+    "weather", [CALM, RUSH, STORM, NAPS, FLOOD], ids=["calm", "rush", "storm", "naps", "flood"]
 )
 def test_tokens_are_right_or_absent_in_any_weather(weather: Weather) -> None:
     ends = sum((play(seed, weather) for seed in range(SEEDS)), Counter[str]())
 
-    assert ends[FinishReason.LENGTH] > 10 * ends["failed"]
+    assert ends[FinishReason.LENGTH] > 5 * ends["failed"]
     assert ends[FinishReason.CANCELLED] > 0
 
 
@@ -53,6 +55,19 @@ def test_a_quiet_ring_spends_one_message_per_hop_and_none_is_wasted() -> None:
         hops = simulation.ring if simulation.ring > 1 else 0
         closes = hops * len(simulation.generations)
         assert simulation.sent == Counter({Data: hops * rounds, Close: closes})
+
+
+def test_most_of_what_was_kept_is_found_again() -> None:
+    reused = asked = 0
+    for seed in range(SEEDS):
+        simulation = Simulation(seed, CALM)
+        simulation.run()
+        judge(simulation)
+        reused += simulation.reused
+        bases = [one.base for one in simulation.generations.values()]
+        asked += sum(base.length for base in bases if base)
+
+    assert 2 * reused > asked > 1000
 
 
 class Eager(Stage):
@@ -77,6 +92,23 @@ class Forgetful(Stage):
     def _data(self, data: Data, now: float) -> list[stage.Action]:
         self._closed.clear()
         return super()._data(data, now)
+
+
+class Generous(Stage):
+    """Keeps what it does not have."""
+
+    def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[stage.Action]:
+        if keep and session in self._sessions:
+            self._sessions[session].kv_len = keep
+        return super()._end(session, keep, now)
+
+
+class Hasty(Entry):
+    """Counts rows that may have held a wrong guess as done."""
+
+    @property
+    def _complete(self) -> int:
+        return len(self._tokens)
 
 
 class Trusting(Entry):
@@ -114,11 +146,23 @@ class Repeating(Entry):
         (RUSH, {"stage": Eager}),
         (STORM, {"stage": Careless}),
         (RUSH, {"stage": Forgetful}),
+        (FLOOD, {"stage": Generous}),
+        (CALM, {"entry": Hasty}),
         (CALM, {"entry": Trusting}),
         (STORM, {"entry": Repeating}),
         (STORM, {"entry": Gullible}),
     ],
-    ids=["no crop", "no gen", "no gap", "no memory", "any gen", "twice", "wrong guess"],
+    ids=[
+        "no crop",
+        "no gen",
+        "no gap",
+        "no memory",
+        "not there",
+        "not done",
+        "any gen",
+        "twice",
+        "wrong guess",
+    ],
 )
 def test_a_broken_machine_is_caught(weather: Weather, mutation: dict[str, Any]) -> None:
     with pytest.raises((AssertionError, KeyError)):

@@ -1,0 +1,403 @@
+"""The same model on a GPU: one way there and one back for each job, and nobody waits between."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.errors import ModelError, UserError
+from meshllm.model import device as module
+from meshllm.model import speed
+from meshllm.model.cache import SpanCache
+from meshllm.model.capacity import shape_of
+from meshllm.model.device import CPU, choose, fetch, fetch_all, name_of, put, put_all
+from meshllm.model.draft_model import Draft
+from meshllm.model.parity import WholeSession
+from meshllm.model.runner import Runner
+from meshllm.model.shard import Shard
+from meshllm.model.source import Source, open_folder
+from meshllm.names import Quant, Span
+from meshllm.testing.models import stock_model, tiny_model
+from tests.model.gpu import GPU, ONCE, needs_gpu, pretended
+
+PARTS = (Span(0, 1), Span(1, 6), Span(6, 6))
+Gpus = Callable[..., None]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """Let torch see so many GPUs of a generation."""
+
+    def see(count: int, capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Fake 100")
+
+    return see
+
+
+@pytest.fixture
+def source(llama: Path) -> Source:
+    return open_folder("llama", llama)
+
+
+def load(source: Source, device: torch.device, dtype: torch.dtype | None = None) -> list[Runner]:
+    """Load the parts of a model of 6 layers, for steps of one row at a time."""
+    shards = [
+        Shard.load(source, span, embed=not span.start, head=not span, dtype=dtype, device=device)
+        for span in PARTS
+    ]
+    return [Runner(shard) for shard in shards]
+
+
+def make_steady(runners: Sequence[Runner]) -> None:
+    for runner in runners:
+        runner.is_steady = True
+        runner._counts = frozenset((1, 3))
+
+
+def caches_of(runners: Sequence[Runner]) -> list[SpanCache | None]:
+    """Make a cache for each part but the head, as nodes do."""
+    return [runner.new_cache() if runner.shard.span else None for runner in runners]
+
+
+# Which device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "found"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 1, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_a_device_is_found_by_its_name(gpus: Gpus, wanted: str, count: int, found: str) -> None:
+    gpus(count)
+
+    assert choose(wanted, torch.bfloat16) == torch.device(found)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "reason"),
+    [
+        ("cuda", 0, "sees no GPU$"),
+        ("cuda:1", 1, "`cuda:1` is not here: torch .* sees 1 GPU$"),
+        ("cuda:2", 2, "sees 2 GPUs$"),
+        ("gpu", 1, "`gpu` is no device"),
+        ("cuda:", 1, "`cuda:` is no device"),
+        ("cuda:-1", 1, "`cuda:-1` is no device"),
+        ("", 1, "`` is no device"),
+    ],
+)
+def test_what_is_no_device_is_refused(gpus: Gpus, wanted: str, count: int, reason: str) -> None:
+    gpus(count)
+
+    with pytest.raises(UserError, match=reason):
+        choose(wanted, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant", "capability", "reason"),
+    [
+        (torch.float32, Quant.INT8, (9, 0), "Weights in int8 are for processors, not for `cuda:0`"),
+        (torch.bfloat16, Quant.NONE, (7, 5), "`cuda:0 Fake 100` does not compute in bfloat16"),
+    ],
+)
+def test_what_a_gpu_cannot_hold_stays_on_the_cpu_or_is_refused(
+    gpus: Gpus,
+    caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype,
+    quant: Quant,
+    capability: tuple[int, int],
+    reason: str,
+) -> None:
+    gpus(1, capability)
+
+    with caplog.at_level(logging.INFO, logger=module.__name__):
+        assert choose("auto", dtype, quant) == CPU
+
+    assert caplog.messages == [f"computing on the CPU: {reason}"]
+    with pytest.raises(ModelError, match=reason) as caught:
+        choose("cuda", dtype, quant)
+    assert "--device cpu" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_older_gpu_takes_other_numbers(gpus: Gpus, dtype: torch.dtype) -> None:
+    gpus(1, (7, 5))
+
+    assert choose("auto", dtype) == torch.device("cuda", 0)
+
+
+# The way
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    parts = [torch.ones(1, 2, 4), torch.ones(1, 3, 4)]
+
+    assert put(parts[0], CPU) is parts[0]
+    assert fetch(parts[0]) is parts[0]
+    for same in (put_all(parts, CPU), fetch_all(parts)):
+        assert [id(part) for part in same] == [id(part) for part in parts]
+
+
+@pytest.mark.parametrize("is_steady", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
+def test_a_job_goes_there_and_back_once_and_waits_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, is_steady: bool
+) -> None:
+    runners = load(tiny_model(tmp_path, family, dtype=torch.bfloat16), GPU)
+    if is_steady:
+        make_steady(runners)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+
+    with pretended(monkeypatch) as traffic:
+        x = tokens
+        caches = [runner.new_cache() for runner in runners[:2]]
+        for runner, cache in zip(runners[:2], caches, strict=True):
+            x = runner.prefill(x, cache)
+            assert traffic.taken() == ONCE
+        for rows in (1, 3, 2):
+            x = tokens[:, :rows]
+            for runner, held in zip(runners, (*caches, None), strict=True):
+                x = runner.step(x, held)
+                assert traffic.taken() == ONCE
+
+    assert (x.shape[:2], x.device) == ((1, 2), CPU)
+    assert [cache.length for cache in caches] == [14, 14]
+
+
+def test_steps_of_a_gpu_are_tried_with_all_numbers_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    other_cpu = torch.device("cpu", 0)  # a device with values that is none it knows
+    shard = Shard.load(source, Span(0, 6), embed=True, head=True, device=other_cpu)
+    tried: list[int] = []
+    forward = shard.forward
+
+    def noting(x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
+        tried.append(x.shape[1])
+        return forward(x, cache, **options)
+
+    monkeypatch.setattr(shard, "forward", noting)
+    runner = Runner(shard, (2, 17))
+
+    if not runner.is_steady:
+        pytest.skip("the kernels of this processor mind the company of a row")
+    assert set(tried) == {*range(1, 18), 24}
+    tried.clear()
+    alone, together = runner.new_cache(), runner.new_cache()
+    ids = torch.randint(3, 90, (1, 17), generator=torch.Generator().manual_seed(1))
+    with pretended(monkeypatch):
+        rows = [runner.step(ids[:, at : at + 1], alone) for at in range(17)]
+        assert torch.equal(torch.cat(rows, 1), runner.step(ids, together))
+    assert tried == [1] * 17 + [17]
+
+
+@pytest.mark.parametrize("is_steady", [False, True])
+def test_sessions_go_there_and_back_together(
+    source: Source, monkeypatch: pytest.MonkeyPatch, is_steady: bool
+) -> None:
+    runners = load(source, GPU)
+    if is_steady:
+        make_steady(runners)
+    parts = [torch.zeros(1, rows, dtype=torch.long) for rows in (3, 1, 2, 17)]
+
+    with pretended(monkeypatch) as traffic:
+        for runner in runners:
+            caches = [runner.new_cache() if runner.shard.span else None for _ in parts]
+            parts = runner.step_many(parts, caches)
+            assert traffic.taken() == ONCE
+
+    assert [part.shape[1] for part in parts] == [3, 1, 2, 17]
+    assert {part.device for part in parts} == {CPU}
+
+
+def test_a_cache_is_branched_and_cropped_where_it_is(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(source, GPU)[0]
+    cache = runner.new_cache()
+
+    with pretended(monkeypatch) as traffic:
+        runner.prefill(torch.zeros(1, 9, dtype=torch.long), cache)
+        traffic.taken()
+        other = cache.branch(5)
+        other.crop(2)
+
+    assert traffic.taken() == []
+    assert (cache.length, other.length) == (9, 2)
+    assert other.layers[0].keys.device == GPU
+
+
+def test_a_draft_reads_in_one_way_there_and_back(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = Draft(source, shape_of(source), 100)
+
+    with pretended(monkeypatch) as traffic:
+        drafting = draft.load(GPU)
+        traffic.taken()
+        drafting.read([1, 2, 3], drafting.new_cache())
+
+    assert traffic.taken() == ONCE
+
+
+# What is loaded
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text", "gpt2"])
+def test_all_of_a_part_is_on_its_device(
+    tmp_path: Path, family: str, dtype: torch.dtype | None
+) -> None:
+    runners = load(tiny_model(tmp_path, family), GPU, dtype)
+
+    for runner in runners:
+        model = runner.shard.model
+        assert runner.shard.device == GPU
+        assert {each.device for each in (*model.parameters(), *model.buffers())} == {GPU}
+
+
+def test_only_the_cpu_has_another_layout(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[object] = []
+    monkeypatch.setattr("meshllm.model.shard.pack", lambda model, skip: packed.append(model))
+
+    load(source, GPU)
+    load(source, CPU)
+
+    assert len(packed) == len(PARTS)
+
+
+# What is offered
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+
+
+@pytest.mark.usefixtures("free")
+def test_a_gpu_gives_of_its_own_memory() -> None:
+    gpu = torch.device("cuda", 1)
+
+    assert speed.memory_budget(device=gpu) == 640
+    assert speed.memory_budget(10_000, device=gpu) == 800
+    assert speed.prefix_budget(None, gpu) == 200
+
+
+def test_each_device_has_a_speed_of_its_own(
+    source: Source, tmp_path: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+
+    def seconds(_source: Source, _dtype: object, _quant: object, device: torch.device) -> float:
+        asked.append(device)
+        return 0.5
+
+    monkeypatch.setattr(speed, "_head_seconds", seconds)
+    monkeypatch.setattr(speed, "_layer_seconds", lambda *_: ((1, 0.5),))
+    gpus(1)
+    devices = [CPU, torch.device("cuda", 0), CPU]
+
+    for device in devices:
+        speed.measure_speed(source, torch.float32, tmp_path, device=device)
+
+    assert asked == devices[:2]
+
+
+def test_a_gpu_is_waited_for_before_the_clock_is_read(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(monkeypatch) as traffic, torch.inference_mode():
+        speed._layer_seconds(source, torch.float32, Quant.NONE, GPU)
+        layer = traffic.taken()
+        speed._head_seconds(source, torch.float32, Quant.NONE, GPU)
+        head = traffic.taken()
+
+    assert layer[-4:] == ["wait"] * 4
+    assert layer.count("wait") % 2 == 0
+    assert head[-3:] == ["wait", "back", "wait"]
+
+
+# On a GPU
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2", "qwen3_moe"])
+def test_the_parts_are_the_stock_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    source = tiny_model(tmp_path, family)
+    gpu = choose("cuda", dtype)
+    runners, stock = load(source, gpu, dtype), stock_model(source, dtype).to(gpu)
+    ids = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(0))
+
+    caches, whole = caches_of(runners), WholeSession(stock)
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    for rows in (ids[:, :20], *torch.split(ids[:, 20:], 1, 1)):
+        x = rows
+        for runner, cache in zip(runners, caches, strict=True):
+            x = runner.prefill(x, cache) if cache else runner.step(x, cache)
+        with torch.inference_mode():
+            expected = whole.write(rows.to(gpu))
+
+        torch.testing.assert_close(x, expected.cpu(), rtol=limit, atol=limit)
+
+
+@needs_gpu
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_no_layer_waits(tmp_path: Path, family: str) -> None:
+    runners = load(tiny_model(tmp_path, family), choose("cuda", torch.float32))
+    tokens = put(torch.zeros(1, 9, dtype=torch.long), runners[0].shard.device)
+
+    caches = caches_of(runners)
+    for rows in (9, 1):  # what only the first call does is no matter
+        for mode in ("default", "error"):
+            x = tokens[:, :rows]
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                for runner, cache in zip(runners, caches, strict=True):
+                    x = runner.shard.forward(x, cache)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    assert fetch(x).isfinite().all()
+
+
+@needs_gpu
+def test_rows_together_are_rows_alone(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = Shard.load(
+        source, Span(0, 6), embed=True, head=True, device=choose("cuda", torch.bfloat16)
+    )
+    runner = Runner(shard, (2, 3, 5, 9, 17))
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    alone, together = runner.new_cache(), runner.new_cache()
+
+    one_by_one = torch.cat([runner.step(row, alone) for row in torch.split(ids, 1, 1)], 1)
+    steps = [runner.step(rows, together) for rows in torch.split(ids, [17, 9, 5, 3, 2, 3, 1], 1)]
+
+    assert torch.equal(torch.cat(steps, 1), one_by_one)
+
+
+@needs_gpu
+def test_a_gpu_is_measured(source: Source, tmp_path: Path) -> None:
+    gpu = choose("cuda", torch.float32)
+
+    found = speed.measure_speed(source, torch.float32, tmp_path, device=gpu)
+
+    assert all(0 < seconds < 60 for _, seconds in found.layer_s)
+    assert 0 < found.head_s < 60
+    assert 0 < speed.memory_budget(device=gpu) < torch.cuda.mem_get_info(gpu)[1]
+    assert torch.cuda.get_device_name(gpu) in name_of(gpu)

@@ -1,0 +1,153 @@
+"""Prompts in chunks, on ranks that compute at the same time: what others on the ring notice."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshllm.model.source import Source, resolve
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.session import Order, Token
+from meshllm.node.worker import Worker
+from meshllm.protocol.chunking import usual_pace
+from meshllm.protocol.entry import Pace
+from meshllm.request import Prefilled, Sampling
+from meshllm.testing.models import tiny_model
+
+CHUNKS = {"embed", "_prefill"}
+"""Functions that compute a part of a prompt, on the entry and behind it."""
+STEPS = {"_turn"}
+"""Those that compute what all sessions wait for."""
+
+
+def order(prompt: list[int], tokens: int) -> Order:
+    return Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+
+
+async def answer(ring: Ring, asked: Order) -> list[int]:
+    return [o.id async for o in ring.entry.generate(asked) if isinstance(o, Token)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Make a model that computes sessions together, where this processor can."""
+    return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
+
+
+class Log:
+    """What workers were asked for, and when they began with it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.notes: list[tuple[int, str, str]] = []
+        self._lock = threading.Lock()
+        run, start = Worker.run, Worker.start
+
+        def logged(worker: Worker, function: Callable[..., Any]) -> Callable[..., Any]:
+            number, name = id(worker), getattr(function, "__name__", "")
+            self._note(number, name, "asked")
+
+            def begin(*args: Any) -> Any:
+                self._note(number, name, "begun")
+                return function(*args)
+
+            return begin
+
+        def run_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
+            return run(worker, logged(worker, function), *args)
+
+        def start_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> None:
+            start(worker, logged(worker, function), *args)
+
+        patch.setattr(Worker, "run", run_logged)
+        patch.setattr(Worker, "start", start_logged)
+
+    def of_each_worker(self) -> list[list[tuple[str, str]]]:
+        """Return the notes of each worker, in order of time."""
+        workers = {number for number, _, _ in self.notes}
+        return [[note[1:] for note in self.notes if note[0] == number] for number in workers]
+
+    def _note(self, worker: int, name: str, what: str) -> None:
+        with self._lock:
+            self.notes.append((worker, name, what))
+
+
+def waits(notes: list[tuple[str, str]]) -> list[int]:
+    """Count, for each step, the chunks that began after it was asked for and before it began."""
+    counts: list[int] = []
+    waiting: list[int] = []
+    for name, what in notes:
+        if name in STEPS and what == "asked":
+            waiting.append(0)
+        elif name in STEPS:
+            counts.append(waiting.pop(0))
+        elif name in CHUNKS and what == "begun":
+            waiting = [count + 1 for count in waiting]
+    return counts
+
+
+async def test_a_long_prompt_lets_the_steps_of_others_pass(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(monkeypatch)
+    options = RingOptions(nodes=2, threads=1, own_threads=True, chunk=2, drafting=None)
+    async with (
+        open_ring(resolve(str(llama)), options) as ring,
+        aclosing(ring.entry.generate(order([3, 1, 4], 120))) as steps,
+    ):
+        while not isinstance(await anext(steps), Token):
+            pass
+        log.notes.clear()
+        prompt = asyncio.ensure_future(answer(ring, order([5] * 100, 1)))
+        while not prompt.done():
+            await anext(steps)
+
+    for notes in log.of_each_worker():
+        chunks = [at for at, note in enumerate(notes) if note in {(n, "begun") for n in CHUNKS}]
+        between = notes[chunks[0] : chunks[-1]]
+        assert len(chunks) >= 50
+        assert ("_turn", "begun") in between
+        assert max(waits(notes)) <= 1
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+async def test_ranks_on_threads_of_their_own_say_the_same(source: Source, nodes: int) -> None:
+    orders = [order([5, 9, 13, 5, 9, 13, 7 + number], 24) for number in range(4)]
+    texts = []
+    for own_threads in (False, True):
+        options = RingOptions(nodes=nodes, threads=1, own_threads=own_threads, chunk=3)
+        async with open_ring(source, options) as ring:
+            names = [thread.name for thread in threading.enumerate()]
+            assert sum(name.startswith("compute") for name in names) <= (
+                nodes if own_threads else 1
+            )
+            texts.append(await asyncio.gather(*(answer(ring, each) for each in orders)))
+
+    assert texts[0] == texts[1]
+    assert not [each for each in threading.enumerate() if each.name.startswith("compute")]
+
+
+async def test_a_prompt_goes_in_the_usual_chunks(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_ring(resolve(str(llama)), RingOptions(nodes=3, threads=1)) as ring:
+        paces = [ring.entry.pace(prompt, 0) for prompt in (10, 100, 2000)]
+        asked: list[tuple[int, int]] = []
+
+        def pace(prompt: int, others: int) -> Pace:
+            asked.append((prompt, others))
+            return Pace(chunk=4, window=2)
+
+        monkeypatch.setattr(ring.entry, "pace", pace)
+        outputs = [output async for output in ring.entry.generate(order([5] * 10, 2))]
+        async with aclosing(ring.entry.generate(order([7] * 9, 9))) as other:
+            await anext(other)
+            await answer(ring, order([8] * 8, 1))
+
+    assert paces == [usual_pace(prompt, 3) for prompt in (10, 100, 2000)]
+    assert asked == [(10, 0), (9, 0), (8, 1)]
+    assert [o.done for o in outputs if isinstance(o, Prefilled)] == [4, 8, 10]

@@ -1,0 +1,167 @@
+"""Nodes that compute somewhere else than on the CPU."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshllm.errors import UserError
+from meshllm.model.device import CPU
+from meshllm.model.shard import Shard
+from meshllm.model.source import Source, resolve
+from meshllm.model.speed import measure_speed
+from meshllm.names import NodeId, Quant, Span
+from meshllm.node import engine as engine_module
+from meshllm.node import preparation as preparation_module
+from meshllm.node import ring as ring_module
+from meshllm.node.engine import Decoding, Engine
+from meshllm.node.options import NodeOptions
+from meshllm.node.preparation import Preparation
+from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.worker import Worker
+from meshllm.protocol.plan import Ends, Plan, Stage
+from meshllm.protocol.records import Profile
+from meshllm.request import Sampling
+from meshllm.testing.clock import InlineExecutor
+from tests.model.gpu import GPU, ONCE, needs_gpu, pretended
+
+OTHER_CPU = torch.device("cpu", 0)
+"""A device with values that is not the one that everything else is on."""
+FREE = 64 << 20
+SAMPLING = Sampling(temperature=0.8, seed=3)
+PROMPT = tuple((7 * i + 3) % 61 for i in range(20))
+ME, OTHER = (NodeId(bytes([number]) * 32) for number in (1, 2))
+PLAN = Plan(1, "tiny", Ends.ENTRY, (Stage(OTHER, Span(0, 2)), Stage(ME, Span(2, 6))))
+
+
+@pytest.fixture
+def source(llama: Path) -> Source:
+    return resolve(str(llama))
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `FREE` bytes of any GPU be free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (FREE, 2 * FREE))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+
+
+def choosing(found: torch.device, asked: list[object]) -> Callable[..., torch.device]:
+    def choose(*wanted: object) -> torch.device:
+        asked.append(wanted)
+        return found
+
+    return choose
+
+
+async def write(source: Source, **options: Any) -> list[int]:
+    options = {"nodes": 2, "threads": 1} | options
+    async with open_ring(source, RingOptions(**options)) as ring:
+        return [token async for token in ring.tokens(PROMPT, SAMPLING, 12)]
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu"])
+async def test_a_device_that_is_not_there_is_told(
+    source: Source, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    with pytest.raises(UserError, match=f"`{device}` is"):
+        await write(source, device=device)
+    with pytest.raises(UserError, match=f"`{device}` is"):
+        await Engine.open(source, Worker(InlineExecutor()), None, Decoding(device=device))
+
+
+@pytest.mark.usefixtures("free")
+async def test_a_node_holds_its_layers_on_its_device(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(engine_module, "choose", choosing(GPU, asked))
+    worker = Worker(InlineExecutor())
+
+    engine = await Engine.open(source, worker, None, Decoding(device="auto", draft=source))
+    held = await engine.hold(PLAN, ME)
+    with pretended(monkeypatch) as traffic:
+        entry = await engine.hold(PLAN, OTHER)
+
+    assert asked == [("auto", torch.float32, Quant.NONE)]
+    assert held.runner
+    assert entry.ends
+    assert entry.ends.head
+    assert [each for each in traffic.taken() if "with a wait" not in each] == ONCE  # the draft
+    for runner in (held.runner, entry.ends.front, entry.ends.head):
+        assert runner.shard.device == GPU
+    layer = engine.shape.kv_bytes_per_token[0]
+    assert engine.room(Span(0, 2)) == FREE // 4 // (2 * layer)
+
+
+@pytest.mark.usefixtures("free")
+async def test_a_node_offers_what_its_device_has(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    measured: list[torch.device] = []
+
+    def measure(*what: Any) -> Any:
+        measured.append(what[-1])
+        return measure_speed(*what[:-1])
+
+    monkeypatch.setattr(engine_module, "choose", choosing(GPU, asked))
+    monkeypatch.setattr(preparation_module, "measure_speed", measure)
+    monkeypatch.setattr(preparation_module, "calibrate", None)
+    options = NodeOptions(state=tmp_path / "state", model=str(llama), device="cuda:1")
+    preparation = Preparation(options, Worker(InlineExecutor()), tmp_path / "cache")
+
+    engine, _ = await preparation.found()
+    profile = await preparation.offer(engine, Profile("desk", "1", (), 0))
+
+    assert asked == [("cuda:1", torch.float32, Quant.NONE)]
+    assert measured == [GPU]
+    assert profile.memory_bytes == int(FREE * 0.8)
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_another_device_writes_the_same_text(
+    source: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, dtype: torch.dtype
+) -> None:
+    expected = await write(source, nodes=nodes, dtype=dtype)
+    asked: list[object] = []
+    monkeypatch.setattr(ring_module, "choose", choosing(OTHER_CPU, asked))
+
+    with pretended(monkeypatch):
+        text = await write(source, nodes=nodes, dtype=dtype, device="cuda")
+
+    assert asked == [("cuda", dtype, Quant.NONE)]
+    assert text == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+async def test_a_gpu_repeats_its_text(source: Source, dtype: torch.dtype) -> None:
+    texts = [await write(source, dtype=dtype, device="cuda") for _ in range(2)]
+
+    assert texts[0] == texts[1]
+
+
+@needs_gpu
+@pytest.mark.parametrize("on_gpu", [(0,), (1,), (0, 1)])
+async def test_a_ring_may_be_part_gpu(
+    source: Source, monkeypatch: pytest.MonkeyPatch, on_gpu: Sequence[int]
+) -> None:
+    expected = await write(source)
+    load = Shard.load
+
+    def loading(source: Source, span: Span, **options: Any) -> Shard:
+        rank = int(0 < span.start < 6)
+        device = torch.device("cuda", 0) if rank in on_gpu else CPU
+        return load(source, span, **options | {"device": device})
+
+    monkeypatch.setattr(Shard, "load", loading)
+
+    assert await write(source) == expected

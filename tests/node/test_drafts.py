@@ -1,0 +1,123 @@
+"""A small model that guesses changes no text: a good one, a bad one, any ring, greedy or not."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshllm.errors import ModelError
+from meshllm.model.draft import SuffixDrafting
+from meshllm.model.source import Source, open_folder, resolve
+from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.session import Ended, Order, Token
+from meshllm.request import Sampling
+from meshllm.testing.clock import run_virtual
+from meshllm.testing.models import tiny_model
+from meshllm.testing.oracle import Oracle
+from meshllm_loopback import LoopbackTransport, Shape
+
+PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
+TOKENS = 40
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=3)
+SILENT = Oracle((), 1.0)
+NEAR, FAR = Shape(), Shape(delay_s=0.1)
+SURE = 32  # times the logits of random weights: it says what it says with certainty
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a ring said, and in how few trips."""
+
+    tokens: list[int]
+    tokens_per_step: float
+
+
+def tiny(folder: Path, name: str, seed: int) -> Source:
+    """Write a tiny model, in bfloat16 so that rows go together, that is sure of what it says.
+
+    Random weights mostly say the last token again; with a shuffled head they walk about.
+    """
+    tiny_model(folder, name, dtype=torch.bfloat16)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= SURE
+    shuffled = torch.randperm(128, generator=torch.Generator().manual_seed(seed))
+    weights["lm_head.weight"] = weights["lm_head.weight"][shuffled]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return open_folder(name, folder)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", 1)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return tiny(tmp_path_factory.mktemp("mistral"), "mistral", 2)
+
+
+async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> list[Answer]:
+    """Answer the prompt greedily, with chance, and greedily again."""
+    found = []
+    async with open_ring(source, options, LoopbackTransport(shape)) as ring:
+        for sampling in (GREEDY, SAMPLED, GREEDY):
+            order = Order(PROMPT, sampling, TOKENS, is_last=lambda _: False)
+            outputs = [output async for output in ring.entry.generate(order)]
+            ended = outputs[-1]
+            assert isinstance(ended, Ended)
+            tokens = [output.id for output in outputs if isinstance(output, Token)]
+            found.append(Answer(tokens, ended.measured.tokens_per_step))
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts(source: Source) -> list[list[int]]:
+    """What is said when nobody guesses."""
+    plain = RingOptions(nodes=1, threads=1, drafting=None)
+    return [answer.tokens for answer in asyncio.run(answers(source, plain))]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("draft", ["source", "stranger"])
+def test_a_text_is_the_same_with_a_good_and_a_bad_draft(
+    source: Source,
+    texts: list[list[int]],
+    draft: str,
+    is_alone: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    guessing = request.getfixturevalue(draft)
+    drafting = SILENT if is_alone else SuffixDrafting()
+    options = RingOptions(nodes=1, threads=1, drafting=drafting, draft=guessing)
+
+    assert [answer.tokens for answer in asyncio.run(answers(source, options))] == texts
+
+
+def test_a_good_draft_saves_trips(source: Source, texts: list[list[int]]) -> None:
+    options = RingOptions(nodes=3, threads=1, drafting=SILENT, draft=source)
+
+    found = run_virtual(answers(source, options, FAR))
+
+    assert [answer.tokens for answer in found] == texts
+    assert all(answer.tokens_per_step > 2 for answer in found)
+
+
+def test_a_bad_draft_is_of_no_use_and_no_harm(
+    source: Source, stranger: Source, texts: list[list[int]]
+) -> None:
+    options = RingOptions(nodes=3, threads=1, drafting=SILENT, draft=stranger)
+
+    found = run_virtual(answers(source, options, FAR))
+
+    assert [answer.tokens for answer in found] == texts
+    assert all(answer.tokens_per_step < 1.2 for answer in found)
+
+
+def test_a_draft_with_other_tokens_is_refused(source: Source) -> None:
+    options = RingOptions(nodes=1, threads=1, draft=resolve("builtin"))
+
+    with pytest.raises(ModelError, match="`builtin` cannot guess for `qwen3`"):
+        asyncio.run(answers(source, options))

@@ -1,0 +1,339 @@
+"""Texts that begin alike are computed once; nothing else changes."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from meshllm.errors import ModelError, UserError
+from meshllm.model.cache import SpanCache
+from meshllm.model.source import resolve
+from meshllm.names import SessionId
+from meshllm.node.prefixes import MIN_SHARED, Prefixes
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.session import Ended, Order, Token
+from meshllm.protocol.messages import Close, Data, Resume
+from meshllm.protocol.shelf import IDLE_S, Shelf
+from meshllm.request import FinishReason, Sampling
+from meshllm.testing.counting import CountingTransport
+from meshllm.testing.models import tiny_model
+from meshllm_loopback import LoopbackTransport
+
+PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
+MORE = (91, 92, 93)
+TOKENS = 6
+
+
+@asynccontextmanager
+async def ring_of(folder: Path, nodes: int = 2, **options: int | bool) -> AsyncIterator[Ring]:
+    chosen = RingOptions(nodes=nodes, threads=1, drafting=None, **options)  # type: ignore[arg-type]
+    async with open_ring(resolve(str(folder)), chosen) as ring:
+        yield ring
+
+
+async def ask(ring: Ring, prompt: Sequence[int], tokens: int = TOKENS) -> tuple[list[int], int]:
+    """Return the answer, and how many tokens of the prompt were there already."""
+    text: list[int] = []
+    order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+    async for output in ring.entry.generate(order):
+        if isinstance(output, Token):
+            text.append(output.id)
+        elif isinstance(output, Ended):
+            return text, output.measured.reused
+    raise AssertionError
+
+
+async def fresh(folder: Path, prompt: Sequence[int], nodes: int = 2) -> list[int]:
+    async with ring_of(folder, nodes, prefix_bytes=0) as ring:
+        text, reused = await ask(ring, prompt)
+        assert reused == 0
+        return text
+
+
+@pytest.fixture(scope="session", params=["llama", "gemma3_text", "lfm2", "qwen3_next"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Full attention, windows, and states that know no way back."""
+    return tiny_model(tmp_path_factory.mktemp(request.param), request.param).folder
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+async def test_a_turn_of_a_chat_computes_only_what_is_new(family: Path, nodes: int) -> None:
+    async with ring_of(family, nodes) as ring:
+        first, _ = await ask(ring, PROMPT)
+        turn = (*PROMPT, *first, *MORE)
+        second, reused = await ask(ring, turn)
+
+    assert reused == len(PROMPT) + TOKENS - 1  # the last token was never computed
+    assert second == await fresh(family, turn, nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+async def test_many_turns_are_those_of_a_ring_that_keeps_nothing(llama: Path, nodes: int) -> None:
+    async with ring_of(llama, nodes) as keeping, ring_of(llama, nodes, prefix_bytes=0) as plain:
+        text: list[int] = list(PROMPT)
+        for number in range(6):
+            text += [number, *MORE]
+            answer, reused = await ask(keeping, text)
+            assert answer == (await ask(plain, text))[0]
+            assert len(text) - reused == (len(text) if number == 0 else 5)
+            text += answer
+
+
+async def test_the_same_prompt_again_runs_its_last_token_only(llama: Path) -> None:
+    async with ring_of(llama) as ring:
+        first, _ = await ask(ring, PROMPT)
+        second, reused = await ask(ring, PROMPT)
+
+    assert (second, reused) == (first, len(PROMPT) - 1)
+
+
+async def test_a_shared_beginning_is_copied_and_stays(llama: Path) -> None:
+    shared = PROMPT[:20]
+    other, third = (*shared, *range(10, 50)), (*shared, *range(50, 90))
+    async with ring_of(llama, 3) as ring:
+        first, _ = await ask(ring, PROMPT)
+        assert await ask(ring, other) == (await fresh(llama, other, 3), 20)
+        assert await ask(ring, third) == (await fresh(llama, third, 3), 20)
+        turn = (*PROMPT, *first, *MORE)
+        assert await ask(ring, turn) == (await fresh(llama, turn, 3), len(PROMPT) + TOKENS - 1)
+
+
+async def test_sessions_at_once_do_not_share_a_cache(llama: Path) -> None:
+    prompts = [(*PROMPT[:20], *range(at, at + 9)) for at in (2, 24, 44, 64)]
+    async with ring_of(llama, 3) as ring:
+        await ask(ring, PROMPT)
+        answers = await asyncio.gather(*(ask(ring, prompt) for prompt in prompts))
+
+    assert [reused for _, reused in answers] == [20] * 4
+    assert [text for text, _ in answers] == [await fresh(llama, each, 3) for each in prompts]
+
+
+async def test_a_window_that_has_moved_on_is_computed_again(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, "gemma3_text").folder
+    prompt = tuple((5 * i + 1) % 71 for i in range(100))
+    shorter = (*prompt[:40], *MORE)
+    async with ring_of(folder) as ring:
+        await ask(ring, prompt)
+
+        assert await ask(ring, shorter) == (await fresh(folder, shorter), 0)
+
+
+async def test_a_rank_that_kept_nothing_costs_time_but_no_text(llama: Path) -> None:
+    async with ring_of(llama, 3) as ring:
+        first, _ = await ask(ring, PROMPT)
+        ring.stages[1]._machine._shelf.expire(float("inf"))
+        turn = (*PROMPT, *first, *MORE)
+
+        assert await ask(ring, turn) == (await fresh(llama, turn, 3), 0)
+        assert (await ask(ring, turn))[1] == len(turn) - 1
+
+
+async def test_an_answer_that_was_broken_off_is_gone_on_from(llama: Path) -> None:
+    async with ring_of(llama, 3) as ring:
+        outputs = ring.entry.generate(Order(PROMPT, Sampling(), 50, is_last=lambda _: False))
+        seen = [each.id async for each in _first(outputs, 3)]
+        await outputs.aclose()
+        turn = (*PROMPT, *seen[:2], *MORE)
+
+        assert await ask(ring, turn) == (await fresh(llama, turn, 3), len(PROMPT) + 2)
+
+
+async def _first(outputs: AsyncIterator[object], count: int) -> AsyncIterator[Token]:
+    async for output in outputs:
+        if isinstance(output, Token):
+            yield output
+            count -= 1
+            if not count:
+                return
+
+
+async def test_a_ring_with_room_for_nothing_keeps_nothing(llama: Path) -> None:
+    async with ring_of(llama, exact=True) as ring:
+        await ask(ring, PROMPT)
+
+        assert (await ask(ring, PROMPT))[1] == 0
+
+
+async def test_one_message_goes_ahead_of_the_rows(llama: Path) -> None:
+    counting = CountingTransport(LoopbackTransport())
+    options = RingOptions(nodes=2, threads=1, drafting=None)
+    async with open_ring(resolve(str(llama)), options, counting) as ring:
+        first, _ = await ask(ring, PROMPT)
+        before = len(counting.sent)
+        await ask(ring, (*PROMPT, *first, *MORE), tokens=1)
+        kinds = {Resume: 2, Data: 2, Close: 2}  # to the other rank and back
+
+    assert len(counting.sent) - before == sum(kinds.values())
+
+
+class Slow(SpanCache):
+    """A cache of so many tokens, and nothing else."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+def kept(slack: int | None = None, *, prompt: int = 50) -> Prefixes:
+    prefixes = Prefixes(Shelf(1000), slack, lambda: Slow(0))
+    prefixes.keep(SessionId(b"a" * 16), PROMPT, prompt, Slow(len(PROMPT)), 0.0)
+    return prefixes
+
+
+@pytest.mark.parametrize(
+    ("slack", "shared", "found"),
+    [
+        (None, MIN_SHARED - 1, 0),
+        (None, MIN_SHARED, MIN_SHARED),
+        (None, 40, 40),
+        (8, 32, 32),
+        (8, 31, 0),
+        (0, 40, 40),
+        (0, 39, 0),
+    ],
+)
+def test_what_is_shared_has_to_be_worth_it_and_within_reach(
+    slack: int | None, shared: int, found: int
+) -> None:
+    result = kept(slack).find((*PROMPT[:shared], *MORE), 1.0)
+
+    assert (result.base.length if result.base else 0) == found
+
+
+@pytest.mark.parametrize(
+    ("shared", "prompt", "whole"),
+    [(40, 30, True), (25, 30, True), (23, 30, False), (19, 20, False)],
+    ids=["next turn", "thoughts dropped", "another question", "a short beginning"],
+)
+def test_the_next_turn_takes_the_cache_and_another_chat_copies_it(
+    shared: int, prompt: int, whole: bool
+) -> None:
+    prefixes = kept(prompt=prompt)
+
+    found = prefixes.find((*PROMPT[:shared], *MORE), 1.0).base
+
+    assert found is not None
+    assert found.whole is whole
+    assert (prefixes.find((*PROMPT, *MORE), 1.0).base is None) is whole
+
+
+def test_what_nobody_asks_for_goes() -> None:
+    prefixes = kept()
+
+    prefixes.expire(IDLE_S)
+
+    assert prefixes.find((*PROMPT, *MORE), IDLE_S).base is None
+    assert prefixes.shelf.deadline is None
+
+
+def test_the_longest_text_is_found() -> None:
+    prefixes = Prefixes(Shelf(1000), None, lambda: Slow(0))
+    for name, length in ((b"a", 20), (b"b", 35), (b"c", 25)):
+        prefixes.keep(SessionId(name * 16), PROMPT[:length], 40, Slow(length), 0.0)
+
+    found = prefixes.find(PROMPT, 1.0).base
+
+    assert found is not None
+    assert found.session == SessionId(b"b" * 16)
+
+
+@pytest.mark.parametrize("error", [ModelError("too far"), RuntimeError("out of memory")], ids=repr)
+async def test_a_copy_that_cannot_be_made_costs_time_but_no_text(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(_: SpanCache, length: int) -> SpanCache:
+        raise error
+
+    other = (*PROMPT[:20], *MORE)
+    async with ring_of(llama, 3) as ring:
+        await ask(ring, PROMPT)
+        monkeypatch.setattr(SpanCache, "branch", refuse)
+
+        assert await ask(ring, other) == (await fresh(llama, other, 3), 0)
+        assert await ask(ring, PROMPT[::-1]) == (await fresh(llama, PROMPT[::-1], 3), 0)
+
+
+async def test_a_rank_alone_that_cannot_copy_asks_for_all_rows(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branch, calls = SpanCache.branch, iter((True, False))  # the entry can, the rank behind cannot
+
+    def once(cache: SpanCache, length: int) -> SpanCache:
+        if next(calls, False):
+            return branch(cache, length)
+        raise RuntimeError("out of memory")
+
+    other = (*PROMPT[:20], *MORE)
+    async with ring_of(llama) as ring:
+        await ask(ring, PROMPT)
+        monkeypatch.setattr(SpanCache, "branch", once)
+
+        assert await ask(ring, other) == (await fresh(llama, other), 0)
+        assert (await ask(ring, (*PROMPT, *MORE)))[1] == 20  # of `other`; the lost one is forgotten
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+async def test_windows_that_went_back_too_often_are_computed_again(
+    name: str, tmp_path: Path
+) -> None:
+    folder = tiny_model(tmp_path, name).folder
+    text = [(5 * i + 1) % 71 for i in range(100)]
+    async with ring_of(folder, chunk=10) as ring:
+        for turn in range(5):
+            answer, _ = await ask(ring, text)
+            assert answer == await fresh(folder, text)
+            text = [*text[:-20], turn]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "lfm2", "qwen3_next"])
+async def test_a_stop_while_the_next_step_runs_spoils_no_turn(
+    name: str, nodes: int, tmp_path: Path
+) -> None:
+    folder = tiny_model(tmp_path, name).folder
+    async with ring_of(folder, nodes) as ring:
+        text = list(PROMPT)
+        for _ in range(4):
+            seen: list[int] = []
+
+            def is_last(token: int, seen: list[int] = seen) -> bool:
+                seen.append(token)
+                return len(seen) == 3
+
+            async for _output in ring.entry.generate(Order(tuple(text), Sampling(), 50, is_last)):
+                pass
+            text += [*seen, *MORE]
+            assert (await ask(ring, text))[0] == await fresh(folder, text, nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_a_cancel_before_the_first_row_keeps_the_loop_free(
+    llama: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring_of(llama, nodes) as ring:
+        await ask(ring, PROMPT)
+        branch, threads = SpanCache.branch, []
+
+        def watched(cache: SpanCache, length: int) -> SpanCache:
+            threads.append(threading.current_thread())
+            return branch(cache, length)
+
+        monkeypatch.setattr(SpanCache, "branch", watched)
+        order = Order((*PROMPT[:20], *MORE), Sampling(), 5, is_last=lambda _: False)
+        session, generation = ring.entry._open(order)
+        ring.entry._act(session, generation.machine.finish(FinishReason.CANCELLED, 0.0))
+        await generation.closed.wait()
+
+        assert threading.main_thread() not in threads
+        assert (await ask(ring, (*PROMPT, *MORE)))[1] == len(PROMPT)  # and it is still there
+
+
+async def test_a_prompt_that_is_refused_takes_nothing(llama: Path) -> None:
+    async with ring_of(llama) as ring:
+        await ask(ring, PROMPT)
+        with pytest.raises(UserError):
+            await ask(ring, PROMPT * 10)
+
+        assert (await ask(ring, (*PROMPT, *MORE)))[1] == len(PROMPT)
