@@ -25,13 +25,15 @@ bench:
     python -m tests.bench.loop
     python -m tests.bench.handshake --mutations 100000
     python -m tests.bench.kills --times 10
-    python -m tests.bench.engine
-    python -m tests.bench.quant
     python -m tests.bench.quality
     python -m tests.bench.links --acceptance 0,0.5,0.7,0.85
     python -m tests.bench.sessions
-    meshllm bench --model qwen3-0.6b --nodes 1,2,3
-    meshllm bench --processes --nodes 2 --threads 1
+    python -m tests.bench.ttft
+    python -m tests.bench.chat
+    python -m tests.bench.where
+    meshllm bench --engine
+    meshllm bench --nodes 1,2,3 --quant none,int8
+    meshllm bench --processes --nodes 1,2 --threads 1 --quant none,int8
 
 # the parity table over every model type (minutes)
 families:

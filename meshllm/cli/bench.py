@@ -1,32 +1,46 @@
-"""`meshllm bench`: Table 1 of the paper on this machine; measures nothing itself."""
+"""`meshllm bench`: tables of this machine's speed; measures nothing itself."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshllm.cli import render
 from meshllm.cli.options import settings, takes
 from meshllm.config import Scalar
-from meshllm.errors import UserError
+from meshllm.errors import MeshError, UserError
+from meshllm.names import Quant
+
+if TYPE_CHECKING:
+    from meshllm.testing import engine_table, table1
 
 EXAMPLES = """\b
 Examples:
   meshllm bench --model qwen3-0.6b --nodes 1,2,3
-  meshllm bench --processes --nodes 2 --threads 1
-  meshllm bench --model llama-3.2-1b --nodes 1,2 --rounds 5 --json table.json
+  meshllm bench --processes --nodes 2 --threads 1 --quant none,int8
+  meshllm bench --engine --model llama-3.2-1b --json engine.json
 """
+
+_OF_RINGS = ("nodes", "prompt_tokens", "new_tokens", "processes")
 
 
 @takes("threads")
 def bench(
+    invocation: typer.Context,
     model: Annotated[
         str,
         typer.Option(metavar="NAME", help="Published dimensions: `qwen3-0.6b` or `llama-3.2-1b`."),
     ] = "qwen3-0.6b",
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine", help="Measure one node alone: prompts, and tokens of 1 to 32 sessions."
+        ),
+    ] = False,
     nodes: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the rings.")] = "1,2,3",
     prompt_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Length of the prompt.")
@@ -38,6 +52,13 @@ def bench(
             "--processes", help="Run each node as a process, linked over WebSocket, encrypted."
         ),
     ] = False,
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW,HOW",
+            help="Ways to hold weights, as `none,int8`; just `none` by default, with --engine all.",
+        ),
+    ] = None,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Measure so often; medians are shown.")
     ] = 3,
@@ -47,34 +68,56 @@ def bench(
     ] = None,
     **flags: Scalar,
 ) -> None:
-    """Measure rings beside plain transformers, with random weights.
+    """Measure rings, or one engine, beside plain transformers, with random weights.
 
     Every round measures every contestant once; ratios compare within a round, so that a busy
     machine slows all of them alike. Above 1.00x is faster than transformers' own `generate`.
+
+    With --engine, short steps are measured up to four times as often. The limit is the time that
+    reading the weights takes at the speed of the memory, which is probed in the same rounds. Where
+    every bit of the logits is to be that of transformers and is not, the command fails.
     """
-    sizes = _sizes(nodes)
     threads = settings(flags).threads
+    quants = _quants(quant or (",".join(Quant) if engine else Quant.NONE))
+    about: dict[str, Any] = {"model": model, "rounds": rounds}
+    if engine:
+        _refuse(invocation, _OF_RINGS)
+        measured = _measure_engine(model, quants, rounds, threads)
+        about |= {"gb_per_s": measured.gb_per_s, **_facts(threads, measured.rows)}
+        _show(about, _engine_table(measured), json)
+        _check(measured.rows)
+        return
+    sizes = _sizes(nodes)
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
         from meshllm.testing.table1 import Case, measure
 
-        case = Case(model, sizes, prompt_tokens, new_tokens, rounds, threads, processes=processes)
+        case = Case(
+            model, sizes, prompt_tokens, new_tokens, rounds, threads,
+            quants=quants, processes=processes,
+        )  # fmt: skip
         rows = measure(case, status.show)
-    fields = {
-        "model": model,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "rounds": rounds,
-        "processes": processes,
-        "machine": _machine(),
-        "rows": [asdict(row) for row in rows],
-    }
-    if str(json) == "-":
-        render.dump(fields)
-        return
-    if json is not None:
-        _save(json, fields)
-    render.out(_table(rows))
+    about |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "processes": processes}
+    _show(about | _facts(threads, rows), _ring_table(rows), json)
+
+
+def _measure_engine(
+    model: str, quants: tuple[Quant, ...], rounds: int, threads: int | None
+) -> "engine_table.Table":
+    with render.Status(sys.stderr) as status:
+        status.show("loading torch")
+        from meshllm.testing.engine_table import Case, measure
+
+        return measure(Case(model, quants, rounds, threads), status.show)
+
+
+def _refuse(invocation: typer.Context, names: Sequence[str]) -> None:
+    """Refuse options that were given but mean nothing."""
+    for name in names:
+        source = invocation.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise UserError(f"`--{option}` is of rings, and `--engine` measures none")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -82,6 +125,36 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"`{text}` is no list of ring sizes", hint="write it as `1,2,3`")
     return tuple(sorted({int(word) for word in words}))
+
+
+def _quants(text: str) -> tuple[Quant, ...]:
+    words = text.split(",")
+    if unknown := [word for word in words if word not in set(Quant)]:
+        known = ", ".join(f"`{quant}`" for quant in Quant)
+        raise UserError(f"`{unknown[0]}` is no way to hold weights", hint=f"one of {known}")
+    return tuple(quant for quant in Quant if quant in words)
+
+
+def _facts(threads: int | None, rows: Sequence[Any]) -> dict[str, Any]:
+    from meshllm.testing.machine import machine
+
+    return {"machine": machine(threads), "rows": [asdict(row) for row in rows]}
+
+
+def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:
+    """Write figures where they are wanted; as a table unless JSON goes to stdout."""
+    if str(json) == "-":
+        render.dump(fields)
+        return
+    if json is not None:
+        _save(json, fields)
+    render.out(text)
+
+
+def _check(rows: "Sequence[engine_table.Row]") -> None:
+    """Raise `MeshError` where logits are not those of transformers but should be."""
+    if wrong := [f"`{row.name}` at {row.task}" for row in rows if row.same is False]:
+        raise MeshError(f"Other logits than those of transformers: {', '.join(wrong)}")
 
 
 def _save(path: Path, fields: dict[str, Any]) -> None:
@@ -92,24 +165,7 @@ def _save(path: Path, fields: dict[str, Any]) -> None:
         raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
 
 
-def _machine() -> dict[str, Any]:
-    import os
-    import platform
-    from importlib.metadata import version
-
-    import torch
-
-    return {
-        "processor": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "meshllm": version("meshllm"),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }
-
-
-def _table(rows: Any) -> str:
+def _ring_table(rows: "Sequence[table1.Row]") -> str:
     header = (
         "contestant", "first token ms", "ms per token", "tokens/s",
         "decode x", "decode x of fewest", "first token x", "ms per hop",
@@ -124,3 +180,19 @@ def _table(rows: Any) -> str:
             for row in rows
         ],
     )  # fmt: skip
+
+
+def _engine_table(measured: "engine_table.Table") -> str:
+    header = ("task", "by", "MB", "ms", "best ms", "tokens/s", "x", "of limit", "bits")
+    bits = {None: None, True: "same", False: "OTHER"}
+    text = render.table(
+        header,
+        [
+            (
+                row.task, row.name, round(row.megabytes), row.ms, row.best_ms,
+                row.tokens_per_second, row.ratio, row.fraction, bits[row.same],
+            )
+            for row in measured.rows
+        ],
+    )  # fmt: skip
+    return f"{text}\nmemory {measured.gb_per_s:.1f} GB/s"

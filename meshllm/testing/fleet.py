@@ -13,6 +13,7 @@ import httpx2
 
 from meshllm.api.door import SOCKET
 from meshllm.errors import MeshError, TimedOut
+from meshllm.names import Quant
 from meshllm.node.asking import event_from_json, request_to_json
 from meshllm.request import Answer, Request
 
@@ -28,17 +29,23 @@ class Fleet:
     """To the door of the entry."""
 
     async def answer(self, request: Request) -> Answer:
-        """Ask the entry, and return the answer with its times."""
+        """Ask the entry, and return the answer with its times.
+
+        Raises:
+            MeshError: there is none, or it is not as long as it may be: its times are of others.
+        """
         content = request_to_json(request)
         async with self.entry.stream("POST", "/mesh/ask", content=content) as reply:
             async for line in reply.aiter_lines():
                 if line and isinstance(event := event_from_json(line.encode()), Answer):
-                    return event
+                    return _whole(event, request)
         raise MeshError("The node gave no answer")
 
 
 @asynccontextmanager
-async def open_fleet(model: Path, nodes: int, threads: int) -> AsyncIterator[Fleet]:
+async def open_fleet(
+    model: Path, nodes: int, threads: int, quant: Quant = Quant.NONE
+) -> AsyncIterator[Fleet]:
     """Start nodes on this machine that form one ring over WebSocket, encrypted as any.
 
     Raises:
@@ -47,19 +54,26 @@ async def open_fleet(model: Path, nodes: int, threads: int) -> AsyncIterator[Fle
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory(prefix="meshllm-")))
         ticket = home / "ticket"
-        options = ["--model", str(model), "--threads", str(threads), "--members", str(nodes)]
-        await _start(stack, home / "0", [*options, "--ticket-file", str(ticket)])
+        shared = ["--model", str(model), "--threads", str(threads), "--quant", quant]
+        found = ["--members", str(nodes), "--ticket-file", str(ticket)]
+        await _start(stack, home / "0", [*shared, *found])
         async with _patience():
             while not (ticket.exists() and ticket.read_text()):  # noqa: ASYNC110  # another process writes it
                 await asyncio.sleep(POLL_S)
         for number in range(1, nodes):
-            join = ["--threads", str(threads), "--join", ticket.read_text().strip()]
-            await _start(stack, home / str(number), ["--model", str(model), *join])
+            join = ["--join", ticket.read_text().strip()]
+            await _start(stack, home / str(number), [*shared, *join])
         doors = [
             await stack.enter_async_context(_door(home / str(number) / SOCKET))
             for number in range(nodes)
         ]
         yield Fleet(await _entry(doors))
+
+
+def _whole(answer: Answer, request: Request) -> Answer:
+    if (tokens := len(answer.tokens)) != request.max_tokens:
+        raise MeshError(f"An answer of {tokens} tokens, not {request.max_tokens}")
+    return answer
 
 
 async def _start(stack: AsyncExitStack, state: Path, options: list[str]) -> None:

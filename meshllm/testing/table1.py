@@ -21,10 +21,11 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from meshllm.errors import MeshError, UserError
+from meshllm.errors import UserError
 from meshllm.model.skeleton import quiet
 from meshllm.model.source import BUILTIN, Source, resolve
 from meshllm.model.text import Text
+from meshllm.names import Quant
 from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.node.worker import compute_thread
 from meshllm.request import Request, Sampling
@@ -44,8 +45,27 @@ class Case:
     rounds: int
     threads: int | None
     dtype: torch.dtype = torch.bfloat16
+    quants: tuple[Quant, ...] = (Quant.NONE,)
+    """Rings of each size, one for each way to hold the weights."""
     processes: bool = False
     """Every node is a process of its own, linked over WebSocket, encrypted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Who runs the model."""
+
+    nodes: int = 0
+    """Of its ring; 0 is transformers."""
+    quant: Quant = Quant.NONE
+
+    @property
+    def name(self) -> str:
+        """Name it as in the table."""
+        if not self.nodes:
+            return TRANSFORMERS
+        ring = f"ring of {self.nodes}"
+        return ring if self.quant is Quant.NONE else f"{ring}, {self.quant}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +83,16 @@ class Row:
     """One contestant over all rounds."""
 
     name: str
+    nodes: int
+    """Of its ring; 0 is transformers."""
+    quant: Quant
     ttft_ms: float
     ms_per_token: float
     tokens_per_second: float
     decode_ratio: float
     """Speed against transformers in the same round, median."""
     decode_ratio_one: float
-    """Speed against the ring of the fewest nodes in the same round, median."""
+    """Speed against the ring of the fewest nodes with such weights in the same round, median."""
     ttft_ratio: float
     """Time to first token against transformers in the same round, median."""
     hop_ms: float
@@ -107,11 +130,16 @@ DIMENSIONS: dict[str, Callable[[], PretrainedConfig]] = {
 """Published dimensions by name; `tiny` shows the shape of the table in a second."""
 
 
-Contestant: TypeAlias = Callable[[], Awaitable[Run]]
+Turn: TypeAlias = Callable[[int], Awaitable[Run]]
+"""Runs the prompt of a round; each has its own, for nodes remember what they have read."""
+
+PACKED = "packed"  # folder of quantised matrices: rings of the same weights pack them once
 
 WORD = "ring "
 """A token of the builtin model's tokenizer, which the random models borrow; text begins with one
 more."""
+NUMBER_TOKENS = 4
+"""Of a number of two digits, with the spaces around it."""
 
 
 @contextmanager
@@ -163,101 +191,117 @@ def _run(begin: float, stamps: Sequence[float]) -> Run:
     return Run((stamps[0] - begin) * 1e3, later * 1e3)
 
 
-async def _ring(ring: Ring, prompt: Sequence[int], new_tokens: int) -> Run:
+async def _ring(ring: Ring, prompts: Sequence[list[int]], new_tokens: int, number: int) -> Run:
     begin = time.perf_counter()
-    tokens = ring.tokens(prompt, Sampling(), new_tokens)
+    tokens = ring.tokens(prompts[number], Sampling(), new_tokens)
     return _run(begin, [time.perf_counter() async for _ in tokens])
 
 
-async def _measure(case: Case, source: Source, told: Callable[[str], None]) -> dict[str, list[Run]]:
+async def _measure(
+    case: Case, source: Source, told: Callable[[str], None]
+) -> dict[Contestant, list[Run]]:
     threads = case.threads or torch.get_num_threads()  # the same for everyone
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(compute_thread(threads))
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=case.dtype).eval()
         form = _fleets if case.processes else _rings
-        prompt, rings = await form(stack, case, source, threads, told)
+        prompts, rings = await form(stack, case, source, threads, told)
 
-        async def plain() -> Run:
-            return await worker.run(_plain, model, prompt, case.new_tokens)
+        async def plain(number: int) -> Run:
+            return await worker.run(_plain, model, prompts[number], case.new_tokens)
 
-        contestants = {TRANSFORMERS: plain, **rings}
-        names = list(contestants)
-        runs: dict[str, list[Run]] = {name: [] for name in names}
+        turns = {Contestant(): plain, **rings}
+        order = list(turns)
+        runs: dict[Contestant, list[Run]] = {each: [] for each in order}
         for round_ in range(case.rounds + 1):
             told(f"round {round_} of {case.rounds}" if round_ else "warming up")
-            turn = round_ % len(names)  # nobody always runs after the same one
-            lap = {name: await contestants[name]() for name in names[turn:] + names[:turn]}
+            first = round_ % len(order)  # nobody always runs after the same one
+            lap = {each: await turns[each](round_) for each in order[first:] + order[:first]}
             if round_:
-                for name, run in lap.items():
-                    runs[name].append(run)
+                for each, run in lap.items():
+                    runs[each].append(run)
     return runs
+
+
+def _line_up(case: Case) -> list[Contestant]:
+    return [Contestant(nodes, quant) for quant in case.quants for nodes in case.nodes]
 
 
 async def _rings(
     stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
-) -> tuple[list[int], dict[str, Contestant]]:
+) -> tuple[list[list[int]], dict[Contestant, Turn]]:
     """Form rings inside this process."""
-    prompt = [(7 * i + 3) % 500 for i in range(case.prompt_tokens)]
-    rings: dict[str, Contestant] = {}
-    for nodes in case.nodes:
-        told(f"a ring of {nodes} loads")
-        options = RingOptions(nodes=nodes, threads=threads, dtype=case.dtype, drafting=None)
+    prompts = [
+        [(7 * place + 11 * number + 3) % 500 for place in range(case.prompt_tokens)]
+        for number in range(case.rounds + 1)
+    ]
+    rings: dict[Contestant, Turn] = {}
+    for each in _line_up(case):
+        told(f"a {each.name} loads")
+        options = RingOptions(
+            nodes=each.nodes,
+            threads=threads,
+            dtype=case.dtype,
+            drafting=None,
+            quant=each.quant,
+            cache=source.folder / PACKED,
+        )
         ring = await stack.enter_async_context(open_ring(source, options))
-        rings[_name(nodes)] = partial(_ring, ring, prompt, case.new_tokens)
-    return prompt, rings
+        rings[each] = partial(_ring, ring, prompts, case.new_tokens)
+    return prompts, rings
 
 
 async def _fleets(
     stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
-) -> tuple[list[int], dict[str, Contestant]]:
-    """Form rings of processes; they get the prompt as text, and transformers the same tokens."""
-    raw = WORD * (case.prompt_tokens - 1)
-    prompt = Text.load(source.folder).encode(raw)
-    if len(prompt) != case.prompt_tokens:
-        raise UserError(f"No prompt has {case.prompt_tokens} tokens", hint="choose 2 or more")
-    request = Request(raw=raw, max_tokens=case.new_tokens)
-    rings: dict[str, Contestant] = {}
-    for nodes in case.nodes:
-        told(f"{nodes} processes load")
-        fleet = await stack.enter_async_context(open_fleet(source.folder, nodes, threads))
-        rings[_name(nodes)] = partial(_asked, fleet, request)
-    return prompt, rings
+) -> tuple[list[list[int]], dict[Contestant, Turn]]:
+    """Form rings of processes; they get the prompts as text, and transformers the same tokens."""
+    text = Text.load(source.folder)
+    words = WORD * (case.prompt_tokens - NUMBER_TOKENS)
+    raws = [f"{number % 100:02} {words}" for number in range(case.rounds + 1)]
+    prompts = [text.encode(raw) for raw in raws]
+    if len(prompts[0]) != case.prompt_tokens:
+        hint = f"choose {NUMBER_TOKENS} or more"
+        raise UserError(f"No prompt has {case.prompt_tokens} tokens", hint=hint)
+    requests = [Request(raw=raw, max_tokens=case.new_tokens) for raw in raws]
+    rings: dict[Contestant, Turn] = {}
+    for each in _line_up(case):
+        told(f"a {each.name} starts, each node a process")
+        fleet = open_fleet(source.folder, each.nodes, threads, each.quant)
+        rings[each] = partial(_asked, await stack.enter_async_context(fleet), requests)
+    return prompts, rings
 
 
-async def _asked(fleet: Fleet, request: Request) -> Run:
-    """Take the figures of the entry, and check that the answer was not cut short."""
-    answer = await fleet.answer(request)
-    if len(answer.tokens) != request.max_tokens:
-        raise MeshError(f"An answer of {len(answer.tokens)} tokens, not {request.max_tokens}")
+async def _asked(fleet: Fleet, requests: Sequence[Request], number: int) -> Run:
+    """Take the figures of the entry."""
+    answer = await fleet.answer(requests[number])
     computed = sum(hop.compute_ms for hop in answer.hops)
     rest = (answer.ms_per_token - computed) / len(answer.hops)
     return Run(answer.ttft_ms, answer.ms_per_token, rest)
 
 
-def _name(nodes: int) -> str:
-    return f"ring of {nodes}"
-
-
-def table(runs: dict[str, list[Run]]) -> list[Row]:
+def table(runs: dict[Contestant, list[Run]]) -> list[Row]:
     """Reduce the runs to medians and paired ratios."""
-    plain = runs[TRANSFORMERS]
-    one = runs[next((name for name in runs if name != TRANSFORMERS), TRANSFORMERS)]
+    plain = runs[Contestant()]
 
-    def row(name: str, mine: list[Run]) -> Row:
+    def row(one: Contestant, mine: list[Run]) -> Row:
         per_token = statistics.median(run.ms_per_token for run in mine)
+        alike = [each for each in runs if each.nodes and each.quant is one.quant]
+        fewest = runs[min(alike, key=lambda each: each.nodes, default=one)]
         return Row(
-            name=name,
+            name=one.name,
+            nodes=one.nodes,
+            quant=one.quant,
             ttft_ms=statistics.median(run.ttft_ms for run in mine),
             ms_per_token=per_token,
             tokens_per_second=1e3 / per_token,
             decode_ratio=_paired(plain, mine, lambda run: run.ms_per_token),
-            decode_ratio_one=_paired(one, mine, lambda run: run.ms_per_token),
+            decode_ratio_one=_paired(fewest, mine, lambda run: run.ms_per_token),
             ttft_ratio=1 / _paired(plain, mine, lambda run: run.ttft_ms),
             hop_ms=statistics.median(run.hop_ms for run in mine),
         )
 
-    return [row(name, mine) for name, mine in runs.items()]
+    return [row(one, mine) for one, mine in runs.items()]
 
 
 def _paired(base: list[Run], mine: list[Run], figure: Callable[[Run], float]) -> float:

@@ -4,6 +4,7 @@ Messages and bytes per token of rings of 1 to 4 nodes, counted on the links; the
 """
 
 import asyncio
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -16,8 +17,20 @@ from meshllm.testing.counting import CountingTransport
 from meshllm.testing.table1 import random_model
 from meshllm.transport.contract import Channel
 from meshllm_loopback import LoopbackTransport
+from tests.bench.report import Report, parser_of
 
 FEW, MANY = 4, 24  # tokens; the difference is free of the prompt's cost
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A ring, and what a token costs there."""
+
+    nodes: int
+    ends: Ends
+    messages_per_token: float
+    bytes_per_hop: float
+    beside_tensor: float
 
 
 async def count(source: Source, nodes: int, ends: Ends, tokens: int) -> tuple[int, int]:
@@ -33,19 +46,25 @@ async def count(source: Source, nodes: int, ends: Ends, tokens: int) -> tuple[in
 
 def main() -> None:
     """Print the table."""
+    report = Report(parser_of("budget", __doc__).parse_args(), threads=1)
+    rows: list[Row] = []
     with random_model("tiny", torch.bfloat16) as folder:
         source = resolve(str(folder))
         row = source.config.hidden_size * 2
-        print(f"hidden state of one token: {row} B\n")
-        print("| nodes | ends | messages per token | bytes per hop | beside the tensor |")
-        print("|---|---|---|---|---|")
+        report.say(
+            f"hidden state of one token: {row} B\n",
+            "| nodes | ends | messages per token | bytes per hop | beside the tensor |",
+            "|---|---|---|---|---|",
+        )
         for nodes, ends in product((1, 2, 3, 4), Ends):
             few = asyncio.run(count(source, nodes, ends, FEW))
             many = asyncio.run(count(source, nodes, ends, MANY))
             messages = (many[0] - few[0]) / (MANY - FEW)
             size = (many[1] - few[1]) / (many[0] - few[0]) if messages else 0
             beside = size - row if messages else 0
-            print(f"| {nodes} | {ends} | {messages:g} | {size:g} | {beside:g} |")
+            rows.append(Row(nodes, ends, messages, size, beside))
+            report.say(f"| {nodes} | {ends} | {messages:g} | {size:g} | {beside:g} |")
+    report.write(rows, tensor_bytes=row)
 
 
 if __name__ == "__main__":

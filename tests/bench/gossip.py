@@ -5,6 +5,9 @@ and bytes that one node sends per second while nothing happens, as they go to th
 and framed.
 """
 
+from dataclasses import dataclass
+
+from tests.bench.report import Report, parser_of
 from tests.simulation.mesh_world import (
     Network,
     Node,
@@ -19,6 +22,16 @@ SETTLE_S = 20.0
 IDLE_S = 20.0
 SEAL_BYTES = 16  # tag of AES-256-GCM
 FRAME_BYTES = 6  # WebSocket: two of header, four of mask
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A mesh, and what each of its nodes sends."""
+
+    nodes: int
+    settling_bytes: float
+    idle_messages_per_s: float
+    idle_bytes_per_s: float
 
 
 class CountedWorld(World):
@@ -47,8 +60,12 @@ def settle(nodes: int) -> CountedWorld:
 
 def main() -> None:
     """Print the table."""
-    print("| nodes | to settle, kB per node | idle messages/s per node | idle B/s per node |")
-    print("|---|---|---|---|")
+    report = Report(parser_of("gossip", __doc__).parse_args())
+    rows: list[Row] = []
+    report.say(
+        "| nodes | to settle, kB per node | idle messages/s per node | idle B/s per node |",
+        "|---|---|---|---|",
+    )
     with remembered_signatures():
         for nodes in NODES:
             world = settle(nodes)
@@ -56,7 +73,10 @@ def main() -> None:
             world.run(IDLE_S)
             idle_messages = (world.messages - messages) / IDLE_S / nodes
             idle_size = (world.size - size) / IDLE_S / nodes
-            print(f"| {nodes} | {size / nodes / 1e3:.0f} | {idle_messages:.1f} | {idle_size:.0f} |")
+            rows.append(Row(nodes, size / nodes, idle_messages, idle_size))
+            kilobytes = f"{size / nodes / 1e3:.0f}"
+            report.say(f"| {nodes} | {kilobytes} | {idle_messages:.1f} | {idle_size:.0f} |")
+    report.write(rows)
 
 
 if __name__ == "__main__":

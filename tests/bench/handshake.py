@@ -8,16 +8,17 @@ taken at its word. Anything else than `PeerFault`, `NotAuthorised` or being take
 the run with a traceback.
 """
 
-import argparse
 import resource
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from time import perf_counter
 
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.protocol.handshake import Dialer, Listener, Own, State
 from meshllm.protocol.transcript import HAIL_BYTES, Fresh, Side, Transcript
+from tests.bench.report import Report, parser_of
 from tests.protocol.members import (
     AS_JOINER,
     AS_MEMBER,
@@ -34,6 +35,15 @@ from tests.protocol.members import (
 
 Machine = Dialer | Listener
 TAKEN = "taken at its word"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of messages that somebody changed."""
+
+    changed_by: str
+    outcome: str
+    messages: int
 
 
 def change(message: bytes, other: bytes, random: Random) -> bytes:
@@ -145,10 +155,11 @@ def fuzz(mutations: int, seed: int) -> Counter[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What mutated handshakes come to.")
+    parser = parser_of("handshake", "What mutated handshakes come to.")
     parser.add_argument("--mutations", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    report = Report(arguments)
 
     fuzz(100, arguments.seed)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, perf_counter()
@@ -156,10 +167,11 @@ def main() -> None:
     seconds = perf_counter() - began
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
-    print(f"{'changed by':<12}{'outcome':<22}{'messages':>10}")
-    for (name, ending), count in sorted(outcomes.items()):
-        print(f"{name:<12}{ending:<22}{count:>10}")
-    print(f"{arguments.mutations} in {seconds:.1f} s, peak memory {grown} KiB higher")
+    rows = [Row(*kind, count) for kind, count in sorted(outcomes.items())]
+    report.say(f"{'changed by':<12}{'outcome':<22}{'messages':>10}")
+    report.say(*(f"{row.changed_by:<12}{row.outcome:<22}{row.messages:>10}" for row in rows))
+    report.say(f"{arguments.mutations} in {seconds:.1f} s, peak memory {grown} KiB higher")
+    report.write(rows, mutations=arguments.mutations, seed=arguments.seed, seconds=seconds)
 
 
 if __name__ == "__main__":

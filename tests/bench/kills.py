@@ -8,12 +8,12 @@ command fails when a node is not shown gone within `GONE_S`, or an answer is not
 says.
 """
 
-import argparse
 import sys
 import time
 from dataclasses import astuple, dataclass
 from threading import Thread
 
+from tests.bench.report import Report, parser_of
 from tests.processes.fleet import ALONE, Fleet, ask, meshllm, open_fleet, until
 
 QUESTION = "What is a ring?"
@@ -54,12 +54,15 @@ def lose(fleet: Fleet, name: str, right: str) -> Loss:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("kills", __doc__)
     parser.add_argument("--times", type=int, default=10, metavar="N")
-    times = parser.parse_args().times
+    options = parser.parse_args()
+    report, times = Report(options), options.times
     right = meshllm("chat", "--nodes", "1", "--threads", "1", QUESTION).stdout
-    print("| kill of | shown gone, s | answered, s | back in the ring, s | text | id |")
-    print("|---|---|---|---|---|---|", flush=True)
+    report.say(
+        "| kill of | shown gone, s | answered, s | back in the ring, s | text | id |",
+        "|---|---|---|---|---|---|",
+    )
     losses = []
     with open_fleet() as fleet:
         ticket = fleet.found(NAMES[0])
@@ -72,7 +75,8 @@ def main() -> None:
             name, *seconds = astuple(loss)[:4]
             words = ("same" if each else "OTHER" for each in (loss.is_right, loss.is_same))
             row = (name, *(f"{each:.1f}" for each in seconds), *words)
-            print(f"| {' | '.join(row)} |", flush=True)
+            report.say(f"| {' | '.join(row)} |")
+    report.write(losses)
     failed = [it for it in losses if it.gone_s > GONE_S or not (it.is_right and it.is_same)]
     sys.exit(f"{len(failed)} of {times} kills went wrong" if failed else 0)
 

@@ -7,23 +7,23 @@ All ranks run in this process on shaped in-process links, one thread computes. W
 token cannot take less than the computing of all ranks and one way on each link. With guesses, each
 right with probability a, a trip gives 1 / (1 - a) tokens at most. The guesses are those of an
 oracle: the text of the run before, with a share of wrong tokens, as the text of random weights says
-nothing about drafters. Every text is compared with the one without guesses.
+nothing about drafters. What a ring learns of guesses it learns of one acceptance only, and the
+first round of it does not count. Every text is compared with the one without guesses.
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 import torch
 
 from meshllm.model.draft import Drafter
 from meshllm.model.source import Source, open_folder
+from meshllm.node.foresight import Speculation
 from meshllm.node.gauge import Measured
 from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.node.session import Ended, Order, Token
@@ -31,6 +31,7 @@ from meshllm.request import Sampling
 from meshllm.testing.oracle import Oracle
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.bench.report import Report, parser_of
 
 PROMPT = [(7 * i + 3) % 500 for i in range(64)]
 SILENT = Oracle((), 0.0)
@@ -72,16 +73,18 @@ async def measure(
     (nodes, rtt, mbit), (tokens, rounds) = link, sizes
     shape = Shape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
     drafting = Changing()
-    options = RingOptions(nodes=nodes, threads=1, drafting=drafting)
+    options = RingOptions(nodes=nodes, threads=1, drafting=drafting, prefix_bytes=0)
     async with open_ring(source, options, LoopbackTransport(shape)) as ring:
         text, _ = await answer(ring, tokens)
         runs: dict[float | None, list[Measured]] = {}
+        learnt: dict[float | None, Speculation] = {}
         for round_ in range(rounds + 1):
             for acceptance in (None, *acceptances):
                 known = (*PROMPT, *text)
                 drafting.oracle = SILENT
                 if acceptance is not None:
                     drafting.oracle = Oracle(known, acceptance, seed=round_)
+                ring.entry._speculation = learnt.setdefault(acceptance, Speculation(drafting))
                 again, measured = await answer(ring, tokens)
                 if again != text:
                     raise SystemExit(f"another text at acceptance {acceptance}")
@@ -122,7 +125,7 @@ async def answer(ring: Ring, tokens: int) -> tuple[list[int], Measured]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.links", description=__doc__)
+    parser = parser_of("links", __doc__)
     parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
     parser.add_argument("--nodes", default="2,3", help="rings, separated by commas")
     parser.add_argument("--rtt", default="1,20,100", help="round trips in milliseconds")
@@ -130,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--acceptance", default="", help="of guesses, as 0,0.5,0.7,0.85")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    report = Report(options, threads=1)
     acceptances = _numbers(options.acceptance)
     kinds = product(_numbers(options.nodes), _numbers(options.rtt), _numbers(options.mbit))
     cells: list[Cell] = []
@@ -140,10 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for nodes, rtt, mbit in kinds:
             sizes = [options.tokens, options.rounds]
             cells += asyncio.run(measure(source, (int(nodes), rtt, mbit), acceptances, sizes))
-            if not options.json:
-                _print(cells[-len(acceptances) - 1 :], is_first=len(cells) == 1 + len(acceptances))
-    if options.json:
-        print(json.dumps({"model": options.model, "cells": [asdict(cell) for cell in cells]}))
+            new = cells[-len(acceptances) - 1 :]
+            report.say(*_lines(new, is_first=len(new) == len(cells)))
+    report.write(cells, model=options.model, tokens=options.tokens)
     return 0
 
 
@@ -151,17 +153,17 @@ def _numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",") if number]
 
 
-def _print(cells: Sequence[Cell], *, is_first: bool) -> None:
+def _lines(cells: Sequence[Cell], *, is_first: bool) -> Iterator[str]:
     line = "{:>5} {:>7} {:>7} {:>10} {:>9} {:>9} {:>9} {:>9} {:>11}".format
     if is_first:
         names = "nodes", "RTT ms", "Mbit/s", "acceptance", "ms/token", "bound ms", "of bound"
-        print(line(*names, "speed-up", "tokens/trip"))
+        yield line(*names, "speed-up", "tokens/trip")
     for cell in cells:
         acceptance = "none" if cell.acceptance is None else f"{cell.acceptance:g}"
         numbers = f"{cell.ms:.1f}", f"{cell.bound_ms:.1f}", f"{cell.bound_ms / cell.ms:.2f}"
         speeds = f"{cell.speedup:.2f}x", f"{cell.tokens_per_step:.2f}"
         kind = cell.nodes, f"{cell.rtt_ms:g}", f"{cell.mbit:g}", acceptance
-        print(line(*kind, *numbers, *speeds), flush=True)
+        yield line(*kind, *numbers, *speeds)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ kernel cannot take back; `mapped` is the file's own pages, shared and dropped at
 the highest values seen while loading and, in the last column, while running one token as well.
 """
 
-import argparse
 import gc
 import json
 import subprocess
@@ -24,6 +23,7 @@ from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, quiet
 from meshllm.model.source import open_folder
 from meshllm.names import Span
+from tests.bench.report import Report, parser_of
 
 LIMIT = 1.15  # of the bytes of the span
 INTERVAL_S = 0.001
@@ -154,20 +154,20 @@ def parse(text: str) -> Part:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every span in a process of its own; exit 1 when one takes more than `LIMIT`."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.memory", description=__doc__)
+    parser = parser_of("memory", __doc__)
     parser.add_argument("--measure", nargs=3, metavar=("FOLDER", "SPAN", "DTYPE"))
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
     options = parser.parse_args(arguments)
     if options.measure:
         folder, span, dtype = options.measure
         print(json.dumps(asdict(measure(Path(folder), span, dtype))))
         return 0
-    costs: list[Cost] = []
+    report, costs = Report(options), list[Cost]()
     with tempfile.TemporaryDirectory() as folder:
         for name, spans in SPANS.items():
             write_model(name, Path(folder, name))
             costs += [_apart(Path(folder, name), s, dtype) for dtype in DTYPES for s in spans]
-    print(json.dumps([asdict(cost) for cost in costs]) if options.json else _table(costs))
+    report.say(_table(costs))
+    report.write(costs)
     return int(any(cost.ratio > LIMIT for cost in costs))
 
 

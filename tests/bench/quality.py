@@ -1,8 +1,9 @@
-"""What quantisation costs in quality: ``python -m tests.bench.quality [--kinds none,int8,int4]``.
+"""What fewer bits cost in quality: ``python -m tests.bench.quality [--kinds none,int8,int4,wire]``.
 
-The builtin model answers the held-out cases greedily with plain and with quantised weights. Beside
-the score stand the mean loss of the ideal answers, how many answers are the plain model's word for
-word; and, reading the plain model's answers, their loss and how often its token is the likeliest.
+The builtin model answers the held-out cases greedily with plain and with quantised weights, and
+with plain ones in a ring of three whose hidden states travel in 8 bits (`wire`). Beside the score
+stand the mean loss of the ideal answers, how many answers are the plain model's word for word; and,
+reading the plain model's answers, their loss and how often its token is the likeliest.
 """
 
 import argparse
@@ -13,20 +14,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshllm.model.quant import quantise
 from meshllm.model.skeleton import quiet
+from meshllm.model.tensor import from_payload, to_payload
 from meshllm.names import Quant
 from tests.builtin.score import MAX_TOKENS, WEIGHTS, Case, Message, Result, evaluate, load
+
+WIRE = "wire"
+KINDS = (*Quant, WIRE)
+NODES = 3  # of the ring
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to hold the weights."""
+    """One way to save bits."""
 
     kind: str
+    """As asked for."""
     megabytes: float
     """Of the matrices that were exchanged."""
     loss: float
@@ -42,13 +49,18 @@ class Row:
 
 
 class Speaker:
-    """The builtin model with its weights held in one way."""
+    """The builtin model with bits saved in one way."""
 
-    def __init__(self, kind: Quant) -> None:
+    def __init__(self, kind: str) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(WEIGHTS, local_files_only=True)
         with quiet():
             self.model: Any = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype="auto").eval()
-        self.report = quantise(self.model, kind)
+        self.kind = kind
+        self.report = quantise(self.model, Quant.NONE if kind == WIRE else Quant(kind))
+        if kind == WIRE:
+            layers = self.model.model.layers
+            for rank in range(1, NODES + 1):  # the last one sends to the entry
+                layers[len(layers) * rank // NODES - 1].register_forward_hook(_travel)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Write a conversation as tokens, up to where the answer begins."""
@@ -81,7 +93,12 @@ class Speaker:
         return loss, logits.argmax(-1) == target
 
 
-def run(kinds: Sequence[Quant], cases: Sequence[Case]) -> list[Row]:
+def _travel(_module: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
+    """Let a hidden state [1, T, D] go to the next rank."""
+    return from_payload(*to_payload(hidden, int8=True))
+
+
+def run(kinds: Sequence[str], cases: Sequence[Case]) -> list[Row]:
     """Ask the plain model, then every other."""
     plain = evaluate(cases, Speaker(Quant.NONE).reply)
     return [_row(Speaker(kind), plain) for kind in kinds]
@@ -94,7 +111,7 @@ def _row(speaker: Speaker, plain: Sequence[Result]) -> Row:
     own = [speaker.judge(one.case.turns[0], one.answer) for one in single]
     same = [mine.answer == theirs.answer for mine, theirs in zip(results, plain, strict=True)]
     return Row(
-        kind=speaker.report.kind,
+        kind=speaker.kind,
         megabytes=speaker.report.bytes / 1e6,
         loss=float(torch.cat(ideal).mean()),
         plain_loss=float(torch.cat([loss for loss, _ in own]).mean()),
@@ -108,13 +125,13 @@ def _row(speaker: Speaker, plain: Sequence[Result]) -> Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.quality", description=__doc__)
-    parser.add_argument("--kinds", default="none,int8,int4", help="separated by commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas")
     parser.add_argument("--cases", type=int, help="ask the first few only")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    rows = run([Quant(kind) for kind in options.kinds.split(",")], load()[: options.cases])
+    rows = run(options.kinds.split(","), load()[: options.cases])
     print(json.dumps([asdict(row) for row in rows]) if options.json else _table(rows))
     return 0
 

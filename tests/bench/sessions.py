@@ -7,13 +7,12 @@ session has its own prompt, and its text is compared with the one that it gets a
 the longest time per token of a session by the shortest.
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -23,6 +22,7 @@ from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.request import Sampling
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.bench.report import Report, counts, parser_of
 
 PROMPT_TOKENS = 16
 
@@ -39,16 +39,16 @@ class Row:
     fairness: float
 
 
-async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
+async def measure(source: Source, options: Namespace) -> list[Row]:
     """Ask one ring by turns for one text and for many at once."""
     shape = Shape(delay_s=options.rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
-    counts = [int(count) for count in options.sessions.split(",")]
-    runs: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
-    ring_options = RingOptions(nodes=options.nodes, threads=1, drafting=None)
+    sizes: tuple[int, ...] = options.sessions
+    runs: dict[int, list[tuple[float, float]]] = {count: [] for count in sizes}
+    ring_options = RingOptions(nodes=options.nodes, threads=1, drafting=None, prefix_bytes=0)
     async with open_ring(source, ring_options, LoopbackTransport(shape)) as ring:
         texts: dict[int, list[int]] = {}
         for round_ in range(options.rounds + 1):
-            for count in counts:
+            for count in sizes:
                 asked = [_ask(ring, number, options.tokens) for number in range(count)]
                 answers = await asyncio.gather(*asked)
                 for number, (text, _) in enumerate(answers):
@@ -63,7 +63,7 @@ async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
             count,
             statistics.median(rate for rate, _ in mine),
             statistics.median(
-                rate / one for (rate, _), (one, _) in zip(mine, runs[counts[0]], strict=True)
+                rate / one for (rate, _), (one, _) in zip(mine, runs[sizes[0]], strict=True)
             ),
             statistics.median(fairness for _, fairness in mine),
         )
@@ -83,28 +83,38 @@ async def _ask(ring: Ring, number: int, tokens: int) -> tuple[list[int], float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.sessions", description=__doc__)
+    parser = parser_of("sessions", __doc__)
     parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rtt", type=float, default=100, help="milliseconds")
     parser.add_argument("--mbit", type=float, default=1000, help="Mbit/s")
-    parser.add_argument("--sessions", default="1,2,4,8", help="at once, the first is compared with")
+    parser.add_argument(
+        "--sessions",
+        default=(1, 2, 4, 8, 16),
+        type=counts,
+        help="at once, the first is compared with",
+    )
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    report = Report(options, threads=1)
     with random_model(options.model, torch.bfloat16) as folder:
         rows = asyncio.run(measure(open_folder(options.model, folder), options))
-    if options.json:
-        print(json.dumps({"model": options.model, "rows": [asdict(row) for row in rows]}))
-        return 0
+    about = {name: getattr(options, name) for name in ("model", "nodes", "rtt", "mbit", "tokens")}
+    report.say(f"{options.model}, a ring of {options.nodes}, round trips of {options.rtt:g} ms")
+    report.say(lay_out(rows))
+    report.write(rows, **about)
+    return 0
+
+
+def lay_out(rows: Sequence[Row]) -> str:
+    """Lay out the rows for a terminal."""
     line = "{:>8} {:>10} {:>10} {:>10}".format
-    print(f"{options.model}, a ring of {options.nodes}, round trips of {options.rtt:g} ms")
-    print(line("sessions", "tokens/s", "against 1", "fairness"))
+    lines = [line("sessions", "tokens/s", "against 1", "fairness")]
     for row in rows:
         rate, ratio = f"{row.tokens_per_second:.1f}", f"{row.ratio:.2f}x"
-        print(line(row.sessions, rate, ratio, f"{row.fairness:.2f}"))
-    return 0
+        lines.append(line(row.sessions, rate, ratio, f"{row.fairness:.2f}"))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,13 @@ busy machine slows all of them: compare the ratios, each the median of those of 
 command fails when a row misses what `TARGETS` asks of it.
 """
 
-import argparse
 import asyncio
-import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Protocol, Self
 
@@ -31,6 +26,7 @@ from meshllm.protocol.identity import NodeKey
 from meshllm.protocol.ticket import TicketProof
 from meshllm.transport.contract import Buffer, Link
 from meshllm.transport.registry import Registry
+from tests.bench.report import Report, parser_of
 
 ROUNDS = 10
 TRIPS = {4 * 1024: 100, 64 * 1024: 50, 4 * 1024 * 1024: 4}
@@ -290,20 +286,17 @@ def missed(rows: list[Row]) -> list[str]:
 
 def main() -> None:
     installed = [n + end for n in Registry.discover().names() for end in ("", SECURE)]
-    parser = argparse.ArgumentParser(description="How fast messages go round and through.")
+    parser = parser_of("transports", "How fast messages go round and through.")
     parser.add_argument("--transport", action="append", choices=installed, metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    report = Report(arguments)
 
     openers: dict[str, Opener] = {BASELINE: open_tcp}
     openers |= {name: partial(open_link, name) for name in arguments.transport or installed}
     rows = asyncio.run(measure_all(openers))
 
-    print(table(rows))
-    if arguments.json:
-        machine = {"python": platform.python_version(), "system": platform.platform()}
-        report = {**machine, "cores": os.cpu_count(), "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    report.say(table(rows))
+    report.write(rows)
     if failures := missed(rows):
         sys.exit("\n".join(failures))
 

@@ -1,0 +1,163 @@
+"""Who runs a model for the table of engines; knows nothing about times.
+
+Transformers runs it in a loop as ``generate`` has it; one shard, for each way to hold the weights,
+as a node does; and two shards as ``exact`` nodes do, whose logits are to be those of transformers.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from meshllm.model.parity import divide
+from meshllm.model.quant import quantise
+from meshllm.model.runner import Runner
+from meshllm.model.shard import Shard
+from meshllm.model.skeleton import quiet
+from meshllm.model.source import Source, open_folder
+from meshllm.names import Quant, Span
+from meshllm.protocol.lookahead import STEPS
+from meshllm.testing.table1 import TRANSFORMERS
+
+CONTEXT = 128  # tokens of each session before the first one that is decoded
+
+Forward = Callable[[Tensor], Tensor]
+"""From token ids [B, T] to the logits [B, 1, V] behind the last of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a step is."""
+
+    kind: Literal["prefill", "decode"]
+    rows: int
+    """Tokens of one prompt, or one token of each of so many sessions."""
+
+    @property
+    def name(self) -> str:
+        """Name it as in the table."""
+        return f"{self.kind} {self.rows}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the token ids [B, T]."""
+        return (1, self.rows) if self.kind == "prefill" else (self.rows, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Somebody who runs the model."""
+
+    name: str
+    bytes: int
+    """That a step reads: every matrix, but no look-up table."""
+    begin: Callable[[Task], Forward]
+    """Make sessions ready for the steps of a task; a prefill begins a session each time."""
+    exact: tuple[str, ...] = ()
+    """Kinds of tasks at which each bit must be that of transformers."""
+    is_single: bool = False
+    """Whether it is not asked to run several sessions."""
+
+    def takes(self, task: Task) -> bool:
+        """Whether it runs steps of this kind."""
+        return task.shape[0] == 1 or not self.is_single
+
+
+def line_up(folder: Path, quants: Sequence[Quant], told: Callable[[str], None]) -> list[Contestant]:
+    """Load the model once for each contestant, transformers first."""
+    source = open_folder(folder.name, folder)
+    told(f"{TRANSFORMERS} loads")
+    contestants = [_stock(source)]
+    for quant in quants:
+        told(f"{quant} loads")
+        contestants.append(_node(source, quant, contestants[0].bytes))
+    told("two shards load")
+    return [*contestants, _exact(source, contestants[0].bytes)]
+
+
+def _stock(source: Source) -> Contestant:
+    """Run the stock model with the arguments that ``generate`` gives it."""
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto").eval()
+
+    def begin(task: Task) -> Forward:
+        cache = DynamicCache(config=model.config)
+
+        def forward(ids: Tensor) -> Tensor:
+            (texts, count), start = ids.shape, cache.get_seq_length()
+            logits: Tensor = model(
+                input_ids=ids,
+                attention_mask=torch.ones(texts, start + count, dtype=torch.int64),
+                position_ids=torch.arange(start, start + count).expand(texts, count),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1 if start == 0 else 0,
+            ).logits
+            return logits
+
+        if task.kind == "decode":
+            forward(_context())
+            cache.batch_repeat_interleave(task.rows)
+        return forward
+
+    return Contestant(TRANSFORMERS, _matrix_bytes(model), begin)
+
+
+def _node(source: Source, quant: Quant, size: int) -> Contestant:
+    """Run one shard as a node does that is alone: prompts whole, sessions together."""
+    plain = quant is Quant.NONE
+    shard = Shard.load(source, _all(source), embed=True, head=True, packed=plain)
+    report = quantise(shard.model, quant)
+    runner = Runner(shard, STEPS)
+
+    def begin(task: Task) -> Forward:
+        cache = runner.new_cache()
+        if task.kind == "prefill":
+            return lambda ids: runner.prefill(ids, cache, 1)
+        runner.prefill(_context(), cache, 1)
+        caches = [cache, *(copy.deepcopy(cache) for _ in range(1, task.rows))]
+        return lambda ids: torch.cat(runner.step_many(torch.split(ids, 1), caches))
+
+    exact = ("prefill",) if plain else ()
+    return Contestant(quant, size - report.plain_bytes + report.bytes, begin, exact)
+
+
+def _exact(source: Source, size: int) -> Contestant:
+    """Run two shards one after the other, each token as transformers does."""
+    shards = [
+        Shard.load(source, part.span, embed=part.embed, head=part.head)
+        for part in divide(source.config.num_hidden_layers, 2)
+    ]
+
+    def begin(task: Task) -> Forward:
+        caches = [shard.new_cache() for shard in shards]
+
+        def forward(ids: Tensor) -> Tensor:
+            for shard, cache in zip(shards, caches, strict=True):
+                ids = shard.forward(ids, cache, rows=1 if shard.head else None)
+            return ids
+
+        if task.kind == "decode":
+            forward(_context())
+        return forward
+
+    return Contestant("two shards, exact", size, begin, ("prefill", "decode"), is_single=True)
+
+
+def _all(source: Source) -> Span:
+    return Span(0, source.config.num_hidden_layers)
+
+
+def _context() -> Tensor:
+    """Make token ids [1, T] that come before what is decoded."""
+    return torch.tensor([[(7 * place + 3) % 500 for place in range(CONTEXT)]])
+
+
+def _matrix_bytes(model: nn.Module) -> int:
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return sum(linear.weight.nbytes for linear in linears)

@@ -1,0 +1,20 @@
+"""What stands beside figures: the machine and the versions that they are of; measures nothing."""
+
+import os
+import platform
+from importlib.metadata import version
+
+import torch
+
+_PACKAGES = ("meshllm", "torch", "transformers")
+
+
+def machine(threads: int | None = None) -> dict[str, str | int | None]:
+    """Describe this machine, on which torch used so many ``threads``, or as many as it wants."""
+    return {
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads or torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in _PACKAGES},
+    }

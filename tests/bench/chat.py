@@ -1,0 +1,138 @@
+"""What a turn of a chat costs: ``python -m tests.bench.chat [--nodes 1,2] [--turns 10]``.
+
+Every turn adds so many tokens behind the answer before it. One ring keeps what it has computed, one
+keeps nothing; in each round both hold the same chat, and a prompt that nobody has seen, as long as
+one turn, is asked of both. The bar: the last turn takes at most 1.2 times as long as that prompt.
+All ranks of a ring run in this process, one thread computes.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from meshllm.model.source import Source, open_folder
+from meshllm.node.gauge import Measured
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.session import Ended, Order, Token
+from meshllm.request import Sampling
+from meshllm.testing.table1 import DIMENSIONS, random_model
+from tests.bench.report import Report, counts, parser_of
+
+TOKENS = 8
+"""Of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One turn on one ring; medians over the rounds, in milliseconds to the first token."""
+
+    nodes: int
+    turn: int
+    prompt_tokens: int
+    cached_tokens: int
+    kept_ms: float
+    plain_ms: float
+    """In the ring that keeps nothing."""
+    fresh_ms: float
+    """Of a prompt as long as a turn, behind nothing."""
+    speedup: float
+    """Plain by kept."""
+    of_fresh: float
+    """Kept by fresh."""
+
+
+async def measure(source: Source, nodes: int, options: argparse.Namespace) -> list[Row]:
+    """Hold the same chat with both rings by turns."""
+    random = Random(0)
+    figures: dict[int, list[tuple[float, float, float]]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    async with AsyncExitStack() as stack:
+        kept, plain = [
+            await stack.enter_async_context(
+                open_ring(
+                    source,
+                    RingOptions(nodes=nodes, threads=1, drafting=None, prefix_bytes=budget),
+                )
+            )
+            for budget in (None, 0)
+        ]
+        for _ in range(options.rounds):
+            text: list[int] = []
+            for turn in range(1, options.turns + 1):
+                text += _draw(random, options.tokens)
+                fresh, _ = await _ask(plain, _draw(random, options.tokens))
+                slow, _ = await _ask(plain, text)
+                fast, answer = await _ask(kept, text)
+                figures.setdefault(turn, []).append((fast.ttft_s, slow.ttft_s, fresh.ttft_s))
+                sizes[turn] = len(text), fast.reused
+                text += answer
+    return [_row(nodes, turn, *sizes[turn], mine) for turn, mine in figures.items()]
+
+
+def _row(
+    nodes: int, turn: int, prompt: int, cached: int, figures: Sequence[tuple[float, float, float]]
+) -> Row:
+    fast, slow, fresh = (statistics.median(each) * 1e3 for each in zip(*figures, strict=True))
+    speedup = statistics.median(slow / fast for fast, slow, _ in figures)
+    of_fresh = statistics.median(fast / fresh for fast, _, fresh in figures)
+    return Row(nodes, turn, prompt, cached, fast, slow, fresh, speedup, of_fresh)
+
+
+def _draw(random: Random, count: int) -> list[int]:
+    return [random.randrange(3, 500) for _ in range(count)]
+
+
+async def _ask(ring: Ring, prompt: Sequence[int]) -> tuple[Measured, list[int]]:
+    order = Order(tuple(prompt), Sampling(), TOKENS, is_last=lambda _: False)
+    text: list[int] = []
+    async with aclosing(ring.entry.generate(order)) as outputs:
+        async for output in outputs:
+            if isinstance(output, Token):
+                text.append(output.id)
+            elif isinstance(output, Ended):
+                return output.measured, text
+    raise AssertionError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = parser_of("chat", __doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
+    parser.add_argument("--nodes", type=counts, default=(1, 2), help="rings, with commas")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=64, help="that a turn adds")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(arguments)
+    report = Report(options, threads=1)
+    rows: list[Row] = []
+    with random_model(options.model, torch.bfloat16) as folder:
+        source = open_folder(options.model, folder)
+        for nodes in options.nodes:
+            rows += asyncio.run(measure(source, nodes, options))
+    report.say(f"{options.model}, {options.tokens} tokens a turn; milliseconds to the first token")
+    report.say(lay_out(rows))
+    report.write(rows, model=options.model, tokens=options.tokens)
+    return 0
+
+
+def lay_out(rows: Sequence[Row]) -> str:
+    """Lay out the rows for a terminal."""
+    line = "{:>5} {:>5} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9}".format
+    names = "nodes", "turn", "prompt", "cached", "kept", "plain", "fresh", "speed-up", "of fresh"
+    lines = [line(*names)]
+    for row in rows:
+        counted = row.nodes, row.turn, row.prompt_tokens, row.cached_tokens
+        times = (f"{each:.0f}" for each in (row.kept_ms, row.plain_ms, row.fresh_ms))
+        lines.append(line(*counted, *times, f"{row.speedup:.1f}x", f"{row.of_fresh:.2f}x"))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

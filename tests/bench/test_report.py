@@ -1,0 +1,50 @@
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.bench.report import Report, counts, parser_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    ms: float
+
+
+def _report(words: list[str]) -> Report:
+    parser = parser_of("it", "What it does.")
+    parser.add_argument("--threads", type=int)
+    report = Report(parser.parse_args(words))
+    report.say("a table")
+    report.write([_Row("one", 1.5)], model="tiny")
+    return report
+
+
+def test_a_table_alone_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    _report([])
+
+    assert capsys.readouterr().out == "a table\n"
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--json", "-"]])
+def test_json_has_stdout_for_itself(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    _report([*words, "--threads", "3"])
+
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["model"], facts["rows"]) == ("tiny", [{"name": "one", "ms": 1.5}])
+    assert facts["machine"]["threads"] == 3
+
+
+def test_a_file_gets_json_beside_the_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _report(["--json", str(tmp_path / "rows.json")])
+
+    assert capsys.readouterr().out == "a table\n"
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"][0]["ms"] == 1.5
+
+
+def test_counts_are_read_from_words() -> None:
+    assert counts("1,2,16") == (1, 2, 16)

@@ -1,0 +1,180 @@
+"""How soon a ring says the first token of an answer to a long prompt.
+
+``python -m tests.bench.ttft [--model NAME] [--nodes N] [--prompts 128,256,512,1024,2048]
+[--rtt MS] [--mbit RATE] [--wire exact,int8]``
+
+All ranks run in this process, each on a thread of its own that uses one core. Each prompt goes
+round the ring by turns in one piece and in the chunks that are best by what a layer takes here; no
+two prompts begin alike. Ratios are medians over rounds of ratios inside a round.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+
+from meshllm.model.capacity import shape_of
+from meshllm.model.source import Source, open_folder
+from meshllm.model.speed import measure_speed
+from meshllm.model.wire8 import packed_size
+from meshllm.names import WireMode
+from meshllm.node.assembly import plan_shape
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.protocol.chunking import RingTimes, ring_times
+from meshllm.protocol.entry import Pace
+from meshllm.protocol.plan import Links, Offer, Wire
+from meshllm.request import Sampling
+from meshllm.testing.table1 import DIMENSIONS, random_model
+from meshllm_loopback import LoopbackTransport, Shape
+
+PLACES = 400  # of the first tokens, which tell prompts apart; there are so many in each vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Prompts of one length on one kind of wire; times in milliseconds, medians."""
+
+    tokens: int
+    wire: str
+    whole_ms: float
+    chunk: int
+    """Rows of the best chunks."""
+    chunked_ms: float
+    predicted_ms: float
+    """Of the prompt in chunks."""
+    ratio: float
+    """Of the whole prompt against that in chunks."""
+    gain: float
+    """Of the prompt in chunks on the first wire against that on this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A ring on one kind of wire, and what it takes for a layer here."""
+
+    wire: WireMode
+    ring: Ring
+    times: RingTimes
+
+    async def first_token_s(self, pace: Pace, tokens: int, number: int) -> float:
+        """Ask for the token behind a prompt that no other number has."""
+        self.ring.entry.pace = lambda *_: pace
+        rest = ((7 * place + 3) % 500 for place in range(tokens - 2))
+        prompt = number % PLACES, number // PLACES, *rest
+        begin = perf_counter()
+        async for _ in self.ring.tokens(prompt, Sampling(), 1):
+            return perf_counter() - begin
+        raise AssertionError
+
+
+async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
+    """Ask by turns for the first token behind each prompt, whole and in chunks, on each wire."""
+    way = Wire(options.rtt / 2e3, options.mbit * 1e6 / 8)
+    wires = [WireMode(name) for name in options.wire.split(",")]
+    prompts = [int(tokens) for tokens in options.prompts.split(",")]
+    numbers, rows = count(), list[Row]()
+    async with AsyncExitStack() as stack:
+        rings = [await _open(stack, source, wire, way, options.nodes) for wire in wires]
+        for ring in rings:  # kernels are tried
+            await ring.first_token_s(Pace(), min(prompts), next(numbers))
+        for tokens in prompts:
+            runs = [
+                (ring, pace, list[float]())
+                for ring in rings
+                for pace in (Pace(chunk=tokens, window=1), ring.times.best_pace(tokens))
+            ]
+            for round_ in range(options.rounds):
+                for ring, pace, run in runs if round_ % 2 else reversed(runs):
+                    run.append(await ring.first_token_s(pace, tokens, next(numbers)))
+            rows += _reduce(tokens, rings, [run for _, _, run in runs])
+            if not options.json:
+                _print(rows[-len(rings) :], is_first=len(rows) == len(rings))
+    return rows
+
+
+async def _open(
+    stack: AsyncExitStack, source: Source, wire: WireMode, way: Wire, nodes: int
+) -> Contestant:
+    """Form a ring, and measure what a layer takes on its first rank."""
+    transport = LoopbackTransport(Shape(way.latency_s, bytes_per_s=way.bytes_per_s))
+    options = RingOptions(
+        nodes=nodes, threads=1, own_threads=True, drafting=None, wire=wire, prefix_bytes=0
+    )
+    ring = await stack.enter_async_context(open_ring(source, options, transport))
+    folder = Path(stack.enter_context(TemporaryDirectory()))  # nothing is remembered there
+    speed = await ring.worker.run(measure_speed, source, torch.bfloat16, folder)
+    offers = [Offer(stage.node, 0, speed.layer_s, speed.head_s) for stage in ring.plan.stages]
+    shape = plan_shape(shape_of(source))
+    times = ring_times(ring.plan, offers, Links({}, way), shape)
+    if wire is WireMode.INT8:
+        times = replace(times, row_bytes=packed_size((shape.hidden_size,)))
+    return Contestant(wire, ring, times)
+
+
+def _reduce(tokens: int, rings: Sequence[Contestant], runs: Sequence[list[float]]) -> list[Row]:
+    """Take the runs of each ring, whole and in chunks in turns."""
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    paces = [ring.times.best_pace(tokens) for ring in rings]
+    return [
+        Row(
+            tokens=tokens,
+            wire=str(ring.wire),
+            whole_ms=statistics.median(whole) * 1e3,
+            chunk=pace.chunk,
+            chunked_ms=statistics.median(chunked) * 1e3,
+            predicted_ms=ring.times.first_token_s(tokens, pace) * 1e3,
+            ratio=_ratio(whole, chunked),
+            gain=_ratio(runs[1], chunked),
+        )
+        for ring, pace, (whole, chunked) in zip(rings, paces, pairs, strict=True)
+    ]
+
+
+def _ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def _print(rows: Sequence[Row], *, is_first: bool) -> None:
+    line = "{:>7} {:>6} {:>9} {:>6} {:>11} {:>13} {:>7} {:>11}".format
+    if is_first:
+        names = "whole ms", "chunk", "chunked ms", "predicted ms", "ratio", "wire ratio"
+        print(line("tokens", "wire", *names))
+    for row in rows:
+        times = f"{row.chunked_ms:.0f}", f"{row.predicted_ms:.0f}"
+        ratios = f"{row.ratio:.2f}x", f"{row.gain:.2f}x"
+        print(line(row.tokens, row.wire, f"{row.whole_ms:.0f}", row.chunk, *times, *ratios))
+        sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.ttft", description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--prompts", default="128,256,512,1024,2048", help="tokens of each")
+    parser.add_argument("--rtt", type=float, default=0, help="round trip in milliseconds")
+    parser.add_argument("--mbit", type=float, default=inf, help="rate in Mbit/s")
+    parser.add_argument("--wire", default="exact", help="kinds, the first is compared with")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    with random_model(options.model, torch.bfloat16) as folder:
+        rows = asyncio.run(measure(open_folder(options.model, folder), options))
+    if options.json:
+        print(json.dumps({"model": options.model, "rows": [asdict(row) for row in rows]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`bench`: parse, call one function, render."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshllm.names import Quant
+from meshllm.testing import engine_table, table1
+from tests.cli.conftest import Invoke
+
+RINGS = [
+    table1.Row("transformers", 0, Quant.NONE, 100.0, 20.0, 50.0, 1.0, 0.5, 1.0, 0.0),
+    table1.Row("ring of 1", 1, Quant.NONE, 50.0, 10.0, 100.0, 2.0, 1.0, 0.5, 2.5),
+]
+STEPS = (
+    engine_table.Row("prefill 32", "none", 1191.7, 100.0, 90.0, 320.0, 1.25, None, True),
+    engine_table.Row("decode 1", "int8", 600.0, 40.0, 30.0, 25.0, 2.0, 0.45, None),
+)
+EVERY = tuple(Quant)
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> list[table1.Case]:
+    """What was measured of rings; the figures are always the same."""
+    cases: list[table1.Case] = []
+
+    def measure(case: table1.Case, _: object) -> list[table1.Row]:
+        cases.append(case)
+        return RINGS
+
+    monkeypatch.setattr(table1, "measure", measure)
+    return cases
+
+
+@pytest.fixture
+def steps() -> list[engine_table.Row]:
+    """What comes out of an engine; to be changed before it is measured."""
+    return list(STEPS)
+
+
+@pytest.fixture
+def engines(
+    monkeypatch: pytest.MonkeyPatch, steps: list[engine_table.Row]
+) -> list[engine_table.Case]:
+    """What was measured of engines."""
+    cases: list[engine_table.Case] = []
+
+    def measure(case: engine_table.Case, _: object) -> engine_table.Table:
+        cases.append(case)
+        return engine_table.Table(32.5, tuple(steps))
+
+    monkeypatch.setattr(engine_table, "measure", measure)
+    return cases
+
+
+def test_rings_are_measured_as_asked(meshllm: Invoke, cases: list[table1.Case]) -> None:
+    words = "--model tiny --nodes 3,1,1 --prompt-tokens 8 --new-tokens 4 --rounds 2 --threads 1"
+
+    text = meshllm("bench", *words.split()).stdout
+
+    assert cases == [table1.Case("tiny", (1, 3), 8, 4, 2, 1)]
+    assert text.splitlines()[2].split() == [
+        "ring", "of", "1", "50.00", "10.00", "100.00", "2.00", "1.00", "0.50", "2.50",
+    ]  # fmt: skip
+
+
+def test_rings_hold_their_weights_in_several_ways(
+    meshllm: Invoke, cases: list[table1.Case]
+) -> None:
+    meshllm("bench", "--processes", "--quant", "int8,none,int8")
+
+    (case,) = cases
+    assert (case.quants, case.processes) == ((Quant.NONE, Quant.INT8), True)
+
+
+def test_an_engine_is_measured_as_asked(
+    meshllm: Invoke, engines: list[engine_table.Case], cases: list[table1.Case]
+) -> None:
+    words = "--engine --model tiny --quant int4 --rounds 2 --threads 1"
+
+    text = meshllm("bench", *words.split()).stdout
+    meshllm("bench", "--engine")
+
+    assert engines == [
+        engine_table.Case("tiny", (Quant.INT4,), 2, 1),
+        engine_table.Case("qwen3-0.6b", EVERY, 3, None),
+    ]
+    assert cases == []
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["prefill", "32", "none", "1192", "100.00", "90.00", "320.00", "1.25", "-", "same"],
+        ["decode", "1", "int8", "600", "40.00", "30.00", "25.00", "2.00", "0.45", "-"],
+        ["memory", "32.5", "GB/s"],
+    ]
+
+
+@pytest.mark.usefixtures("engines")
+def test_other_logits_than_those_of_transformers_fail(
+    meshllm: Invoke, steps: list[engine_table.Row]
+) -> None:
+    steps[0] = replace(steps[0], same=False)
+
+    result = meshllm("bench", "--engine")
+
+    assert "OTHER" in result.stdout
+    assert result.exit_code == 1
+    assert "Other logits than those of transformers: `none` at prefill 32" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["--nodes 2", "--prompt-tokens 8", "--new-tokens 8", "--processes"]
+)
+def test_an_engine_has_no_rings(
+    meshllm: Invoke, engines: list[engine_table.Case], words: str
+) -> None:
+    result = meshllm("bench", "--engine", *words.split())
+
+    assert (result.exit_code, engines) == (2, [])
+    assert result.stderr.startswith(f"error: `{words.split(maxsplit=1)[0]}` is of rings")
+
+
+@pytest.mark.usefixtures("cases", "engines")
+@pytest.mark.parametrize(
+    ("kind", "figure"), [([], ("decode_ratio", 2.0)), (["--engine"], ("fraction", 0.45))]
+)
+def test_json_goes_to_stdout_or_a_file(
+    meshllm: Invoke, home: Path, kind: list[str], figure: tuple[str, float]
+) -> None:
+    to_stdout = meshllm("bench", *kind, "--threads", "3", "--json", "-").stdout
+    to_file = meshllm("bench", *kind, "--threads", "3", "--json", "table.json").stdout
+
+    table = json.loads(to_stdout)
+    assert (table["schema"], table["model"], table["rounds"]) == (1, "qwen3-0.6b", 3)
+    assert table["rows"][1][figure[0]] == figure[1]
+    assert table["machine"]["cores"] >= 1
+    assert table["machine"]["threads"] == 3
+    assert json.loads((home / "table.json").read_text()) == table
+    assert "none" in to_file or "ring of 1" in to_file
+
+
+@pytest.mark.usefixtures("cases")
+def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
+    result = meshllm("bench", "--json", "no/such/folder.json")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `no/such/folder.json` cannot be written")
+
+
+@pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1"])
+def test_what_is_no_list_of_sizes_is_refused(
+    meshllm: Invoke, cases: list[table1.Case], nodes: str
+) -> None:
+    result = meshllm("bench", "--nodes", nodes)
+
+    assert (result.exit_code, cases) == (2, [])
+
+
+@pytest.mark.parametrize("quant", ["int9", "none,", "none;int8"])
+def test_unknown_ways_to_hold_weights_are_refused(
+    meshllm: Invoke, cases: list[table1.Case], quant: str
+) -> None:
+    result = meshllm("bench", "--quant", quant)
+
+    assert (result.exit_code, cases) == (2, [])
+    assert "is no way to hold weights" in result.stderr

@@ -1,0 +1,79 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.names import Quant
+from meshllm.testing import engine_table
+from meshllm.testing.engine_table import Case, Rounds, measure, summarise, take_turns
+from meshllm.testing.engines import Contestant, Forward, Task
+
+PREFILL, DECODE = Task("prefill", 8), Task("decode", 2)
+TASKS = (PREFILL, Task("decode", 1), DECODE)
+
+
+def test_every_contestant_does_every_task_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_table, "TASKS", TASKS)
+    threads, told = torch.get_num_threads(), list[str]()
+
+    table = measure(Case("tiny", tuple(Quant), rounds=1, threads=1), told.append)
+
+    by_task = {task.name: [r for r in table.rows if r.task == task.name] for task in TASKS}
+    many = ["transformers", "none", "int8", "int4"]
+    assert [row.name for row in by_task["prefill 8"]] == [*many, "two shards, exact"]
+    assert [row.name for row in by_task["decode 1"]] == [*many, "two shards, exact"]
+    assert [row.name for row in by_task["decode 2"]] == many
+    assert all(row.ms >= row.best_ms > 0 for row in table.rows)
+    assert torch.get_num_threads() == threads
+    assert told[-1] == "decode 2, round 4 of 4"
+
+
+def test_quantised_weights_are_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_table, "TASKS", (PREFILL,))
+
+    table = measure(Case("tiny", (Quant.NONE, Quant.INT8), rounds=1, threads=1), lambda _: None)
+
+    stock, none, int8, two = (row.megabytes for row in table.rows)
+    assert stock == none == two
+    assert int8 < 0.7 * none
+
+
+def test_what_gives_other_logits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_table, "PROBE_BYTES", 8)
+    kinds = ("prefill", "decode")
+    contestants = [
+        Contestant("transformers", 1, _giving(lambda ids: ids.float())),
+        Contestant("same", 1, _giving(lambda ids: ids.float()), kinds),
+        Contestant("other", 1, _giving(lambda ids: ids.float() + 1e-3), kinds),
+        Contestant("free", 1, _giving(lambda ids: ids.float() + 1)),
+    ]
+
+    rounds = take_turns(contestants, DECODE, 2, lambda _: None)
+
+    assert rounds.same == {"same": True, "other": False}
+
+
+def test_rows_are_medians_of_pairs() -> None:
+    contestants = [
+        Contestant("transformers", 10**9, _giving(Tensor.float)),
+        Contestant("none", 10**9, _giving(Tensor.float), ("prefill",)),
+    ]
+    ms = {"transformers": [100.0, 400.0, 200.0], "none": [50.0, 100.0, 200.0]}
+
+    _, one = summarise(contestants, DECODE, Rounds(ms, {}, [20.0, 20.0, 10.0]))
+
+    assert (one.ms, one.best_ms, one.tokens_per_second) == (100.0, 50.0, 20.0)
+    assert (one.ratio, one.fraction, one.same) == (2.0, 0.5, None)
+
+
+def test_a_prompt_has_no_limit_by_memory() -> None:
+    contestants = [Contestant("transformers", 1, _giving(Tensor.float))]
+
+    (row,) = summarise(contestants, PREFILL, Rounds({"transformers": [1.0]}, {}, [1.0]))
+
+    assert (row.task, row.tokens_per_second, row.fraction) == ("prefill 8", 8000.0, None)
+
+
+def _giving(logits: Callable[[Tensor], Tensor]) -> Callable[[Task], Forward]:
+    return lambda _: logits
