@@ -20,6 +20,7 @@ from torch.nn import functional
 BLOCK = 1024  # keys
 _LENGTHS = (*range(1, 36), 200, BLOCK - 10, BLOCK + 1, 2 * BLOCK - 10)
 """Keys with which they are tried: few, odd, over the edge of a block within the rows."""
+SCORE_BYTES = 2 << 20  # of the scores that are made at a time
 _LANES = 16  # values that a processor adds at once; of a part of them the order is another
 
 
@@ -62,6 +63,35 @@ class RowAttention:
                 for keys in _LENGTHS
             )
         return self._may_share[kind]
+
+
+def attend_chunk(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Attend with many rows at the end of a text, as `RowAttention.attend`, each as it comes.
+
+    The fused kernel of torch takes twice as long where keys stand before the rows: it does not
+    skip what is hidden, and stock code copies keys for every head. Here some rows at a time see
+    what they see, as many as leave their scores in the processor's cache.
+    """
+    heads, rows, width = query.shape[1:]
+    groups, keys = key.shape[1:3]
+    each, past = heads // groups, keys - rows
+    mixed = query.new_empty(1, rows, heads, value.shape[3])
+    most = max(1, SCORE_BYTES // (4 * heads * keys))
+    for at in range(0, rows, most):
+        count = min(most, rows - at)
+        stop = past + at + count
+        start = max(0, stop - count - window + 1) if window else 0
+        asked = query[:, :, at : at + count].reshape(groups, each * count, width).transpose(1, 2)
+        scores = torch.matmul(key[0, :, start:stop], asked).transpose(1, 2).float()
+        scores = scores.mul_(scale).view(groups, each, count, stop - start)
+        ahead = torch.arange(stop - start) - torch.arange(count)[:, None] - (past + at - start)
+        hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+        shares = scores.masked_fill_(hidden, -torch.inf).softmax(-1).to(value.dtype)
+        part = torch.matmul(shares.view(groups, each * count, -1), value[0, :, start:stop])
+        mixed[0, at : at + count] = part.view(heads, count, -1).transpose(0, 1)
+    return mixed
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -82,3 +82,18 @@ def test_where_a_kernel_minds_company_rows_go_one_by_one() -> None:
         alone = rowwise.attend(query[:, :, 4:], key, value, 0.25)
 
     assert torch.equal(together[:, 4:], alone)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40, 500])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (33, 33), (20, 90), (65, 300)])
+@pytest.mark.parametrize("room", [1 << 12, 1 << 15, 2 << 20])
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_chunk_is_attention_whatever_is_made_at_a_time(
+    heads: Heads, room: int, rows: int, keys: int, window: int | None
+) -> None:
+    query, key, value = drawn(heads, rows, keys, torch.float32)
+
+    with patch.object(attention, "SCORE_BYTES", room):
+        mixed = attention.attend_chunk(query, key, value, heads[2] ** -0.5, window)
+
+    assert torch.allclose(mixed, reference(query, key, value, window), atol=1e-5)
