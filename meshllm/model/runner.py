@@ -176,7 +176,7 @@ class Runner:
             both = self._bundled([rows[:, :2], rows[:, :_TRIED]], [filled(), filled()])
             stock = self.shard.forward(rows, filled())
             behind = filled() if self.shard.device == CPU else None
-            chunk = self._chunk(rows, behind) if behind else stock
+            chunk = self._chunk(rows, behind) if behind is not None else stock
         except Exception as reason:  # foreign code meets what it was not made for
             logger.info("one row at a time: %s: %s", type(reason).__name__, reason)
             return False

@@ -24,8 +24,8 @@ from meshllm.node.session import Ends as HeldEnds
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.entry import Pace
 from meshllm.protocol.lookahead import STEPS
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Ends, Plan
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.transport.contract import MAX_MESSAGE_BYTES

@@ -27,12 +27,12 @@ from meshllm.protocol.entry import (
     Closed,
     Embed,
     Entry,
-    Pace,
     Pick,
     Task,
 )
 from meshllm.protocol.lookahead import StepTimes
 from meshllm.protocol.messages import Data, Flags, Forward, SessionMessage, Tally
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import shelf_for
 from meshllm.request import FinishReason
 
@@ -209,7 +209,7 @@ class EntryNode:
         machine, base, cache = generation.machine, generation.base, generation.cache
         if base and machine.reused < base.length:
             self._prefixes.forget(base.session)
-        if machine.kept and cache:
+        if machine.kept and cache is not None:
             prompt = generation.prompt_tokens
             self._prefixes.keep(session, machine.kept, prompt, cache, self._now())
 

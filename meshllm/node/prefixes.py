@@ -13,8 +13,7 @@ from torch import Tensor
 from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
 from meshllm.names import SessionId
-from meshllm.protocol.entry import Base
-from meshllm.protocol.shelf import Shelf
+from meshllm.protocol.shelf import Base, Shelf
 
 MIN_SHARED = 16
 """Tokens; every chat of a model begins with a few of the same."""

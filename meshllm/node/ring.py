@@ -35,8 +35,8 @@ from meshllm.node.stage import StageNode
 from meshllm.node.worker import Worker, calibrate, compute_thread
 from meshllm.protocol.chunking import usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.entry import Pace
 from meshllm.protocol.lookahead import STEPS
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Ends, Plan
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.request import Event, Request, Sampling

@@ -22,9 +22,9 @@ from meshllm.node.peers import Neighbours, Peer
 from meshllm.node.stage import StageNode
 from meshllm.protocol.chunking import RingTimes
 from meshllm.protocol.codec import decode, encode
-from meshllm.protocol.entry import Pace
 from meshllm.protocol.link import SILENCE, Link, Send
 from meshllm.protocol.messages import Hello
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.shelf import shelf_for
 from meshllm.protocol.stage import Stage

@@ -8,7 +8,7 @@ from typing import Any, assert_never
 
 from torch import Tensor
 
-from meshllm.errors import MeshError
+from meshllm.errors import MeshError, ModelError
 from meshllm.model.cache import SpanCache
 from meshllm.model.runner import Runner
 from meshllm.names import SessionId, WireMode
@@ -123,12 +123,14 @@ class StageNode:
         """Take or copy what was kept; the first rows find out where there is nothing."""
         cache = self._kept.pop(job.base, None) if job.whole else self._kept.get(job.base)
         try:
-            if cache and not job.whole:
+            if cache is not None and not job.whole:
                 cache = cache.branch(job.length)
-        except Exception as error:  # no memory, or an entry that knows no windows
+        except (ModelError, RuntimeError) as error:  # an entry that knows no windows; no memory
             logger.info("nothing to go on from: %s", error)
+        except Exception:  # the supervisor: a bug costs its session time, and the others nothing
+            logger.exception("a cache was not copied")
         else:
-            if cache:
+            if cache is not None:
                 self._held[job.session] = _Held(self._outgoing.lane(job.session), cache)
 
     def _prefill(self, job: Compute, watch: Stopwatch) -> Blob | None:

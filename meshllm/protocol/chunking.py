@@ -18,8 +18,8 @@ from math import ceil, inf, sqrt
 from meshllm.errors import UserError
 from meshllm.names import DIGEST_BYTES, SESSION_ID_BYTES, Digest, SessionId, Span
 from meshllm.protocol.codec import MAX_ROWS, size
-from meshllm.protocol.entry import Pace
 from meshllm.protocol.messages import Blob, Data, DType, Flags
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Links, Offer, Plan, Shape, Wire
 from meshllm.protocol.stage import MAX_PENDING
 

@@ -49,7 +49,7 @@ from enum import Enum, auto
 
 from meshllm.errors import UserError
 from meshllm.names import SessionId
-from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.codec import MAX_POSITION
 from meshllm.protocol.messages import (
     Blob,
     Cancel,
@@ -64,7 +64,8 @@ from meshllm.protocol.messages import (
     SessionMessage,
     Tally,
 )
-from meshllm.protocol.stage import MAX_PENDING
+from meshllm.protocol.pace import Pace
+from meshllm.protocol.shelf import Base
 from meshllm.request import FinishReason
 
 
@@ -76,17 +77,6 @@ class State(Enum):
     DECODE = auto()
     CLOSING = auto()
     CLOSED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """What a prompt shares with a session that was kept."""
-
-    session: SessionId
-    length: int
-    """Positions; less than the prompt has, as its last token gives the row that is picked from."""
-    whole: bool
-    """Nobody else will want that session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +95,6 @@ class Task:
     """How many positions a cache can go back; None is any number. To 0 all can."""
     keep_from: int | None = None
     """Positions from which on it is worth keeping what a session leaves; None is never."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How a generation is fed to the ring."""
-
-    chunk: int = 256
-    """Rows of a prefill chunk; 128 to 256 is best on CPUs."""
-    window: int = 4
-    """Chunks in flight: one per stage keeps a ring of 4 busy."""
-    patience_s: float = 600.0
-    """Wait for a result before the first retry. Links are reliable and notice silence themselves,
-    and a busy rank may queue for minutes: this is for what neither explains."""
-    retries: int = 3
-    """Restarts without progress before the generation fails."""
-    close_s: float = 3.0
-    """Wait for Close to come back; as long as a link may be silent."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.chunk <= MAX_ROWS:
-            raise UserError(f"A chunk of {self.chunk} rows; allowed are 1 to {MAX_ROWS}")
-        if not 1 <= self.window <= MAX_PENDING:
-            raise UserError(f"A window of {self.window} chunks; allowed are 1 to {MAX_PENDING}")
 
 
 @dataclass(frozen=True, slots=True)

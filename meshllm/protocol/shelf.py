@@ -33,6 +33,17 @@ class _Item:
     used: float
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a prompt shares with a session that was kept."""
+
+    session: SessionId
+    length: int
+    """Positions; less than the prompt has, as its last token gives the row that is picked from."""
+    whole: bool
+    """Nobody else will want that session."""
+
+
 class Shelf:
     """The sessions that one rank keeps; times are seconds on the driver's clock."""
 

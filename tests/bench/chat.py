@@ -11,18 +11,16 @@ import asyncio
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random
 
 import torch
 
 from meshllm.model.source import Source, open_folder
-from meshllm.node.gauge import Measured
-from meshllm.node.ring import Ring, RingOptions, open_ring
-from meshllm.node.session import Ended, Order, Token
-from meshllm.request import Sampling
+from meshllm.node.ring import RingOptions, open_ring
 from meshllm.testing.table1 import DIMENSIONS, random_model
+from tests.bench.asking import ask
 from tests.bench.report import Report, counts, parser_of
 
 TOKENS = 8
@@ -67,9 +65,9 @@ async def measure(source: Source, nodes: int, options: argparse.Namespace) -> li
             text: list[int] = []
             for turn in range(1, options.turns + 1):
                 text += _draw(random, options.tokens)
-                fresh, _ = await _ask(plain, _draw(random, options.tokens))
-                slow, _ = await _ask(plain, text)
-                fast, answer = await _ask(kept, text)
+                _, fresh = await ask(plain, _draw(random, options.tokens), TOKENS)
+                _, slow = await ask(plain, text, TOKENS)
+                answer, fast = await ask(kept, text, TOKENS)
                 figures.setdefault(turn, []).append((fast.ttft_s, slow.ttft_s, fresh.ttft_s))
                 sizes[turn] = len(text), fast.reused
                 text += answer
@@ -87,18 +85,6 @@ def _row(
 
 def _draw(random: Random, count: int) -> list[int]:
     return [random.randrange(3, 500) for _ in range(count)]
-
-
-async def _ask(ring: Ring, prompt: Sequence[int]) -> tuple[Measured, list[int]]:
-    order = Order(tuple(prompt), Sampling(), TOKENS, is_last=lambda _: False)
-    text: list[int] = []
-    async with aclosing(ring.entry.generate(order)) as outputs:
-        async for output in outputs:
-            if isinstance(output, Token):
-                text.append(output.id)
-            elif isinstance(output, Ended):
-                return output.measured, text
-    raise AssertionError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ import asyncio
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import product
 
@@ -25,12 +24,11 @@ from meshllm.model.draft import Drafter
 from meshllm.model.source import Source, open_folder
 from meshllm.node.foresight import Speculation
 from meshllm.node.gauge import Measured
-from meshllm.node.ring import Ring, RingOptions, open_ring
-from meshllm.node.session import Ended, Order, Token
-from meshllm.request import Sampling
+from meshllm.node.ring import RingOptions, open_ring
 from meshllm.testing.oracle import Oracle
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.bench.asking import ask
 from tests.bench.report import Report, parser_of
 
 PROMPT = [(7 * i + 3) % 500 for i in range(64)]
@@ -75,7 +73,7 @@ async def measure(
     drafting = Changing()
     options = RingOptions(nodes=nodes, threads=1, drafting=drafting, prefix_bytes=0)
     async with open_ring(source, options, LoopbackTransport(shape)) as ring:
-        text, _ = await answer(ring, tokens)
+        text, _ = await ask(ring, PROMPT, tokens)
         runs: dict[float | None, list[Measured]] = {}
         learnt: dict[float | None, Speculation] = {}
         for round_ in range(rounds + 1):
@@ -85,7 +83,7 @@ async def measure(
                 if acceptance is not None:
                     drafting.oracle = Oracle(known, acceptance, seed=round_)
                 ring.entry._speculation = learnt.setdefault(acceptance, Speculation(drafting))
-                again, measured = await answer(ring, tokens)
+                again, measured = await ask(ring, PROMPT, tokens)
                 if again != text:
                     raise SystemExit(f"another text at acceptance {acceptance}")
                 if round_:  # the first one tries rows and times
@@ -108,19 +106,6 @@ async def measure(
         )
         for acceptance, mine in runs.items()
     ]
-
-
-async def answer(ring: Ring, tokens: int) -> tuple[list[int], Measured]:
-    """Let the ring write; return its tokens and where the time went."""
-    order = Order(tuple(PROMPT), Sampling(), tokens, is_last=lambda _: False)
-    text: list[int] = []
-    async with aclosing(ring.entry.generate(order)) as outputs:
-        async for output in outputs:
-            if isinstance(output, Token):
-                text.append(output.id)
-            elif isinstance(output, Ended):
-                return text, output.measured
-    raise AssertionError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from meshllm.names import WireMode
 from meshllm.node.assembly import plan_shape
 from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.protocol.chunking import RingTimes, ring_times
-from meshllm.protocol.entry import Pace
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Links, Offer, Wire
 from meshllm.request import Sampling
 from meshllm.testing.table1 import DIMENSIONS, random_model

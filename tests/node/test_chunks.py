@@ -15,7 +15,7 @@ from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import usual_pace
-from meshllm.protocol.entry import Pace
+from meshllm.protocol.pace import Pace
 from meshllm.request import Prefilled, Sampling
 from meshllm.testing.models import tiny_model
 

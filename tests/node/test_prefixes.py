@@ -255,15 +255,16 @@ async def test_a_copy_that_cannot_be_made_costs_time_but_no_text(
         assert await ask(ring, PROMPT[::-1]) == (await fresh(llama, PROMPT[::-1], 3), 0)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), TypeError("a bug")], ids=repr)
 async def test_a_rank_alone_that_cannot_copy_asks_for_all_rows(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     branch, calls = SpanCache.branch, iter((True, False))  # the entry can, the rank behind cannot
 
     def once(cache: SpanCache, length: int) -> SpanCache:
         if next(calls, False):
             return branch(cache, length)
-        raise RuntimeError("out of memory")
+        raise error
 
     other = (*PROMPT[:20], *MORE)
     async with ring_of(llama) as ring:

@@ -12,7 +12,7 @@ from meshllm.names import SessionId
 from meshllm.protocol import entry as entries
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode, size
-from meshllm.protocol.entry import Closed, Done, Embed, Entry, Failed, Pace, Pick, Task
+from meshllm.protocol.entry import Closed, Done, Embed, Entry, Failed, Pick, Task
 from meshllm.protocol.messages import (
     PROTOCOL_VERSION,
     Blob,
@@ -22,6 +22,7 @@ from meshllm.protocol.messages import (
     SessionMessage,
     Spent,
 )
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import ROUNDING, Shelf
 from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
 from tests.property.strategies import data, few_messages, messages, sessions

@@ -21,8 +21,8 @@ from meshllm.protocol.chunking import (
     usual_pace,
 )
 from meshllm.protocol.codec import MAX_ROWS, encode
-from meshllm.protocol.entry import Pace
 from meshllm.protocol.messages import Data, DType, Flags
+from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Ends, Links, Offer, Plan, Stage, Wire
 from meshllm.protocol.stage import MAX_PENDING
 from tests.protocol.nodes import A, B, apart, model, offer

@@ -10,14 +10,12 @@ from meshllm.protocol.blob import seal, session_key
 from meshllm.protocol.codec import MAX_ROWS
 from meshllm.protocol.entry import (
     Action,
-    Base,
     Closed,
     Done,
     Embed,
     Emit,
     Entry,
     Failed,
-    Pace,
     Pick,
     Progress,
     State,
@@ -39,6 +37,8 @@ from meshllm.protocol.messages import (
     Spent,
     Tally,
 )
+from meshllm.protocol.pace import Pace
+from meshllm.protocol.shelf import Base
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.request import FinishReason
 

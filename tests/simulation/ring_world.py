@@ -21,14 +21,12 @@ from meshllm.protocol import entry, stage
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode
 from meshllm.protocol.entry import (
-    Base,
     Closed,
     Done,
     Embed,
     Emit,
     Entry,
     Failed,
-    Pace,
     Pick,
     Progress,
     State,
@@ -46,7 +44,8 @@ from meshllm.protocol.messages import (
     SessionMessage,
     Spent,
 )
-from meshllm.protocol.shelf import Shelf
+from meshllm.protocol.pace import Pace
+from meshllm.protocol.shelf import Base, Shelf
 from meshllm.protocol.stage import Adopt, Compute, Free, Keep, Stage
 from meshllm.request import FinishReason
 

@@ -1,0 +1,22 @@
+"""Asks a ring for tokens past any end; measures nothing itself."""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from meshllm.node.gauge import Measured
+from meshllm.node.ring import Ring
+from meshllm.node.session import Ended, Order, Token
+from meshllm.request import Sampling
+
+
+async def ask(ring: Ring, prompt: Sequence[int], tokens: int) -> tuple[list[int], Measured]:
+    """Let a ring write so many tokens; return them and where the time went."""
+    order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+    text: list[int] = []
+    async with aclosing(ring.entry.generate(order)) as outputs:
+        async for output in outputs:
+            if isinstance(output, Token):
+                text.append(output.id)
+            elif isinstance(output, Ended):
+                return text, output.measured
+    raise AssertionError
