@@ -72,26 +72,36 @@ def attend_chunk(
 
     The fused kernel of torch takes twice as long where keys stand before the rows: it does not
     skip what is hidden, and stock code copies keys for every head. Here some rows at a time see
-    what they see, as many as leave their scores in the processor's cache.
+    what they see, as many as leave their scores in the processor's cache; and scores stand as
+    the product with the keys gives them, a column for each row, so that nothing is turned.
     """
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
     mixed = query.new_empty(1, rows, heads, value.shape[3])
-    most = max(1, SCORE_BYTES // (4 * heads * keys))
+    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_(-1)
+    most = max(1, SCORE_BYTES // (query.element_size() * heads * keys))
     for at in range(0, rows, most):
         count = min(most, rows - at)
         stop = past + at + count
         start = max(0, stop - count - window + 1) if window else 0
-        asked = query[:, :, at : at + count].reshape(groups, each * count, width).transpose(1, 2)
-        scores = torch.matmul(key[0, :, start:stop], asked).transpose(1, 2).float()
-        scores = scores.mul_(scale).view(groups, each, count, stop - start)
-        ahead = torch.arange(stop - start) - torch.arange(count)[:, None] - (past + at - start)
-        hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
-        shares = scores.masked_fill_(hidden, -torch.inf).softmax(-1).to(value.dtype)
-        part = torch.matmul(shares.view(groups, each * count, -1), value[0, :, start:stop])
+        asked = (query[:, :, at : at + count] * scale).reshape(groups, each * count, width)
+        scores = torch.matmul(key[0, :, start:stop], asked.transpose(1, 2))  # [G, S, H/G * T]
+        by_row = scores.view(groups, stop - start, each, count)
+        by_row[:, -count:].masked_fill_(later[:count, None, :count], -torch.inf)
+        if window:
+            gone = _forgotten(count, stop - start, window, query.device)
+            by_row.masked_fill_(gone[:, None], -torch.inf)
+        shares = scores.softmax(1).transpose(1, 2)
+        part = torch.matmul(shares, value[0, :, start:stop])
         mixed[0, at : at + count] = part.view(heads, count, -1).transpose(0, 1)
     return mixed
+
+
+def _forgotten(rows: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Mark the keys [S, T] that have left the window of each of the last rows."""
+    places = torch.arange(keys, device=device)
+    return places[-rows:] - places[:, None] >= window
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

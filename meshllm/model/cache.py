@@ -23,12 +23,13 @@ from transformers.cache_utils import (
 from meshllm.errors import ModelError
 from meshllm.names import Span
 
-CHUNK = 256  # tokens of room that are made at once: one copy per so many tokens
+CHUNK = 256  # tokens of room that are made at least, so that a row is copied a few times
+UNTOUCHED = 1024  # the same where memory that nobody has written to takes none
 SLACK = 64  # tokens that a sliding window keeps behind it, so that as many can be taken back
 
 
 class Rows:
-    """A tensor ``[B, H, T, D]`` that grows in place along T."""
+    """A tensor ``[B, H, T, D]`` that grows in place along T, and by half when it is full."""
 
     __slots__ = ("buffer", "used")
 
@@ -44,7 +45,8 @@ class Rows:
             held = held if keep is None else held[..., max(0, self.used - keep) :, :]
             self.used = held.shape[-2]
             stop = self.used + rows.shape[-2]
-            wider = rows.new_empty(*rows.shape[:-2], stop + CHUNK, rows.shape[-1])
+            room = max(UNTOUCHED if rows.device.type == "cpu" else CHUNK, stop // 2)
+            wider = rows.new_empty(*rows.shape[:-2], stop + room, rows.shape[-1])
             wider[..., : self.used, :] = held
             self.buffer = wider
         self.buffer[..., self.used : stop, :] = rows

@@ -8,7 +8,15 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, PreTrainedConfig
 
 from meshllm.errors import ModelError
-from meshllm.model.cache import CHUNK, SLACK, GrowingLayer, SpanCache, WindowLayer, slack_of
+from meshllm.model.cache import (
+    CHUNK,
+    SLACK,
+    UNTOUCHED,
+    GrowingLayer,
+    SpanCache,
+    WindowLayer,
+    slack_of,
+)
 from meshllm.names import Span
 
 WINDOW = 8
@@ -64,12 +72,14 @@ def test_a_window_sees_what_stock_code_makes_a_mask_for(steps: list[tuple[int, i
 def test_a_window_goes_back_by_its_slack_and_no_further() -> None:
     cache = SpanCache(mistral(), Span(1, 2))
     write(cache, 500)
-    write(cache, CHUNK + 1)  # makes room, and forgets what is far behind
+    write(cache, UNTOUCHED + CHUNK + 1)  # makes room, and forgets what is far behind
 
     floor = cache.floor
 
     assert 0 < floor <= cache.length - SLACK
-    with pytest.raises(ModelError, match=f"of 757 tokens to {floor - 1}; from {floor} on it can"):
+    with pytest.raises(
+        ModelError, match=f"of {cache.length} tokens to {floor - 1}; from {floor} on it can"
+    ):
         cache.crop(floor - 1)
     cache.crop(floor)
     assert write(cache, 1).tolist() == list(range(floor - WINDOW + 1, floor + 1))
@@ -80,7 +90,7 @@ def test_rows_are_appended_without_copying_the_others() -> None:
     write(cache, 5)
     before = cache.layers[1].keys.data_ptr()
 
-    for _ in range(CHUNK):
+    for _ in range(UNTOUCHED):
         write(cache, 1)
 
     assert cache.layers[1].keys.data_ptr() == before
@@ -156,7 +166,8 @@ def test_bytes_are_those_of_the_room_made() -> None:
     cache = SpanCache(llama(), Span(1, 2))
     write(cache, 3)
 
-    assert cache.bytes == 2 * 2 * (3 + CHUNK) * 3 * 4  # keys and values, heads, rows, D, float32
+    # keys and values, heads, rows, D, float32
+    assert cache.bytes == 2 * 2 * (3 + UNTOUCHED) * 3 * 4
 
 
 def test_a_recurrent_state_cannot_go_back_but_can_start_anew() -> None:
@@ -195,7 +206,7 @@ def test_a_branch_goes_its_own_way(config: PreTrainedConfig) -> None:
 
 def test_a_branch_of_full_attention_takes_no_more_room_than_it_needs() -> None:
     cache = SpanCache(llama(), Span(1, 2))
-    write(cache, 10 * CHUNK)
+    write(cache, 10 * UNTOUCHED)
 
     assert cache.branch(CHUNK).bytes < cache.bytes / 4
 
