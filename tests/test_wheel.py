@@ -21,7 +21,7 @@ def test_the_packages_stand_at_the_top(wheel: ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
 
     packages = {top for top in tops if not top.startswith("meshllm-")}
-    assert packages == {"meshllm", "meshllm_loopback", "meshllm_websocket"}
+    assert packages == {"meshllm", "meshllm_loopback", "meshllm_quic", "meshllm_websocket"}
     assert not [name for name in wheel.namelist() if name.endswith((".pth", ".pyc"))]
 
 

@@ -6,7 +6,7 @@ above it. This module is all that a plugin imports of meshllm, besides `meshllm.
 `meshllm.names`; `meshllm.testing.transports.check_transport` tells whether it keeps the contract.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -46,6 +46,8 @@ class LinkStatistics:
     path: Path = Path.DIRECT
     bytes_per_s: float | None = None
     """How fast messages leave this side when many wait; None where the transport does not know."""
+    path_reason: str = ""
+    """Why it is that path, in one line for people; empty where there is no choice."""
 
 
 class Link(Protocol):
@@ -103,6 +105,16 @@ class Guarded(Protocol):
         ...
 
 
+@runtime_checkable
+class Known(Protocol):
+    """What a link adds where the transport itself has proven who is at the other end."""
+
+    @property
+    def peer_key(self) -> bytes:
+        """The Ed25519 key of the other node, 32 bytes."""
+        ...
+
+
 class Listener(Protocol):
     """A place where links arrive."""
 
@@ -118,6 +130,15 @@ class Listener(Protocol):
 
     def links(self) -> AsyncIterator[Link]:
         """Yield each link that arrives, until the listener is closed."""
+        ...
+
+
+@runtime_checkable
+class Moving(Protocol):
+    """What a listener adds where its `addresses` change while it listens."""
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call this whenever `addresses` is another one, until the listener is closed."""
         ...
 
 
@@ -149,6 +170,54 @@ class Transport(Protocol):
 
         If cancelled, no link is left behind.
         """
+        ...
+
+
+@runtime_checkable
+class Identified(Protocol):
+    """What a transport adds that proves to the other side who this node is."""
+
+    def identify(self, seed: bytes) -> None:
+        """Use the Ed25519 key of these 32 bytes; call it before the first `listen` or `dial`.
+
+        Without it the transport makes a key of its own, another one each time.
+        """
+        ...
+
+
+@runtime_checkable
+class Relaying(Protocol):
+    """What a transport adds whose listeners can be reached through others."""
+
+    def add_relay(self, address: str) -> None:
+        """Be reached through the relay there, too, from the next `listen` on.
+
+        Raises:
+            UserError: this is no address of a relay.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a transport has found out about the networks around this node."""
+
+    nat: str
+    """The kind of NAT, in a word."""
+    line: str
+    """The same in one line for people, with what it means."""
+    observed: tuple[str, ...]
+    """As whom others see this node."""
+    relays: tuple[tuple[str, str], ...]
+    """Each relay, and how this node stands with it."""
+
+
+@runtime_checkable
+class Surveying(Protocol):
+    """What a transport adds that looks at the networks around it."""
+
+    def survey(self) -> Network | None:
+        """Tell what is known by now; None while nothing is open."""
         ...
 
 

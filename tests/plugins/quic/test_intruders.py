@@ -1,0 +1,199 @@
+"""What forgers, strangers and members may do to connections that are not theirs: nothing."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from aioquic.quic.events import ConnectionIdIssued
+
+from meshllm.errors import LinkLost
+from meshllm.testing.clock import run_virtual
+from meshllm.transport.contract import Path
+from meshllm_quic import dialler
+from meshllm_quic.address import show_key
+from meshllm_quic.connection import OPEN_S
+from meshllm_quic.link import Link
+from meshllm_quic.machine import PEER, Machine
+from meshllm_quic.network import Address
+from meshllm_quic.packets import Probe, Relayed
+from meshllm_quic.routes import Direct
+from meshllm_quic.transport import QuicTransport
+from tests.plugins.quic.stranger import Stranger, damaged, somebody
+from tests.plugins.quic.street import PORT, street
+from tests.plugins.quic.world import PORT as RELAY_PORT
+from tests.plugins.quic.world import echo, relayed
+from tests.simulation.ears import ear, virtual
+
+
+@virtual
+async def test_a_certificate_that_cannot_be_read_ends_one_connection_and_nothing_else() -> None:
+    async with street() as here:
+        stranger = Stranger((here.far.hosts()[0], PORT), damaged())
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        stranger.socket = await here.near.open(None, 0, stranger._receive)
+        stranger.quic.connect(stranger.to, now=0.0)
+        source = here.near.hosts()[0], stranger.socket.port
+
+        stranger.transmit()
+        await asyncio.sleep(0.1)
+        second = [data for data, _ in stranger.quic.datagrams_to_send(0.1)]
+        endpoint._receive([(data, source) for data in second])  # raises nothing
+
+        assert len(endpoint.table) == 0
+        one, other = await here.meet()
+        await echo(one, other)
+        await asyncio.gather(one.close(), other.close())
+
+
+@virtual
+async def test_only_what_is_authentic_moves_the_route_of_a_handshake() -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        (connection,) = endpoint.table
+        before, elsewhere = connection.route, ("20.0.200.200", 53)
+        stranger.quic.send_ping(1)
+        ((true, _),) = stranger.quic.datagrams_to_send(asyncio.get_running_loop().time())
+
+        forged = b"\x40" + connection.machine.host_cid + bytes(30)
+        endpoint._receive([(forged, elsewhere), (true[:-1] + b"!", elsewhere)])
+        assert connection.route == before
+        endpoint._receive([(true, elsewhere)])
+
+        assert not connection.is_open
+        assert connection.route == Direct(elsewhere)
+
+
+@virtual
+async def test_last_words_are_not_longer_than_three_times_what_asks_for_them() -> None:
+    async with street() as here:
+        victim = await ear(here.internet.host("victim"))
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        machine = Machine(somebody())
+        machine.connect(PEER, now=0.0)
+        ((first, _),) = machine.datagrams_to_send(now=0.0)
+        endpoint._receive([(first, ("20.0.200.200", 53))])
+        await asyncio.sleep(OPEN_S + 1.0)
+
+        short = b"\x40" + machine.original_destination_connection_id + b"x"
+        endpoint._receive([(short, victim.address)] * 10)
+        await asyncio.sleep(0.1)
+        assert victim.said == []
+        endpoint._receive([(first, victim.address)] * 10)
+        await asyncio.sleep(0.1)
+
+        assert len(endpoint.table) == 0
+        assert 0 < len(victim.said) < 10
+        assert len(short) * 3 < len(victim.said[0]) < len(first)
+
+
+@virtual
+async def test_what_else_comes_for_a_connection_that_has_ended_does_not_bring_it_back() -> None:
+    async with street() as here:
+        await here.knock(somebody())
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        (connection,) = endpoint.table
+
+        connection.abort()
+        connection.machine._events.append(ConnectionIdIssued(connection_id=b"12345678"))
+        connection.work()
+
+        assert len(endpoint.table) == 0
+
+
+@virtual
+async def test_a_datagram_from_elsewhere_is_not_answered_with_a_longer_probe() -> None:
+    async with relayed("none", "none") as nodes:
+        await nodes.until(Path.DIRECT)
+        elsewhere = await ear(nodes.internet.host("elsewhere"))
+        endpoint = nodes.transports[1]._endpoint
+        assert endpoint is not None
+        (connection,) = endpoint.table
+        head = b"\x40" + connection.machine.host_cid
+
+        endpoint._receive([(head, elsewhere.address)])
+        await asyncio.sleep(0.1)
+        assert elsewhere.said == []
+        endpoint._receive([(head.ljust(Probe.SIZE, b"\0"), elsewhere.address)])
+        await asyncio.sleep(0.1)
+
+        assert list(map(len, elsewhere.said)) == [Probe.SIZE]
+
+
+@virtual
+async def test_a_dial_that_fails_does_not_close_the_socket_of_another() -> None:
+    async with street() as here:
+        dialling = QuicTransport(here.near)
+        resolve = here.near.resolve
+
+        async def slowly(host: str, port: int) -> Sequence[Address]:
+            await asyncio.sleep(1.0 if host == here.far.name else 0.1)
+            return await resolve(host, port)
+
+        here.near.resolve = slowly  # type: ignore[method-assign]
+
+        link, failed = await asyncio.gather(
+            dialling.dial(f"quic://{here.far.name}:{PORT}"),
+            dialling.dial("quic://nowhere.example:1"),
+            return_exceptions=True,
+        )
+
+        assert isinstance(failed, LinkLost)
+        assert isinstance(link, Link)
+        await link.close()
+
+
+@virtual
+async def test_where_somebody_else_is_now_the_relay_still_reaches_the_node() -> None:
+    async with relayed("none", "none") as nodes:
+        dialling = nodes.transports[0]._endpoint
+        assert dialling is not None
+        async with QuicTransport(nodes.internet.host("else")).listen() as elsewhere:
+            host, port = elsewhere.address.removeprefix("quic://").split(":")
+            dialling.known = {nodes.one.peer_key: (host, int(port))}
+
+            link = await nodes.transports[0].dial(nodes.address)
+
+            assert isinstance(link, Link)
+            assert link.peer_key == nodes.one.peer_key
+            await link.close()
+
+
+def test_a_relay_that_does_not_answer_a_dial_is_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialler, "RELAY_S", 2.0)  # before TCP is tried, which is real here
+    run_virtual(_dial_through_nobody())
+
+
+async def _dial_through_nobody() -> None:
+    async with relayed("none", "none") as nodes:
+        endpoint = nodes.transports[0]._endpoint
+        assert endpoint is not None
+        before = endpoint.relays.states()
+
+        with pytest.raises(LinkLost, match="does not answer"):
+            await nodes.transports[0].dial(f"quic://{show_key(bytes(32))}@21.0.0.98:8790")
+
+        assert endpoint.relays.states() == before
+
+
+@virtual
+async def test_who_names_another_sender_does_not_lead_what_goes_back_to_it() -> None:
+    async with relayed("none", "none") as nodes:
+        await nodes.until(Path.DIRECT)
+        endpoint = nodes.transports[1]._endpoint
+        assert endpoint is not None
+        (connection,) = endpoint.table
+        relay = nodes.relay.host.hosts()[0], RELAY_PORT
+        before = connection.guide.backup  # type: ignore[attr-defined]
+
+        forged = b"\x40" + connection.machine.host_cid + bytes(40)
+        endpoint._receive([(Relayed(endpoint.identity.tag, b"t" * 12, forged).encode(), relay)])
+
+        assert before is not None
+        assert connection.guide.backup == before  # type: ignore[attr-defined]

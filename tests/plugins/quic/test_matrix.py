@@ -1,0 +1,185 @@
+"""Who reaches whom through which NATs, and what happens when the networks change."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from meshllm.errors import LinkLost
+from meshllm.testing.transports import Terms, check_transport
+from meshllm.transport.contract import Listener, Path
+from meshllm_quic.transport import QuicTransport
+from tests.plugins.quic.world import KEYS, PublicRelay, echo, relayed
+from tests.simulation.ears import virtual
+from tests.simulation.internet import Internet
+from tests.simulation.nat import KINDS, PORT_RESTRICTED
+from tests.simulation.wires import Line
+
+CHUNK = 64 * 1024
+
+HARD = {"symmetric", "symmetric address", "symmetric full"}
+FILTERED_BY_PORT = {"port-restricted", "symmetric"}
+
+
+def is_reachable(a: str, b: str) -> bool:
+    """Tell whether a direct path can be found without guessing ports (RFC 5128 section 3.3.5)."""
+    if a not in HARD and b not in HARD:
+        return True
+    if {a, b} <= HARD:
+        return {a, b} == {"symmetric address", "symmetric full"}
+    easy = b if a in HARD else a
+    return easy not in FILTERED_BY_PORT
+
+
+@pytest.mark.parametrize("b", KINDS)
+@pytest.mark.parametrize("a", KINDS)
+@virtual
+async def test_nodes_reach_each_other_as_directly_as_their_nats_allow(a: str, b: str) -> None:
+    async with relayed(a, b) as nodes:
+        if is_reachable(a, b):
+            took_s = await nodes.until(Path.DIRECT)
+            nodes.relay.host.stop()
+            await echo(nodes.one, nodes.other)
+            await asyncio.sleep(120)
+            print(f"{a} - {b}: direct after {took_s * 1e3:.0f} ms")
+        else:
+            await asyncio.sleep(20)
+            print(f"{a} - {b}: {nodes.one.statistics.path_reason}")
+
+        await echo(nodes.one, nodes.other)
+
+        assert nodes.paths == {Path.DIRECT if is_reachable(a, b) else Path.RELAY}
+
+
+@virtual
+async def test_a_transfer_goes_on_while_a_node_roams() -> None:
+    async with relayed("port-restricted", "port-restricted") as nodes:
+        await nodes.until(Path.DIRECT)
+        cafe = nodes.internet.nat(PORT_RESTRICTED)
+        sent = [number.to_bytes(4, "big") * (CHUNK // 4) for number in range(100)]
+
+        async def send() -> None:
+            for number, message in enumerate(sent):
+                await nodes.one.send([message])
+                await asyncio.sleep(0.05)
+                if number == 40:
+                    nodes.hosts[0].move(cafe)
+
+        sending = asyncio.create_task(send())
+        got = [bytes((await nodes.other.receive())[1]) for _ in sent]
+        await sending
+
+        assert got == sent
+        await nodes.until(Path.DIRECT)
+
+
+@virtual
+async def test_a_transfer_goes_on_when_a_router_comes_back_as_another() -> None:
+    internet = Internet(seed=1)
+    home = internet.nat(PORT_RESTRICTED)
+    async with relayed("none", "none", internet) as nodes:
+        nodes.hosts[0].move(home)
+        await asyncio.sleep(20)
+        await nodes.until(Path.DIRECT)
+
+        home.reboot(renumber=True)
+        for _ in range(20):
+            await echo(nodes.one, nodes.other)
+
+        await nodes.until(Path.DIRECT)
+
+
+@pytest.mark.parametrize("seconds", [600, pytest.param(3600, marks=pytest.mark.slow)])
+@virtual
+async def test_an_idle_path_outlives_the_mappings_of_nats(seconds: float) -> None:
+    async with relayed("port-restricted", "port-restricted") as nodes:
+        await nodes.until(Path.DIRECT)
+
+        await asyncio.sleep(seconds)
+
+        assert nodes.paths == {Path.DIRECT}
+        await echo(nodes.one, nodes.other)
+
+
+@virtual
+async def test_a_direct_path_that_dies_is_replaced_by_the_relay_and_found_again() -> None:
+    async with relayed("none", "none") as nodes:
+        await nodes.until(Path.DIRECT)
+
+        nodes.internet.line_between(*nodes.hosts, Line(loss=1.0))
+        await asyncio.gather(nodes.until(Path.RELAY), echo(nodes.one, nodes.other))
+        nodes.internet.line_between(*nodes.hosts, Line(delay_s=0.01))
+        await echo(nodes.one, nodes.other)
+
+        await nodes.until(Path.DIRECT, within_s=90.0)
+
+
+@virtual
+async def test_without_its_relay_a_relayed_link_is_lost() -> None:
+    async with relayed("symmetric", "symmetric") as nodes:
+        nodes.relay.host.stop()
+
+        with pytest.raises(LinkLost):
+            await nodes.one.receive()
+
+
+@virtual
+async def test_the_next_dial_goes_straight_to_where_the_node_was_found() -> None:
+    async with relayed("port-restricted", "port-restricted") as nodes:
+        await nodes.until(Path.DIRECT)
+
+        again = await nodes.transports[0].dial(nodes.address)
+
+        assert again.statistics.path is Path.DIRECT
+        await again.close()
+
+
+@virtual
+async def test_who_moved_meanwhile_is_found_through_the_relay() -> None:
+    async with relayed("none", "none") as nodes:
+        await nodes.until(Path.DIRECT)
+        nodes.hosts[1].move(nodes.internet.nat(PORT_RESTRICTED))
+        await asyncio.sleep(10)
+
+        again = await nodes.transports[0].dial(nodes.address)
+
+        await again.close()
+
+
+@virtual
+async def test_where_udp_is_blocked_the_dial_says_so() -> None:
+    internet = Internet()
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    office = internet.host("office")
+    office.block_udp()
+    transport = QuicTransport(office)
+    transport.identify(KEYS[0])
+    address = relay.address.replace("//", "//" + "a" * 56 + "@")
+
+    with pytest.raises(LinkLost, match="does not answer within"):
+        await transport.dial(address)
+
+
+@pytest.mark.slow
+@virtual
+async def test_a_transport_keeps_the_contract_on_a_lossy_internet() -> None:
+    internet = Internet(seed=3)
+    names = iter(range(1000))
+
+    class Two(QuicTransport):
+        """Listens at one host and dials from another."""
+
+        def __init__(self) -> None:
+            line = Line(delay_s=0.002, loss=0.01, jitter_s=0.001)
+            super().__init__(internet.host(f"dials {next(names)}", line))
+            self._far = QuicTransport(internet.host(f"listens {next(names)}", line))
+
+        @asynccontextmanager
+        async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
+            async with self._far.listen(address) as listener:
+                yield listener
+
+    terms = Terms(longest_bytes=300_000, settle_s=2.0, deadline_s=600.0)
+    await check_transport(Two, terms)

@@ -1,0 +1,238 @@
+"""The transport on real sockets: the contract, addresses, what is left behind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from meshllm.errors import LinkLost, UserError
+from meshllm.testing.transports import check_transport
+from meshllm.transport.contract import (
+    Guarded,
+    Identified,
+    Known,
+    Listener,
+    Moving,
+    Path,
+    Relaying,
+    Surveying,
+    Transport,
+)
+from meshllm_quic import dialler, registration
+from meshllm_quic.identity import Identity
+from meshllm_quic.link import Link
+from meshllm_quic.network import Receive
+from meshllm_quic.relay_server import open_relay
+from meshllm_quic.transport import PORTS, QuicTransport
+from meshllm_quic.udp import UdpNetwork, UdpSocket
+from tests.plugins.quic.world import echo
+
+pytestmark = pytest.mark.socket
+
+ANY = "quic://127.0.0.1:0"
+
+
+class Local(QuicTransport):
+    """Listens at a free port of the loopback address unless told otherwise."""
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
+        async with super().listen(address or ANY) as listener:
+            yield listener
+
+
+@asynccontextmanager
+async def linked(transport: QuicTransport | None = None) -> AsyncIterator[tuple[Link, Link]]:
+    transport = transport or QuicTransport()
+    async with transport.listen(ANY) as listener:
+        one, other = await asyncio.gather(
+            transport.dial(listener.address), anext(aiter(listener.links()))
+        )
+        assert isinstance(one, Link)
+        assert isinstance(other, Link)
+        yield one, other
+        await asyncio.gather(one.close(), other.close())
+
+
+async def test_the_contract_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialler, "OPEN_S", 0.5)  # UDP does not tell that nobody listens
+
+    await check_transport(Local)
+
+
+async def test_it_is_what_it_says() -> None:
+    transport = QuicTransport()
+
+    async with linked(transport) as (one, _), transport.listen(ANY) as listener:
+        assert isinstance(transport, Transport)
+        assert isinstance(transport, Identified)
+        assert isinstance(transport, Relaying)
+        assert isinstance(transport, Surveying)
+        assert isinstance(listener, Moving)
+        assert isinstance(one, Guarded)
+        assert isinstance(one, Known)
+
+
+async def test_two_processes_reach_each_other() -> None:
+    far, near = QuicTransport(), QuicTransport()
+    far.identify(b"f" * 32)
+    async with far.listen(ANY) as listener:
+        one, other = await asyncio.gather(
+            near.dial(listener.address), anext(aiter(listener.links()))
+        )
+
+        assert isinstance(one, Link)
+        assert isinstance(other, Link)
+        await echo(one, other)
+        assert one.peer_key == Identity(b"f" * 32).key
+        assert one.statistics.path is Path.DIRECT
+        await asyncio.gather(one.close(), other.close())
+
+
+async def test_datagrams_on_this_machine_grow_long() -> None:
+    async with linked() as (one, other):
+        for _ in range(50):
+            await echo(one, other)
+            await asyncio.sleep(0.01)
+            if one._wire.machine.size > 1452:  # type: ignore[attr-defined]
+                break
+
+        assert one._wire.machine.size == 16_000  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["quic://192.0.2.1:7700", "no address at all", f"quic://{'a' * 56}@127.0.0.1:0"],
+)
+async def test_where_nobody_can_listen_is_the_fault_of_the_user(address: str) -> None:
+    with pytest.raises(UserError):
+        async with QuicTransport().listen(address):
+            pass
+
+
+async def test_a_relay_is_an_address_without_a_node() -> None:
+    transport = QuicTransport()
+
+    with pytest.raises(UserError, match="is a node, not a relay"):
+        transport.add_relay(f"quic://{'a' * 56}@127.0.0.1:8790")
+
+
+async def test_a_relay_that_is_not_found_yet_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    transport = QuicTransport()
+    transport.add_relay("quic://nowhere.invalid:8790")
+
+    async with transport.listen(ANY):
+        pass
+
+    assert "the relay quic://nowhere.invalid:8790 is not found" in caplog.text
+
+
+async def test_without_an_address_the_first_free_port_is_taken() -> None:
+    async with QuicTransport().listen() as one, QuicTransport().listen() as other:
+        ports = {int(each.address.rpartition(":")[2]) for each in (one, other)}
+
+        assert len(ports) == 2
+        assert ports <= set(PORTS)
+
+
+async def test_a_listener_adopts_the_socket_that_dialled() -> None:
+    here, there = QuicTransport(), QuicTransport()
+    async with there.listen(ANY) as far:
+        link, met = await asyncio.gather(here.dial(far.address), anext(aiter(far.links())))
+        async with here.listen() as near:
+            endpoint = here._endpoint
+            assert endpoint is not None
+
+            assert near.address.endswith(f":{endpoint.port}")
+        await asyncio.gather(link.close(), met.close())
+
+
+async def test_nothing_is_left_when_all_links_are_closed() -> None:
+    transport = QuicTransport()
+    async with linked(transport):
+        endpoint = transport._endpoint
+        assert endpoint is not None
+
+    assert not endpoint.is_open
+    assert transport.survey() is None
+
+
+async def test_a_dial_that_is_cancelled_leaves_nothing() -> None:
+    transport = QuicTransport()
+    dialling = asyncio.create_task(transport.dial("quic://127.0.0.1:9"))
+    await asyncio.sleep(0.05)
+
+    dialling.cancel()
+    await asyncio.wait([dialling])
+
+    assert dialling.cancelled()
+    assert transport._live is None
+
+
+async def test_one_of_two_listeners_is_registered_at_the_relays() -> None:
+    async with open_relay(UdpNetwork(), "127.0.0.1", 0) as relay:
+        transport = QuicTransport()
+        transport.add_relay(f"quic://127.0.0.1:{relay.udp.port}")
+        async with transport.listen(ANY) as one, transport.listen(ANY) as other:
+            await registered(one)
+
+            assert "@" in "".join(one.addresses)
+            assert "@" not in "".join(other.addresses)
+
+
+async def test_a_name_that_nobody_has_is_a_lost_link() -> None:
+    with pytest.raises(LinkLost, match="Nobody listens at"):
+        await QuicTransport().dial("quic://nowhere.invalid:7700")
+
+
+async def registered(listener: Listener) -> None:
+    """Wait until a relay reaches the listener."""
+    changed = asyncio.Event()
+    assert isinstance(listener, Moving)
+    listener.on_change(changed.set)
+    if "@" not in "".join(listener.addresses):
+        await changed.wait()
+
+
+class Office(UdpNetwork):
+    """A network that lets no UDP out."""
+
+    async def open(self, host: str | None, port: int, receive: Receive) -> UdpSocket:
+        opened = await super().open(host, port, receive)
+        opened.send = lambda datagrams, to: None  # type: ignore[method-assign]
+        return opened
+
+
+async def test_where_udp_is_blocked_the_relay_is_reached_over_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "SILENT_S", 0.3)
+    far, near = QuicTransport(), QuicTransport(Office())
+    async with open_relay(UdpNetwork(), "127.0.0.1", 0) as relay:
+        far.add_relay(f"quic://127.0.0.1:{relay.udp.port}")
+        async with far.listen(ANY) as listener:
+            await registered(listener)
+            (address,) = (each for each in listener.addresses if "@" in each)
+
+            one, other = await asyncio.gather(near.dial(address), anext(aiter(listener.links())))
+            assert isinstance(one, Link)
+            assert isinstance(other, Link)
+            await echo(one, other, 200_000)
+
+            assert one.statistics.path is other.statistics.path is Path.RELAY
+            survey = near.survey()
+            assert survey is not None
+            assert [state for _, state in survey.relays] == ["registered over TCP"]
+            await asyncio.gather(one.close(), other.close())
+    await asyncio.sleep(0.1)
+
+
+async def test_a_link_tells_how_well_it_does() -> None:
+    async with linked() as (one, other):
+        await asyncio.gather(one.send([bytes(3_000_000)]), other.receive())
+        await echo(one, other)
+
+        assert one.statistics.bytes_per_s
+        assert one.statistics.round_trip_s
+        assert one.statistics.path_reason

@@ -1,0 +1,108 @@
+"""Two nodes and a relay on an internet in memory; asserts nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from meshllm.transport.contract import Path
+from meshllm_quic.link import Link
+from meshllm_quic.network import Address, Socket
+from meshllm_quic.packets import Ask, Tell, decode
+from meshllm_quic.relay import Relay
+from meshllm_quic.transport import QuicTransport
+from tests.simulation.hosts import Host
+from tests.simulation.internet import Internet
+
+PORT = 8790
+KEYS = b"a" * 32, b"b" * 32
+"""Seeds of who dials and who listens."""
+
+
+class PublicRelay:
+    """A relay for everybody, and the port beside it that tells what it sees."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._relay = Relay(lambda _: True, observer_port=PORT + 1)
+        self._sockets: list[Socket] = []
+
+    @property
+    def address(self) -> str:
+        return f"quic://{self.host.hosts()[0]}:{PORT}"
+
+    async def open(self) -> None:
+        self._sockets = [
+            await self.host.open(None, PORT, self._receive),
+            await self.host.open(None, PORT + 1, self._observe),
+        ]
+
+    def _receive(self, batch: Sequence[tuple[bytes, Address]]) -> None:
+        now = asyncio.get_running_loop().time()
+        for data, source in batch:
+            for answer, to in self._relay.receive(decode(data), source, len(data), now):
+                self._sockets[0].send([answer], to)
+
+    def _observe(self, batch: Sequence[tuple[bytes, Address]]) -> None:
+        for data, source in batch:
+            if isinstance(ask := decode(data), Ask):
+                self._sockets[1].send([Tell(ask.nonce, source).encode()], source)
+
+
+@dataclass
+class Nodes:
+    """What a test needs of two linked nodes: `one` has dialled `other`."""
+
+    internet: Internet
+    relay: PublicRelay
+    hosts: tuple[Host, Host]
+    transports: tuple[QuicTransport, QuicTransport]
+    one: Link
+    other: Link
+    address: str
+    """That was dialled."""
+
+    @property
+    def paths(self) -> set[Path]:
+        return {link.statistics.path for link in (self.one, self.other)}
+
+    async def until(self, path: Path, within_s: float = 20.0) -> float:
+        """Wait until both ends say so; return how long that took."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while self.paths != {path}:
+            if clock() > began + within_s:
+                raise AssertionError(f"{self.paths}, {self.one.statistics.path_reason}")
+            await asyncio.sleep(0.01)
+        return clock() - began
+
+
+@asynccontextmanager
+async def relayed(a: str, b: str, internet: Internet | None = None) -> AsyncIterator[Nodes]:
+    """Link two nodes behind NATs of these kinds, through a relay."""
+    internet = internet or Internet(seed=1)
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    hosts = internet.behind(a).host("a"), internet.behind(b).host("b")
+    transports = QuicTransport(hosts[0]), QuicTransport(hosts[1])
+    for transport, key in zip(transports, KEYS, strict=True):
+        transport.identify(key)
+    transports[1].add_relay(relay.address)
+    async with transports[1].listen() as listener:
+        await asyncio.sleep(1.0)
+        (address,) = (each for each in listener.addresses if "@" in each)
+        one, other = await asyncio.gather(
+            transports[0].dial(address), anext(aiter(listener.links()))
+        )
+        assert isinstance(one, Link)
+        assert isinstance(other, Link)
+        yield Nodes(internet, relay, hosts, transports, one, other, address)
+        await asyncio.gather(one.close(), other.close())
+
+
+async def echo(one: Link, other: Link, size: int = 5000) -> None:
+    """Send something there and back."""
+    await one.send([bytes(size)])
+    _, message = await other.receive()
+    await other.send([message])
+    await one.receive()
