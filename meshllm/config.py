@@ -90,7 +90,9 @@ class Settings:
     listen: str | None = None
     """Where others reach this node; port 7700 when not set."""
     advertise: str | None = None
-    """Another address of this node, as of a reverse proxy."""
+    """Other addresses of this node, as of a reverse proxy."""
+    relay: str | None = None
+    """Relays through which others reach this node, with commas."""
     join: str | None = None
     """Ticket of the mesh to join."""
     name: str | None = None

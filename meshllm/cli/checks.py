@@ -2,15 +2,12 @@
 
 import os
 import platform
-import socket
 import stat
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
@@ -18,7 +15,10 @@ from blake3 import blake3
 
 import meshllm
 from meshllm.cli.door import START, door_path
+from meshllm.cli.finding import Finding, Verdict
+from meshllm.cli.netchecks import check_listening, check_network, check_ports
 from meshllm.cli.render import bytes_of
+from meshllm.cli.spec import listed
 from meshllm.cli.status import ASTRAY_S, astray, clean, ms
 from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError
@@ -30,39 +30,28 @@ from meshllm.node.keyring import Keyring
 from meshllm.protocol.identity import show
 from meshllm.transport.registry import Registry
 
-PORT = 7700  # where a node listens unless told otherwise
-DIAL_S = 2.0  # a port of this very machine answers at once, or a firewall drops
 SLOW_MS = 100.0  # a round trip that costs more than a token of a small model
 QUIET_S = 3.0  # a peer that was not heard for so long counts as lost
 DRIVER = Path("/proc/driver/nvidia")  # of a GPU, whether torch can use it or not
 SCARCE_BYTES = 1 << 30  # less free memory than this holds no model worth a ring
 
-Verdict = Literal["ok", "warn", "fail"]
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check saw."""
-
-    verdict: Verdict
-    what: str
-    found: str
-    advice: str = ""
-    """What to do; empty when nothing need be done."""
-
-
-def examine(chosen: Settings, status: Fields | MeshError) -> Iterator[Finding]:
+def examine(
+    chosen: Settings, status: Fields | MeshError, transports: Sequence[str]
+) -> Iterator[Finding]:
     """Check everything; ``status`` is what the node said, or why it said nothing."""
     yield from check_state(state_path(chosen))
     yield check_clock(state_path(chosen), time.time())
     if isinstance(status, MeshError):
         yield check_silence(door_path(chosen), status)
-        yield check_free_port(chosen.listen)
+        yield from check_ports(transports, listed(chosen.listen) or ())
     else:
         told = clean(status)
         yield check_door(door_path(chosen), told)
         yield from (check_listening(address) for address in told["listening"])
+        yield from (finding for each in told["networks"] for finding in check_network(each))
         yield from check_clocks(told["nodes"])
         yield from (check_peer(each, told["version"]) for each in told["nodes"] if not each["self"])
     yield check_memory(psutil.virtual_memory().available)
@@ -71,7 +60,7 @@ def examine(chosen: Settings, status: Fields | MeshError) -> Iterator[Finding]:
     yield (model := check_model(chosen.model))
     if model.verdict != "fail":
         yield check_weights(chosen.model, state_path(chosen) / "cache")
-    yield from check_transports(chosen.transport, Registry.discover())
+    yield from check_transports(transports, Registry.discover())
     parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
     found = ", ".join(
         (f"meshllm {meshllm.__version__}, python {platform.python_version()}", *parts)
@@ -136,21 +125,6 @@ def check_silence(path: Path, error: MeshError) -> Finding:
     return Finding("warn", "door", "no node is running", START)
 
 
-def check_free_port(listen: str | None) -> Finding:
-    """Try to bind the port at which a node would listen."""
-    port = PORT if listen is None else _place(listen)[1]
-    with socket.socket(socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            found = f"port {port} cannot be used: {error.strerror}"
-            if listen is None:
-                return Finding("warn", "port", found, "nothing: a node takes another port")
-            return Finding("fail", "port", found, "choose another with `--listen`")
-    return Finding("ok", "port", f"{port} is free")
-
-
 def check_door(path: Path, status: Fields) -> Finding:
     """Look at the socket that just answered, and at what the ring is doing."""
     ring = status["ring"]
@@ -159,20 +133,6 @@ def check_door(path: Path, status: Fields) -> Finding:
     if path.exists() and _is_open(path):
         return Finding("fail", "door", f"{path} is open to others", f"chmod 600 {path}")
     return Finding("ok" if ring["state"] == "serving" else "warn", "door", found)
-
-
-def check_listening(address: str) -> Finding:
-    """Dial an address of our own."""
-    host, port = _place(address) if "://" in address else ("", 0)
-    if not port:  # of a transport that has none
-        return Finding("ok", "listening", address)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    try:
-        socket.create_connection((host, port), DIAL_S).close()
-    except OSError as error:
-        found = f"{address} does not answer: {error.strerror or error}"
-        return Finding("warn", "listening", found, f"let TCP port {port} through the firewall")
-    return Finding("ok", "listening", f"{address} answers from here")
 
 
 def check_peer(node: Fields, own_version: str) -> Finding:
@@ -187,6 +147,7 @@ def check_peer(node: Fields, own_version: str) -> Finding:
         return Finding("fail", "peer", f"{who} is not reached at {at}", advice)
     trip = link["round_trip_ms"]
     found = f"{who} {link['path']}, {'no round trip yet' if trip is None else ms(trip)}"
+    found += f": {link['path_reason']}" if link["path_reason"] else ""
     if link["heard_s"] > QUIET_S:
         return Finding("fail", "peer", f"{found}, silent for {link['heard_s']:.0f} s")
     if node["version"] != own_version:
@@ -260,17 +221,18 @@ def check_weights(name: str, cache: Path) -> Finding:
     return Finding("ok", "weights", f"{digest}, {len(parts)} parts hashed")
 
 
-def check_transports(chosen: str, registry: Registry) -> Iterator[Finding]:
-    """Load the transport that is chosen and name the others."""
+def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Finding]:
+    """Load the transports that are chosen and name the others."""
     for offer in registry.describe():
-        if offer.name != chosen:
+        if offer.name not in chosen:
             yield Finding("ok", "transport", f"{offer.name} {offer.version} is installed")
-    try:
-        registry.load(chosen)
-    except MeshError as error:
-        yield Finding("fail", "transport", str(error), error.hint or "")
-    else:
-        yield Finding("ok", "transport", f"{chosen} is chosen and loads")
+    for name in chosen:
+        try:
+            registry.load(name)
+        except MeshError as error:
+            yield Finding("fail", "transport", str(error), error.hint or "")
+        else:
+            yield Finding("ok", "transport", f"{name} is chosen and loads")
 
 
 def _check_key(path: Path) -> Finding:
@@ -285,12 +247,3 @@ def _check_key(path: Path) -> Finding:
 def _is_open(path: Path) -> bool:
     found = path.stat()
     return bool(found.st_mode & 0o077) or found.st_uid != os.geteuid()
-
-
-def _place(address: str) -> tuple[str, int]:
-    """Return host and port of an address; port 0 when it has none."""
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        return parts.hostname or "", parts.port or 0
-    except ValueError:
-        return parts.hostname or "", 0

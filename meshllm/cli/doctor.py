@@ -3,18 +3,18 @@
 import shutil
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from meshllm.cli import render
-from meshllm.cli.node import TRANSPORT, Carrier
+from meshllm.cli.node import Carrier, transports_of
 from meshllm.cli.options import Json, takes
-from meshllm.config import DEFAULT, Scalar, Settings, load
+from meshllm.config import Scalar, Settings, load
 from meshllm.errors import MeshError
 
 if TYPE_CHECKING:
-    from meshllm.cli.checks import Finding
+    from meshllm.cli.finding import Finding
 
 EXAMPLES = """\b
 Examples:
@@ -23,7 +23,7 @@ Examples:
 """
 
 
-@takes("model", "device", "listen", "state")
+@takes("model", "device", "listen", "relay", "state")
 def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) -> None:
     """Check this machine, its node and the way to every other node.
 
@@ -36,10 +36,9 @@ def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) ->
 
         config = load({**flags, "transport": transport})
         chosen = config.settings
-        if config.origins["transport"] == DEFAULT:
-            chosen = replace(chosen, transport=TRANSPORT)
         status.show("asking the node")
-        findings = list(checks.examine(chosen, _mesh_status(chosen)))
+        transports = transports_of(config)
+        findings = list(checks.examine(chosen, _mesh_status(chosen), transports))
     failed = sum(each.verdict == "fail" for each in findings)
     if as_json:
         render.dump({"failed": failed, "findings": [asdict(each) for each in findings]})

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from importlib import import_module
@@ -15,6 +15,7 @@ import typer
 from meshllm.cli import complete, render
 from meshllm.cli.news import News, news
 from meshllm.cli.options import memory_bytes, prefix_bytes, refuse_idle_draft, takes
+from meshllm.cli.spec import listed
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import UserError
 from meshllm.log import event, setup
@@ -32,14 +33,15 @@ Examples:
   meshllm node --print-service > ~/.config/systemd/user/meshllm.service
 """
 
-TRANSPORT = "websocket"  # the default of a node; a ring inside one process has another
+TRANSPORTS = ("websocket", "quic")  # of a node; a ring inside one process has another
 
 Carrier = Annotated[
     str | None,
     typer.Option(
         "--transport",
         metavar="TEXT",
-        help=f"Transport between the nodes.  [default: {TRANSPORT}; env: MESHLLM_TRANSPORT]",
+        help="Transports between the nodes, with commas."
+        f"  [default: {','.join(TRANSPORTS)}; env: MESHLLM_TRANSPORT]",
         autocompletion=complete.transports,
         show_default=False,
     ),
@@ -47,11 +49,11 @@ Carrier = Annotated[
 
 _SOON_S = 0.02
 _AS_GIVEN = (
-    "model", "transport", "listen", "advertise", "join", "name", "policy", "members", "dtype",
+    "model", "join", "name", "policy", "members", "dtype",
     "quant", "threads", "draft", "exact", "discovery", "context",
 )  # fmt: skip
 _SETTINGS = (
-    "model", "listen", "advertise", "join", "name", "memory", "layers", "policy",
+    "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
     "members", "exclude", "prefer", "dtype", "quant", "device", "threads", "speculation", "draft",
     "exact", "wire", "prefix_cache", "context", "state", "log_format",
 )  # fmt: skip
@@ -105,20 +107,21 @@ def _refuse_early(options: "NodeOptions") -> None:
 
     if options.join is not None:
         parse_ticket(options.join)
-    if options.advertise is not None:
-        _refuse_undialable(options.advertise, options.transport)
+    for address in options.advertise:
+        _refuse_undialable(address, options.transports)
     with Keyring.open(options.state).locked():
         return
 
 
-def _refuse_undialable(address: str, transport: str) -> None:
+def _refuse_undialable(address: str, transports: Sequence[str]) -> None:
     """Raise for an address that nobody could use: it would go into tickets unseen."""
     from meshllm.transport.registry import Registry
 
-    schemes = Registry.discover().load(transport).schemes
+    registry = Registry.discover()
+    schemes = [scheme for name in transports for scheme in registry.load(name).schemes]
     if address.partition(":")[0] not in schemes:
         raise UserError(
-            f"`{address}` is no address of `{transport}`",
+            f"`{address}` is no address of {' or '.join(f'`{name}`' for name in transports)}",
             hint=f"`--advertise` begins with {' or '.join(f'`{each}:`' for each in schemes)}",
         )
 
@@ -215,17 +218,23 @@ def _options(config: Config) -> "NodeOptions":
         prefix_bytes=prefix_bytes(chosen),
         device=chosen.device,
         layers=None if chosen.layers is None else Span.parse(chosen.layers),
-        exclude=_list(chosen.exclude),
-        prefer=_list(chosen.prefer),
+        transports=transports_of(config),
+        listen=listed(chosen.listen) or (),
+        advertise=listed(chosen.advertise) or (),
+        relays=listed(chosen.relay) or (),
+        exclude=listed(chosen.exclude),
+        prefer=listed(chosen.prefer),
         speculation=chosen.speculation == "auto",
         wire=WireMode(chosen.wire),
         **given,
     )
 
 
-def _list(text: str | None) -> tuple[str, ...] | None:
-    words = (word.strip() for word in (text or "").split(","))
-    return None if text is None else tuple(word for word in words if word)
+def transports_of(config: Config) -> tuple[str, ...]:
+    """Name the transports of a node."""
+    if config.origins["transport"] == DEFAULT:
+        return TRANSPORTS
+    return listed(config.settings.transport) or TRANSPORTS
 
 
 def _print_unit(config: Config) -> None:

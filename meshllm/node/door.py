@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from meshllm.errors import MeshError, UserError
@@ -52,6 +53,7 @@ class NodeDoor:
                 "tokens": counts.tokens,
             },
             "listening": list(node.place.addresses),
+            "networks": [asdict(network) for network in node.place.survey()],
             "since_s": time.monotonic() - node.since,
         }
 
@@ -274,6 +276,7 @@ class NodeDoor:
         return {
             "round_trip_ms": contact.round_trip_us / 1e3,
             "path": str(statistics.path),
+            "path_reason": statistics.path_reason,
             "address": link.address,
             "bytes_sent": statistics.bytes_sent,
             "bytes_received": statistics.bytes_received,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from meshllm.names import NodeId
 from meshllm.node.beacon import open_beacon
 from meshllm.node.keyring import Keyring
 from meshllm.node.options import NodeOptions
+from meshllm.node.place import by_scheme
 from meshllm.node.reach import Caller
 from meshllm.node.secure import HungUp, SecureLink
 from meshllm.protocol.credential import Credential, Role
@@ -42,7 +44,9 @@ class Membership:
         return not self.credential.chain
 
 
-async def enter(keyring: Keyring, options: NodeOptions, transport: Transport) -> Membership:
+async def enter(
+    keyring: Keyring, options: NodeOptions, transports: Sequence[Transport]
+) -> Membership:
     """Found a mesh, return to one, or join one with a ticket, as soon as the inviter answers.
 
     Raises:
@@ -57,7 +61,7 @@ async def enter(keyring: Keyring, options: NodeOptions, transport: Transport) ->
         return Membership(credential, incarnation, None, (*hints, *keyring.peers.items()))
     if ticket.role is not Role.NODE:
         raise UserError("The ticket is for a client", hint="use it with `meshllm chat --join`")
-    link = await knock(keyring, ticket, transport, incarnation, discovery=options.discovery)
+    link = await knock(keyring, ticket, transports, incarnation, discovery=options.discovery)
     credential = keyring.join(_better(keyring.credential, granted(link)), ticket)
     return Membership(credential, incarnation, link, hints)
 
@@ -65,7 +69,7 @@ async def enter(keyring: Keyring, options: NodeOptions, transport: Transport) ->
 async def knock(
     keyring: Keyring,
     ticket: Ticket,
-    transport: Transport,
+    transports: Sequence[Transport],
     instance: int,
     *,
     discovery: bool = True,
@@ -76,9 +80,8 @@ async def knock(
         UserError: there is no way to find the inviter.
         NotAuthorised: the inviter refuses it, or it has expired.
     """
-    _refuse_unreachable(ticket, transport, discovery=discovery)
-    schemes = dict.fromkeys(transport.schemes, transport)
-    caller = Caller(schemes, Own(keyring.key, instance, ticket))
+    _refuse_unreachable(ticket, transports, discovery=discovery)
+    caller = Caller(by_scheme(transports), Own(keyring.key, instance, ticket))
     heard: dict[NodeId, tuple[str, ...]] = {}
 
     def hear(node: NodeId, addresses: tuple[str, ...]) -> None:
@@ -118,13 +121,16 @@ def granted(link: SecureLink) -> Credential:
     return link.granted
 
 
-def _refuse_unreachable(ticket: Ticket, transport: Transport, *, discovery: bool) -> None:
+def _refuse_unreachable(
+    ticket: Ticket, transports: Sequence[Transport], *, discovery: bool
+) -> None:
     schemes = {address.partition(":")[0] for address in ticket.addresses}
-    if discovery or schemes.intersection(transport.schemes):
+    if discovery or schemes.intersection(by_scheme(transports)):
         return
     listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
+    dialled = " or ".join(f"`{transport.name}`" for transport in transports)
     raise UserError(
-        f"`{transport.name}` dials no address of the ticket ({listed}), and discovery is off",
+        f"{dialled} dials no address of the ticket ({listed}), and discovery is off",
         hint="leave out `--no-discovery`, or ask for a ticket of a node with `--advertise`",
     )
 

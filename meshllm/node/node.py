@@ -21,7 +21,7 @@ from pathlib import Path
 from meshllm import __version__
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.names import MeshId, NodeId
-from meshllm.node.beacon import open_beacon
+from meshllm.node.beacon import Beacon, open_beacon
 from meshllm.node.desk import Desk
 from meshllm.node.door import NodeDoor
 from meshllm.node.founding import amend, unknown
@@ -30,8 +30,9 @@ from meshllm.node.joining import Membership, enter
 from meshllm.node.keyring import Keyring
 from meshllm.node.links import Links
 from meshllm.node.options import NodeOptions
+from meshllm.node.place import Place, open_place
 from meshllm.node.preparation import Preparation
-from meshllm.node.reach import Caller, Place
+from meshllm.node.reach import Caller
 from meshllm.node.recollection import read_back, write_down
 from meshllm.node.secure import SecureLink
 from meshllm.node.standing import Standing
@@ -45,9 +46,8 @@ from meshllm.protocol.identity import short
 from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.meshwire import Talk, Why
 from meshllm.protocol.plan import Plan
-from meshllm.protocol.records import MAX_ADDRESSES, MAX_LABEL_BYTES, Profile
+from meshllm.protocol.records import MAX_LABEL_BYTES, Profile
 from meshllm.transport.contract import Transport
-from meshllm.transport.registry import Registry
 
 __all__ = ["MeshNode", "NodeOptions", "open_node"]
 
@@ -87,7 +87,7 @@ class MeshNode:
         )
         self.machine.restore(read_back(keyring), self.now())
         side = Own(keyring.key, own.incarnation, own.credential)
-        caller = Caller(dict.fromkeys(place.transport.schemes, place.transport), side)
+        caller = Caller(place.schemes, side)
         self._gate = Gate(keyring, own.credential, self.machine.removals)
         self.links = Links(caller, self.machine, self._gate, self)
         self.standing = Standing(self.machine, self.links, self._why)
@@ -106,6 +106,7 @@ class MeshNode:
         self._unknown: list[str] = []
         self._twin_since: float | None = None
         self._charter_known = asyncio.Event()
+        self._beacon: Beacon | None = None
         self._jobs = asyncio.TaskGroup()
 
     @property
@@ -148,8 +149,11 @@ class MeshNode:
                 beacon = await stack.enter_async_context(
                     open_beacon(self.mesh, self.me, self.links.hint, self._gate.guests)
                 )
+                self._beacon = beacon
                 beacon.addresses = self.place.addresses
                 self._jobs.create_task(beacon.run())
+            self.place.on_change(self._moved)
+            self._moved()  # in case they changed before
             await asyncio.Event().wait()  # nobody sets it
 
     def close(self) -> None:
@@ -297,6 +301,15 @@ class MeshNode:
         self.changed()
         await service.run()
 
+    def _moved(self) -> None:
+        """Tell the others where this node is reached now."""
+        addresses = self.place.addresses
+        if addresses != self._profile.addresses and not self.is_leaving:
+            self._profile = replace(self._profile, addresses=addresses)
+            self._tell(profile=self._profile)
+            if self._beacon is not None:
+                self._beacon.addresses = addresses
+
     def _tell(self, *, profile: Profile | None = None, charter: Charter | None = None) -> None:
         self.links.act(self.machine.publish(profile=profile, charter=charter, now=self.now()))
 
@@ -332,7 +345,7 @@ class MeshNode:
         self._stop(None)
 
     async def _carry(self) -> None:
-        await self.links.run([self.place.listener])
+        await self.links.run(self.place.listeners)
 
     async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
         """Run a part of the node; what it expects to go wrong ends the node with that error."""
@@ -378,12 +391,8 @@ async def open_node(
         stack.enter_context(keyring.locked())
         if worker is None:
             worker = await stack.enter_async_context(compute_thread(options.threads or 1))
-        transport = transport or Registry.discover().load(options.transport)
-        own = await enter(keyring, options, transport)
-        listener = await stack.enter_async_context(transport.listen(options.listen))
-        advertised = (options.advertise,) if options.advertise else ()
-        addresses = (*advertised, *listener.addresses)[:MAX_ADDRESSES]
-        place = Place(transport, listener, addresses)
+        place = await stack.enter_async_context(open_place(options, keyring.key, transport))
+        own = await enter(keyring, options, place.transports)
         preparation = prepare(options, worker, keyring.folder / "cache")
         node = MeshNode(options, keyring, preparation, place, own)
         running = asyncio.ensure_future(node.run())

@@ -14,11 +14,13 @@ class NodeOptions:
     """Folder of key, mesh and door."""
     model: str | None = None
     """`builtin`, a folder or a Hugging Face name; None is the model of the mesh."""
-    transport: str = "websocket"
-    listen: str | None = None
-    """Address in the words of the transport; None is its default."""
-    advertise: str | None = None
-    """One more address under which others reach this node."""
+    transports: tuple[str, ...] = ("websocket", "quic")
+    listen: tuple[str, ...] = ()
+    """One address in the words of each transport; where there is none, the transport chooses."""
+    advertise: tuple[str, ...] = ()
+    """More addresses under which others reach this node."""
+    relays: tuple[str, ...] = ()
+    """Through which others reach this node, where no straight way is."""
     join: str | None = None
     """Ticket."""
     name: str | None = None

@@ -15,7 +15,7 @@ from meshllm.names import NodeId
 from meshllm.node.secure import HungUp, SecureLink, secure_dial
 from meshllm.protocol.credential import Removals
 from meshllm.protocol.handshake import Own, Purpose
-from meshllm.transport.contract import Listener, Transport
+from meshllm.transport.contract import Transport
 
 STAGGER_S = 0.25  # s; RFC 8305, section 5
 DIAL_S = 10.0  # s for all addresses together
@@ -23,15 +23,6 @@ MAX_TRIED = 16  # addresses; a peer says what they are
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a node is reached, and by what it reaches others."""
-
-    transport: Transport
-    listener: Listener
-    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from meshllm.transport.contract import (
     Buffer,
     Channel,
     Guarded,
+    Known,
     Link,
     LinkStatistics,
     measure,
@@ -206,6 +207,7 @@ async def _dial(link: Link, dialer: Dialer) -> SecureLink:
                 case Send(message):
                     await link.send([message], Channel.CONTROL)
                 case Established():
+                    _refuse_other(link, action.peer)
                     return SecureLink(link, action, early)
                 case _:
                     assert_never(action)
@@ -222,6 +224,7 @@ async def _judge(
     link: Link, listener: Listener, question: Judge, doorkeeper: Doorkeeper
 ) -> SecureLink:
     try:
+        _refuse_other(link, question.peer)
         credential = doorkeeper.judge(
             question.peer, question.proof, question.purpose, question.instance
         )
@@ -248,6 +251,12 @@ async def _handshake(link: Link) -> AsyncIterator[None]:
                 f"The other side took more than {PRE_AUTH_S} s to say who it is"
             ) from None
         failed.pop_all()
+
+
+def _refuse_other(link: Link, peer: NodeId) -> None:
+    """Raise where the transport has proven that somebody else is at the other end."""
+    if isinstance(link, Known) and link.peer_key != peer:
+        raise NotAuthorised("The other side says to be another node than the transport has proven")
 
 
 def _limit_unread(link: Link, size: int | None) -> None:

@@ -15,6 +15,7 @@ from meshllm.node.desk import Desk
 from meshllm.node.joining import granted, knock
 from meshllm.node.keyring import Keyring
 from meshllm.node.links import Links
+from meshllm.node.place import by_scheme, prepare
 from meshllm.node.reach import Caller
 from meshllm.node.secure import SecureLink
 from meshllm.protocol.credential import Credential, Role
@@ -127,20 +128,21 @@ async def open_thin(
             "The ticket is for a node, not for a client",
             hint="make one with `meshllm ring ticket --role client`",
         )
-    transport = transport or _transport_for(ticket)
+    transports = (transport,) if transport else _transports_for(ticket)
     async with AsyncExitStack() as stack:
         keyring, is_first = stack.enter_context(_keyring(ticket, state))
         instance, link = keyring.next_incarnation(), None
+        prepare(transports, keyring.key)
         if (credential := keyring.credential) is None:
             try:
-                link = await knock(keyring, ticket, transport, instance)
+                link = await knock(keyring, ticket, transports, instance)
             except NotAuthorised as error:
                 if is_first:
                     raise
                 raise _too_many() from error
             credential = keyring.join(granted(link), ticket)
         own = Own(keyring.key, instance, credential)
-        thin = Thin(keyring, credential, Caller(dict.fromkeys(transport.schemes, transport), own))
+        thin = Thin(keyring, credential, Caller(by_scheme(transports), own))
         running = asyncio.gather(thin.links.run([]), thin.desk.run(), thin.seek(ticket))
         stack.push_async_callback(_ended, running)
         await asyncio.sleep(0)  # the links take work from now on
@@ -184,14 +186,17 @@ async def _ended(running: "asyncio.Future[tuple[None, None, None]]") -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-def _transport_for(ticket: Ticket) -> Transport:
-    """Choose the transport that dials the addresses of a ticket."""
+def _transports_for(ticket: Ticket) -> tuple[Transport, ...]:
+    """Choose the transports that dial the addresses of a ticket."""
     registry = Registry.discover()
     schemes = {address.partition(":")[0] for address in ticket.addresses}
+    found: list[Transport] = []
     for name in registry.names():
-        transport = registry.load(name)
-        if schemes.intersection(transport.schemes):
-            return transport
+        if schemes.difference(by_scheme(found)):  # else nobody else is needed, or may be broken
+            transport = registry.load(name)
+            found += [transport] if schemes.intersection(transport.schemes) else []
+    if found:
+        return tuple(found)
     listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
     raise UserError(
         f"No transport here dials an address of the ticket ({listed})",

@@ -25,6 +25,8 @@ class NodeKey:
     """The secret half of a node id; made of the 32 bytes that a state folder keeps."""
 
     def __init__(self, seed: bytes) -> None:
+        self.seed = seed
+        """For a transport that proves by itself who this node is."""
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self.node = NodeId(self._key.public_key().public_bytes_raw())
 

@@ -71,6 +71,7 @@ def status_of(count: int, *, measured: bool = True) -> dict[str, Any]:
         "nodes": [_node(rank) for rank in range(count)],
         "sessions": {"active": 1, "waiting": 0, "served": 12, "failed": 0},
         "listening": ["ws://192.168.1.10:7700"],
+        "networks": [],
         "since_s": 754.0,
     }
 
@@ -99,6 +100,7 @@ def _node(rank: int) -> dict[str, Any]:
     link = {
         "round_trip_ms": 0.84 + rank,
         "path": "direct",
+        "path_reason": "",
         "address": f"ws://192.168.1.{10 + rank}:7700",
         "bytes_sent": 12_690_000,
         "bytes_received": 11_340_000 + rank,

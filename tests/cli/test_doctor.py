@@ -4,8 +4,8 @@ from collections.abc import Iterator
 import pytest
 
 from meshllm.cli import checks
-from meshllm.cli.checks import Finding
 from meshllm.cli.doctor import lay_out
+from meshllm.cli.finding import Finding
 from meshllm.errors import LinkLost, MeshError
 from tests.cli.conftest import Invoke
 from tests.cli.statuses import FakeDoor, status_of
@@ -66,8 +66,9 @@ def test_a_machine_with_a_node_is_examined_with_its_peers(meshllm: Invoke, door:
 def test_only_a_failed_check_fails_the_command(
     meshllm: Invoke, door: FakeDoor, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
 ) -> None:
-    def examine(_: object, status: object) -> Iterator[Finding]:
+    def examine(_: object, status: object, transports: object) -> Iterator[Finding]:
         assert not isinstance(status, MeshError)
+        assert transports == ("websocket", "quic")
         yield Finding("ok", "key", "yours")
         yield Finding(verdict, "clock", "late")  # type: ignore[arg-type]  # one of three
 

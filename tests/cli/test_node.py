@@ -187,8 +187,8 @@ def test_an_address_that_nobody_could_use_is_refused(meshllm: Invoke, node: Fake
 
     assert (result.exit_code, node.options) == (2, None)
     assert result.stderr == (
-        "error: `192.0.2.7:7700` is no address of `websocket`\n"
-        "hint: `--advertise` begins with `ws:` or `wss:`\n"
+        "error: `192.0.2.7:7700` is no address of `websocket` or `quic`\n"
+        "hint: `--advertise` begins with `ws:` or `wss:` or `quic:`\n"
     )
     assert meshllm("node", "--advertise", "ws://192.0.2.7:7700").exit_code == 0
 
@@ -225,7 +225,8 @@ def test_what_is_set_is_passed_on(
     monkeypatch.setenv("MESHLLM_NAME", "attic")
 
     meshllm(
-        "node", "--state", "here", "--model", "builtin", "--transport", "quic",
+        "node", "--state", "here", "--model", "builtin", "--transport", "quic, websocket",
+        "--listen", "quic://0.0.0.0:7701", "--relay", "quic://relay.example:8790",
         "--memory", "4GiB", "--layers", "2:5", "--exclude", "desk, laptop", "--members", "3",
         "--join", TICKET, "--no-discovery", "--policy", "auto", "--wire", "auto",
         "--draft", "org/small", "--device", "cpu",
@@ -234,7 +235,9 @@ def test_what_is_set_is_passed_on(
     assert node.options == NodeOptions(
         state=Path.cwd() / "here",
         model="builtin",
-        transport="quic",
+        transports=("quic", "websocket"),
+        listen=("quic://0.0.0.0:7701",),
+        relays=("quic://relay.example:8790",),
         name="attic",
         memory_bytes=4 << 30,
         layers=Span(2, 5),

@@ -19,11 +19,12 @@ from meshllm.protocol.identity import NodeKey, short, show
 from meshllm.protocol.presence import Contact
 from meshllm.protocol.records import Lifecycle, State
 from meshllm.request import Event, Piece, Request
-from meshllm.transport.contract import LinkStatistics
+from meshllm.transport.contract import LinkStatistics, Network
 from tests.cli.fake import answer_of
 from tests.protocol.members import FOUNDED
 from tests.protocol.meshes import World, profile
 
+NETWORK = Network("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:8790", "registered"),))
 KEYS = sorted((NodeKey(bytes([n]) * 32) for n in range(4)), key=lambda key: key.node)
 A, B, C, D = (key.node for key in KEYS)
 CLIENT = NodeKey(b"c" * 32).node
@@ -49,7 +50,7 @@ class Fake:
         self.key, self.me, self.name, self.version = KEYS[0], A, "here", "1.0"
         self.mesh, self.incarnation, self.since, self.is_leaving = FOUNDED.mesh, 7, 0.0, False
         self.keyring = SimpleNamespace(key=self.key)
-        self.place = SimpleNamespace(addresses=("loopback:a",))
+        self.place = SimpleNamespace(addresses=("loopback:a",), survey=lambda: [NETWORK])
         self.agreement: Agreement | None = agreement
         self.machine = SimpleNamespace(
             charter=self.world.charter, profiles=dict(self.world.profiles), states=self.states,
@@ -112,9 +113,10 @@ RING = {"state", "reason", "epoch", "digest", "policy", "entry", "stages", "pred
         "advice"}  # fmt: skip
 NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory_bytes", "layers",
         "rank", "self", "incarnation", "version", "link"}  # fmt: skip
-LINK = {"round_trip_ms", "path", "address", "bytes_sent", "bytes_received", "heard_s", "clock_s"}
+LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
+        "heard_s", "clock_s"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
-          "since_s"}  # fmt: skip
+          "networks", "since_s"}  # fmt: skip
 
 
 def test_the_status_has_every_field_and_no_other(fake: Fake) -> None:
@@ -186,8 +188,8 @@ def test_this_node_comes_first(fake: Fake) -> None:
 
 def test_a_link_is_told_with_its_figures(fake: Fake) -> None:
     assert fake.of(B)["link"] == {
-        "round_trip_ms": 2.5, "path": "direct", "address": "loopback:y", "bytes_sent": 100,
-        "bytes_received": 200, "heard_s": 0.5, "clock_s": -3.25,
+        "round_trip_ms": 2.5, "path": "direct", "path_reason": "", "address": "loopback:y",
+        "bytes_sent": 100, "bytes_received": 200, "heard_s": 0.5, "clock_s": -3.25,
     }  # fmt: skip
     assert fake.of(C)["link"] is None
 

@@ -41,7 +41,7 @@ def guest(town: Town, name: str = "guest") -> Keyring:
 
 async def come(town: Town, keyring: Keyring, ticket: str | None = None) -> Membership:
     options = NodeOptions(state=keyring.folder, join=ticket, discovery=False)
-    return await enter(keyring, options, town.transport)
+    return await enter(keyring, options, (town.transport,))
 
 
 def ticket(house: House, role: Role = Role.NODE, **limits: Any) -> str:
@@ -309,7 +309,7 @@ def test_a_beacon_tells_where_the_inviter_is(run: Run, monkeypatch: pytest.Monke
         a, keyring = await town.add("a"), guest(town)
         text = a.keyring.invite([], Role.NODE, lasts_s=None, uses=None).encode()
         options = NodeOptions(state=keyring.folder, join=text)
-        coming = asyncio.ensure_future(enter(keyring, options, town.transport))
+        coming = asyncio.ensure_future(enter(keyring, options, (town.transport,)))
         await asyncio.sleep(10)
         heard[0](a.me, (a.address,))
         own = await coming

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshllm.node.thin import open_thin
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.credential import Role
 from meshllm.request import Answer, Piece, Request
+from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
@@ -224,3 +225,58 @@ async def test_the_charter_and_the_membership_outlive_the_process(mesh: Mesh) ->
 
     assert (a.mesh, a.machine.charter) == before
     assert a.incarnation == 2
+
+
+class Roaming(LoopbackTransport):
+    """A network on which the addresses of a listener may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves: list[Callable[[str], None]] = []
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
+        async with super().listen(address) as inner:
+            moving = Moved(inner)
+            self.moves.append(moving.move)
+            yield moving
+
+
+class Moved:
+    """A listener that is told where it is now."""
+
+    def __init__(self, inner: Listener) -> None:
+        self._callbacks: list[Callable[[], None]] = []
+        self.links = inner.links
+        self.addresses = inner.addresses
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def move(self, address: str) -> None:
+        self.addresses = (address, *self.addresses)
+        for callback in self._callbacks:
+            callback()
+
+
+async def test_the_others_hear_where_a_node_is_reached_now(mesh: Mesh) -> None:
+    mesh.network = network = Roaming()
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=a.ticket)
+    await until(lambda: "b" in states(a), a)
+
+    network.moves[1]("loopback:elsewhere")
+
+    def heard() -> bool:
+        return b.me in a.machine.profiles and (
+            "loopback:elsewhere" in a.machine.profiles[b.me].addresses
+        )
+
+    async with asyncio.timeout(PATIENCE_S):
+        while not heard():  # noqa: ASYNC110 -- a change of address is no news of the ring
+            await asyncio.sleep(0.05)
+    assert "loopback:elsewhere" in b.door.status()["listening"]

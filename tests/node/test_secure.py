@@ -205,6 +205,28 @@ async def test_both_sides_are_told_why_somebody_may_not_enter(own: Own, words: s
     assert await is_closed(other)
 
 
+class Proven(Wire):
+    """A link whose transport has proven who is at the other end."""
+
+    peer_key: bytes
+
+
+@pytest.mark.parametrize("liar", ["dialler", "listener"])
+async def test_who_says_to_be_another_than_the_transport_proved_is_refused(liar: str) -> None:
+    transport = LoopbackTransport()
+    async with transport.listen("loopback:b") as listener:
+        dialled = Proven(await transport.dial("loopback:b"))
+        accepted = Proven(await anext(aiter(listener.links())))
+    dialled.peer_key = OTHER.node if liar == "listener" else AS_HOST.key.node
+    accepted.peer_key = OTHER.node if liar == "dialler" else AS_MEMBER.key.node
+
+    outcomes = await asyncio.gather(dial(dialled), accept(accepted), return_exceptions=True)
+
+    who_notices = outcomes[0 if liar == "listener" else 1]
+    assert isinstance(who_notices, NotAuthorised)
+    assert "than the transport has proven" in str(who_notices)
+
+
 async def test_another_node_than_expected_learns_nothing() -> None:
     one, other = await plain()
 

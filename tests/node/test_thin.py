@@ -13,7 +13,7 @@ from meshllm.names import NodeId
 from meshllm.node import beacon
 from meshllm.node import thin as thin_module
 from meshllm.node.desk import Desk
-from meshllm.node.thin import SEEK_S, Thin, _Closed, _transport_for, open_thin
+from meshllm.node.thin import SEEK_S, Thin, _Closed, _transports_for, open_thin
 from meshllm.protocol.credential import Role, remove
 from meshllm.protocol.handshake import Purpose
 from meshllm.protocol.meshwire import Talk, Why
@@ -303,7 +303,7 @@ def test_the_transport_is_the_one_of_the_addresses(run: Run) -> None:
         text = ticket(made)
         from meshllm.protocol.ticket import parse_ticket
 
-        assert _transport_for(parse_ticket(text)).name == "loopback"
+        assert [each.name for each in _transports_for(parse_ticket(text))] == ["loopback"]
 
     run(story)
 
@@ -315,7 +315,7 @@ def test_addresses_that_nothing_dials_are_told(addresses: tuple[str, ...], liste
     odd = Ticket(NodeId(bytes(32)), addresses, Role.CLIENT, 0, bytes(16))
 
     with pytest.raises(UserError, match="No transport here dials an address") as raised:
-        _transport_for(odd)
+        _transports_for(odd)
 
     assert f"of the ticket ({listed})" in str(raised.value)
     assert "loopback" in str(raised.value.hint)

@@ -31,5 +31,6 @@ def test_a_ring_forms_over_ipv6(fleet: Fleet, answers: Answers) -> None:
     fleet.node("one").start("--join", ticket, *ALONE)
     fleet.form()
 
-    assert fleet.node("one").status()["listening"] == [f"ws://{fleet.node('one').address}"]
+    own = fleet.node("one").address
+    assert fleet.node("one").status()["listening"] == [f"ws://{own}", f"quic://{own}"]
     assert ask(fleet.node("one"), QUESTION) == answers[QUESTION]
