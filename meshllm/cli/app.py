@@ -22,6 +22,8 @@ from meshllm.cli.identity import EXAMPLES as ID_EXAMPLES
 from meshllm.cli.identity import identity
 from meshllm.cli.node import EXAMPLES as NODE_EXAMPLES
 from meshllm.cli.node import node
+from meshllm.cli.relay import EXAMPLES as RELAY_EXAMPLES
+from meshllm.cli.relay import relay
 from meshllm.config import load
 from meshllm.errors import MeshError, UserError
 
@@ -68,6 +70,7 @@ app.command("id", epilog=ID_EXAMPLES)(identity)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.add_typer(model.app, name="model")
 app.add_typer(transport.app, name="transport")
+app.command(epilog=RELAY_EXAMPLES)(relay)
 app.add_typer(config.app, name="config")
 app.command(epilog=BENCH_EXAMPLES)(bench)
 
