@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,19 @@ from meshllm.request import Answer, Request
 
 START_S = 120.0  # s until a ring stands; importing torch takes seconds, on a busy machine many
 POLL_S = 0.1  # s between two looks while it does not
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a node runs."""
+
+    listen: str = "127.0.0.1:0"
+    """Where the other nodes reach it."""
+    prefix: tuple[str, ...] = ()
+    """The command that runs its command, as in another network; nothing runs it right here."""
+
+
+LOCAL = Site()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +57,13 @@ class Fleet:
 
 @asynccontextmanager
 async def open_fleet(
-    model: Path, nodes: int, threads: int, quant: Quant = Quant.NONE
+    model: Path,
+    nodes: int | Sequence[Site],
+    threads: int,
+    quant: Quant = Quant.NONE,
+    transport: str = "websocket",
 ) -> AsyncIterator[Fleet]:
-    """Start nodes on this machine that form one ring over WebSocket, encrypted as any.
+    """Start nodes on this machine that form one ring, encrypted as any; so many, or one a site.
 
     Raises:
         TimedOut: the ring did not stand in time.
@@ -54,18 +71,21 @@ async def open_fleet(
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory(prefix="meshllm-")))
         ticket = home / "ticket"
+        first, *others = [LOCAL] * nodes if isinstance(nodes, int) else nodes
+        members = 1 + len(others)
         shared = ["--model", str(model), "--threads", str(threads), "--quant", quant]
-        found = ["--members", str(nodes), "--ticket-file", str(ticket)]
-        await _start(stack, home / "0", [*shared, *found])
+        shared += ["--transport", transport]
+        found = ["--members", str(members), "--ticket-file", str(ticket)]
+        await _start(stack, first, home / "0", [*shared, *found])
         async with _patience():
             while not (ticket.exists() and ticket.read_text()):  # noqa: ASYNC110  # another process writes it
                 await asyncio.sleep(POLL_S)
-        for number in range(1, nodes):
+        for number, site in enumerate(others, start=1):
             join = ["--join", ticket.read_text().strip()]
-            await _start(stack, home / str(number), [*shared, *join])
+            await _start(stack, site, home / str(number), [*shared, *join])
         doors = [
             await stack.enter_async_context(_door(home / str(number) / SOCKET))
-            for number in range(nodes)
+            for number in range(members)
         ]
         yield Fleet(await _entry(doors))
 
@@ -76,14 +96,15 @@ def _whole(answer: Answer, request: Request) -> Answer:
     return answer
 
 
-async def _start(stack: AsyncExitStack, state: Path, options: list[str]) -> None:
+async def _start(stack: AsyncExitStack, site: Site, state: Path, options: list[str]) -> None:
     command = [
-        "-m", "meshllm", "node", "--state", str(state), "--name", state.name,
-        "--listen", "127.0.0.1:0", "--no-discovery", "--speculation", "off", *options,
+        *site.prefix, sys.executable, "-m", "meshllm", "node",
+        "--state", str(state), "--name", state.name, "--listen", site.listen,
+        "--no-discovery", "--speculation", "off", *options,
     ]  # fmt: skip
     quiet = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdin=quiet, stdout=quiet, stderr=quiet
+        *command, stdin=quiet, stdout=quiet, stderr=quiet
     )
     stack.push_async_callback(_end, process)
 

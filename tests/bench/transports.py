@@ -5,27 +5,22 @@
 ``NAME+secure`` is a transport under `meshllm.node.secure`. Both ends run in one event loop of one
 process, for every row alike. ``tcp`` is the least that asyncio can do for messages over 127.0.0.1:
 a length and a `BufferedProtocol`, no channels and no limits. The transports take turns, so that a
-busy machine slows all of them: compare the ratios, each the median of those of the rounds. The
-command fails when a row misses what `TARGETS` asks of it.
+busy machine slows all of them: compare the ratios, each the median of those of the rounds. Where
+the machine can, the ends are then put at a slow line, see `tests.bench.far`. The command fails when
+a row misses what `TARGETS` asks of it, or `far.TARGET_MS`.
 """
 
 import asyncio
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter, process_time
-from typing import Protocol, Self
+from typing import Self
 
-from meshllm.node.secure import secure_accept, secure_dial
-from meshllm.protocol.credential import Credential, found
-from meshllm.protocol.handshake import Own, Purpose
-from meshllm.protocol.identity import NodeKey
-from meshllm.protocol.ticket import TicketProof
-from meshllm.transport.contract import Buffer, Link
 from meshllm.transport.registry import Registry
+from tests.bench import far
+from tests.bench.ends import HERE, SECURE, End, Opener, open_link, open_tcp, parts, round_trips
 from tests.bench.report import Report, parser_of
 
 ROUNDS = 10
@@ -33,9 +28,7 @@ TRIPS = {4 * 1024: 100, 64 * 1024: 50, 4 * 1024 * 1024: 4}
 """Message bytes: round trips in one round."""
 STREAM_BYTES = 32 * 1024 * 1024
 """Sent one way in one round, at most; small messages are sent 1000 times."""
-HEADER_BYTES = 64
 BASELINE = "tcp"
-SECURE = "+secure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +46,12 @@ TARGETS = {
     "websocket" + SECURE: (
         Target(4 * 1024, trip_ratio=3.0),
         Target(4 * 1024 * 1024, rate_ratio=0.5),
-    )
+    ),
+    "quic": (
+        Target(4 * 1024, trip_ratio=10.0),
+        Target(64 * 1024, rate_ratio=0.12),
+    ),
 }
-
-
-class End(Protocol):
-    """What of a link is measured."""
-
-    async def send(self, message: Sequence[Buffer]) -> None: ...
-
-    async def receive(self) -> tuple[object, Buffer]: ...
-
-
-Opener = Callable[[], AbstractAsyncContextManager[tuple[End, End]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,121 +95,6 @@ class Row:
         )
 
 
-class Wire(asyncio.BufferedProtocol):
-    """Messages over TCP, received into a buffer of their own size."""
-
-    def __init__(self) -> None:
-        self.arrived: asyncio.Queue[tuple[None, bytearray]] = asyncio.Queue()
-        self.writable = asyncio.Event()
-        self.header, self.body = bytearray(4), bytearray()
-        self.position = 0  # in the header while the body is empty
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.set_write_buffer_limits(high=1024 * 1024)
-        self.writable.set()
-
-    def pause_writing(self) -> None:
-        self.writable.clear()
-
-    def resume_writing(self) -> None:
-        self.writable.set()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self.body or self.header)[self.position :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.position += nbytes
-        if self.position < len(self.body or self.header):
-            return
-        self.position = 0
-        if self.body:
-            self.arrived.put_nowait((None, self.body))
-            self.body = bytearray()
-        else:
-            self.body = bytearray(int.from_bytes(self.header, "big"))
-
-    async def send(self, message: Sequence[Buffer]) -> None:
-        self.transport.writelines([sum(map(len, message)).to_bytes(4, "big"), *message])
-        await self.writable.wait()
-
-    async def receive(self) -> tuple[None, bytearray]:
-        return await self.arrived.get()
-
-
-@asynccontextmanager
-async def open_tcp() -> AsyncIterator[tuple[End, End]]:
-    loop = asyncio.get_running_loop()
-    far = Wire()
-    async with await loop.create_server(lambda: far, "127.0.0.1", 0) as server:
-        _, near = await loop.create_connection(Wire, *server.sockets[0].getsockname())
-        await far.writable.wait()
-        yield near, far
-        near.transport.close()
-
-
-@asynccontextmanager
-async def open_link(name: str) -> AsyncIterator[tuple[End, End]]:
-    plain_name = name.removesuffix(SECURE)
-    transport = Registry.discover().load(plain_name)
-    address = "ws://127.0.0.1:0" if "ws" in transport.schemes else None
-    async with transport.listen(address) as listener:
-        arrivals = aiter(listener.links())
-        near, far = await asyncio.gather(transport.dial(listener.address), anext(arrivals))
-        if name != plain_name:
-            near, far = await secured(near, far)
-        yield near, far
-        await near.close()
-        await far.close()
-
-
-class OpenHouse:
-    """Lets everybody in who shows a credential."""
-
-    def guests(self) -> tuple[bytes, ...]:
-        return ()
-
-    def judge(self, _node: object, proof: Credential | TicketProof, *_: object) -> Credential:
-        assert isinstance(proof, Credential)
-        return proof
-
-
-async def secured(near: Link, far: Link) -> tuple[Link, Link]:
-    """Shake hands as two nodes of one mesh."""
-    key = NodeKey(bytes(32))
-    credential = found(key, bytes(16))
-    own = Own(key, 1, credential)
-    return await asyncio.gather(
-        secure_dial(near, own, Purpose.RING, now_s=0, removals={}),
-        secure_accept(far, own, OpenHouse()),
-    )
-
-
-def parts(size: int) -> list[bytes]:
-    """Make a message as a ring sends it: a header and a tensor, not yet one string."""
-    return [bytes(HEADER_BYTES), bytes(size - HEADER_BYTES)]
-
-
-async def round_trips(near: End, far: End, size: int, times: int) -> list[float]:
-    """Send a message there and back; return the seconds of each trip."""
-
-    async def echo() -> None:
-        for _ in range(times):
-            message = memoryview((await far.receive())[1])
-            await far.send([message[:HEADER_BYTES], message[HEADER_BYTES:]])
-
-    message, seconds = parts(size), []
-    async with asyncio.TaskGroup() as group:
-        group.create_task(echo())
-        for _ in range(times):
-            began = perf_counter()
-            await near.send(message)
-            await near.receive()
-            seconds.append(perf_counter() - began)
-    return seconds
-
-
 async def rate(near: End, far: End, size: int) -> tuple[float, float]:
     """Send messages one way; return bytes per second, and seconds of processor per byte."""
     times = min(1000, STREAM_BYTES // size)
@@ -247,7 +118,7 @@ async def measure(openers: dict[str, Opener], size: int) -> list[Row]:
     rounds: dict[str, list[Round]] = {name: [] for name in openers}
     for _ in range(ROUNDS):
         for name, opener in openers.items():
-            async with opener() as (near, far):
+            async with opener(HERE) as (near, far):
                 await round_trips(near, far, size, 2)
                 trips = await round_trips(near, far, size, TRIPS[size])
                 rounds[name].append(Round(trips, *await rate(near, far, size)))
@@ -294,10 +165,17 @@ def main() -> None:
     openers: dict[str, Opener] = {BASELINE: open_tcp}
     openers |= {name: partial(open_link, name) for name in arguments.transport or installed}
     rows = asyncio.run(measure_all(openers))
-
     report.say(table(rows))
-    report.write(rows)
-    if failures := missed(rows):
+    openers.pop("loopback", None)  # has no sockets
+    openers.pop("loopback" + SECURE, None)
+    far_rows: list[far.Row] = []
+    if reason := far.reason():
+        report.say(f"No slow line: {reason}")
+    else:
+        far_rows = asyncio.run(far.measure(openers))
+        report.say("", far.table(far_rows))
+    report.write(rows, far=[asdict(row) for row in far_rows])
+    if failures := missed(rows) + far.missed(far_rows):
         sys.exit("\n".join(failures))
 
 

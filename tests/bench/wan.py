@@ -1,0 +1,245 @@
+"""How near a ring of real nodes comes to what a wide network allows.
+
+``python -m tests.bench.wan [--model NAME] [--nodes 2,3] [--rtt 1,20,100] [--mbit 10,100,1000]
+[--transports websocket,quic]``
+
+Each node is a process with one thread in a network namespace of its own, and a process between the
+namespaces delays what they send. Nobody guesses, so a token cannot take less than what the nodes
+measure in the same answer (computing, serialising, waiting for the compute thread) and one way on
+each link, its bytes at that rate included. The transports answer in turn on the same network, so
+that a busy machine slows all of them; ratios are of one answer each, and medians of the rounds. The
+first answer on a network does not count. The raw echo, of UDP and a message's size, tells what that
+network takes by itself. Where not bandwidth binds, `BAR` of the bound is to be reached, or the
+command fails. A machine without namespaces measures nothing.
+"""
+
+import asyncio
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    nullcontext,
+)
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from meshllm.model.source import BUILTIN, resolve
+from meshllm.request import Answer, Request
+from meshllm.testing.fleet import Fleet, Site, open_fleet
+from meshllm.testing.table1 import DIMENSIONS, NUMBER_TOKENS, WORD, random_model
+from meshllm.transport.registry import Registry
+from tests.bench.far import changing, echo_ms, reason
+from tests.bench.report import Report, counts, parser_of
+from tests.processes.namespaces import Space, new_spaces, open_spaces
+from tests.simulation.wires import Line
+
+PROMPT_TOKENS = 64
+BAR = 0.9
+"""Of the bound, at least."""
+FOOT = """\
+bound: computing of all ranks, and one way on each link with its bytes at that rate
+kept: of the speed that computing alone would have; the HyperCluster paper (Table 1) lost 79 to
+  87 % of its speed from 1 to 2 nodes
+1 ms with 100 and 1000 Mbit/s, and 100 ms with 100, are the networks of Table 3 of Petals
+the shaper is one process: near 1000 Mbit/s it is the limit itself (738 measured), and what the
+  echo takes beside the round trip is its and the kernel's"""
+
+Network = tuple[int, float, float]
+"""Nodes, round trip in ms, Mbit/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One ring on one network; medians of the rounds."""
+
+    transport: str
+    nodes: int
+    rtt_ms: float
+    mbit: float
+    ms_per_token: float
+    tokens_per_s: float
+    ttft_ms: float
+    compute_ms: float
+    """Of all ranks, serialising and waiting for the compute thread included."""
+    bound_ms: float
+    of_bound: float
+    """1 is as fast as possible."""
+    kept: float
+    """Of the speed that computing alone would have."""
+    echo_ms: float
+    """Round trip of a UDP datagram as long as a message."""
+    binds: str
+    """What the bound is of, for the most part."""
+
+    @classmethod
+    def of(
+        cls, transport: str, network: Network, answers: Sequence[Answer], echo_ms: float
+    ) -> Self:
+        """Sum up the answers."""
+        nodes, rtt_ms, mbit = network
+        computes = [compute_ms(answer) for answer in answers]
+        transfer_ms = statistics.median(transfer(answer, mbit) for answer in answers)
+        latency_ms = nodes * rtt_ms / 2
+        bounds = [compute + latency_ms + transfer_ms for compute in computes]
+        pace = [answer.ms_per_token for answer in answers]
+        compute, median_ms = statistics.median(computes), statistics.median(pace)
+        shares = {"compute": compute, "latency": latency_ms, "bandwidth": transfer_ms}
+        return cls(
+            transport,
+            *network,
+            ms_per_token=median_ms,
+            tokens_per_s=1e3 / median_ms,
+            ttft_ms=statistics.median(answer.ttft_ms for answer in answers),
+            compute_ms=compute,
+            bound_ms=statistics.median(bounds),
+            of_bound=_paired(bounds, pace),
+            kept=_paired(computes, pace),
+            echo_ms=echo_ms,
+            binds=max(shares, key=lambda name: shares[name]),
+        )
+
+
+def compute_ms(answer: Answer) -> float:
+    """Sum up what the nodes did for a token, beside sending it."""
+    return sum(hop.compute_ms + hop.serialise_ms + hop.queue_ms for hop in answer.hops)
+
+
+def transfer(answer: Answer, mbit: float) -> float:
+    """Return the milliseconds for which a token's messages hold the links at that rate."""
+    return sum(hop.bytes_per_token for hop in answer.hops) * 8 / (mbit * 1e3)
+
+
+async def measure(
+    folder: Path, nodes: int, options: Namespace, told: Callable[[list[Cell]], None]
+) -> None:
+    """Measure rings of one size, of all transports, on one network after the other."""
+    spaces, numbers = new_spaces(nodes), count()
+    with open_spaces(*spaces), changing(spaces) as change:
+        async with AsyncExitStack() as stack:
+            fleets = {
+                name: await stack.enter_async_context(_fleet(folder, name, spaces))
+                for name in options.transports
+            }
+            for rtt, mbit in product(options.rtt, options.mbit):
+                change(Line(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8))
+                answers: dict[str, list[Answer]] = {name: [] for name in fleets}
+                for _ in range(options.rounds + 1):
+                    for name, fleet in fleets.items():
+                        request = _request(next(numbers), options.new_tokens)
+                        answers[name].append(await fleet.answer(request))
+                told(_cells((nodes, rtt, mbit), answers, spaces))
+
+
+def _fleet(
+    folder: Path, transport: str, spaces: Sequence[Space]
+) -> AbstractAsyncContextManager[Fleet]:
+    scheme = Registry.discover().load(transport).schemes[0]
+    sites = [Site(f"{scheme}://{space.host}:0", tuple(space.command())) for space in spaces]
+    return open_fleet(folder, sites, threads=1, transport=transport)
+
+
+def _request(number: int, tokens: int) -> Request:
+    """Ask what nobody asked before: nodes remember what they have read."""
+    words = WORD * (PROMPT_TOKENS - NUMBER_TOKENS)
+    return Request(raw=f"{number % 100:02} {words}", max_tokens=tokens)
+
+
+def _cells(
+    network: Network, answers: dict[str, list[Answer]], spaces: Sequence[Space]
+) -> list[Cell]:
+    hops = [hop for mine in answers.values() for answer in mine for hop in answer.hops]
+    echo = echo_ms(spaces[0], spaces[1], size=round(max(hop.bytes_per_token for hop in hops)))
+    return [Cell.of(name, network, mine[1:], echo) for name, mine in answers.items()]
+
+
+def lines(cells: Sequence[Cell], *, is_first: bool) -> Iterator[str]:
+    """Lay out the cells of one network."""
+    line = "{:>5} {:>6} {:>6}  {:<9}  {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>8}  {}".format
+    if is_first:
+        kind = "nodes", "RTT ms", "Mbit/s", "transport"
+        yield line(
+            *kind, "tokens/s", "ms/token", "compute", "bound ms", "of bound", "kept", "TTFT",
+            "echo ms", "binds",
+        )  # fmt: skip
+    for cell in cells:
+        yield line(
+            cell.nodes, f"{cell.rtt_ms:g}", f"{cell.mbit:g}", cell.transport,
+            f"{cell.tokens_per_s:.2f}", f"{cell.ms_per_token:.1f}", f"{cell.compute_ms:.1f}",
+            f"{cell.bound_ms:.1f}", f"{cell.of_bound:.2f}", f"{cell.kept:.2f}",
+            f"{cell.ttft_ms:.0f}", f"{cell.echo_ms:.1f}", cell.binds,
+        )  # fmt: skip
+
+
+def missed(cells: Sequence[Cell]) -> list[str]:
+    """Name the cells that miss the bar."""
+    return [
+        f"{cell.transport}, {cell.nodes} nodes, {cell.rtt_ms:g} ms, {cell.mbit:g} Mbit/s: "
+        f"{cell.of_bound:.2f} of the bound, {BAR} at least"
+        for cell in cells
+        if cell.binds != "bandwidth" and cell.of_bound < BAR
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int | str:
+    """Run the command."""
+    parser = parser_of("wan", __doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=[BUILTIN, *DIMENSIONS])
+    parser.add_argument("--nodes", default=(2, 3), type=counts, help="sizes of rings, as 2,3")
+    parser.add_argument("--rtt", default=[1, 20, 100], type=_numbers, help="in milliseconds")
+    parser.add_argument("--mbit", default=[10, 100, 1000], type=_numbers, help="Mbit/s")
+    parser.add_argument("--transports", default=["websocket", "quic"], type=_names)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=16, help="of each answer")
+    options = parser.parse_args(arguments)
+    if min(options.nodes, default=0) < 2 or options.rounds < 1:
+        parser.error("a link has two nodes, and a median a round")
+    if unknown := set(options.transports) - set(Registry.discover().names()):
+        parser.error(f"no transport is named {', '.join(sorted(unknown))}")
+    report = Report(options, threads=1)
+    cells: list[Cell] = []
+    about = {"model": options.model, "new_tokens": options.new_tokens}
+    if why := reason():
+        report.say(f"Nothing is measured: {why}")
+        report.write(cells, **about, skipped=why)
+        return 0
+
+    def told(new: list[Cell]) -> None:
+        report.say(*lines(new, is_first=not cells))
+        cells.extend(new)
+
+    with _model(options.model) as folder:
+        for nodes in options.nodes:
+            asyncio.run(measure(folder, nodes, options, told))
+    report.say("", FOOT)
+    report.write(cells, **about)
+    return "\n".join(missed(cells)) or 0
+
+
+def _model(name: str) -> AbstractContextManager[Path]:
+    if name == BUILTIN:
+        return nullcontext(resolve(BUILTIN).folder)
+    return random_model(name, torch.bfloat16)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",") if number]
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _paired(mine: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(mine, others, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
