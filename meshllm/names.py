@@ -27,6 +27,10 @@ charter
     what the whole mesh agreed on: the model and how its ring is to be chosen.
 door
     the HTTP application of a node, on a unix socket of its owner.
+relay
+    a server, or a node, that forwards datagrams for nodes that no other can dial; it reads none.
+path
+    how the bytes of a link travel: **direct**, or through a relay.
 """
 
 from dataclasses import dataclass

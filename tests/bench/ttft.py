@@ -1,7 +1,7 @@
 """How soon a ring says the first token of an answer to a long prompt.
 
 ``python -m tests.bench.ttft [--model NAME] [--nodes N] [--prompts 128,256,512,1024,2048]
-[--rtt MS] [--mbit RATE] [--wire exact,int8]``
+[--rtt MS] [--mbit RATE] [--wire exact,int8] [--quant int8]``
 
 All ranks run in this process, each on a thread of its own that uses one core. Each prompt goes
 round the ring by turns in one piece and in the chunks that are best by what a layer takes here; no
@@ -28,7 +28,7 @@ from meshllm.model.capacity import shape_of
 from meshllm.model.source import Source, open_folder
 from meshllm.model.speed import measure_speed
 from meshllm.model.wire8 import packed_size
-from meshllm.names import WireMode
+from meshllm.names import Quant, WireMode
 from meshllm.node.assembly import plan_shape
 from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.protocol.chunking import RingTimes, ring_times
@@ -85,7 +85,7 @@ async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
     prompts = [int(tokens) for tokens in options.prompts.split(",")]
     numbers, rows = count(), list[Row]()
     async with AsyncExitStack() as stack:
-        rings = [await _open(stack, source, wire, way, options.nodes) for wire in wires]
+        rings = [await _open(stack, source, wire, way, options) for wire in wires]
         for ring in rings:  # kernels are tried
             await ring.first_token_s(Pace(), min(prompts), next(numbers))
         for tokens in prompts:
@@ -104,16 +104,23 @@ async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
 
 
 async def _open(
-    stack: AsyncExitStack, source: Source, wire: WireMode, way: Wire, nodes: int
+    stack: AsyncExitStack, source: Source, wire: WireMode, way: Wire, asked: argparse.Namespace
 ) -> Contestant:
     """Form a ring, and measure what a layer takes on its first rank."""
     transport = LoopbackTransport(Shape(way.latency_s, bytes_per_s=way.bytes_per_s))
+    quant = Quant(asked.quant)
     options = RingOptions(
-        nodes=nodes, threads=1, own_threads=True, drafting=None, wire=wire, prefix_bytes=0
+        nodes=asked.nodes,
+        threads=1,
+        own_threads=True,
+        drafting=None,
+        wire=wire,
+        prefix_bytes=0,
+        quant=quant,
     )
     ring = await stack.enter_async_context(open_ring(source, options, transport))
     folder = Path(stack.enter_context(TemporaryDirectory()))  # nothing is remembered there
-    speed = await ring.worker.run(measure_speed, source, torch.bfloat16, folder)
+    speed = await ring.worker.run(measure_speed, source, torch.bfloat16, folder, quant)
     offers = [Offer(stage.node, 0, speed.layer_s, speed.head_s) for stage in ring.plan.stages]
     shape = plan_shape(shape_of(source))
     times = ring_times(ring.plan, offers, Links({}, way), shape)
@@ -166,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rtt", type=float, default=0, help="round trip in milliseconds")
     parser.add_argument("--mbit", type=float, default=inf, help="rate in Mbit/s")
     parser.add_argument("--wire", default="exact", help="kinds, the first is compared with")
+    parser.add_argument("--quant", default="none", choices=[*Quant], help="of the weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
