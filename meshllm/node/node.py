@@ -36,6 +36,7 @@ from meshllm.node.reach import Caller
 from meshllm.node.recollection import read_back, write_down
 from meshllm.node.secure import SecureLink
 from meshllm.node.standing import Standing
+from meshllm.node.twin import Twin
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
@@ -56,7 +57,6 @@ SETTLE_S = 0.5  # s; a beat: in that time both ends of a link say that it stands
 REMEMBER_S = 1.0  # s; what changes at once is written down once
 SEEK_S = 2.0  # s between two looks for a mesh that was lost
 SEEK_LINKED_S = 30.0  # s between two looks for members that are not linked
-TWIN_S = 3.0  # s of being taken for another process, after which it is one
 DRAIN_S = 60.0  # s that requests under way are given when the node is told to leave
 TICKET_S = 24 * 3600.0  # s that the ticket of the start lasts
 
@@ -104,7 +104,7 @@ class MeshNode:
         self._is_remembering = False
         self._considered: Plan | None = None
         self._unknown: list[str] = []
-        self._twin_since: float | None = None
+        self._twin = Twin()
         self._charter_known = asyncio.Event()
         self._beacon: Beacon | None = None
         self._jobs = asyncio.TaskGroup()
@@ -192,15 +192,8 @@ class MeshNode:
     def dropped(self, peer: NodeId, why: Why) -> None:
         """Hear why a peer closed the link; find out that the key runs elsewhere too."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
-        if why is not Why.TWIN or self.links.lines:
-            self._twin_since = None
-        elif self._twin_since is None:
-            self._twin_since = self.now()
-        elif self.now() > self._twin_since + TWIN_S:
-            error = NotAuthorised(
-                "Another process runs with the key of this node",
-                hint="give each node a state folder of its own: `--state FOLDER`",
-            )
+        is_alone = not self.links.lines
+        if error := self._twin.dropped(is_twin=why is Why.TWIN and is_alone, now=self.now()):
             self._stop(error)
 
     # Inside.
@@ -294,7 +287,8 @@ class MeshNode:
         self._unknown = unknown(self._options, machine.profiles)
         for name in self._unknown:
             logger.warning("no node is called `%s` yet", name)
-        self._profile = await preparation.offer(engine, self._profile)
+        offered = await preparation.offer(engine, self._profile)
+        self._profile = replace(offered, addresses=self.place.addresses)  # it may have moved
         self._tell(profile=self._profile)
         service = self.standing.begin(engine)
         self._considered = None  # what was agreed on before is to be followed now

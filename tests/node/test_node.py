@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.source import resolve
 from meshllm.node.node import MeshNode, NodeOptions, open_node
+from meshllm.node.preparation import Preparation
 from meshllm.node.ring import RingOptions, open_ring
 from meshllm.node.thin import open_thin
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.credential import Role
+from meshllm.protocol.records import Profile
 from meshllm.request import Answer, Piece, Request
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
@@ -261,6 +263,24 @@ class Moved:
         self.addresses = (address, *self.addresses)
         for callback in self._callbacks:
             callback()
+
+
+async def test_who_moves_while_it_is_measured_is_not_told_where_it_was(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh.network = network = Roaming()
+    offer = Preparation.offer
+
+    async def moving(self: Preparation, engine: Any, profile: Profile) -> Profile:
+        network.moves[0]("loopback:elsewhere")
+        return await offer(self, engine, profile)
+
+    monkeypatch.setattr(Preparation, "offer", moving)
+    a = await mesh.start("a")
+
+    await until(lambda: spans(a) == ["0:8"], a)
+
+    assert a.machine.profiles[a.me].addresses == ("loopback:elsewhere", "loopback:1")
 
 
 async def test_the_others_hear_where_a_node_is_reached_now(mesh: Mesh) -> None:
