@@ -1,5 +1,6 @@
 """A ring inside this process, for the commands that answer; knows nothing about terminals."""
 
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
@@ -62,6 +63,11 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
     return open_ring(resolve(settings.model), options)
 
 
-def import_heavy() -> None:
-    """Import what takes seconds here and now: Ctrl-C stops it in the main thread only."""
-    import_module("meshllm.node.ring")
+def import_heavy(module: str = "meshllm.node.ring") -> None:
+    """Import what takes seconds here and now: Ctrl-C stops it in the main thread only.
+
+    Modules stay, so the collector of garbage need not look at them: with those of torch that takes
+    a quarter of a second, in which no token is computed.
+    """
+    import_module(module)
+    gc.freeze()

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshllm.cli import complete, render
+from meshllm.cli.local import import_heavy
 from meshllm.cli.news import News, news
 from meshllm.cli.options import memory_bytes, prefix_bytes, refuse_idle_draft, takes
 from meshllm.cli.spec import listed
@@ -93,7 +93,7 @@ def node(
     _refuse_early(options)
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
-        import_module("meshllm.node.node")  # here: Ctrl-C stops an import in the main thread only
+        import_heavy("meshllm.node.node")
     _log_all()
     import asyncio
 

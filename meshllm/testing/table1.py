@@ -143,14 +143,22 @@ NUMBER_TOKENS = 4
 
 
 @contextmanager
-def random_model(name: str, dtype: torch.dtype) -> Iterator[Path]:
-    """Write a model of published dimensions and random weights; gone afterwards."""
+def random_model(name: str, dtype: torch.dtype, layers: int | None = None) -> Iterator[Path]:
+    """Write a model of published dimensions and random weights; gone afterwards.
+
+    With fewer ``layers`` its rows are as wide and take less to compute, as on a faster machine.
+    """
     if name not in DIMENSIONS:
         known = ", ".join(f"`{known}`" for known in DIMENSIONS)
         raise UserError(f"no dimensions for `{name}`", hint=f"one of {known}")
     with TemporaryDirectory(prefix="meshllm-bench-") as folder:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(DIMENSIONS[name](), dtype=dtype)
+        config = DIMENSIONS[name]()
+        if layers:
+            config = type(config)(
+                **config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+            )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with quiet():
             model.save_pretrained(folder)
         del model
