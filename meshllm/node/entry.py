@@ -22,18 +22,12 @@ from meshllm.node.turns import Turn, take_turns
 from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
 from meshllm.protocol.codec import size
-from meshllm.protocol.entry import (
-    Action,
-    Closed,
-    Embed,
-    Entry,
-    Pick,
-    Task,
-)
-from meshllm.protocol.lookahead import StepTimes
+from meshllm.protocol.entry import Entry
+from meshllm.protocol.lookahead import MAX_DEPTH, StepTimes
 from meshllm.protocol.messages import Data, Flags, Forward, SessionMessage, Tally
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import shelf_for
+from meshllm.protocol.task import Action, Closed, Embed, Pick, Task
 from meshllm.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -60,6 +54,8 @@ class Seat:
     """How hidden states travel to the next rank."""
     draft: Drafting | None = None
     """A model that guesses too."""
+    depth: int = MAX_DEPTH
+    """Steps of guesses in flight at most; 1 is that each waits for the one before it."""
 
 
 class EntryNode:
@@ -74,9 +70,12 @@ class EntryNode:
         self._neighbours = neighbours
         self.pace = seat.pace
         """Asked once for each generation."""
-        times = StepTimes(together=ends.front.is_steady)
-        guesses = seat.drafting
-        self._speculation = Speculation(guesses, times, draft=seat.draft) if guesses else None
+        self._speculation: Speculation | None = None
+        if seat.drafting:
+            times = StepTimes(together=ends.front.is_steady, ring=seat.ring)
+            self._speculation = Speculation(
+                seat.drafting, times, draft=seat.draft, depth=seat.depth
+            )
         self._turns = Batch(worker, 2, partial(take_turns, ends))
         self._outgoing = Outgoing(seat.wire, neighbours)
         shelf = shelf_for(seat.room, seat.slack)
@@ -163,7 +162,7 @@ class EntryNode:
         if generation is None:
             return
         if isinstance(message, Data):
-            generation.gauge.returned(self._now())
+            generation.gauge.returned(self._now(), message.pos + message.rows)
         self._act(message.session, generation.machine.receive(message, self._now()))
 
     def _act(self, session: SessionId, actions: list[Action]) -> None:
@@ -186,8 +185,9 @@ class EntryNode:
 
     def _forward(self, generation: Generation, action: Forward) -> None:
         assert self._neighbours is not None  # a machine alone in its ring forwards nothing
-        if isinstance(action.message, Data) and not action.message.flags & Flags.PREFILL:
-            generation.gauge.left(self._now(), size(action.message))
+        message = action.message
+        if isinstance(message, Data) and not message.flags & Flags.PREFILL:
+            generation.gauge.left(self._now(), message.pos + message.rows, size(message))
         self._neighbours.forward(action)
 
     def _close(self, session: SessionId, tallies: tuple[Tally, ...]) -> None:
@@ -215,6 +215,10 @@ class EntryNode:
 
     def _turn(self, session: SessionId, generation: Generation, job: Pick) -> None:
         """Pick, and begin with the next step before anybody is told what was picked."""
+        # A ring of one has nobody to work ahead for, and sessions fill one another's gaps.
+        is_lone = self._neighbours is not None and self.sessions == 1
+        generation.depth = self._speculation.depth if self._speculation and is_lone else 1
+        generation.take_ahead(None)
         turn = Turn(generation, job, Stopwatch(), Stopwatch())
         picked, blob = self._turns.submit(turn)
         generation.ahead = Ahead(blob, turn.watch_ahead)
@@ -259,7 +263,7 @@ class EntryNode:
         if job.pos > generation.prompt_tokens:
             generation.gauge.computed(watch.spent)
         generation.gauge.tokens(self._now(), len(tokens))
-        actions = generation.machine.picked(tokens, self._now(), picked.guesses, stop=is_last)
+        actions = generation.machine.picked(tokens, self._now(), picked.steps, stop=is_last)
         self._act(session, actions)
 
     def _fail(self, session: SessionId, generation: Generation, error: Exception) -> None:

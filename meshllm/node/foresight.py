@@ -1,13 +1,17 @@
 """Guesses for one generation and what they cost; knows nothing about how they are checked."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshllm.model.draft import Drafting
-from meshllm.protocol.lookahead import GUESSES, Experience, Lookahead, StepTimes
+from meshllm.protocol.lookahead import MAX_DEPTH, Experience, Lookahead, StepTimes
+from meshllm.protocol.task import Pick
 
 SURE = 2
 """Confidence from which on a guess that costs nothing goes before that of a model."""
+
+Steps = tuple[tuple[int, ...], ...]
+"""Guesses as they are injected, see `Entry.picked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,21 @@ class Speculation:
     draft: Drafting | None = None
     """Who guesses better, but takes time: a model."""
     draft_experience: Experience = field(default_factory=Experience)
+    depth: int = MAX_DEPTH
+    """Steps in flight at most; 1 is that each waits for the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What may be guessed."""
+
+    flying: tuple[int, ...] | None
+    """Guesses in flight, see `Pick.flying`."""
+    room: int
+    """Most guesses behind the text, those in flight included."""
+    reach: int
+    """The same, of what may be in flight at a time."""
+    depth: int
 
 
 class Foresight:
@@ -38,16 +57,29 @@ class Foresight:
         if shared.draft:
             self._voices.append(_Voice(shared.draft, shared.times, shared.draft_experience))
         self._since: float | None = None
+        self._burst, self._place = 1, 0  # steps that left together, and which of them is next
+        self._is_clear = True  # nothing that was given up is still computed in front of them
 
-    def after(self, tokens: Sequence[int], guesses: int, room: int) -> tuple[int, ...]:
-        """Take what a step with so many guesses gave; guess at what follows, ``room`` at most."""
+    def after(
+        self, tokens: Sequence[int], job: Pick, *, ends: bool = False, depth: int = 1
+    ) -> Steps:
+        """Take what was sampled for a job; guess at what follows, unless the text ``ends``.
+
+        There are ``depth`` steps in flight at most.
+        """
+        room = 0 if ends else job.limit - job.pos - len(tokens) - 1
+        wish = _Wish(job.flying(tokens), room, job.reach, depth)
         if self._since is None:
             tokens = (*self._prompt, *tokens)
         else:
-            self._learn(guesses, len(tokens) - 1, self._clock() - self._since)
+            self._learn(job, job.right(tokens), self._clock() - self._since)
         for voice in self._voices:
             voice.drafter.extend(tokens)
-        found = self._guess(room) if room else ()
+        found = self._guess(wish) if room else ()
+        self._place += 1
+        if wish.flying is None:
+            self._burst, self._place = max(1, len(found)), 0
+            self._is_clear = not job.ahead
         self._since = self._clock()  # what guesses take is no part of a step: it has its own price
         return found
 
@@ -57,30 +89,42 @@ class Foresight:
             if drafting:
                 drafting.keep(text)
 
-    def _learn(self, guesses: int, right: int, seconds: float) -> None:
-        self._speculation.times.note(1 + guesses, seconds)
+    def _learn(self, job: Pick, right: int, seconds: float) -> None:
+        times, rows = self._speculation.times, 1 + len(job.guesses)
+        if self._place == 0 and self._burst > 1:
+            times.note_first(rows, seconds)
+        elif self._place == 0 and self._is_clear:
+            times.note(rows, seconds)
+        elif 0 < self._place < self._burst:
+            times.note_next(rows, seconds)
+        tried = min(rows, len(job.guesses) + len(job.ahead))
         for voice in self._voices:
-            own = guesses if voice is self._spoke else 0
+            own = tried if voice is self._spoke else 0
             voice.lookahead.note(voice.confidence or 0, own, min(own, right))
 
-    def _guess(self, room: int) -> tuple[int, ...]:
+    def _guess(self, wish: _Wish) -> Steps:
         """Ask who costs nothing first where it is sure, and last where it is not."""
         sure = self._quick.look() or 0
+        if wish.flying is not None:
+            return self._quick.guess(wish)
         for voice in self._voices if sure >= SURE else reversed(self._voices):
-            guesses = self._quick.guess(room) if voice is self._quick else self._ask(voice, room)
-            if guesses:
+            steps = self._quick.guess(wish) if voice is self._quick else self._ask(voice, wish)
+            if steps:
                 self._spoke = voice
-                return guesses
+                return steps
         return ()
 
-    def _ask(self, model: "_Voice", room: int) -> tuple[int, ...]:
-        """Count what a model takes; that it reads up on the text is no part of the price."""
+    def _ask(self, model: "_Voice", wish: _Wish) -> Steps:
+        """Count what a model takes; that it reads up on the text is no part of the price.
+
+        As its guesses take time, there are none while others are in flight.
+        """
         begin = self._clock()
         if model.lookahead.is_resting or model.look() is None:
             return ()
-        guesses = model.guess(room)
-        self._speculation.draft_experience.pay(len(guesses), self._clock() - begin)
-        return guesses
+        steps = model.guess(replace(wish, depth=1))
+        self._speculation.draft_experience.pay(sum(map(len, steps)), self._clock() - begin)
+        return steps
 
 
 class _Voice:
@@ -96,10 +140,19 @@ class _Voice:
         self.confidence = self.drafter.look()
         return self.confidence
 
-    def guess(self, room: int) -> tuple[int, ...]:
-        """Guess at as many tokens as are worth it; a step has one of a few numbers of them."""
+    def guess(self, wish: _Wish) -> Steps:
+        """Guess at as many tokens as are worth it, in steps of a few numbers of rows."""
         if self.confidence is None:
             return ()
-        most = self.lookahead.choose(self.confidence, room)
-        tokens = self.drafter.guess(most) if most else ()
-        return tokens[: max(guesses for guesses in GUESSES if guesses <= len(tokens))]
+        window = self.lookahead.choose(
+            self.confidence, min(wish.room, wish.reach), depth=wish.depth, reach=wish.reach
+        )
+        flying, is_open = wish.flying or (), wish.flying is None
+        most = min(window.length, wish.reach) - len(flying) + is_open
+        count = min(most // window.rows * window.rows - is_open, wish.room - len(flying))
+        if count <= 0:
+            return ()
+        tokens = self.drafter.guess(len(flying) + count)
+        if tokens[: len(flying)] != flying:
+            return ()  # what is in flight is looked at first
+        return window.cut(tokens[len(flying) :], is_open=is_open)

@@ -1,5 +1,6 @@
 """Where the time of a generation went; knows no clock but what it is told."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,23 +48,33 @@ class Gauge:
         self._bytes = 0
         self._trips = 0
         self._trip_s = 0.0
-        self._left: float | None = None
+        self._left: tuple[int, float] | None = None  # where a step ends that went alone, and when
+        self._flying: deque[int] = deque()  # where the steps in flight end
 
     def computed(self, spent: Spent) -> None:
         """Count the time of a job for a decode step."""
         self._spent += spent
 
-    def left(self, now: float, size: int) -> None:
-        """Note that the row of a decode step left for the next rank."""
-        self._left = now
+    def left(self, now: float, end: int, size: int) -> None:
+        """Note that the rows of a decode step left for the next rank, up to position ``end``."""
+        while self._flying and self._flying[-1] >= end:
+            self._flying.pop()  # written over, it counts no more
+        if not self._flying:
+            self._left = end, now
+        self._flying.append(end)
         self._bytes += size
 
-    def returned(self, now: float) -> None:
-        """Note that a row came back; rows of the prompt never left a mark."""
-        if self._left is not None:
+    def returned(self, now: float, end: int) -> None:
+        """Note that rows came back; those of the prompt never left a mark.
+
+        A trip behind others tells how long those took: only one that found an empty ring counts.
+        """
+        if self._left and self._left[0] == end:
             self._trips += 1
-            self._trip_s += now - self._left
+            self._trip_s += now - self._left[1]
             self._left = None
+        while self._flying and self._flying[0] <= end:
+            self._flying.popleft()
 
     def tokens(self, now: float, count: int) -> None:
         """Note the tokens of one step."""

@@ -35,7 +35,7 @@ from meshllm.node.stage import StageNode
 from meshllm.node.worker import Worker, calibrate, compute_thread
 from meshllm.protocol.chunking import usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.lookahead import STEPS
+from meshllm.protocol.lookahead import MAX_DEPTH, STEPS
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Ends, Plan
 from meshllm.protocol.stage import MAX_PENDING
@@ -66,6 +66,8 @@ class RingOptions:
     """Who guesses at tokens, so that several are computed at once; None is nobody."""
     draft: Source | None = None
     """A model that guesses too, held as stored by the entry."""
+    depth: int = MAX_DEPTH
+    """Steps of guesses in flight at most; 1 is that each waits for the one before it."""
     quant: Quant = Quant.NONE
     cache: Path | None = None
     """Folder in which quantised matrices are kept."""
@@ -166,7 +168,18 @@ async def open_ring(
         wire = await worker.run(settle, options.wire, source.config, dtype)
         slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
         rooms = _rooms(shape, plan, options) if verdict.chunkable else [0] * ring
-        place = Seat(ring, plan.epoch, pace, MAX_SESSIONS, slack, rooms[0], drafting, wire, draft)
+        place = Seat(
+            ring,
+            plan.epoch,
+            pace,
+            MAX_SESSIONS,
+            slack,
+            rooms[0],
+            drafting,
+            wire,
+            draft,
+            options.depth,
+        )
         entry, stages = seat(shards, plan, workers, neighbours, place, rooms)
         await stack.enter_async_context(running(entry.run(), *(node.run() for node in stages)))
         yield Ring(source, plan, worker, entry, stages)

@@ -13,14 +13,15 @@ from meshllm.errors import MeshError, ModelError
 from meshllm.model.cache import SpanCache
 from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
-from meshllm.node.foresight import Foresight
+from meshllm.node.foresight import Foresight, Steps
 from meshllm.node.gauge import Gauge, Measured
 from meshllm.node.outgoing import Lane
 from meshllm.node.prefixes import Missed, Start, go_back
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import error_of, opened
-from meshllm.protocol.entry import Done, Embed, Emit, Entry, Failed, Pick, Progress
+from meshllm.protocol.entry import Entry
 from meshllm.protocol.messages import Blob
+from meshllm.protocol.task import Done, Embed, Emit, Failed, Pick, Progress
 from meshllm.request import FinishReason, Prefilled, Sampling
 
 
@@ -69,10 +70,10 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What was sampled, and what is guessed to stand behind it."""
+    """What was sampled, and what is guessed behind it and behind what is in flight."""
 
     tokens: tuple[int, ...]
-    guesses: tuple[int, ...]
+    steps: Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class Generation:
         self.outcome: FinishReason | MeshError = FinishReason.CANCELLED
         self.cause: MeshError | None = None  # of a failure on this rank
         self.ahead: Ahead | None = None
+        self.depth = 1
+        """Steps in flight at most, from the next Pick on."""
         self._order = order
         self._ends = ends
         self._lane = lane
@@ -195,9 +198,9 @@ class Generation:
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
         """Sample from ``logits`` [1, 1 + G, V] as far as the guesses were right."""
         tokens = self._sample(logits[0], job)
-        guesses = self._look_ahead(tokens, job)
+        steps = self._look_ahead(tokens, job)
         watch.computed()
-        return Picked(tokens, guesses)
+        return Picked(tokens, steps)
 
     def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SpanCache] | None:
         """Return the Embed that follows what was just picked, with its tokens [1, 1 + G]."""
@@ -241,16 +244,18 @@ class Generation:
                 break
         return tuple(tokens)
 
-    def _look_ahead(self, tokens: tuple[int, ...], job: Pick) -> tuple[int, ...]:
+    def _look_ahead(self, tokens: tuple[int, ...], job: Pick) -> Steps:
         """Guess at what follows the tokens, and note the next step; none follows the last."""
-        known = job.pos + len(tokens)
+        steps: Steps = ()
+        known, flying = job.pos + len(tokens), job.flying(tokens)
         ends = tokens[-1] in self._order.ends or known >= job.limit
-        guesses: tuple[int, ...] = ()
         if self._foresight:
-            room = 0 if ends else job.limit - known - 1
-            guesses = self._foresight.after(tokens, len(job.guesses), room)
+            steps = self._foresight.after(tokens, job, ends=ends, depth=self.depth)
         if ends and self._foresight:
             self._foresight.keep(self._history)
-        if not ends:
+        guesses = steps[0] if steps else ()
+        if flying is None and not ends:
             self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))
-        return guesses
+        elif flying is not None and guesses and not ends:
+            self._next = Embed(job.gen, known + len(flying), guesses, len(guesses) - 1)
+        return steps

@@ -10,7 +10,7 @@ from meshllm.model.cache import SpanCache
 from meshllm.node.batch import attempt, through
 from meshllm.node.session import Ends, Generation
 from meshllm.node.stopwatch import Stopwatch
-from meshllm.protocol.entry import Embed, Pick
+from meshllm.protocol.task import Embed, Pick
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,18 @@ the right prefix and counts too (Leviathan et al., 2023, with equality for the t
 a function of the position). A wrong guess raises the gen, and the next step begins where it stood:
 crop on write undoes its rows. Guesses are never known tokens, so nothing else changes.
 
+While a step is on its way, further ones may follow it that hold guesses only, as if all guesses
+before them were right::
+
+    known: a b c          in flight: [c d e] [f g h] [i j k]
+    [c d e] comes back and says d e f    ->  known: a b c d e f    in flight: [f g h] [i j k]
+    [f g h] comes back and says g X      ->  known: .. f g X       in flight: nothing; next: [X ..]
+
+What comes back is looked at in order. Where it says what the next step begins with, that step has
+become one like the first: a token that is known, and guesses. Else all that is in flight is wrong:
+the gen is raised, a Cancel runs ahead, and the next step begins behind what is known. Each look may
+add steps behind those in flight; steps that were not injected by then are guessed anew.
+
 A prompt that begins like a text before it goes on from what the ranks kept of that one: the first
 Embed starts behind it, and a Resume runs ahead. A rank that has lost it reports a Gap like any
 other. What came all round the ring by the end is kept in the same way for the next prompt.
@@ -30,9 +42,10 @@ and repeated ones are dropped without a word. When a rank reports a Gap, or noth
 first position that some rank may lack: crop on write makes that safe at any time. A Cancel runs
 ahead so that stale chunks are not computed. Tokens once emitted never change (I5).
 
-The driver does one job at a time for a session, `Embed` or `Pick`, and answers it. While it says
-what it picked, it may already embed that: the next Embed asks for it, unless the answer ends or the
-races below have it otherwise. Races:
+The driver does one job at a time for a session, `Embed` or `Pick`, and answers it; what comes back
+meanwhile waits. While it says what it picked, it may already embed what follows: the next Embed
+asks for it, unless the answer ends or the races below have it otherwise. So an Embed goes first
+after a Pick, and a Pick after an Embed. Races:
 
 - A restart against a running Embed: the restart. The output is of an older gen and is dropped; the
   next Embed crops the local cache. Where that cannot go back so far, `missed` begins at 0.
@@ -43,12 +56,10 @@ races below have it otherwise. Races:
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from meshllm.errors import UserError
-from meshllm.names import SessionId
 from meshllm.protocol.codec import MAX_POSITION
 from meshllm.protocol.messages import (
     Blob,
@@ -66,6 +77,18 @@ from meshllm.protocol.messages import (
 )
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import Base
+from meshllm.protocol.stage import MAX_PENDING
+from meshllm.protocol.task import (
+    Action,
+    Closed,
+    Done,
+    Embed,
+    Emit,
+    Failed,
+    Pick,
+    Progress,
+    Task,
+)
 from meshllm.request import FinishReason
 
 
@@ -77,95 +100,6 @@ class State(Enum):
     DECODE = auto()
     CLOSING = auto()
     CLOSED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One generation."""
-
-    session: SessionId
-    epoch: int
-    ring: int
-    """Ranks; 1 is this node alone, which sends nothing."""
-    prompt: tuple[int, ...]
-    max_tokens: int
-    context: int
-    """Most tokens that the model takes, prompt included."""
-    slack: int | None = None
-    """How many positions a cache can go back; None is any number. To 0 all can."""
-    keep_from: int | None = None
-    """Positions from which on it is worth keeping what a session leaves; None is never."""
-
-
-@dataclass(frozen=True, slots=True)
-class Embed:
-    """Crop the local cache to ``pos``, embed, run the local layers; answer ``computed``."""
-
-    gen: int
-    pos: int
-    tokens: tuple[int, ...]
-    guesses: int = 0
-    """How many of the last tokens are guesses. Alone in the ring, the rows of the guesses and the
-    one before them stay for a Pick; in a larger one all rows are handed back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """Norm, head and sampling of the tokens from position ``pos`` on; answer ``picked``.
-
-    The digest of the blob is not checked yet: hashing belongs on the thread that computes.
-    """
-
-    gen: int
-    pos: int
-    blob: Blob | None
-    """``[1, 1 + G, D]``; None stands for the last rows of the last Embed."""
-    guesses: tuple[int, ...]
-    """G tokens that were guessed for ``pos`` and behind it."""
-    limit: int
-    """Position that no token of the answer may have, nor a guess."""
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """This token is part of the answer, for good."""
-
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """So many tokens of the prompt have been all round the ring."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The answer is complete."""
-
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """There is no more answer to come, and why."""
-
-    code: FaultCode
-    text: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The session is over on every rank that can be reached; free the local cache. Comes last."""
-
-    tallies: tuple[Tally, ...]
-    """Of rank 1, 2, and so on; empty when Close did not come back."""
-
-
-Action = Embed | Pick | Emit | Forward | Progress | Done | Failed | Closed
 
 
 class Entry:
@@ -194,9 +128,11 @@ class Entry:
         self._kept = 0  # positions that are there for others once the session is closed
         self._best = 0  # known tokens that ever came back: what counts as progress
         self._injected = 0
-        self._flight: deque[int] = deque()  # where each chunk in flight ends
+        self._flight: deque[int] = deque()  # where each chunk or step in flight ends
+        self._back: dict[int, Blob | None] = {}  # rows of those that wait for a Pick, by end
         self._job: Embed | Pick | None = None
-        self._guesses: tuple[int, ...] = ()  # behind the last known token, in the next step
+        self._ahead: tuple[int, ...] = ()  # guesses behind the last known token, in flight
+        self._steps: deque[tuple[int, ...]] = deque()  # guesses behind those, to be injected
         self._tries = 0
         self._base: Base | None = None
         self._waiting = 0.0  # since when: the last injection, result or Close
@@ -249,27 +185,35 @@ class Entry:
         return [Forward(self._data_of(job, blob)), *self._pump()]
 
     def picked(
-        self, tokens: Sequence[int], now: float, guesses: Sequence[int] = (), *, stop: bool = False
+        self,
+        tokens: Sequence[int],
+        now: float,
+        steps: Iterable[tuple[int, ...]] = (),
+        *,
+        stop: bool = False,
     ) -> list[Action]:
         """Take what was sampled: every guess that was right and one token more.
 
-        ``guesses`` are for the next step; ``stop`` ends the answer with these tokens.
+        ``steps`` are guesses behind what `Pick.flying` says, step by step; where that is None, the
+        first ones go with the last of ``tokens``. ``stop`` ends the answer with these tokens.
         """
         job, self._job = self._job, None
         if not self._is_live or not isinstance(job, Pick):
             return []
         self.state = State.DECODE
         self._tokens += tokens
-        self._guesses = tuple(guesses)
-        if job.gen == self._gen:  # no restart meanwhile: what was right is everywhere
-            self._done = self._injected = len(self._tokens) - 1
-            self._gen += len(tokens) <= len(job.guesses)
         emitted: list[Action] = [Emit(token) for token in tokens]
-        if stop:
-            return [*emitted, *self.finish(FinishReason.STOP, now)]
-        if len(self._tokens) >= self._limit:
-            return [*emitted, *self.finish(FinishReason.LENGTH, now)]
-        return [*emitted, *self._pump()]
+        is_full = len(self._tokens) >= self._limit
+        if job.gen == self._gen:  # no restart meanwhile: what was right is everywhere
+            self._done = len(self._tokens) - 1
+            self._steps = deque(steps)
+            if stop or is_full:
+                self._injected = self._done
+            else:
+                emitted += self._go_on(job.flying(tokens))
+        if stop or is_full:
+            return [*emitted, *self.finish(FinishReason.STOP if stop else FinishReason.LENGTH, now)]
+        return [*emitted, *(self._inject() or self._look())]
 
     def missed(self, now: float) -> list[Action]:
         """Begin again at 0: the local cache is not what the Embed was to go on from."""
@@ -304,16 +248,51 @@ class Entry:
         return self.state not in {State.CLOSING, State.CLOSED}
 
     def _pump(self) -> list[Action]:
-        """Start the next Embed, if there is something to inject and room in flight."""
-        pos = self._injected
-        tokens = tuple(self._tokens[pos : pos + self._pace.chunk])
-        if self._job or not tokens or len(self._flight) >= self._pace.window:
+        """Start the next job, if there is one."""
+        return self._look() or self._inject()
+
+    def _look(self) -> list[Action]:
+        """Start the Pick of the step that is next to come back, if it has."""
+        if self._job or not self._flight or self._flight[0] not in self._back:
             return []
+        self._done = end = self._flight.popleft()
+        known = len(self._tokens)
+        guesses, ahead = self._ahead[: end - known], self._ahead[end - known :]
+        blob, slack = self._back.pop(end), self._task.slack
+        reach = MAX_POSITION if slack is None else max(0, slack - 1)
+        self._job = Pick(self._gen, known, blob, guesses, self._limit, ahead, reach)
+        return [*self._progress(known), self._job]
+
+    def _inject(self) -> list[Action]:
+        """Start the next Embed, if there is something to inject and room in flight."""
+        pos, known = self._injected, len(self._tokens)
+        is_step = pos >= max(known - 1, len(self._task.prompt))
+        guesses = self._steps[0] if is_step and self._steps else ()
+        tokens = (*self._tokens[pos : pos + self._pace.chunk], *guesses)
+        room = MAX_PENDING if is_step else self._pace.window
+        if self._job or not tokens or len(self._flight) >= room:
+            return []
+        if guesses:
+            self._ahead += self._steps.popleft()
         self._injected += len(tokens)
-        is_step = len(tokens) == 1 and pos >= len(self._task.prompt)
-        guesses = self._guesses if is_step else ()
-        self._job = Embed(self._gen, pos, tokens + guesses, len(guesses))
+        self._job = Embed(self._gen, pos, tokens, len(tokens) - 1 if is_step else 0)
         return [self._job]
+
+    def _go_on(self, flying: tuple[int, ...] | None) -> list[Action]:
+        """Leave in flight what may be right; where it is not, begin again behind the last token."""
+        self._ahead = flying or ()
+        if flying is not None or self._injected == self._done:
+            return []
+        self._injected = self._done
+        return self._raise_gen(is_told=bool(self._flight))
+
+    def _raise_gen(self, *, is_told: bool) -> list[Action]:
+        """Give up all that is in flight."""
+        self._gen += 1
+        self._flight.clear()
+        self._back.clear()
+        cancel = Forward(Cancel(self._task.session, self._task.epoch, self._gen))
+        return [cancel] if is_told and self._task.ring > 1 else []
 
     def _data_of(self, job: Embed, blob: Blob | None) -> Data:
         rows, flags = len(job.tokens), Flags(0)
@@ -324,26 +303,27 @@ class Entry:
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)
 
     def _result(self, data: Data, now: float) -> list[Action]:
-        end = data.pos + data.rows
+        end, known = data.pos + data.rows, len(self._tokens)
         if end <= self._done:
             return []
-        guesses = max(0, end - len(self._tokens))
-        has_rows = data.blob is not None and data.blob.shape[:2] == (1, 1 + guesses)
-        if end not in self._flight or (end >= len(self._tokens) and not has_rows):
+        before = (each for each in self._flight if each < end)
+        rows = end - max(self._done, known - 1, *before)
+        has_rows = data.blob is not None and data.blob.shape[:2] == (1, rows)
+        if end not in self._flight or (end >= known and not has_rows):
             text = f"The answer for positions {data.pos} to {end} is not what was asked"
             return self._fail(Failed(FaultCode.RULES, text, self._task.ring - 1), now)
         return self._returned(end, data.blob, now)
 
     def _returned(self, end: int, blob: Blob | None, now: float) -> list[Action]:
-        while self._flight and self._flight[0] <= end:
+        """Note what came back; chunks that went before it have been all round the ring, too."""
+        known, self._waiting = len(self._tokens), now
+        while self._flight and self._flight[0] <= min(end, known - 1):
             self._flight.popleft()
-        known = len(self._tokens)
-        self._done, self._waiting = end, now
-        actions = self._progress(min(end, known))
-        if end < known:
-            return [*actions, *self._pump()]
-        self._job = Pick(self._gen, known, blob, self._guesses[: end - known], self._limit)
-        return [*actions, self._job]
+        if end >= known:
+            self._back[end] = blob
+            return self._pump()
+        self._done = end
+        return [*self._progress(end), *self._pump()]
 
     def _progress(self, done: int) -> list[Action]:
         if done <= self._best:
@@ -358,14 +338,12 @@ class Entry:
             text = f"No progress past position {self._best} after {self._tries} retries"
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
         self._tries += 1
-        self._gen += 1
         first = min(start, self._done, len(self._tokens))
         self._done = self._injected = first if self._goes_back(self._injected - first) else 0
         self.reused = min(self.reused, self._done)
-        self._flight.clear()
-        self._guesses = ()
-        cancel = Forward(Cancel(self._task.session, self._task.epoch, self._gen))
-        return [*([cancel] if self._task.ring > 1 else []), *self._pump()]
+        self._ahead = ()
+        self._steps.clear()
+        return [*self._raise_gen(is_told=True), *self._pump()]
 
     def _fail(self, failed: Failed, now: float) -> list[Action]:
         return [failed, *self._leave(now)]

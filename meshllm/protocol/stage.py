@@ -29,7 +29,8 @@ Races, and who wins:
 - A newer gen against its own repeated Data: the order of the link. As long as only committed tokens
   are injected a row is the same in every gen, so even lost or reordered messages cannot make a
   cache wrong. Guessed rows (drafts) need what a link promises: messages in order, or loss of the
-  link.
+  link. Then a step that follows another one of its gen finds what that one wrote, and the first
+  step of a new gen begins where all that stands before it has been all round the ring.
 """
 
 from collections import deque
@@ -57,7 +58,7 @@ from meshllm.protocol.messages import (
 )
 from meshllm.protocol.shelf import Shelf
 
-MAX_PENDING = 16  # Data of one session that wait; an entry never has more chunks in flight
+MAX_PENDING = 16  # Data of one session that wait; an entry never has more in flight
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
 _NOTHING = Tally(Spent(0, 0, 0), 0, 0, 0)

@@ -1,14 +1,15 @@
 """How near a ring on slow links comes to what physics allows.
 
 ``python -m tests.bench.links [--model NAME] [--nodes 2,3] [--rtt 1,20,100] [--mbit 10,100,1000]
-[--acceptance 0,0.5,0.7,0.85]``
+[--acceptance 0,0.5,0.7,0.85] [--depth 1,8]``
 
 All ranks run in this process on shaped in-process links, one thread computes. Without guesses a
 token cannot take less than the computing of all ranks and one way on each link. With guesses, each
-right with probability a, a trip gives 1 / (1 - a) tokens at most. The guesses are those of an
-oracle: the text of the run before, with a share of wrong tokens, as the text of random weights says
-nothing about drafters. What a ring learns of guesses it learns of one acceptance only, and the
-first round of it does not count. Every text is compared with the one without guesses.
+right with probability a, a trip gives 1 / (1 - a) tokens at most; ``--depth`` says how many steps
+of up to 17 tokens may be in flight. The guesses are those of an oracle: the text of the run before,
+with a share of wrong tokens, as the text of random weights says nothing about drafters. What a ring
+learns of guesses it learns of one acceptance and depth only, and the first round of it does not
+count. Every text is compared with the one without guesses.
 """
 
 import asyncio
@@ -33,6 +34,9 @@ from tests.bench.report import Report, parser_of
 
 PROMPT = [(7 * i + 3) % 500 for i in range(64)]
 SILENT = Oracle((), 0.0)
+Guesses = tuple[float | None, int]
+"""Their acceptance, None is without; steps in flight at most."""
+PLAIN: Guesses = None, 1
 
 
 class Changing:
@@ -57,6 +61,8 @@ class Cell:
     mbit: float
     acceptance: float | None
     """Of the guesses; None is without."""
+    depth: int
+    """Steps in flight at most."""
     ms: float
     bound_ms: float
     speedup: float
@@ -65,30 +71,33 @@ class Cell:
 
 
 async def measure(
-    source: Source, link: tuple[int, float, float], acceptances: Sequence[float], sizes: list[int]
+    source: Source,
+    link: tuple[int, float, float],
+    kinds: Sequence[Guesses],
+    sizes: list[int],
 ) -> list[Cell]:
-    """Measure one ring: plain, then with each acceptance, in turns."""
+    """Measure one ring: plain, then with each kind of guesses, in turns."""
     (nodes, rtt, mbit), (tokens, rounds) = link, sizes
     shape = Shape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
     drafting = Changing()
     options = RingOptions(nodes=nodes, threads=1, drafting=drafting, prefix_bytes=0)
     async with open_ring(source, options, LoopbackTransport(shape)) as ring:
         text, _ = await ask(ring, PROMPT, tokens)
-        runs: dict[float | None, list[Measured]] = {}
-        learnt: dict[float | None, Speculation] = {}
-        for round_ in range(rounds + 1):
-            for acceptance in (None, *acceptances):
-                known = (*PROMPT, *text)
-                drafting.oracle = SILENT
-                if acceptance is not None:
-                    drafting.oracle = Oracle(known, acceptance, seed=round_)
-                ring.entry._speculation = learnt.setdefault(acceptance, Speculation(drafting))
-                again, measured = await ask(ring, PROMPT, tokens)
-                if again != text:
-                    raise SystemExit(f"another text at acceptance {acceptance}")
-                if round_:  # the first one tries rows and times
-                    runs.setdefault(acceptance, []).append(measured)
-    plain = runs[None]
+        runs: dict[Guesses, list[Measured]] = {}
+        learnt: dict[Guesses, Speculation] = {}
+        for round_, kind in product(range(rounds + 1), (PLAIN, *kinds)):
+            acceptance, depth = kind
+            known = (*PROMPT, *text)
+            drafting.oracle = SILENT
+            if acceptance is not None:
+                drafting.oracle = Oracle(known, acceptance, seed=round_)
+            ring.entry._speculation = learnt.setdefault(kind, Speculation(drafting, depth=depth))
+            again, measured = await ask(ring, PROMPT, tokens)
+            if again != text:
+                raise SystemExit(f"another text at acceptance {acceptance}")
+            if round_:  # the first one tries rows and times
+                runs.setdefault(kind, []).append(measured)
+    plain = runs[PLAIN]
     row_bytes = source.config.hidden_size * 2
     way_ms = rtt / 2 + row_bytes * 8 / (mbit * 1e3)
     compute_ms = statistics.median(sum(hop.compute_s for hop in run.hops) for run in plain) * 1e3
@@ -97,6 +106,7 @@ async def measure(
         Cell(
             *link,
             acceptance,
+            depth,
             ms=statistics.median(run.token_s for run in mine) * 1e3,
             bound_ms=bound_ms * (1 - (acceptance or 0)),
             speedup=statistics.median(
@@ -104,7 +114,7 @@ async def measure(
             ),
             tokens_per_step=statistics.mean(run.tokens_per_step for run in mine),
         )
-        for acceptance, mine in runs.items()
+        for (acceptance, depth), mine in runs.items()
     ]
 
 
@@ -116,19 +126,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rtt", default="1,20,100", help="round trips in milliseconds")
     parser.add_argument("--mbit", default="10,100,1000", help="rates in Mbit/s")
     parser.add_argument("--acceptance", default="", help="of guesses, as 0,0.5,0.7,0.85")
+    parser.add_argument("--depth", default="1,8", help="steps in flight at most")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     report = Report(options, threads=1)
-    acceptances = _numbers(options.acceptance)
+    depths = [int(depth) for depth in _numbers(options.depth)]
+    guesses = list(product(_numbers(options.acceptance), depths))
     kinds = product(_numbers(options.nodes), _numbers(options.rtt), _numbers(options.mbit))
     cells: list[Cell] = []
     with random_model(options.model, torch.bfloat16) as folder:
         source = open_folder(options.model, folder)
         for nodes, rtt, mbit in kinds:
             sizes = [options.tokens, options.rounds]
-            cells += asyncio.run(measure(source, (int(nodes), rtt, mbit), acceptances, sizes))
-            new = cells[-len(acceptances) - 1 :]
+            cells += asyncio.run(measure(source, (int(nodes), rtt, mbit), guesses, sizes))
+            new = cells[-len(guesses) - 1 :]
             report.say(*_lines(new, is_first=len(new) == len(cells)))
     report.write(cells, model=options.model, tokens=options.tokens)
     return 0
@@ -139,15 +151,15 @@ def _numbers(text: str) -> list[float]:
 
 
 def _lines(cells: Sequence[Cell], *, is_first: bool) -> Iterator[str]:
-    line = "{:>5} {:>7} {:>7} {:>10} {:>9} {:>9} {:>9} {:>9} {:>11}".format
+    line = "{:>5} {:>7} {:>7} {:>10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>11}".format
     if is_first:
-        names = "nodes", "RTT ms", "Mbit/s", "acceptance", "ms/token", "bound ms", "of bound"
-        yield line(*names, "speed-up", "tokens/trip")
+        names = "nodes", "RTT ms", "Mbit/s", "acceptance", "depth", "ms/token", "bound ms"
+        yield line(*names, "of bound", "speed-up", "tokens/step")
     for cell in cells:
         acceptance = "none" if cell.acceptance is None else f"{cell.acceptance:g}"
         numbers = f"{cell.ms:.1f}", f"{cell.bound_ms:.1f}", f"{cell.bound_ms / cell.ms:.2f}"
         speeds = f"{cell.speedup:.2f}x", f"{cell.tokens_per_step:.2f}"
-        kind = cell.nodes, f"{cell.rtt_ms:g}", f"{cell.mbit:g}", acceptance
+        kind = cell.nodes, f"{cell.rtt_ms:g}", f"{cell.mbit:g}", acceptance, cell.depth
         yield line(*kind, *numbers, *speeds)
 
 

@@ -7,11 +7,11 @@ def tally(compute_us: int, steps: int, sent: int, round_trip_us: int = 0) -> Tal
 
 
 def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: float) -> None:
-    for _ in range(steps):
+    for end in range(10, 10 + steps):
         gauge.computed(Spent(round(compute_s * 1e6), 200, 100))
-        gauge.left(now, 300)
+        gauge.left(now, end, 300)
         now += trip_s
-        gauge.returned(now)
+        gauge.returned(now, end)
         gauge.tokens(now, 1)
 
 
@@ -82,7 +82,7 @@ def test_measured_round_trips_share_out_the_wire() -> None:
 
 def test_rows_of_the_prompt_leave_no_mark() -> None:
     gauge = Gauge(0.0)
-    gauge.returned(3.0)
+    gauge.returned(3.0, 9)
     gauge.tokens(3.0, 1)
     decoded(gauge, 1, trip_s=0.020, compute_s=0.0, now=3.0)
 
@@ -97,3 +97,22 @@ def test_ranks_that_computed_longer_than_the_trip_leave_no_negative_wire() -> No
     decoded(gauge, 1, trip_s=0.001, compute_s=0.0, now=1.0)
 
     assert [hop.wire_s for hop in gauge.measured((tally(9000, 1, 300),), 0).hops] == [0.0, 0.0]
+
+
+def test_only_a_step_that_finds_an_empty_ring_tells_the_wire() -> None:
+    gauge = Gauge(0.0)
+    gauge.tokens(1.0, 1)
+    for now, end in ((1.0, 20), (1.1, 37), (1.2, 54)):
+        gauge.left(now, end, 300)
+    for now, end in ((1.5, 20), (9.0, 37)):
+        gauge.returned(now, end)
+        gauge.tokens(now, 17)
+    gauge.left(9.0, 40, 300)  # a guess before 37 was wrong: what ends at 54 never comes back
+    gauge.returned(9.7, 40)
+    gauge.tokens(9.7, 3)
+
+    measured = gauge.measured((tally(0, 3, 300),), 0)
+
+    assert round(sum(hop.wire_s for hop in measured.hops), 6) == 0.6  # of 0.5 and 0.7
+    assert measured.tokens_per_step == 37 / 3
+    assert measured.hops[0].bytes_sent == 400

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from meshllm.errors import IntegrityFault, PeerFault
 from meshllm.names import SessionId
-from meshllm.protocol import entry as entries
+from meshllm.protocol import task as tasks
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode, size
-from meshllm.protocol.entry import Closed, Done, Embed, Entry, Failed, Pick, Task
+from meshllm.protocol.entry import Entry
 from meshllm.protocol.messages import (
     PROTOCOL_VERSION,
     Blob,
@@ -25,6 +25,7 @@ from meshllm.protocol.messages import (
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import ROUNDING, Shelf
 from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
+from meshllm.protocol.task import Closed, Done, Embed, Failed, Pick, Task
 from tests.property.strategies import data, few_messages, messages, sessions
 
 pytestmark = pytest.mark.property
@@ -157,9 +158,12 @@ def test_whatever_an_entry_hears_it_ends_once_and_does_one_job_at_a_time(
     job: Embed | Pick | None = None
     ends: Counter[type] = Counter()
 
-    def pick(job: Pick, right: int, guesses: int) -> list[entries.Action]:
-        tokens = (7,) * (1 + min(right, len(job.guesses)))
-        return entry.picked(tokens, 0.0, (7,) * min(guesses, job.limit - job.pos - len(tokens)))
+    def pick(job: Pick, right: int, guesses: int) -> list[tasks.Action]:
+        most = len(job.guesses)
+        tokens = (7,) * right + (8,) if right < most else (7,) * (1 + most)
+        room = job.limit - job.pos - len(tokens) - len(job.flying(tokens) or ())
+        steps = [(7,) * guesses, (7,)] if guesses < room else []
+        return entry.picked(tokens, 0.0, [step for step in steps if step])
 
     for message in heard:
         for action in actions:

@@ -7,20 +7,8 @@ import pytest
 from meshllm.errors import UserError
 from meshllm.names import SessionId
 from meshllm.protocol.blob import seal, session_key
-from meshllm.protocol.codec import MAX_ROWS
-from meshllm.protocol.entry import (
-    Action,
-    Closed,
-    Done,
-    Embed,
-    Emit,
-    Entry,
-    Failed,
-    Pick,
-    Progress,
-    State,
-    Task,
-)
+from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.entry import Entry, State
 from meshllm.protocol.messages import (
     Blob,
     Cancel,
@@ -40,6 +28,17 @@ from meshllm.protocol.messages import (
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import Base
 from meshllm.protocol.stage import MAX_PENDING
+from meshllm.protocol.task import (
+    Action,
+    Closed,
+    Done,
+    Embed,
+    Emit,
+    Failed,
+    Pick,
+    Progress,
+    Task,
+)
 from meshllm.request import FinishReason
 
 SESSION = SessionId(bytes(range(16)))
@@ -438,7 +437,7 @@ def guessing(*guesses: int) -> Entry:
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0, guesses)
+    entry.picked((90,), 1.0, (guesses,) if guesses else ())
     entry.computed(blob(1 + len(guesses)), 1.0)
     return entry
 
@@ -449,7 +448,7 @@ def test_guesses_go_out_behind_the_last_token_and_all_rows_are_wanted() -> None:
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
-    assert entry.picked((90,), 0.6, (91, 92)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.picked((90,), 0.6, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(blob(3), 0.7) == [sent(2, 3, Flags.NEED_ROW)]
     assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
 
@@ -467,7 +466,7 @@ def test_a_wrong_guess_raises_the_gen_and_is_written_over() -> None:
     entry = guessing(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    assert entry.picked((91, 77), 2.0, (78,)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
+    assert entry.picked((91, 77), 2.0, ((78,),)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
     assert entry.computed(blob(2), 2.1) == [sent(4, 2, Flags.NEED_ROW, gen=1)]
     assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
     assert entry.receive(back(4, 2, gen=1, row=blob(2)), 2.3) == [Pick(1, 5, blob(2), (78,), 11)]
@@ -506,7 +505,7 @@ def test_a_restart_beside_a_pick_keeps_its_tokens_and_computes_them_again() -> N
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked((91, 77), 2.2, (78,)) == [Emit(91), Emit(77), Embed(1, 1, (12, 90))]
+    assert entry.picked((91, 77), 2.2, ((78,),)) == [Emit(91), Emit(77), Embed(1, 1, (12, 90))]
     assert entry.computed(blob(2), 2.3) == [
         sent(1, 2, Flags.PREFILL, gen=1),
         Embed(1, 3, (91, 77)),
@@ -529,7 +528,7 @@ def test_tokens_up_to_the_limit_end_the_answer() -> None:
     entry.open(0.0)
     entry.computed(None, 0.1)
 
-    assert entry.picked((90,), 0.2, (91, 92)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.picked((90,), 0.2, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 6)]
     assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
 
@@ -667,3 +666,289 @@ def test_alone_in_the_ring_nobody_has_to_hear_of_a_new_begin() -> None:
     entry.open(0.0, BASE)
 
     assert entry.missed(0.1) == [Embed(1, 0, (11, 12))]
+
+
+STEPS = ((91, 92), (93, 94, 95), (96, 97))
+
+
+def flying(*steps: tuple[int, ...], task: Task = TASK) -> Entry:
+    """An entry with token 90 and these guesses in flight: at 2 with the first ones, at 5, at 8."""
+    entry = Entry(replace(task, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0, steps or STEPS)
+    for number, step in enumerate(steps or STEPS):
+        entry.computed(blob(len(step) + (number == 0)), 1.0)
+    return entry
+
+
+def test_steps_of_guesses_follow_one_another_and_all_their_rows_are_wanted() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert entry.picked((90,), 0.6, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(blob(3), 0.7) == [
+        sent(2, 3, Flags.NEED_ROW),
+        Embed(0, 5, (93, 94, 95), 2),
+    ]
+    assert entry.computed(blob(3), 0.7) == [sent(5, 3, Flags.NEED_ROW), Embed(0, 8, (96, 97), 1)]
+    assert entry.computed(blob(2), 0.7) == [sent(8, 2, Flags.NEED_ROW)]
+
+
+def test_a_step_that_says_what_the_next_one_begins_with_leaves_it_in_flight() -> None:
+    entry = flying()
+
+    assert entry.receive(back(2, 3, row=blob(3)), 2.0) == [
+        Pick(0, 3, blob(3), (91, 92), 42, (93, 94, 95, 96, 97))
+    ]
+    assert entry.picked((91, 92, 93), 2.0) == [Emit(91), Emit(92), Emit(93)]
+    assert entry.deadline == 2.0 + PACE.patience_s
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == [
+        Pick(0, 6, blob(3), (94, 95), 42, (96, 97))
+    ]
+    assert entry.picked((94, 95, 96), 2.1) == [Emit(94), Emit(95), Emit(96)]
+    assert entry.receive(back(8, 2, row=blob(2)), 2.2) == [Pick(0, 9, blob(2), (97,), 42)]
+    assert entry.picked((97, 98), 2.2) == [Emit(97), Emit(98), Embed(0, 10, (98,))]
+
+
+def test_new_guesses_go_behind_those_in_flight() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91, 92, 93), 2.0, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
+    assert entry.computed(blob(2), 2.1) == [sent(10, 2, Flags.NEED_ROW)]
+    assert entry.receive(back(5, 3, row=blob(3)), 2.2) == [
+        Pick(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "pos"), [((77,), 3), ((91, 77), 4), ((91, 92, 77), 5)], ids=["1st", "2nd", "behind"]
+)
+def test_a_step_that_says_otherwise_ends_the_flight(said: tuple[int, ...], pos: int) -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked(said, 2.0, ((78,), (79, 80))) == [
+        *map(Emit, said),
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, pos, (77, 78), 1),
+    ]
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
+    assert entry.computed(blob(2), 2.2) == [
+        sent(pos, 2, Flags.NEED_ROW, gen=1),
+        Embed(1, pos + 2, (79, 80), 1),
+    ]
+    assert entry.receive(back(8, 2, row=blob(2)), 2.3) == []
+
+
+def test_a_wrong_guess_in_the_second_step_keeps_what_the_first_one_said() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.picked((91, 92, 93), 2.0)
+    entry.receive(back(5, 3, row=blob(3)), 2.1)
+
+    assert entry.picked((94, 77), 2.1) == [
+        Emit(94),
+        Emit(77),
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 7, (77,)),
+    ]
+
+
+def test_guesses_that_were_not_injected_are_replaced_and_the_gen_stays() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+    entry.picked((90,), 0.6, STEPS)
+    entry.computed(blob(3), 0.7)  # the second step is being embedded, the third one waits
+
+    assert entry.receive(back(2, 3, row=blob(3)), 0.8) == []
+    assert entry.computed(blob(3), 0.9) == [
+        sent(5, 3, Flags.NEED_ROW),
+        Pick(0, 3, blob(3), (91, 92), 42, (93, 94, 95)),
+    ]
+    assert entry.picked((91, 92, 93), 1.0, ((86, 87),))[-1] == Embed(0, 8, (86, 87), 1)
+
+
+def test_what_comes_back_while_a_job_runs_waits_and_an_embed_goes_before_it() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
+    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
+    assert entry.computed(blob(2), 2.3) == [
+        sent(10, 2, Flags.NEED_ROW),
+        Pick(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99)),
+    ]
+
+
+def test_steps_are_looked_at_in_order_and_once() -> None:
+    entry = flying()
+
+    assert entry.receive(back(5, 3, row=blob(3)), 2.0) == []
+    assert entry.receive(back(5, 3, row=blob(3)), 2.0) == []
+    (first,) = entry.receive(back(2, 3, row=blob(3)), 2.1)
+    assert isinstance(first, Pick)
+    assert first.pos == 3
+    assert entry.receive(back(2, 3, row=blob(3)), 2.1) == []
+    second = entry.picked((91, 92, 93), 2.2)[-1]
+    assert isinstance(second, Pick)
+    assert second.pos == 6
+    assert entry.receive(back(5, 3, row=blob(3)), 2.3) == []
+
+
+@pytest.mark.parametrize("pos", [2, 5], ids=["first", "second"])
+def test_fewer_rows_than_a_step_in_flight_has_are_refused(pos: int) -> None:
+    failed, _ = flying().receive(back(pos, 3, row=blob(2)), 2.0)
+
+    assert isinstance(failed, Failed)
+    assert failed.code is FaultCode.RULES
+
+
+def test_rows_of_a_step_are_counted_beside_a_pick_too() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    failed, _ = entry.receive(back(5, 3, row=blob(6)), 2.0)
+
+    assert isinstance(failed, Failed)
+
+
+def test_a_stop_in_a_flight_ends_the_answer_there() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91,), 2.0, stop=True) == [
+        Emit(91),
+        Done(FinishReason.STOP),
+        Forward(Close(SESSION, EPOCH, keep=3)),
+    ]
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
+    assert entry.kept == [11, 12, 90]
+
+
+def test_a_stop_where_a_flight_goes_on_keeps_what_came_all_round() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    actions = entry.picked((91, 92, 93), 2.0, stop=True)
+
+    assert actions[-1] == Forward(Close(SESSION, EPOCH, keep=5))
+
+
+def test_the_end_in_a_flight_keeps_what_came_all_round() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.picked((91, 92, 93), 2.0)
+
+    assert entry.finish(CANCELLED, 2.1)[-1] == Forward(Close(SESSION, EPOCH, keep=5))
+    assert entry.kept == [11, 12, 90, 91, 92]
+
+
+def test_the_end_in_a_flight_keeps_nothing_where_caches_cannot_go_back_for_long() -> None:
+    entry = flying(task=replace(TASK, slack=32))
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.picked((91, 92, 93), 2.0)
+
+    assert entry.finish(CANCELLED, 2.1)[-1] == Forward(Close(SESSION, EPOCH))
+
+
+def test_the_last_token_in_a_flight_ends_the_answer() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=4), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0, ((91,), (92, 93)))
+    entry.computed(blob(2), 1.0)
+    entry.computed(blob(2), 1.0)
+    entry.receive(back(2, 2, row=blob(2)), 2.0)
+    entry.picked((91, 92), 2.0)
+    entry.receive(back(4, 2, row=blob(2)), 2.1)
+
+    assert entry.picked((93,), 2.1)[-2:] == [
+        Done(FinishReason.LENGTH),
+        Forward(Close(SESSION, EPOCH, keep=5)),
+    ]
+
+
+def test_a_gap_gives_up_the_whole_flight() -> None:
+    entry = flying()
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 2, (90,)),
+    ]
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == []  # what the second step met
+    assert entry.computed(blob(1), 2.1) == [sent(2, 1, Flags.NEED_ROW, gen=1)]
+    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.2) == [Pick(1, 3, blob(1), (), 42)]
+
+
+def test_a_gap_beside_a_pick_keeps_its_tokens_and_no_guess() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.receive(back(5, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 5), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == Embed(1, 3, (91, 92))
+    assert entry.computed(blob(2), 2.3) == [sent(3, 2, Flags.PREFILL, gen=1), Embed(1, 5, (93,))]
+
+
+def test_patience_for_a_flight_begins_with_what_was_heard_last() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 7.0)
+    entry.picked((91, 92, 93), 7.0)
+
+    assert entry.expire(16.9) == []
+    assert entry.expire(17.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 5, (93,))]
+
+
+def test_a_flight_is_no_longer_than_what_waits_on_a_rank() -> None:
+    entry = flying((91,), *((each, each) for each in range(100, 100 + MAX_PENDING)))
+
+    assert entry.receive(back(2, 2, row=blob(2)), 2.0) == [
+        Pick(0, 3, blob(2), (91,), 42, tuple(x for x in range(100, 115) for _ in range(2)))
+    ]
+
+
+@pytest.mark.parametrize(("slack", "reach"), [(None, MAX_POSITION), (32, 31), (0, 0)])
+def test_a_cache_that_goes_back_so_far_is_sent_fewer_guesses(slack: int | None, reach: int) -> None:
+    entry = flying((91,), task=replace(TASK, slack=slack))
+
+    (pick,) = entry.receive(back(2, 2, row=blob(2)), 2.0)
+
+    assert isinstance(pick, Pick)
+    assert pick.reach == reach
+
+
+@pytest.mark.parametrize(
+    ("tokens", "right", "flying"),
+    [
+        ((91, 92, 93), 3, (94,)),
+        ((91, 92, 93, 94), 4, ()),
+        ((91, 92, 77), 2, None),
+        ((77,), 0, None),
+        ((91,), 1, (92, 93, 94)),
+        ((91, 92, 93, 94, 95), 4, None),
+    ],
+)
+def test_what_is_in_flight_stays_there_while_it_is_right(
+    tokens: tuple[int, ...], right: int, flying: tuple[int, ...] | None
+) -> None:
+    pick = Pick(0, 3, None, (91, 92), 42, (93, 94))
+
+    assert (pick.right(tokens), pick.flying(tokens)) == (right, flying)
+
+
+def test_alone_in_the_ring_a_flight_is_one_step() -> None:
+    entry = Entry(replace(TASK, ring=1, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(None, 0.1)
+
+    assert entry.picked((90,), 0.2, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 42)]
+    assert entry.picked((91, 77), 0.4, STEPS)[-1] == Embed(1, 4, (77, 91, 92), 2)

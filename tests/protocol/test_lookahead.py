@@ -1,15 +1,22 @@
 """How many tokens to guess: as many as the measured times and hits pay for, and none otherwise."""
 
+from itertools import pairwise
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.protocol.lookahead import (
+    DEPTHS,
     GUESSES,
     MAX_CONFIDENCE,
+    MAX_DEPTH,
     Experience,
     Lookahead,
     StepTimes,
+    Window,
 )
+from meshllm.protocol.stage import MAX_PENDING
 
 
 def times(**seconds: float) -> StepTimes:
@@ -31,7 +38,7 @@ def wrong(lookahead: Lookahead, steps: int, confidence: int = 2) -> list[int]:
     """Return how many guesses were chosen at each step, none of which was right."""
     chosen = []
     for _ in range(steps):
-        chosen.append(0 if lookahead.is_resting else lookahead.choose(confidence, 99))
+        chosen.append(0 if lookahead.is_resting else lookahead.choose(confidence, 99).guesses)
         lookahead.note(confidence, chosen[-1], 0)
     return chosen
 
@@ -64,13 +71,13 @@ def test_a_ring_that_becomes_slower_is_noticed() -> None:
 
 
 def test_good_guesses_in_a_slow_ring_are_many() -> None:
-    assert taught(times(r1=0.250, r17=0.280), right=15, guesses=16).choose(2, 99) == 16
+    assert taught(times(r1=0.250, r17=0.280), right=15, guesses=16).choose(2, 99).guesses == 16
 
 
 def test_a_new_ring_begins_with_few_guesses_and_doubles_them() -> None:
     lookahead, chosen = Lookahead(times(r1=1.0, r17=1.0)), []
     for _ in range(4):
-        chosen.append(lookahead.choose(3, 99))
+        chosen.append(lookahead.choose(3, 99).guesses)
         lookahead.note(3, chosen[-1], chosen[-1])
 
     assert chosen == [4, 8, 16, 16]
@@ -81,11 +88,11 @@ def test_where_rows_are_computed_one_by_one_a_few_guesses_are_tried_once() -> No
     table.note(1, 0.1)
     lookahead = Lookahead(table, ring)
 
-    assert lookahead.choose(3, 99) == 2
+    assert lookahead.choose(3, 99).guesses == 2
     table.note(3, 0.3)
     lookahead.note(3, 2, 2)
-    assert lookahead.choose(3, 99) == 0
-    assert Lookahead(table, ring).choose(3, 99) == 0
+    assert lookahead.choose(3, 99).guesses == 0
+    assert Lookahead(table, ring).choose(3, 99).guesses == 0
 
 
 def test_in_a_slow_ring_rows_one_by_one_are_worth_it() -> None:
@@ -93,25 +100,25 @@ def test_in_a_slow_ring_rows_one_by_one_are_worth_it() -> None:
     table.note(1, 0.31)
     lookahead = Lookahead(table)
 
-    lookahead.note(3, lookahead.choose(3, 99), 2)
+    lookahead.note(3, lookahead.choose(3, 99).guesses, 2)
     table.note(3, 0.33)
-    assert lookahead.choose(3, 99) > 2
+    assert lookahead.choose(3, 99).guesses > 2
 
 
 def test_bad_guesses_are_none() -> None:
-    assert taught(times(r1=0.100, r2=0.105), right=0, guesses=2).choose(2, 99) == 0
+    assert taught(times(r1=0.100, r2=0.105), right=0, guesses=2).choose(2, 99).guesses == 0
 
 
 def test_rows_that_cost_as_much_as_steps_are_not_worth_a_guess() -> None:
     table = times(r1=0.1, r2=0.2, r3=0.3, r5=0.5, r9=0.9, r17=1.7)
 
-    assert taught(table, right=3, guesses=4).choose(2, 99) == 0
+    assert taught(table, right=3, guesses=4).choose(2, 99).guesses == 0
 
 
 def test_fair_guesses_are_a_few() -> None:
     table = times(r1=0.100, r2=0.105, r3=0.110, r5=0.120, r9=0.140, r17=0.180)
 
-    assert 2 <= taught(table, right=1, guesses=2).choose(2, 99) <= 8
+    assert 2 <= taught(table, right=1, guesses=2).choose(2, 99).guesses <= 8
 
 
 def test_what_was_given_up_is_tried_again_and_small() -> None:
@@ -119,7 +126,7 @@ def test_what_was_given_up_is_tried_again_and_small() -> None:
 
     chosen = []
     for _ in range(200):
-        chosen.append(lookahead.choose(2, 99))
+        chosen.append(lookahead.choose(2, 99).guesses)
         lookahead.note(2, chosen[-1], 0)
 
     assert 2 <= sum(map(bool, chosen)) <= 4
@@ -139,7 +146,7 @@ def test_a_second_session_does_not_learn_again_that_guesses_are_good() -> None:
     table, ring = times(r1=0.250, r17=0.280), Experience()
     taught(table, 16, 16, ring)
 
-    assert Lookahead(table, ring).choose(2, 99) == 16
+    assert Lookahead(table, ring).choose(2, 99).guesses == 16
 
 
 def test_a_session_is_soon_its_own_whatever_others_found() -> None:
@@ -149,7 +156,7 @@ def test_a_session_is_soon_its_own_whatever_others_found() -> None:
     lookahead = Lookahead(table, ring)
 
     assert sum(wrong(lookahead, 60)[20:]) == 0
-    assert lookahead.choose(2, 99) == 0
+    assert lookahead.choose(2, 99).guesses == 0
 
 
 def test_many_short_sessions_of_bad_guesses_try_as_seldom_as_a_long_one() -> None:
@@ -169,7 +176,7 @@ def test_guesses_that_take_long_are_few_and_those_that_take_too_long_none() -> N
     for price in (0.0, 0.02, 0.3):
         for _ in range(40):
             ring.pay(16, 16 * price)
-        chosen.append(lookahead.choose(2, 99))
+        chosen.append(lookahead.choose(2, 99).guesses)
 
     assert chosen[0] == 16
     assert 0 < chosen[1] <= 16
@@ -192,7 +199,7 @@ def test_after_looks_in_vain_there_is_a_rest_and_then_a_trial() -> None:
     looked = []
     for _ in range(200):
         looked.append(not lookahead.is_resting)
-        guesses = lookahead.choose(2, 99) if looked[-1] else 0
+        guesses = lookahead.choose(2, 99).guesses if looked[-1] else 0
         lookahead.note(2, guesses, 0)
 
     assert looked[:4] == [True] * 4
@@ -218,6 +225,148 @@ def test_a_new_session_rests_when_the_others_do() -> None:
     assert not Lookahead(table, Experience()).is_resting
 
 
+def test_a_step_is_cut_as_it_was_chosen() -> None:
+    window = Window(guesses=2, depth=3)
+
+    assert (window.rows, window.length) == (3, 8)
+    assert window.cut(range(8), is_open=True) == ((0, 1), (2, 3, 4), (5, 6, 7))
+    assert window.cut(range(6), is_open=False) == ((0, 1, 2), (3, 4, 5))
+
+
+def test_what_fills_no_step_is_cut_into_shorter_ones() -> None:
+    window = Window(guesses=16, depth=8)
+
+    assert [len(step) for step in window.cut(range(30), is_open=True)] == [16, 9, 5]
+    assert [len(step) for step in window.cut(range(16), is_open=False)] == [9, 5, 2]
+    assert window.cut([7], is_open=True) == ((7,),)
+    assert window.cut([7], is_open=False) == ()
+    assert window.cut([], is_open=True) == ()
+
+
+def test_one_step_at_a_time_drops_what_does_not_fill_it() -> None:
+    assert Window(guesses=4).cut(range(4), is_open=True) == ((0, 1, 2, 3),)
+    assert Window(guesses=4).cut(range(3), is_open=True) == ((0, 1),)
+
+
+def certain(table: StepTimes, right: int = 16) -> Lookahead:
+    """Return who saw many steps of 16 guesses, of which the first ones were right."""
+    lookahead = Lookahead(table)
+    lookahead.note(2, 1, 0)  # else it would begin with few
+    for _ in range(20):
+        lookahead.note(2, 16, right)
+    return lookahead
+
+
+LONG = {"r1": 0.300, "r17": 0.320}
+
+
+def test_where_nearly_all_is_right_and_trips_are_long_many_steps_are_in_flight() -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_next(17, 0.010)
+
+    assert certain(table).choose(2, 999, depth=8) == Window(16, 8)
+    assert certain(table).choose(2, 999, depth=2) == Window(16, 2)
+    assert certain(table).choose(2, 999) == Window(16, 1)
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 7])
+def test_where_guesses_are_wrong_now_and_then_one_step_is_enough(right: int) -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_next(17, 0.100)
+
+    assert certain(table, right).choose(2, 999, depth=8).depth == 1
+
+
+def test_where_one_rank_is_all_of_a_trip_one_step_is_enough() -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_next(17, 0.320)
+
+    assert certain(table).choose(2, 999, depth=8).depth == 1
+
+
+def test_as_many_steps_are_in_flight_as_the_slowest_rank_takes() -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_next(17, 0.080)
+
+    assert certain(table).choose(2, 999, depth=8) == Window(16, 4)
+
+
+def test_where_a_flight_slows_down_its_first_step_there_is_none() -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_first(17, 3.0)
+
+    assert certain(table).choose(2, 999, depth=8).depth == 1
+
+
+def test_a_good_run_between_wrong_guesses_is_no_reason_for_many_steps() -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_next(17, 0.080)
+    lookahead = certain(table, right=12)
+
+    lookahead.note(2, 16, 16)
+    few = lookahead.choose(2, 999, depth=8)
+    for _ in range(20):
+        lookahead.note(2, 16, 16)
+
+    assert few == Window(16, 1)
+    assert lookahead.choose(2, 999, depth=8).depth > 1
+
+
+def test_what_is_known_of_flights_fades_while_there_are_none() -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_next(17, 0.320)
+        table.note_first(17, 3.0)
+    before = table.first(17), table.pulse(17)
+
+    for _ in range(300):
+        table.note(17, 0.320)
+
+    assert before > (3 * table.first(17), 1.5 * table.pulse(17))
+    assert certain(table).choose(2, 999, depth=8).depth > 1
+
+
+def test_windows_of_caches_bound_all_guesses_in_flight() -> None:
+    table = times(**LONG)
+    for _ in range(20):
+        table.note_next(17, 0.001)
+
+    window = certain(table).choose(2, 31, depth=8, reach=31)
+
+    assert window.length <= 31
+    assert window.depth > 1
+
+
+def test_a_new_ring_begins_with_one_step_and_doubles_its_guesses() -> None:
+    table, chosen = times(**LONG), list[int]()
+    for _ in range(20):
+        table.note_next(17, 0.010)
+    lookahead = Lookahead(table)
+    for _ in range(8):
+        window = lookahead.choose(3, 999, depth=8)
+        chosen.append(window.guesses * window.depth)
+        lookahead.note(3, window.guesses, window.guesses)
+
+    assert chosen[0] == 4
+    assert chosen[-1] == 16 * 8
+    assert all(after <= 2 * before for before, after in pairwise(chosen))
+
+
+def test_times_that_are_nothing_are_no_trouble() -> None:
+    table = times(r1=0.0)
+    table.note_first(1, 1.0)
+    table.note_next(1, 1.0)
+
+    assert (table.first(1), table.pulse(1)) == (0.0, 0.0)
+    assert certain(table).choose(2, 99, depth=8)
+
+
 @given(
     st.lists(
         st.tuples(
@@ -239,10 +388,18 @@ def test_a_choice_is_allowed_whatever_was_measured(
     lookahead = Lookahead(table, ring)
     for sure, guesses, right, seconds, price in steps:
         table.note(1 + guesses, seconds)
+        table.note_first(1 + guesses, 2 * seconds)
+        table.note_next(1 + guesses, seconds / 3)
         ring.pay(guesses, price)
         lookahead.note(sure, guesses, min(right, guesses))
 
     for each in (lookahead, Lookahead(table, ring)):
-        chosen = each.choose(confidence, room)
-        assert chosen in GUESSES
-        assert chosen <= room
+        chosen = each.choose(confidence, room, depth=4, reach=31)
+        assert chosen.guesses in GUESSES
+        assert chosen.depth in DEPTHS[:3]
+        assert chosen.guesses <= room
+        assert chosen.depth == 1 or chosen.length <= 31
+
+
+def test_a_stage_lets_all_that_is_in_flight_wait() -> None:
+    assert 2 * MAX_DEPTH <= MAX_PENDING

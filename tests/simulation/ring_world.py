@@ -11,27 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
-from itertools import count, pairwise, zip_longest
+from itertools import accumulate, count, pairwise, zip_longest
 from operator import itemgetter
 from random import Random
 from typing import Any
 
 from meshllm.names import SessionId
-from meshllm.protocol import entry, stage
+from meshllm.protocol import stage, task
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode
-from meshllm.protocol.entry import (
-    Closed,
-    Done,
-    Embed,
-    Emit,
-    Entry,
-    Failed,
-    Pick,
-    Progress,
-    State,
-    Task,
-)
+from meshllm.protocol.entry import Entry, State
 from meshllm.protocol.messages import (
     Beat,
     Blob,
@@ -47,6 +36,7 @@ from meshllm.protocol.messages import (
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import Base, Shelf
 from meshllm.protocol.stage import Adopt, Compute, Free, Keep, Stage
+from meshllm.protocol.task import Closed, Done, Embed, Emit, Failed, Pick, Progress, Task
 from meshllm.request import FinishReason
 
 Event = tuple[float, int, Callable[[], object]]
@@ -106,11 +96,15 @@ class Weather:
     """A trip takes up to 8 s and more, so the shorter one restarts for nothing."""
     idle_s: float = END
     guesses: int = 3
-    """At most, behind a token; some are right."""
+    """At most, in a step; some are right."""
+    steps: int = 1
+    """With guesses, in flight at most; several need links that lose and reorder nothing."""
     follow: float = 0.6
     """Chance that another session goes on from one that ended."""
     misses: float = 0.05
     """Chance that a rank cannot go on from what it kept."""
+    tokens: int = 8
+    """Of an answer, at most."""
     poison: bool = False
     """Rows of an older gen turn to garbage on the way, as rejected drafts would be."""
 
@@ -118,6 +112,8 @@ class Weather:
 QUIET = Weather(cancels=0.0, patience_s=(END,), guesses=0, follow=0.0)
 CALM = Weather(poison=True)
 RUSH = Weather(lag=6.0, cancels=0.8, poison=True)
+CROWD = Weather(lag=3.0, poison=True, steps=6, tokens=24, patience_s=(20.0, 60.0))
+DOZE = Weather(poison=True, steps=6, tokens=24, idle_s=8.0)
 STORM = Weather(drop=0.02, repeat=0.05, reorder=0.05)
 NAPS = Weather(drop=0.02, idle_s=10.0)
 FLOOD = Weather(repeat=0.3, reorder=0.5, lag=8.0)
@@ -131,6 +127,8 @@ class Generation:
     pace: Pace
     entry: Entry
     base: Base | None
+    text: list[int]
+    """The right answer."""
     answer: list[int] = field(default_factory=list)
     outcome: Done | Failed | None = None
     closed: Closed | None = None
@@ -171,6 +169,7 @@ class Simulation:
         self.kept: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
         self.missing: set[tuple[int, SessionId]] = set()  # whose base could not be had
         self.reused = 0
+        self.flights: Counter[int] = Counter()  # steps in flight, whenever one came back
         self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
         self.busy_until = [0.0] * self.ring
         self.told: list[Counter[SessionId]] = [Counter() for _ in range(self.ring)]
@@ -187,19 +186,22 @@ class Simulation:
         self, number: int, entry: type[Entry], prompt: tuple[int, ...], base: Base | None
     ) -> Generation:
         draw = self.random
-        session, context = SessionId(bytes([number] * 16)), len(prompt) + draw.randint(1, 12)
+        session, most = SessionId(bytes([number] * 16)), self.weather.tokens
+        context = len(prompt) + draw.randint(1, most * 3 // 2)
         task = Task(
             session,
             1,
             self.ring,
             prompt,
-            draw.randint(1, 8),
+            draw.randint(1, most),
             context,
             keep_from=draw.choice((1, 9)),
         )
         patience = draw.choice(self.weather.patience_s)
         pace = Pace(draw.randint(1, 6), draw.randint(1, 4), patience, retries=5, close_s=40.0)
-        generation = Generation(task, pace, entry(task, pace), base)
+        longest = min(task.max_tokens, task.context - len(prompt))
+        text = reference(self.ring, prompt, longest)
+        generation = Generation(task, pace, entry(task, pace), base, text)
         self.generations[task.session] = generation
         if draw.random() < self.weather.cancels:
             self.at(self.now + draw.random() * 60, self.cancel, generation)
@@ -327,14 +329,15 @@ class Simulation:
             del (self.caches if session in self.caches[rank] else self.kept)[rank][session]
 
     def keep(self, rank: int, session: SessionId) -> None:
+        is_missing = (rank, session) in self.missing  # and it ended before anybody noticed
         self.missing.discard((rank, session))
-        self.kept[rank][session] = self.caches[rank].pop(session)
+        self.kept[rank][session] = [] if is_missing else self.caches[rank].pop(session)
 
     def adopt(self, rank: int, adopt: Adopt) -> None:
         kept = self.kept[rank]
         whole = kept.pop(adopt.base) if adopt.whole else kept[adopt.base]
-        assert len(whole) >= adopt.length
-        if self.random.random() > self.weather.misses:
+        assert len(whole) >= adopt.length or not whole
+        if whole and self.random.random() > self.weather.misses:
             self.caches[rank][adopt.session] = list(whole)
         else:
             self.missing.add((rank, adopt.session))
@@ -362,7 +365,7 @@ class Simulation:
 
     # The driver of the entry.
 
-    def drive(self, one: Generation, actions: Sequence[entry.Action]) -> None:
+    def drive(self, one: Generation, actions: Sequence[task.Action]) -> None:
         for action in actions:
             match action:
                 case Embed():
@@ -409,23 +412,33 @@ class Simulation:
 
     def pick(self, one: Generation, pick: Pick) -> None:
         session, limit = one.task.session, pick.limit - pick.pos
+        self.flights[1 + len(one.entry._flight)] += 1
         rows = unpack(session, pick.blob) if pick.blob else self.caches[0][session]
         rows = rows[-1 - len(pick.guesses) :]
+        assert len(rows) == 1 + len(pick.guesses)
         assert pick.pos == len(one.task.prompt) + len(one.answer)
         tokens: list[int] = []
         for row, guess in zip_longest(rows, pick.guesses):
             tokens.append(row % VOCABULARY)
             if tokens[-1] != guess or len(tokens) == limit:
                 break
-        guesses = self.guess(one, len(one.answer) + len(tokens), limit - len(tokens))
-        self.drive(one, one.entry.picked(tokens, self.now, guesses))
+        self.drive(one, one.entry.picked(tokens, self.now, self.steps(one, pick, tokens)))
 
-    def guess(self, one: Generation, start: int, most: int) -> list[int]:
+    def steps(self, one: Generation, pick: Pick, tokens: list[int]) -> list[tuple[int, ...]]:
         """Say what may follow; nothing, what is right, or anything."""
-        count = min(self.random.randint(0, self.weather.guesses), most)
-        right = reference(one.task.ring, one.task.prompt, start + count)[start:]
-        is_right = self.random.random() < 0.5
-        return right if is_right else [self.random.randrange(VOCABULARY) for _ in right]
+        draw, flying = self.random, pick.flying(tokens)
+        sizes = [draw.randint(0, self.weather.guesses)]
+        if self.weather.steps > 1:
+            sizes += [1 + draw.randrange(3) for _ in range(draw.randrange(self.weather.steps))]
+        behind = len(tokens) + len(flying or ())
+        right = one.text[len(one.answer) + behind :][: sum(sizes)]
+        wrong = draw.choice((0.0, 0.0, 0.1, 1.0))
+        guesses = [draw.randrange(VOCABULARY) if draw.random() < wrong else each for each in right]
+        steps = [
+            tuple(guesses[end - size : end])
+            for size, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        return [step for step in steps if step]
 
     def expire_entry(self, one: Generation) -> None:
         self.drive(one, one.entry.expire(self.now))
@@ -438,9 +451,7 @@ def judge(simulation: Simulation) -> Counter[str]:
     """Check every generation against the reference; count how they ended."""
     ends: Counter[str] = Counter()
     for one in simulation.generations.values():
-        longest = min(one.task.max_tokens, one.task.context - len(one.task.prompt))
-        expected = reference(one.task.ring, one.task.prompt, longest)
-        assert one.answer == expected[: len(one.answer)], "wrong tokens"
+        assert one.answer == one.text[: len(one.answer)], "wrong tokens"
         assert all(before < after for before, after in pairwise(one.progress))
         assert one.closed is not None
         match one.outcome:
@@ -448,7 +459,7 @@ def judge(simulation: Simulation) -> Counter[str]:
                 assert code is FaultCode.TIMED_OUT, text
                 ends["failed"] += 1
             case Done(reason):
-                assert reason is FinishReason.CANCELLED or len(one.answer) == longest
+                assert reason is FinishReason.CANCELLED or one.answer == one.text
                 ends[reason] += 1
             case None:
                 raise AssertionError("a generation ended without a word")

@@ -4,20 +4,21 @@ The mutants at the end show that these tests can fail.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshllm.names import SessionId
-from meshllm.protocol import entry, stage
-from meshllm.protocol.entry import Entry, Pick
-from meshllm.protocol.messages import Close, Data, SessionMessage
-from meshllm.protocol.stage import Compute, Stage
+from meshllm.protocol import stage, task
+from meshllm.protocol.entry import Entry
+from meshllm.protocol.messages import Cancel, Close, Data, SessionMessage
+from meshllm.protocol.stage import MAX_PENDING, Compute, Stage
 from meshllm.request import FinishReason
 from tests.simulation.ring_world import (
     CALM,
+    CROWD,
+    DOZE,
     FLOOD,
     NAPS,
     QUIET,
@@ -33,7 +34,9 @@ SEEDS = 300
 
 
 @pytest.mark.parametrize(
-    "weather", [CALM, RUSH, STORM, NAPS, FLOOD], ids=["calm", "rush", "storm", "naps", "flood"]
+    "weather",
+    [CALM, RUSH, CROWD, DOZE, STORM, NAPS, FLOOD],
+    ids=["calm", "rush", "crowd", "doze", "storm", "naps", "flood"],
 )
 def test_tokens_are_right_or_absent_in_any_weather(weather: Weather) -> None:
     ends = sum((play(seed, weather) for seed in range(SEEDS)), Counter[str]())
@@ -55,6 +58,19 @@ def test_a_quiet_ring_spends_one_message_per_hop_and_none_is_wasted() -> None:
         hops = simulation.ring if simulation.ring > 1 else 0
         closes = hops * len(simulation.generations)
         assert simulation.sent == Counter({Data: hops * rounds, Close: closes})
+
+
+def test_several_steps_are_in_flight_and_given_up_and_come_back() -> None:
+    flights, cancels = Counter[int](), 0
+    for seed in range(SEEDS // 3):
+        simulation = Simulation(seed, CROWD)
+        simulation.run()
+        flights += simulation.flights
+        cancels += simulation.sent[Cancel]
+
+    assert 4 < max(flights) <= MAX_PENDING
+    assert all(flights[steps] > 50 for steps in (1, 2, 3))
+    assert cancels > 50
 
 
 def test_most_of_what_was_kept_is_found_again() -> None:
@@ -114,7 +130,7 @@ class Hasty(Entry):
 class Trusting(Entry):
     """Takes results of any gen."""
 
-    def receive(self, message: SessionMessage, now: float) -> list[entry.Action]:
+    def receive(self, message: SessionMessage, now: float) -> list[task.Action]:
         if isinstance(message, Data):
             message = replace(message, gen=self._gen)
         return super().receive(message, now)
@@ -123,18 +139,34 @@ class Trusting(Entry):
 class Gullible(Entry):
     """Goes on in the same gen when a guess was wrong."""
 
-    def picked(
-        self, tokens: Sequence[int], now: float, guesses: Sequence[int] = (), *, stop: bool = False
-    ) -> list[entry.Action]:
-        if isinstance(self._job, Pick):
-            self._job = replace(self._job, guesses=())
-        return super().picked(tokens, now, guesses, stop=stop)
+    def _raise_gen(self, *, is_told: bool) -> list[task.Action]:
+        actions = super()._raise_gen(is_told=is_told)
+        self._gen -= not self._tries
+        return actions
+
+
+class Steadfast(Entry):
+    """Leaves in flight what follows a step, whatever that says."""
+
+    def _go_on(self, flying: tuple[int, ...] | None) -> list[task.Action]:
+        known = len(self._tokens)
+        return super()._go_on((0,) * (self._injected - known) if self._injected >= known else None)
+
+
+class Attached(Entry):
+    """Looks at what came back of a flight that was given up."""
+
+    def _raise_gen(self, *, is_told: bool) -> list[task.Action]:
+        back = dict(self._back)
+        actions = super()._raise_gen(is_told=is_told)
+        self._back = back
+        return actions
 
 
 class Repeating(Entry):
     """Takes a result twice."""
 
-    def _result(self, data: Data, now: float) -> list[entry.Action]:
+    def _result(self, data: Data, now: float) -> list[task.Action]:
         self._done = 0
         return super()._result(data, now)
 
@@ -151,6 +183,11 @@ class Repeating(Entry):
         (CALM, {"entry": Trusting}),
         (STORM, {"entry": Repeating}),
         (STORM, {"entry": Gullible}),
+        (CROWD, {"crops": False}),
+        (CROWD, {"stage": Eager}),
+        (CROWD, {"entry": Gullible}),
+        (CROWD, {"entry": Steadfast}),
+        (CROWD, {"entry": Attached}),
     ],
     ids=[
         "no crop",
@@ -162,6 +199,11 @@ class Repeating(Entry):
         "any gen",
         "twice",
         "wrong guess",
+        "no crop in a crowd",
+        "no gen in a crowd",
+        "wrong guess in a crowd",
+        "wrong step",
+        "old rows",
     ],
 )
 def test_a_broken_machine_is_caught(weather: Weather, mutation: dict[str, Any]) -> None:

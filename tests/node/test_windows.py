@@ -1,0 +1,266 @@
+"""Several steps of guesses in flight change no text: any ring, any drafter, any delay."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from meshllm.model.draft import Drafting
+from meshllm.model.source import Source
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.session import Ahead, Ended, Generation, Order, Token
+from meshllm.node.stopwatch import Stopwatch
+from meshllm.protocol.lookahead import DEPTHS, GUESSES, Lookahead, Window
+from meshllm.protocol.messages import Blob
+from meshllm.protocol.task import Embed
+from meshllm.request import FinishReason, Sampling
+from meshllm.testing.clock import run_virtual
+from meshllm.testing.models import tiny_model
+from meshllm.testing.oracle import Oracle
+from meshllm_loopback import LoopbackTransport, Shape
+
+PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
+TOKENS = 80
+GREEDY = Sampling()
+SAMPLED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.1)
+FAR = Shape(delay_s=0.1)
+ROUGH = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2)
+
+
+class Liar:
+    """Knows the text, and tells it, or half of it, or nothing but lies; never the same twice."""
+
+    def __init__(self, text: Sequence[int], seed: int) -> None:
+        self._text = text
+        self._draw = Random(seed)
+
+    def begin(self) -> "Liar":
+        self._length = 0
+        return self
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Learn nothing."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._length += len(tokens)
+
+    def look(self) -> int:
+        return self._draw.randrange(4)
+
+    def guess(self, most: int) -> tuple[int, ...]:
+        draw = self._draw
+        told = list(self._text[self._length : self._length + most])
+        told = told[: draw.choice((most, most, draw.randint(0, most)))]
+        for lie in draw.choice(((), (), (draw.randrange(most),), range(most))):
+            told[lie : lie + 1] = [draw.randrange(100)]
+        return tuple(told)
+
+
+@pytest.fixture
+def bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose anything that is allowed, whether it is worth it or not."""
+    draw = Random(7)
+
+    def choose(_: Lookahead, __: int, room: int, *, depth: int = 1, reach: float = inf) -> Window:
+        windows = [
+            Window(guesses, steps)
+            for guesses in GUESSES
+            for steps in DEPTHS
+            if guesses <= room and steps <= depth and (guesses or steps == 1)
+        ]
+        return draw.choice([each for each in windows if each.depth == 1 or each.length <= reach])
+
+    monkeypatch.setattr(Lookahead, "choose", choose)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
+
+
+async def told(ring: Ring, order: Order) -> tuple[list[int], Ended]:
+    outputs = [output async for output in ring.entry.generate(order)]
+    ended = outputs[-1]
+    assert isinstance(ended, Ended)
+    return [output.id for output in outputs if isinstance(output, Token)], ended
+
+
+def is_over(count: Iterator[int], _: int) -> bool:
+    return next(count, None) is None
+
+
+def ordered(
+    sampling: Sampling = GREEDY,
+    prompt: Sequence[int] = PROMPT,
+    is_last: Callable[[int], bool] = lambda _: False,
+) -> Order:
+    return Order(tuple(prompt), sampling, TOKENS, is_last)
+
+
+async def answers(
+    source: Source,
+    drafting: Drafting | None,
+    *orders: Order,
+    nodes: int = 3,
+    depth: int = 8,
+    shape: Shape = ROUGH,
+    at_once: bool = False,
+) -> list[tuple[list[int], Ended]]:
+    options = RingOptions(nodes=nodes, threads=1, drafting=drafting, depth=depth)
+    async with open_ring(source, options, LoopbackTransport(shape)) as ring:
+        asked = [told(ring, order) for order in orders]
+        return list(await asyncio.gather(*asked)) if at_once else [await each for each in asked]
+
+
+@pytest.fixture(scope="module")
+def texts(source: Source) -> list[list[int]]:
+    """What is said, greedily and with chance, when nobody guesses."""
+    orders = ordered(GREEDY), ordered(SAMPLED)
+    return [text for text, _ in asyncio.run(answers(source, None, *orders, nodes=1))]
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 8), (2, 8), (3, 8), (4, 8), (3, 1)])
+@pytest.mark.usefixtures("bold")
+def test_a_text_is_the_same_whoever_guesses(
+    source: Source, texts: list[list[int]], nodes: int, depth: int
+) -> None:
+    greedy, sampled = ((*PROMPT, *text) for text in texts)
+    guessing: list[tuple[Sampling, Drafting]] = [
+        (GREEDY, Oracle(greedy, 0.95)),
+        (SAMPLED, Oracle(sampled, 0.6)),
+        (SAMPLED, Liar(sampled, 1)),
+    ]
+    for seed, (sampling, drafting) in enumerate(guessing):
+        shape = replace(ROUGH, seed=seed)
+        ask = partial(answers, nodes=nodes, depth=depth, shape=shape)
+        ((tokens, _),) = run_virtual(ask(source, drafting, ordered(sampling)))
+        assert tokens == texts[sampling == SAMPLED], drafting
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "lfm2"])
+@pytest.mark.usefixtures("bold")
+def test_a_text_of_windows_and_of_recurrent_states_is_the_same(name: str, tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, name, dtype=torch.bfloat16)
+    ((text, _),) = run_virtual(answers(source, None, ordered(SAMPLED), nodes=1))
+
+    ((tokens, _),) = run_virtual(answers(source, Liar((*PROMPT, *text), 2), ordered(SAMPLED)))
+
+    assert tokens == text
+
+
+@pytest.mark.usefixtures("bold")
+def test_what_a_flight_leaves_is_gone_on_from(source: Source, texts: list[list[int]]) -> None:
+    text = texts[0]
+    for place in (20, 33):
+        count = iter(range(place))
+        ends = ordered(is_last=partial(is_over, count))
+        first, second = run_virtual(
+            answers(
+                source,
+                Oracle((*PROMPT, *text), 1.0),
+                ends,
+                ordered(prompt=(*PROMPT, *text[:place])),
+                shape=FAR,  # or what says where to go on from may come too late
+            )
+        )
+        assert first[0] == text[: place + 1]
+        assert first[1].reason is FinishReason.STOP
+        assert second[0][: TOKENS - place] == text[place:]
+        assert second[1].measured.reused > len(PROMPT) + place - 3
+
+
+@pytest.mark.usefixtures("bold")
+def test_two_sessions_at_once_have_their_texts(source: Source, texts: list[list[int]]) -> None:
+    drafting = Oracle((*PROMPT, *texts[0]), 0.9)
+    orders = ordered(GREEDY), ordered(SAMPLED), ordered(GREEDY)
+
+    found = run_virtual(answers(source, drafting, *orders, at_once=True))
+
+    assert [tokens for tokens, _ in found] == [texts[0], texts[1], texts[0]]
+
+
+def test_several_steps_in_flight_save_trips(source: Source, texts: list[list[int]]) -> None:
+    drafting = Oracle((*PROMPT, *texts[0]), 1.0)
+    seconds = []
+    for depth in (1, 8):
+        orders = [ordered()] * 3
+        found = run_virtual(answers(source, drafting, *orders, depth=depth, shape=FAR))
+        assert [tokens for tokens, _ in found] == [texts[0]] * 3
+        seconds.append(found[-1][1].measured.token_s)
+
+    assert seconds[1] < seconds[0] / 2
+
+
+def test_a_step_at_the_end_of_a_flight_is_embedded_before_it_is_asked_for(
+    source: Source, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Embed] = []
+    embed, take_ahead = Generation.embed, Generation.take_ahead
+    ready: list[Embed] = []
+
+    def noted(self: Generation, job: Embed, watch: Stopwatch) -> Blob | None:
+        asked.append(job)
+        return embed(self, job, watch)
+
+    def taken(self: Generation, job: Embed | None) -> Ahead | None:
+        ahead = take_ahead(self, job)
+        if ahead and job:
+            ready.append(job)
+        return ahead
+
+    monkeypatch.setattr(Generation, "embed", noted)
+    monkeypatch.setattr(Generation, "take_ahead", taken)
+    monkeypatch.setattr(Lookahead, "choose", lambda *_, **__: Window(4, 4))
+
+    drafting = Oracle((*PROMPT, *texts[0]), 1.0)
+    run_virtual(answers(source, drafting, ordered(), shape=FAR))
+
+    assert len(asked) == 4  # the prompt, and those that leave together but for the first one
+    assert len(ready) > 10
+    assert {job.guesses for job in ready[:10]} == {4}
+
+
+def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which is added how many steps there may be, each time that one asks."""
+    asked, choose = [], Lookahead.choose
+
+    def noted(
+        self: Lookahead, confidence: int, room: int, *, depth: int = 1, reach: float = inf
+    ) -> Window:
+        asked.append(depth)
+        return choose(self, confidence, room, depth=depth, reach=reach)
+
+    monkeypatch.setattr(Lookahead, "choose", noted)
+    return asked
+
+
+@pytest.mark.parametrize(("nodes", "asked"), [(1, {1}), (2, {8})])
+def test_alone_in_the_ring_there_is_one_step(
+    source: Source,
+    texts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    asked: set[int],
+) -> None:
+    seen = depths(monkeypatch)
+
+    run_virtual(answers(source, Oracle((*PROMPT, *texts[0]), 1.0), ordered(), nodes=nodes))
+
+    assert set(seen) == asked
+
+
+def test_beside_others_there_is_one_step(
+    source: Source, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = depths(monkeypatch)
+
+    drafting = Oracle((*PROMPT, *texts[0]), 0.0)
+    run_virtual(answers(source, drafting, ordered(), ordered(), at_once=True))
+
+    assert seen.count(8) < seen.count(1) / 10
