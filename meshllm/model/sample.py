@@ -61,17 +61,16 @@ def pick(
     if sampling.temperature < GREEDY_BELOW:
         return int(scores.argmax())
     _warp(scores, sampling)
-    tokens = np.flatnonzero(scores.numpy() > -np.inf)
-    race = gumbel(sampling.seed, position, tokens)
-    race += scores.numpy()[tokens]
-    return int(tokens[race.argmax()])
+    race = gumbel(sampling.seed, position, len(scores))
+    race += scores.numpy()
+    return int(race.argmax())
 
 
-def gumbel(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the standard Gumbel noise of each token at a position; never infinite."""
+def gumbel(seed: int, position: int, tokens: int) -> NDArray[np.float64]:
+    """Return the standard Gumbel noise of the first tokens at a position; never infinite."""
     # Four tokens a block: the low word of the counter walks the ids, the next holds the position.
     generator = np.random.Philox(key=seed, counter=position << 64)
-    return _noise(generator.random_raw(int(tokens.max()) + 1)[tokens])
+    return _noise(generator.random_raw(tokens))
 
 
 def _noise(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
