@@ -26,7 +26,7 @@ from meshllm.model.quant_choice import Plain, choose, families
 from meshllm.model.quant_form import Matrix, Shape
 from meshllm.model.quant_kernels import kernel, size_of
 from meshllm.model.quant_linear import QuantLinear, Siblings
-from meshllm.model.quant_store import find, keep, page_out
+from meshllm.model.quant_store import find, keep, page_out, tidy
 from meshllm.names import Quant
 
 SAMPLES = 16  # rows that a matrix is tried on
@@ -79,6 +79,8 @@ def quantise(
     for names in families(linears):
         plain += work.exchange({name: linears[name] for name in names})
     share_keys(model)
+    if cache is not None:
+        tidy(cache)
     report = Report(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))
     _tell(report)
     return report

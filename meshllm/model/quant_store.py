@@ -2,15 +2,18 @@
 
 A file is a safetensors file of bytes, so reading one runs no code. It holds its key and a hash of
 what it holds, and is believed only when both and every size are as expected; otherwise the matrix
-is packed again. The worst that a forged file can do is wrong numbers.
+is packed again. The worst that a forged file can do is wrong numbers. A file that nobody wanted for
+`UNUSED_S` is removed when a model is quantised: it can be made again.
 """
 
 import ctypes
 import json
 import logging
 import mmap
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
@@ -27,7 +30,10 @@ from meshllm.model.manifest import file_digests
 from meshllm.model.quant_form import Form, Packed
 from meshllm.model.skeleton import Skeleton
 
+_NAME_DIGITS = 64  # of the name of a file, hexadecimal
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not name
+UNUSED_S = 30 * 86_400.0
+"""Seconds after which a file goes that was not read again."""
 ALIGNMENT = 64  # bytes; a vector register loads a line of the processor's cache at once
 
 log = logging.getLogger(__name__)
@@ -67,6 +73,8 @@ def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     if about.get("key") != key or not _fits(stored, form) or about.get("hash") != _hash(stored):
         log.info("`%s` is packed again: it is not what it should be", path)
         return None
+    with suppress(OSError):  # of somebody else, or read only: it counts as older than it is
+        os.utime(path)
     return {
         name: stored[name][: _bytes(shape, dtype)].view(dtype).view(shape)
         for name, (shape, dtype) in form.items()
@@ -93,6 +101,16 @@ def keep(folder: Path, key: str, packed: Packed) -> None:
                 unfinished.unlink()
 
 
+def tidy(folder: Path) -> None:
+    """Remove what nobody wanted for long; what a process has mapped stays until it ends."""
+    oldest = time.time() - UNUSED_S
+    for path in folder.glob(f"{'[0-9a-f]' * _NAME_DIGITS}.safetensors"):
+        with suppress(OSError):  # another process removes it, too
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+                log.info("`%s` was not wanted for long: removed", path)
+
+
 def page_out(tensor: Tensor) -> None:
     """Let the system take the memory of a tensor now; what is read again comes back."""
     if sys.platform != "linux":
@@ -104,7 +122,7 @@ def page_out(tensor: Tensor) -> None:
 
 
 def _path(folder: Path, key: str) -> Path:
-    return folder / f"{blake3(key.encode()).hexdigest(32)}.safetensors"
+    return folder / f"{blake3(key.encode()).hexdigest(_NAME_DIGITS // 2)}.safetensors"
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,15 @@ from torch import Tensor
 from meshllm.errors import ModelError
 from meshllm.model import quant_store
 from meshllm.model.quant_form import Form
-from meshllm.model.quant_store import ALIGNMENT, digest_weights, find, keep, page_out
+from meshllm.model.quant_store import (
+    ALIGNMENT,
+    UNUSED_S,
+    digest_weights,
+    find,
+    keep,
+    page_out,
+    tidy,
+)
 from meshllm.model.skeleton import Part, build, strip
 from meshllm.model.source import open_folder
 from meshllm.names import Span
@@ -146,6 +156,28 @@ def test_a_file_that_cannot_be_finished_is_removed(
     keep(tmp_path, KEY, PACKED)
 
     assert not list(tmp_path.iterdir())
+
+
+def test_what_nobody_wants_goes(file: Path) -> None:
+    other = file.parent / "speed.safetensors"
+    other.write_text("not ours")
+    long_ago = time.time() - UNUSED_S - 1
+    for path in (file, other):
+        os.utime(path, (long_ago, long_ago))
+
+    tidy(file.parent)
+
+    assert list(file.parent.iterdir()) == [other]
+
+
+def test_what_is_read_again_stays(file: Path) -> None:
+    long_ago = time.time() - UNUSED_S - 1
+    os.utime(file, (long_ago, long_ago))
+
+    assert find(file.parent, KEY, FORM) is not None
+    tidy(file.parent)
+
+    assert file.exists()
 
 
 def test_memory_that_was_given_back_reads_the_same() -> None:
