@@ -82,7 +82,10 @@ class Runner:
         return self.shard.new_cache()
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run a part of a prompt, see `Shard.forward`; the first one gives the stock bits."""
+        """Run a part of a prompt, see `Shard.forward`; the first one gives the stock bits.
+
+        But where a matrix needs company, a head that is asked for one row computes it as later.
+        """
         if self.is_steady and self.shard.device == CPU and cache.length:
             return self._chunk(x, cache, rows)
         return fetch(self.shard.forward(put(x, self.shard.device), cache, rows=rows))

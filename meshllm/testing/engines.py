@@ -25,9 +25,10 @@ from meshllm.protocol.lookahead import STEPS
 from meshllm.testing.table1 import TRANSFORMERS
 
 CONTEXT = 128  # tokens of each session before the first one that is decoded
+LAST = 2  # rows of a prompt whose logits are wanted; one alone a node computes as in company
 
 Forward = Callable[[Tensor], Tensor]
-"""From token ids [B, T] to the logits [B, 1, V] behind the last of them."""
+"""From token ids [B, T] to logits [B, R, V]: of a prompt behind the last of them, of R tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def _stock(source: Source) -> Contestant:
                 position_ids=torch.arange(start, start + count).expand(texts, count),
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1 if start == 0 else 0,
+                logits_to_keep=LAST if start == 0 else 0,
             ).logits
             return logits
 
@@ -118,8 +119,8 @@ def _node(source: Source, quant: Quant, size: int) -> Contestant:
     def begin(task: Task) -> Forward:
         cache = runner.new_cache()
         if task.kind == "prefill":
-            return lambda ids: runner.prefill(ids, cache, 1)
-        runner.prefill(_context(), cache, 1)
+            return lambda ids: runner.prefill(ids, cache, LAST)
+        runner.prefill(_context(), cache, LAST)
         caches = [cache, *(copy.deepcopy(cache) for _ in range(1, task.rows))]
         return lambda ids: torch.cat(runner.step_many(torch.split(ids, 1), caches))
 
@@ -139,7 +140,7 @@ def _exact(source: Source, size: int) -> Contestant:
 
         def forward(ids: Tensor) -> Tensor:
             for shard, cache in zip(shards, caches, strict=True):
-                ids = shard.forward(ids, cache, rows=1 if shard.head else None)
+                ids = shard.forward(ids, cache, rows=LAST if shard.head else None)
             return ids
 
         if task.kind == "decode":
