@@ -304,8 +304,8 @@ class Entry:
 
     def _result(self, data: Data, now: float) -> list[Action]:
         end, known = data.pos + data.rows, len(self._tokens)
-        if end <= self._done:
-            return []
+        if end <= self._done or end in self._back:
+            return []  # it came before: who says it again and again would be waited for
         before = (each for each in self._flight if each < end)
         rows = end - max(self._done, known - 1, *before)
         has_rows = data.blob is not None and data.blob.shape[:2] == (1, rows)

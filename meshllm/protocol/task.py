@@ -71,7 +71,7 @@ class Pick:
 
         None is that the last token is not in flight itself: it is yet to be embedded.
         """
-        is_right = self.right(tokens) == len(tokens)
+        is_right = self.right(tokens) == len(tokens) > len(self.guesses)
         return (*self.guesses, *self.ahead)[len(tokens) :] if is_right else None
 
 

@@ -932,7 +932,7 @@ def test_a_cache_that_goes_back_so_far_is_sent_fewer_guesses(slack: int | None, 
         ((91, 92, 93, 94), 4, ()),
         ((91, 92, 77), 2, None),
         ((77,), 0, None),
-        ((91,), 1, (92, 93, 94)),
+        ((91,), 1, None),
         ((91, 92, 93, 94, 95), 4, None),
     ],
 )
@@ -952,3 +952,23 @@ def test_alone_in_the_ring_a_flight_is_one_step() -> None:
     assert entry.picked((90,), 0.2, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 42)]
     assert entry.picked((91, 77), 0.4, STEPS)[-1] == Embed(1, 4, (77, 91, 92), 2)
+
+
+def test_a_step_that_comes_back_again_and_again_renews_no_patience() -> None:
+    entry = flying()
+    entry.receive(back(8, 2, row=blob(2)), 2.0)
+    deadline = entry.deadline
+
+    assert entry.receive(back(8, 2, row=blob(2)), 3.0) == []
+    assert entry.deadline == deadline
+
+
+def test_fewer_tokens_than_were_right_begin_again_behind_the_last_one() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91,), 2.0) == [
+        Emit(91),
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 3, (91,)),
+    ]
