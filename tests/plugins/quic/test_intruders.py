@@ -58,7 +58,7 @@ async def test_only_what_is_authentic_moves_the_route_of_a_handshake() -> None:
         ((true, _),) = stranger.quic.datagrams_to_send(asyncio.get_running_loop().time())
 
         forged = b"\x40" + connection.machine.host_cid + bytes(30)
-        endpoint._receive([(forged, elsewhere), (true[:-1] + b"!", elsewhere)])
+        endpoint._receive([(forged, elsewhere), (true[:-1] + bytes([true[-1] ^ 1]), elsewhere)])
         assert connection.route == before
         endpoint._receive([(true, elsewhere)])
 
