@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from meshllm.model.attention import RowAttention, attend_chunk
+from meshllm.model.attention import attend_alone, attend_chunk
 from meshllm.model.bundle import Bundle
 from meshllm.model.cache import SpanCache, WindowLayer
 from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
@@ -66,7 +66,6 @@ class Runner:
         """Prepare for steps of one row and of each of ``counts``; none are stock steps."""
         self.shard = shard
         self._counts = frozenset((1, *counts))
-        self._attention = RowAttention(counts if shard.device == CPU else ())
         self._slides = any(isinstance(layer, WindowLayer) for layer in self.new_cache().layers)
         self._bundle: Bundle | None = None
         self._is_chunk = False
@@ -237,10 +236,10 @@ class Runner:
         if self._is_chunk:
             return attend_chunk(query, key, value, scale, window), None
         if self._bundle is None:
-            return self._attention.attend(query, key, value, scale, window), None
+            return attend_alone(query, key, value, scale, window), None
         queries = torch.split(query, self._bundle.rows, 2)
         attended = [
-            self._attention.attend(own, *seen, scale, window)
+            attend_alone(own, *seen, scale, window)
             for own, seen in zip(queries, self._bundle.seen, strict=True)
         ]
         return torch.cat(attended, 1), None

@@ -1,5 +1,6 @@
 """A few rows attend together, and each as if alone."""
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -7,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshllm.model import attention
-from meshllm.model.attention import BLOCK, RowAttention
+from meshllm.model import attention, native_attention
+from meshllm.model.attention import attend_alone
 
-COUNTS = (2, 3, 5, 9, 17)
 Heads = tuple[int, int, int]
 HEADS = [(4, 2, 16), (8, 2, 64), (4, 4, 64)]
 """Heads, heads of keys, width."""
+ODD = [*HEADS, (3, 3, 10), (6, 2, 24), (5, 1, 80), (32, 8, 128), (4, 1, 256)]
 
 
 def drawn(heads: Heads, rows: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,52 +37,122 @@ def reference(query: Tensor, key: Tensor, value: Tensor, window: int | None = No
     return attended.transpose(1, 2)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 40), (5, 5), (9, 300), (3, 2 * BLOCK + 7)])
+@pytest.fixture(params=["compiled", "by torch"])
+def attend(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    def by_torch(*asked: object) -> Tensor:
+        with patch.object(native_attention, "takes", lambda _: False):
+            return attend_alone(*asked)  # type: ignore[arg-type]  # as given
+
+    return attend_alone if request.param == "compiled" else by_torch
+
+
+@pytest.mark.parametrize("heads", ODD, ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 40), (5, 5), (9, 300), (3, 2055)])
 @pytest.mark.parametrize("window", [None, 16], ids=["full", "window"])
-def test_it_is_attention(heads: Heads, rows: int, keys: int, window: int | None) -> None:
+def test_it_is_attention(
+    attend: Callable[..., Tensor], heads: Heads, rows: int, keys: int, window: int | None
+) -> None:
     query, key, value = drawn(heads, rows, keys, torch.float32)
 
-    attended = RowAttention(COUNTS).attend(query, key, value, heads[2] ** -0.5, window)
+    attended = attend(query, key, value, heads[2] ** -0.5, window)
 
     assert attended.shape == (1, rows, heads[0], heads[2])
     assert torch.allclose(attended, reference(query, key, value, window), atol=2e-6)
 
 
+@pytest.mark.parametrize("heads", ODD, ids=str)
+def test_only_what_comes_out_is_rounded(heads: Heads) -> None:
+    query, key, value = drawn(heads, 3, 150, torch.bfloat16)
+
+    attended = attend_alone(query, key, value, heads[2] ** -0.5)
+
+    exact = reference(query.double(), key.double(), value.double())
+    assert attended.dtype == torch.bfloat16
+    assert float((attended - exact).norm() / exact.norm()) < 2**-8.5
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("keys", [18, 20, 31, 201, BLOCK + 3, 2 * BLOCK + 9])
+@pytest.mark.parametrize("keys", [18, 20, 31, 201, 1027, 2057])
 @pytest.mark.parametrize("window", [None, 19], ids=["full", "window"])
 def test_rows_together_are_the_rows_alone(
-    heads: Heads, keys: int, dtype: torch.dtype, window: int | None
+    attend: Callable[..., Tensor],
+    heads: Heads,
+    keys: int,
+    dtype: torch.dtype,
+    window: int | None,
 ) -> None:
-    rowwise = RowAttention(COUNTS)
     query, key, value = drawn(heads, 17, keys, dtype)
     half = keys // 2
     key[:, :, half : 2 * half], value[:, :, half : 2 * half] = key[:, :, :half], -value[:, :, :half]
 
-    for rows in (*COUNTS, 4):
-        together = rowwise.attend(query[:, :, :rows], key, value, 0.2, window)
+    for rows in (2, 3, 4, 9, 17):
+        together = attend(query[:, :, :rows], key, value, 0.2, window)
         for row in range(rows):
             seen = slice(keys - rows + row + 1)
             one = query[:, :, row : row + 1]
-            alone = rowwise.attend(one, key[:, :, seen], value[:, :, seen], 0.2, window)
+            alone = attend(one, key[:, :, seen], value[:, :, seen], 0.2, window)
             assert torch.equal(together[:, row : row + 1], alone), (rows, row)
 
 
-def test_where_a_kernel_minds_company_rows_go_one_by_one() -> None:
-    query, key, value = drawn((4, 2, 16), 5, 40, torch.bfloat16)
-    rowwise = RowAttention(COUNTS)
-    attend = attention._attend
+def test_rows_may_lie_anyhow() -> None:
+    query, key, value = drawn((4, 2, 64), 3, 50, torch.bfloat16)
+    plain = attend_alone(query, key, value, 0.2)
+    room = torch.full((1, 2, 90, 64), torch.nan, dtype=torch.bfloat16)
+    room[:, :, 20:70] = value
 
-    def moody(query: Tensor, *others: Tensor | float) -> Tensor:
-        return attend(query, *others) + query.shape[2] * 2**-7  # type: ignore[arg-type]  # as given
+    for asked in (query, query.transpose(1, 2).contiguous().transpose(1, 2)):
+        turned = key.transpose(2, 3).contiguous().transpose(2, 3)
+        assert torch.equal(attend_alone(asked, turned, room[:, :, 20:70], 0.2), plain)
 
-    with patch.object(attention, "_attend", moody):
-        together = rowwise.attend(query, key, value, 0.25)
-        alone = rowwise.attend(query[:, :, 4:], key, value, 0.25)
 
-    assert torch.equal(together[:, 4:], alone)
+def test_the_number_of_threads_changes_no_bit() -> None:
+    asked, count = drawn((8, 4, 128), 5, 900, torch.bfloat16), torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(attend_alone(*asked, 0.1))
+    torch.set_num_threads(count)
+
+    assert asked[1].numel() * 5 > native_attention.THREADED
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 300.0, 1e6])
+def test_scores_of_any_size_have_shares(size: float) -> None:
+    query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
+    key *= size
+
+    attended = attend_alone(query, key, value, 1.0)
+
+    assert torch.allclose(attended, reference(query * 4, key, value), atol=1e-4)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    query, key, value = drawn((2, 1, 16), 2, 40, torch.bfloat16)
+    key[:, :, 39] = torch.nan
+
+    attended = attend_alone(query, key, value, 1.0)
+
+    assert attended[:, 0].isfinite().all()
+    assert attended[:, 1].isnan().all()
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    query, key, value = drawn((4, 2, 16), 2, 40, torch.bfloat16)
+
+    for strange in (
+        (query[:, :3], key, value),
+        (query, key[..., :8], value),
+        (query, key[:, :, :39], value),
+        (query, key[:, :, :1], value[:, :, :1]),
+        (query, key, value.float()),
+        (query[:, :, :0], key, value),
+        (query.expand(2, -1, -1, -1), key, value),
+    ):
+        with pytest.raises(ValueError, match="attention of"):
+            attend_alone(*strange, 1.0)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40, 500])

@@ -1,0 +1,270 @@
+"""Compiles functions for the processor at hand; knows nothing about models.
+
+Theory of operation
+-------------------
+A kernel of a library adds up in an order that depends on how much it is given, on the processor and
+on the version. What is compiled here says itself what is added to what, in LLVM's language: vectors
+of `LANES` numbers, each lane on its own, products and sums rounded once. LLVM reorders nothing of
+it, so the bits are the same on every processor, however wide its registers are. It is a library and
+wants no compiler on the machine; a function takes it some ten milliseconds when it is first wanted.
+
+Work is cut into blocks. Each thread takes the next one that nobody took, so one that is held up
+holds up nobody else. The threads are those that torch computes with: a second set of them would
+wait for the same cores.
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import binding, ir
+
+LANES = 16  # float32 values of a vector: the widest registers there are; others take it in parts
+BYTE, HALF, WORD, INT = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT = ir.FloatType()
+FLOATS = ir.VectorType(FLOAT, LANES)
+
+_TEAM = "GOMP_parallel"  # of GNU's OpenMP, and of LLVM's, which has the names of both
+_lock = threading.Lock()
+
+
+@dataclass(slots=True)
+class Loop:
+    """What goes round in a loop."""
+
+    index: ir.Value
+    """Which round it is, from 0."""
+    held: list[ir.Value]
+    """As the round began."""
+    then: list[ir.Value] = field(default_factory=list[ir.Value])
+    """As it ends, to be set by the body; behind the loop, as the last one ended."""
+
+
+class Code:
+    """Writes the body of a function."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.do = builder
+
+    def index(self, value: int) -> ir.Constant:
+        """Write a whole number of 64 bits."""
+        return ir.Constant(INT, value)
+
+    def floats(self, value: float, lanes: int = LANES) -> ir.Constant:
+        """Write a number, rounded to float32, in every lane."""
+        rounded = struct.unpack("f", struct.pack("f", value))[0]
+        return ir.Constant(ir.VectorType(FLOAT, lanes), [rounded] * lanes)
+
+    def number(self, value: float) -> ir.Constant:
+        """Write one number."""
+        return ir.Constant(FLOAT, value)
+
+    def at(self, start: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+        """Point to the value number ``index`` behind ``start``."""
+        return self.do.gep(start, [index], source_etype=kind)
+
+    def load(self, kind: ir.Type, start: ir.Value, index: ir.Value, lanes: int = 0) -> ir.Value:
+        """Load a value, or so many, from number ``index`` behind ``start``."""
+        wanted = ir.VectorType(kind, lanes) if lanes else kind
+        return self.do.load(self.at(start, index, kind), align=_bytes(kind), typ=wanted)
+
+    def store(self, kind: ir.Type, value: ir.Value, start: ir.Value, index: ir.Value) -> None:
+        """Store values at number ``index`` behind ``start``."""
+        self.do.store(value, self.at(start, index, kind), align=_bytes(kind))
+
+    def spread(self, value: ir.Value, lanes: int = LANES) -> ir.Value:
+        """Put a number into every lane."""
+        kind = ir.VectorType(value.type, lanes)
+        one = self.do.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
+        nowhere = ir.Constant(kind, ir.Undefined)
+        return self.do.shuffle_vector(one, nowhere, _mask([0] * lanes))
+
+    def fma(self, left: ir.Value, right: ir.Value, added: ir.Value) -> ir.Value:
+        """Multiply and add, rounded once (IEEE 754-2019, 5.4.1)."""
+        kind = left.type
+        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+        module, name = self.do.module, f"llvm.fma.{suffix}"
+        known = module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(kind, [kind] * 3), name
+        )
+        return self.do.call(known, [left, right, added])
+
+    def sum(self, vector: ir.Value) -> ir.Value:
+        """Add up the lanes, halves first; their number is a power of 2."""
+        lanes = vector.type.count
+        while lanes > 1:
+            lanes //= 2
+            halves = [
+                self.do.shuffle_vector(vector, vector, _mask(range(at, at + lanes)))
+                for at in (0, lanes)
+            ]
+            vector = self.do.fadd(*halves)
+        return self.do.extract_element(vector, ir.Constant(WORD, 0))
+
+    def widen(self, bits: ir.Value) -> ir.Value:
+        """Turn bfloat16, given as whole numbers, into float32."""
+        lanes = bits.type.count
+        wide = self.do.zext(bits, ir.VectorType(WORD, lanes))
+        high = self.do.shl(wide, ir.Constant(wide.type, [16] * lanes))
+        return self.do.bitcast(high, ir.VectorType(FLOAT, lanes))
+
+    def narrow(self, values: ir.Value) -> ir.Value:
+        """Round float32 to bfloat16, given as whole numbers; ties go to the even one."""
+        lanes = values.type.count
+        kind = ir.VectorType(WORD, lanes)
+        bits = self.do.bitcast(values, kind)
+        sixteen = ir.Constant(kind, [16] * lanes)
+        odd = self.do.and_(self.do.lshr(bits, sixteen), ir.Constant(kind, [1] * lanes))
+        rounded = self.do.add(self.do.add(bits, ir.Constant(kind, [0x7FFF] * lanes)), odd)
+        return self.do.trunc(self.do.lshr(rounded, sixteen), ir.VectorType(HALF, lanes))
+
+    def whole(self, numbers: ir.Value) -> ir.Value:
+        """Turn whole numbers with a sign into float32."""
+        lanes = numbers.type.count
+        wide = self.do.sext(numbers, ir.VectorType(WORD, lanes))
+        return self.do.sitofp(wide, ir.VectorType(FLOAT, lanes))
+
+    @contextmanager
+    def rounds(self, count: ir.Value, *start: ir.Value) -> Iterator[Loop]:
+        """Write a loop of ``count`` rounds, 1 at least."""
+        do, before = self.do, self.do.block
+        body = do.append_basic_block("round")
+        do.branch(body)
+        do.position_at_end(body)
+        index, held = do.phi(INT), [do.phi(value.type) for value in start]
+        loop = Loop(index, held)
+        yield loop
+        last, following = do.block, do.add(index, self.index(1))
+        index.add_incoming(self.index(0), before)
+        index.add_incoming(following, last)
+        for phi, first, then in zip(held, start, loop.then, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(then, last)
+        behind = do.append_basic_block("behind")
+        do.cbranch(do.icmp_unsigned("<", following, count), body, behind)
+        do.position_at_end(behind)
+
+
+Write = Callable[[Code, Mapping[str, ir.Value], ir.Value, ir.Value], None]
+"""Writes what is done for one block, given the fields, its number and that of the thread."""
+
+
+class Native:
+    """A compiled function."""
+
+    def __init__(self, fields: Sequence[str], write: Write) -> None:
+        """Compile what ``write`` writes.
+
+        ``fields`` name the whole numbers that it is given; a name with a star is an address.
+        """
+        self._engine = _compile(fields, write)  # owns the code
+        self._address = self._engine.get_function_address("work")
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self._fields = ctypes.c_int64 * (3 + len(fields))
+
+    def __call__(self, blocks: int, threads: int, *values: int) -> None:
+        """Do ``blocks`` blocks with so many threads, where torch has them."""
+        given = self._fields(0, 0, blocks, *values)
+        team = _team() if threads > 1 else None
+        if team is None:
+            self._alone(ctypes.addressof(given))
+        else:
+            team(self._address, ctypes.addressof(given), threads, 0)
+
+
+def processor() -> tuple[str, str]:
+    """Name the processor to compile for, and what it can do, as LLVM does."""
+    return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+
+
+def room() -> int:
+    """Tell how many vectors of `LANES` sums its registers hold, and what else the work needs."""
+    wide = "+avx512f" in processor()[1].split(",")
+    return 24 if wide else 6  # of 32; of 16 in pairs, or of 32 in fours
+
+
+def bits_of(value: float) -> int:
+    """Give the bits of a float32, to be passed as a field."""
+    return int(struct.unpack("I", struct.pack("f", value))[0])
+
+
+def float_of(code: Code, bits: ir.Value) -> ir.Value:
+    """Read a field that `bits_of` made."""
+    return code.do.bitcast(code.do.trunc(bits, WORD), FLOAT)
+
+
+def _mask(places: Sequence[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(WORD, len(places)), list(places))
+
+
+def _bytes(kind: ir.Type) -> int:
+    return 4 if kind == FLOAT else kind.width // 8
+
+
+def _compile(fields: Sequence[str], write: Write) -> Any:
+    """Compile a loop that takes blocks until there are no more.
+
+    It is given a pointer to whole numbers: blocks taken, threads that came, blocks, and the fields.
+    """
+    module = ir.Module("native")
+    work = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), "work")
+    do = ir.IRBuilder(work.append_basic_block("entry"))
+    code, (given,) = Code(do), work.args
+    numbers = [
+        do.load(code.at(given, code.index(2 + at), INT), typ=INT) for at in range(1 + len(fields))
+    ]
+    came = code.at(given, code.index(1), INT)
+    thread = do.atomic_rmw("add", came, code.index(1), "monotonic")
+    take, body, end = (work.append_basic_block(name) for name in ("take", "body", "end"))
+    do.branch(take)
+    do.position_at_end(take)
+    block = do.atomic_rmw("add", given, code.index(1), "monotonic")
+    do.cbranch(do.icmp_unsigned("<", block, numbers[0]), body, end)
+    do.position_at_end(body)
+    write(code, dict(_named(do, fields, numbers[1:])), block, thread)
+    do.branch(take)
+    do.position_at_end(end)
+    do.ret_void()
+    with _lock:
+        machine = _machine()
+        module.triple, module.data_layout = machine.triple, str(machine.target_data)
+        engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
+        engine.finalize_object()
+    return engine
+
+
+def _named(
+    do: ir.IRBuilder, fields: Sequence[str], numbers: Sequence[ir.Value]
+) -> Iterator[tuple[str, ir.Value]]:
+    for name, number in zip(fields, numbers, strict=True):
+        pointer = do.inttoptr(number, ir.PointerType()) if name.startswith("*") else number
+        yield name.removeprefix("*"), pointer
+
+
+def _machine() -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    cpu, features = processor()
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=cpu, features=features, opt=3, jit=True
+    )
+
+
+@cache
+def _team() -> Callable[[int, int, int, int], None] | None:
+    """Find how torch's own threads are set to work; None where it is built with others."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*")):
+        start = getattr(ctypes.CDLL(str(path)), _TEAM, None)
+        if start is not None:
+            start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            start.restype = None
+            found: Callable[[int, int, int, int], None] = start
+            return found
+    return None
