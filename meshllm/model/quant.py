@@ -33,7 +33,7 @@ SAMPLES = 16  # rows that a matrix is tried on
 OUTLIERS = 3  # inputs of every second sample that are `LARGER` times larger than the rest
 LARGER = 100.0
 
-_RECIPE = "1"  # of what is kept: to be changed with the numbers that packing gives
+_RECIPE = "2"  # of what is kept: to be changed with the numbers that packing gives
 _TINY = 1e-30  # instead of the size of a row of zeros
 
 log = logging.getLogger(__name__)

@@ -58,8 +58,7 @@ def unfit(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
     if not dtype.is_floating_point or dtype.itemsize not in (2, 4):
         return f"its weights are {dtype}"
     if kind is Quant.INT8:
-        most = quant_int8.MAX_INPUTS
-        return f"{inputs} inputs are more than {most}" if inputs > most else ""
+        return ""
     if inputs % quant_int4.GROUP:
         return f"{inputs} inputs are no multiple of {quant_int4.GROUP}"
     if outputs % quant_int4.OUTPUTS:
@@ -68,12 +67,10 @@ def unfit(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
 
 
 def packed_bytes(kind: Quant, shape: Shape, dtype: torch.dtype) -> int:
-    """Tell the memory that a matrix takes, but for what the kernel may add to a small one."""
+    """Tell the memory that a matrix takes."""
     outputs, inputs = shape
     if kind is Quant.NONE or unfit(kind, shape, dtype):
         return outputs * inputs * dtype.itemsize
-    if kind is Quant.INT8:
-        return outputs * (inputs + 4 + 4)  # a scale, and what oneDNN adds for a zero of 128
     return size_of(KERNELS[kind].form(shape, dtype))
 
 

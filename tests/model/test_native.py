@@ -1,0 +1,157 @@
+"""Compiled functions: every block once, and the same bits from every processor."""
+
+import math
+import platform
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+import torch
+from llvmlite import binding, ir
+from torch import Tensor
+
+from meshllm.model import native, native_attention, native_int8
+from meshllm.model.native import FLOAT, HALF, INT, LANES, Code, Native, bits_of, float_of
+
+BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
+"""A processor of 2013: half as wide, half as many registers."""
+
+
+def test_every_block_is_done_once_whoever_takes_it() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        before = code.load(INT, fields["to"], block)
+        code.store(
+            INT, code.do.add(before, code.do.add(block, fields["more"])), fields["to"], block
+        )
+
+    function = Native(("*to", "more"), write)
+
+    for blocks in (1, 2, 5, 1000):
+        for threads in (1, 2, 7):
+            done = torch.zeros(blocks + 1, dtype=torch.int64)
+            function(blocks, threads, done.data_ptr(), 3)
+            assert torch.equal(done[:-1], torch.arange(3, blocks + 3))
+            assert not done[-1]
+
+
+def test_threads_have_numbers_of_their_own() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
+        code.store(INT, by, fields["to"], block)
+
+    function, by = Native(("*to",), write), torch.full((5000,), -1)
+    function(5000, 3, by.data_ptr())
+
+    assert set(by.tolist()) <= {0, 1, 2}
+
+
+def test_without_torchs_threads_one_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_team", lambda: None)
+
+    test_every_block_is_done_once_whoever_takes_it()
+
+
+def test_several_sessions_may_call_at_the_same_time() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        code.store(INT, fields["what"], fields["to"], block)
+
+    function = Native(("*to", "what"), write)
+
+    def call(what: int) -> bool:
+        to = torch.zeros(3000, dtype=torch.int64)
+        function(3000, 2, to.data_ptr(), what)
+        return bool((to == what).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(1, 200)))
+
+
+@cache
+def unary(name: str) -> Native:
+    """Compile a method of `Code` over vectors."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        at = code.do.mul(block, code.index(LANES))
+        if name == "narrow":
+            value = code.narrow(code.load(FLOAT, fields["from"], at, LANES))
+            code.store(HALF, value, fields["to"], at)
+        else:
+            value = code.widen(code.load(HALF, fields["from"], at, LANES))
+            code.store(FLOAT, value, fields["to"], at)
+
+    return Native(("*from", "*to"), write)
+
+
+def test_numbers_are_rounded_as_torch_rounds_them() -> None:
+    drawn = torch.randint(-(2**31), 2**31 - 1, (1 << 16,)).to(torch.int32).view(torch.float32)
+    values = torch.cat([drawn[drawn.isfinite()][: 1 << 15], torch.zeros(LANES)])
+    values[-LANES:-6] = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, 1 + 2**-8, 1 + 3 * 2**-8, 1e-45, -1e-40, 3.4e38, 1.0]
+    )
+    narrow, wide = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values))
+
+    unary("narrow")(len(values) // LANES, 1, values.data_ptr(), narrow.data_ptr())
+    unary("widen")(len(values) // LANES, 1, narrow.data_ptr(), wide.data_ptr())
+
+    assert torch.equal(narrow.view(torch.int16), values.bfloat16().view(torch.int16))
+    assert torch.equal(wide.view(torch.int32), values.bfloat16().float().view(torch.int32))
+
+
+def test_what_is_no_number_stays_none() -> None:
+    values, narrow = torch.full((LANES,), math.nan), torch.zeros(LANES, dtype=torch.bfloat16)
+
+    unary("narrow")(1, 1, values.data_ptr(), narrow.data_ptr())
+
+    assert narrow.isnan().all()
+
+
+def test_a_number_is_passed_by_its_bits() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        code.store(FLOAT, float_of(code, fields["number"]), fields["to"], block)
+
+    function, to = Native(("*to", "number"), write), torch.zeros(1)
+
+    for number in (0.1, -0.5, -math.inf, 1e-40):
+        function(1, 1, to.data_ptr(), bits_of(number))
+        assert to.item() == torch.tensor(number).item()
+
+
+def computed() -> list[Tensor]:
+    """Compute something with every function there is."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    results = []
+    for heads, groups, width in ((4, 2, 64), (2, 2, 24), (8, 1, 128)):
+        query, key, value = (
+            normal(1, heads, 5, width),
+            normal(1, groups, 77, width),
+            normal(1, groups, 77, width),
+        )
+        results.append(native_attention.attend(query, key, value, width**-0.5))
+    weights = torch.randint(-127, 128, (3, 200, 64), generator=generator).to(torch.int8)
+    scales = torch.rand(192, generator=generator)
+    results += [native_int8.multiply(normal(rows, 200), weights, scales) for rows in (1, 4, 6, 9)]
+    wide = torch.empty(200, 192, dtype=torch.bfloat16)
+    native_int8.widen(weights, scales, wide)
+    return [*results, wide]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors are not x86")
+def test_a_lesser_processor_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = (native_attention._function, native_int8._multiplier, native_int8._widener)
+    if not binding.get_host_cpu_features().get("fma"):
+        pytest.skip("this processor is a lesser one")
+    here = computed()
+
+    for each in compiled:
+        each.cache_clear()
+    monkeypatch.setattr(native, "processor", lambda: BARE)
+    there = computed()
+    for each in compiled:
+        each.cache_clear()
+
+    assert native.room() == 6
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))

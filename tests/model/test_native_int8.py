@@ -1,0 +1,82 @@
+"""Products with bytes, each row as it would be alone."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.model.native_int8 import OUTPUTS, multiply, widen
+
+SHAPES = [(64, 1), (64, 77), (192, 576), (1024, 100)]
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def matrix(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a matrix [N, K], the same in blocks, and scales that are powers of two."""
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    whole = torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8)
+    blocks = whole.view(-1, OUTPUTS, inputs).transpose(1, 2).contiguous()
+    return whole, blocks, 2.0 ** torch.randint(-3, 4, (outputs,), generator=generator)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 16, 100])
+def test_whole_numbers_are_multiplied_exactly(shape: tuple[int, int], rows: int) -> None:
+    whole, blocks, scales = matrix(*shape)
+    x = torch.randint(-100, 101, (rows, shape[1])).float()
+
+    y = multiply(x, blocks, scales)
+
+    assert torch.equal(y, (x.double() @ whole.double().T * scales).float())
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    _, blocks, scales = matrix(*shape)
+    x = torch.randn(40, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([multiply(row[None], blocks, scales) for row in x])
+
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 17, 40):
+            assert torch.equal(multiply(x[:rows], blocks, scales), alone[:rows])
+            assert torch.equal(multiply(x[-rows:], blocks, scales), alone[-rows:])
+    assert alone.dtype == dtype
+
+
+def test_nothing_is_written_beside_the_products() -> None:
+    _, blocks, scales = matrix(64, 32)
+    wide = torch.full((34, 64), 7.0, dtype=torch.bfloat16)
+
+    widen(blocks, scales, wide[1:33])
+
+    assert (wide[0] == 7.0).all()
+    assert (wide[33] == 7.0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
+    whole, blocks, scales = matrix(*shape)
+    scales = scales * 1.1
+    wide = torch.empty(shape[1], shape[0], dtype=torch.bfloat16)
+
+    widen(blocks, scales, wide)
+
+    assert torch.equal(wide, (whole.float() * scales[:, None]).bfloat16().T)
+
+
+def test_rows_of_another_length_are_refused() -> None:
+    _, blocks, scales = matrix(64, 32)
+
+    with pytest.raises(ValueError, match="rows of 31 numbers for a matrix of 32 inputs"):
+        multiply(torch.zeros(1, 31), blocks, scales)
