@@ -9,6 +9,7 @@ multiplies 16-bit numbers faster than 32-bit ones, weights are widened to these,
 a time, and go to torch.
 """
 
+import threading
 from functools import cache
 
 import torch
@@ -20,7 +21,7 @@ from meshllm.model.native_int8 import OUTPUTS
 from meshllm.model.quant_form import Form, Packed, Shape
 
 CHUNK_ROWS = 4096  # of a matrix rounded at a time
-MANY = 48  # rows from which on widening pays
+MANY = 32  # rows from which on widening pays
 WIDE_BYTES = 2 << 20  # of weights that are widened at a time: they stay in the processor's cache
 _FAST = "avx512bf16", "amx-bf16", "bf16"  # what processors call multiplying 16-bit numbers
 _TINY = 1e-30  # instead of the largest weight of an output without any
@@ -46,14 +47,28 @@ class Int8Matrix:
     def _widened(self, rows: Tensor) -> Tensor:
         _, inputs, outputs = self._data.shape
         most = max(1, WIDE_BYTES // (2 * inputs * outputs))
-        parts = []
+        room, parts = _scratch.sized(inputs * most * outputs), []
         for part, scale in zip(
             torch.split(self._data, most), torch.split(self._scale, most * outputs), strict=True
         ):
-            wide = rows.new_empty(inputs, len(part) * outputs)
+            wide = room[: inputs * len(scale)].view(inputs, len(scale))
             native_int8.widen(part, scale, wide)
             parts.append(rows @ wide)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread that is written again and again: new pages would take longer to come."""
+
+    numbers = torch.empty(0, dtype=torch.bfloat16)
+
+    def sized(self, count: int) -> Tensor:
+        if len(self.numbers) < count:
+            self.numbers = torch.empty(count, dtype=torch.bfloat16)
+        return self.numbers
+
+
+_scratch = _Scratch()
 
 
 @cache

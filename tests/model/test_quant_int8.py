@@ -46,11 +46,11 @@ def test_normal_weights_lose_less_than_a_hundredth(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
-    matrix, x = packed(normal(*shape)), normal(33, shape[1]).bfloat16()
+    matrix, x = packed(normal(*shape)), normal(quant_int8.MANY - 1, shape[1]).bfloat16()
 
     whole = matrix(x)
 
-    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32):
+    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 30):
         assert torch.equal(matrix(x[:rows]), whole[:rows])
         assert torch.equal(matrix(x[-rows:]), whole[-rows:])
 
