@@ -88,13 +88,20 @@ class Code:
 
     def fma(self, left: ir.Value, right: ir.Value, added: ir.Value) -> ir.Value:
         """Multiply and add, rounded once (IEEE 754-2019, 5.4.1)."""
-        kind = left.type
-        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
-        module, name = self.do.module, f"llvm.fma.{suffix}"
-        known = module.globals.get(name) or ir.Function(
-            module, ir.FunctionType(kind, [kind] * 3), name
+        return self._call("fma", left, right, added)
+
+    def root(self, number: ir.Value) -> ir.Value:
+        """Take the square root, rounded once."""
+        return self._call("sqrt", number)
+
+    def _call(self, name: str, *values: ir.Value) -> ir.Value:
+        """Call what LLVM has for values of one type."""
+        kind, module = values[0].type, self.do.module
+        full = f"llvm.{name}." + (f"v{kind.count}f32" if kind != FLOAT else "f32")
+        known = module.globals.get(full) or ir.Function(
+            module, ir.FunctionType(kind, [kind] * len(values)), full
         )
-        return self.do.call(known, [left, right, added])
+        return self.do.call(known, values)
 
     def sum(self, vector: ir.Value) -> ir.Value:
         """Add up the lanes, halves first; their number is a power of 2."""

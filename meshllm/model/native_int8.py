@@ -32,11 +32,13 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     rounded.
 
     Raises:
-        ValueError: the rows are longer or shorter than those of the matrix.
+        ValueError: the rows are longer or shorter than those of the matrix, or on a GPU.
     """
     count, inputs = rows.shape
-    if inputs != weights.shape[1]:
-        raise ValueError(f"rows of {inputs} numbers for a matrix of {weights.shape[1]} inputs")
+    if inputs != weights.shape[1] or rows.device != weights.device:
+        raise ValueError(
+            f"rows of {inputs} numbers on {rows.device} for a matrix of {weights.shape[1]} inputs"
+        )
     if not count:
         return rows.new_empty(0, len(scales))
     tiles = -(-count // _MOST)

@@ -26,6 +26,7 @@ from meshllm.model.quant_choice import Plain, choose, families
 from meshllm.model.quant_form import Matrix, Shape
 from meshllm.model.quant_kernels import kernel, size_of
 from meshllm.model.quant_linear import QuantLinear, Siblings
+from meshllm.model.quant_norm import quicken
 from meshllm.model.quant_store import find, keep, page_out, tidy
 from meshllm.names import Quant
 
@@ -79,6 +80,7 @@ def quantise(
     for names in families(linears):
         plain += work.exchange({name: linears[name] for name in names})
     share_keys(model)
+    quicken(model)
     if cache is not None:
         tidy(cache)
     report = Report(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))

@@ -78,5 +78,7 @@ def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
 def test_rows_of_another_length_are_refused() -> None:
     _, blocks, scales = matrix(64, 32)
 
-    with pytest.raises(ValueError, match="rows of 31 numbers for a matrix of 32 inputs"):
+    with pytest.raises(ValueError, match="rows of 31 numbers on cpu for a matrix of 32 inputs"):
         multiply(torch.zeros(1, 31), blocks, scales)
+    with pytest.raises(ValueError, match="on meta"):
+        multiply(torch.zeros(1, 32, device="meta"), blocks, scales)

@@ -1,0 +1,91 @@
+"""Norms in one call: only what is one, and each row as it would be alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from meshllm.model.native_norm import norm
+from meshllm.model.quant_norm import FEW, QuickNorm, quicken
+
+
+def drawn(plain: Any) -> Any:
+    module = plain.bfloat16()
+    generator = torch.Generator().manual_seed(5)
+    module.weight.data = torch.randn(module.weight.shape, generator=generator).bfloat16()
+    return module
+
+
+class Shifted(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
+    """Looks like a norm, and adds something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.01  # type: ignore[no-any-return]
+
+
+class Biased(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
+@pytest.mark.parametrize("width", [1, 24, 128, 1024, 1000])
+def test_a_norm_is_exchanged(kind: Any, width: int) -> None:
+    plain = drawn(kind(width))
+    model = nn.Sequential(plain)
+
+    assert quicken(model) == 1
+
+    quick, x = model[0], torch.randn(2, 3, width).bfloat16()
+    assert isinstance(quick, QuickNorm)
+    assert quick(x).shape == x.shape
+    assert torch.allclose(quick(x).float(), plain(x).float(), rtol=2**-7, atol=0)
+    assert (quick(x) == plain(x)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    "other",
+    [GemmaRMSNorm(64), Shifted(64), Biased(64), nn.LayerNorm(64), nn.RMSNorm(64, 1e-6).float()],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_is_something_else_stays(other: nn.Module) -> None:
+    model = nn.Sequential(other if isinstance(other, nn.RMSNorm) else drawn(other))
+
+    assert quicken(model) == 0
+    assert not isinstance(model[0], QuickNorm)
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    quick = QuickNorm(drawn(LlamaRMSNorm(100)), 1e-6)
+    x = torch.randn(1, 17, 100).bfloat16()
+
+    alone = torch.cat([quick(x[:, at : at + 1]) for at in range(17)], 1)
+
+    assert torch.equal(quick(x), alone)
+    assert torch.equal(quick(x.transpose(0, 1)), alone.transpose(0, 1))
+
+
+@pytest.mark.parametrize("rows", [0, FEW + 1])
+def test_stock_code_takes_what_is_not_a_few_rows(rows: int) -> None:
+    plain = drawn(LlamaRMSNorm(16))
+    x = torch.randn(rows, 16).bfloat16()
+
+    assert torch.equal(QuickNorm(plain, 0.5)(x), plain(x))
+    assert torch.equal(QuickNorm(plain, 0.5)(x.float()[:5]), plain(x.float()[:5]))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e18])
+def test_rows_of_any_size_are_normed(size: float) -> None:
+    plain, x = drawn(LlamaRMSNorm(64)), (torch.randn(3, 64) * size).bfloat16()
+
+    assert torch.allclose(norm(x, plain.weight, 1e-6).float(), plain(x).float(), rtol=2**-6)
+
+
+def test_rows_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows of 16 numbers for 8 weights"):
+        norm(torch.zeros(1, 16).bfloat16(), torch.zeros(8).bfloat16(), 1e-6)
