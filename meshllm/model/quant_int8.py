@@ -21,7 +21,7 @@ from meshllm.model.native_int8 import OUTPUTS
 from meshllm.model.quant_form import Form, Packed, Shape
 
 CHUNK_ROWS = 4096  # of a matrix rounded at a time
-MANY = 32  # rows from which on widening pays
+MANY = 48  # rows from which on widening pays
 WIDE_BYTES = 2 << 20  # of weights that are widened at a time: they stay in the processor's cache
 _FAST = "avx512bf16", "amx-bf16", "bf16"  # what processors call multiplying 16-bit numbers
 _TINY = 1e-30  # instead of the largest weight of an output without any
@@ -45,16 +45,17 @@ class Int8Matrix:
         return products[:, : self.shape[0]]
 
     def _widened(self, rows: Tensor) -> Tensor:
-        _, inputs, outputs = self._data.shape
+        blocks, inputs, outputs = self._data.shape
         most = max(1, WIDE_BYTES // (2 * inputs * outputs))
-        room, parts = _scratch.sized(inputs * most * outputs), []
-        for part, scale in zip(
-            torch.split(self._data, most), torch.split(self._scale, most * outputs), strict=True
-        ):
-            wide = room[: inputs * len(scale)].view(inputs, len(scale))
-            native_int8.widen(part, scale, wide)
-            parts.append(rows @ wide)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        room = _scratch.sized(most * inputs * outputs)
+        products = rows.new_empty(len(rows), blocks * outputs)
+        for at in range(0, blocks, most):
+            part = self._data[at : at + most]
+            here = slice(at * outputs, (at + len(part)) * outputs)
+            wide = room[: part.numel()].view(inputs, -1)
+            native_int8.widen(part, self._scale[here], wide)
+            torch.mm(rows, wide, out=products[:, here])
+        return products
 
 
 class _Scratch(threading.local):

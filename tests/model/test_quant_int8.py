@@ -50,7 +50,7 @@ def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
 
     whole = matrix(x)
 
-    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 30):
+    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 46):
         assert torch.equal(matrix(x[:rows]), whole[:rows])
         assert torch.equal(matrix(x[-rows:]), whole[-rows:])
 
