@@ -5,8 +5,10 @@ Theory of operation
 A kernel of a library adds up in an order that depends on how much it is given, on the processor and
 on the version. What is compiled here says itself what is added to what, in LLVM's language: vectors
 of `LANES` numbers, each lane on its own, products and sums rounded once. LLVM reorders nothing of
-it, so the bits are the same on every processor, however wide its registers are. It is a library and
-wants no compiler on the machine; a function takes it some ten milliseconds when it is first wanted.
+it, so numbers have the same bits on every processor, however wide its registers are (what is no
+number stays none, but may be another one of these). LLVM is a library and wants no compiler on the
+machine; a function takes it some ten milliseconds, a tenth of a second at most, when it is first
+wanted.
 
 Work is cut into blocks. Each thread takes the next one that nobody took, so one that is held up
 holds up nobody else. The threads are those that torch computes with: a second set of them would
@@ -14,6 +16,8 @@ wait for the same cores.
 """
 
 import ctypes
+import mmap
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +174,9 @@ class Native:
         """Compile what ``write`` writes.
 
         ``fields`` name the whole numbers that it is given; a name with a star is an address.
+
+        Raises:
+            RuntimeError: this system does not allow it, see `works`.
         """
         self._engine = _compile(fields, write)  # owns the code
         self._address = self._engine.get_function_address("work")
@@ -239,6 +246,8 @@ def _compile(fields: Sequence[str], write: Write) -> Any:
     do.branch(take)
     do.position_at_end(end)
     do.ret_void()
+    if not works():
+        raise RuntimeError("this system lets no memory become executable")
     with _lock:
         machine = _machine()
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
@@ -265,9 +274,24 @@ def _machine() -> Any:
 
 
 @cache
+def works() -> bool:
+    """Whether memory may become executable; a hardened system refuses, and LLVM would crash."""
+    if os.name != "posix":
+        return True
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    held = ctypes.c_char.from_buffer(page)
+    place, size = ctypes.c_void_p(ctypes.addressof(held)), ctypes.c_size_t(mmap.PAGESIZE)
+    refused = ctypes.CDLL(None).mprotect(place, size, mmap.PROT_READ | mmap.PROT_EXEC)
+    del held
+    page.close()
+    return not refused
+
+
+@cache
 def _team() -> Callable[[int, int, int, int], None] | None:
     """Find how torch's own threads are set to work; None where it is built with others."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*")):
+    for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        # It is loaded already; what it depends on is searched, too.
         start = getattr(ctypes.CDLL(str(path)), _TEAM, None)
         if start is not None:
             start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -24,6 +24,7 @@ from meshllm.model.native import (
     Native,
     bits_of,
     float_of,
+    works,
 )
 
 THREADED = 1 << 18  # values of keys; for fewer the other threads would come too late
@@ -35,6 +36,7 @@ _FIELDS = (
 )
 _HELD = 16  # vectors of queries that are kept in registers
 _OUT = 4  # vectors of the mean, for each head, that are summed up at a time
+_BLOCK = 1024  # values that are summed up by themselves, so that a long sum stays exact
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
 _SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
@@ -44,8 +46,8 @@ _DTYPES = torch.bfloat16, torch.float32
 
 
 def takes(key: Tensor) -> bool:
-    """Whether it attends to such keys."""
-    return key.dtype in _DTYPES and key.device.type == "cpu"
+    """Whether it attends to such keys here."""
+    return key.dtype in _DTYPES and key.device.type == "cpu" and works()
 
 
 def attend(
@@ -57,9 +59,10 @@ def attend(
         ValueError: these do not belong together.
     """
     batch, heads, rows, width = query.shape
-    _, groups, keys, width_out = value.shape
+    groups, keys, width_out = value.shape[1:]
     fits = heads % groups == 0 and 0 < rows <= keys and query.dtype == key.dtype == value.dtype
-    if not fits or batch != 1 or key.shape != (1, groups, keys, width):
+    fits = fits and batch == len(value) == 1 and (window is None or window > 0)
+    if not fits or key.shape != (1, groups, keys, width):
         shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
         raise ValueError(f"attention of {shapes}")
     query, key, value = (
@@ -196,15 +199,22 @@ class _Work:
     def mix(self, totals: list[ir.Value], parts: range) -> None:
         """Sum up these parts of the values, each as often as its share, and store the mean."""
         code, do, shape = self.code, self.code.do, self.shape
-        none = code.floats(0.0, shape.lanes)
-        with code.rounds(self.seen, *[none] * (len(parts) * shape.held)) as loop:
-            value = code.at(self.value, do.mul(loop.index, self.fields["value_row"]), self.kind)
-            mine = [self._load(value, part) for part in parts]
-            sums = iter(loop.held)
-            for place in self.scores:
-                share = code.spread(code.load(FLOAT, place, loop.index), shape.lanes)
-                loop.then += [code.fma(share, each, next(sums)) for each in mine]
-        sums = iter(loop.then)
+        none = [code.floats(0.0, shape.lanes)] * (len(parts) * shape.held)
+        blocks = do.udiv(do.add(self.seen, code.index(_BLOCK - 1)), code.index(_BLOCK))
+        with code.rounds(blocks, *none) as whole:
+            first = do.mul(whole.index, code.index(_BLOCK))
+            left, most = do.sub(self.seen, first), code.index(_BLOCK)
+            count = do.select(do.icmp_unsigned("<", left, most), left, most)
+            with code.rounds(count, *none) as loop:
+                key = do.add(first, loop.index)
+                value = code.at(self.value, do.mul(key, self.fields["value_row"]), self.kind)
+                mine = [self._load(value, part) for part in parts]
+                sums = iter(loop.held)
+                for place in self.scores:
+                    share = code.spread(code.load(FLOAT, place, key), shape.lanes)
+                    loop.then += [code.fma(share, each, next(sums)) for each in mine]
+            whole.then = [do.fadd(*pair) for pair in zip(whole.held, loop.then, strict=True)]
+        sums = iter(whole.then)
         for head, total in enumerate(totals):
             share = code.spread(do.fdiv(code.number(1.0), total), shape.lanes)
             row = do.mul(self.row, do.mul(self.fields["groups"], code.index(shape.each)))
@@ -234,11 +244,11 @@ class _Work:
 
 
 def _exp(code: Code, x: ir.Value) -> ir.Value:
-    """Raise e to numbers that are 0 or less, within 2 units in the last place (Cephes, expf.c).
+    """Raise e to numbers that are 0 or less, within 3 units in the last place (Cephes, expf.c).
 
     What is no number stays none.
     """
-    do = code.do
+    do, given = code.do, x
     least = code.floats(_LEAST)
     x = do.select(do.fcmp_ordered("<", x, least), least, x)
     shifted = code.fma(x, code.floats(_LOG2_E), code.floats(_ROUND))
@@ -250,4 +260,5 @@ def _exp(code: Code, x: ir.Value) -> ir.Value:
         power = code.fma(power, x, code.floats(term))
     words = ir.VectorType(WORD, LANES)
     twos = do.shl(do.bitcast(shifted, words), ir.Constant(words, [23] * LANES))
-    return do.bitcast(do.add(do.bitcast(power, words), twos), FLOATS)
+    raised = do.bitcast(do.add(do.bitcast(power, words), twos), FLOATS)
+    return do.select(do.fcmp_unordered("uno", given, given), given, raised)

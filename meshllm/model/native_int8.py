@@ -32,9 +32,12 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     rounded.
 
     Raises:
-        ValueError: the rows are longer or shorter than those of the matrix, or on a GPU.
+        ValueError: the rows are longer or shorter than those of the matrix, or on a GPU; or there
+            are more or fewer scales than outputs.
     """
     count, inputs = rows.shape
+    if len(scales) != OUTPUTS * len(weights):
+        raise ValueError(f"{len(scales)} scales for {OUTPUTS * len(weights)} outputs")
     if inputs != weights.shape[1] or rows.device != weights.device:
         raise ValueError(
             f"rows of {inputs} numbers on {rows.device} for a matrix of {weights.shape[1]} inputs"
@@ -59,7 +62,14 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
 
 
 def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
-    """Write weights [B, K, 64], int8, times their scales to ``wide`` [K, 64 B], bfloat16."""
+    """Write weights [B, K, 64], int8, times their scales to ``wide`` [K, 64 B], bfloat16.
+
+    Raises:
+        ValueError: it is no room for them.
+    """
+    blocks, inputs, outputs = weights.shape
+    if wide.shape != (inputs, blocks * outputs) or len(scales) != wide.shape[1]:
+        raise ValueError(f"no room of {list(wide.shape)} for weights of {list(weights.shape)}")
     _widener()(
         len(weights),
         torch.get_num_threads(),

@@ -46,7 +46,7 @@ def kernel(kind: Quant) -> Kernel:
     except (RuntimeError, AttributeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(
-            f"torch {torch.__version__} has no {kind} kernel here: {reason}",
+            f"There is no {kind} kernel here, with torch {torch.__version__}: {reason}",
             hint="use `--quant none`",
         ) from None
     return found
@@ -55,6 +55,8 @@ def kernel(kind: Quant) -> Kernel:
 def unfit(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
     """Say why a kernel does not take a matrix; empty when it does."""
     outputs, inputs = shape
+    if not outputs * inputs:
+        return "it is empty"
     if not dtype.is_floating_point or dtype.itemsize not in (2, 4):
         return f"its weights are {dtype}"
     if kind is Quant.INT8:

@@ -150,9 +150,44 @@ def test_what_does_not_belong_together_is_refused() -> None:
         (query, key, value.float()),
         (query[:, :, :0], key, value),
         (query.expand(2, -1, -1, -1), key, value),
+        (query, key, value.expand(2, -1, -1, -1)),
+        (query, key, value[:0]),
     ):
         with pytest.raises(ValueError, match="attention of"):
             attend_alone(*strange, 1.0)
+    for window in (0, -1):
+        with pytest.raises(ValueError, match="attention of"):
+            attend_alone(query, key, value, 1.0, window)
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00001, 0xFFC001FF - (1 << 32)])
+def test_no_kind_of_no_number_becomes_one(bits: int) -> None:
+    query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
+    key.view(torch.int32)[:, :, 20] = bits
+
+    assert attend_alone(query, key, value, 1.0).isnan().all()
+
+
+def test_many_values_add_up_exactly() -> None:
+    query, key, value = drawn((1, 1, 16), 1, 200_000, torch.bfloat16)
+    key.zero_()
+    value.fill_(1.0)
+
+    assert torch.equal(attend_alone(query, key, value, 1.0), torch.ones(1, 1, 1, 16).bfloat16())
+
+
+def test_shares_are_exact() -> None:
+    """A key that scores x beside one that scores 0 has the share 1 / (1 + exp(-x))."""
+    lacks = -torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 80
+    query, key = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1)
+    value = torch.tensor([[[[0.0], [1.0]]]])
+    shares = []
+    for lack in lacks:
+        key[0, 0, 1] = lack
+        shares.append(attend_alone(query, key, value, 1.0).double().flatten())
+
+    exact = 1 / (1 + (-lacks.double()).exp())
+    assert ((torch.cat(shares) - exact).abs() <= 5 * 2**-24 * exact).all()
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40, 500])

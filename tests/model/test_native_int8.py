@@ -54,7 +54,7 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int], dtype: t
     assert alone.dtype == dtype
 
 
-def test_nothing_is_written_beside_the_products() -> None:
+def test_nothing_is_written_beside_the_weights() -> None:
     _, blocks, scales = matrix(64, 32)
     wide = torch.full((34, 64), 7.0, dtype=torch.bfloat16)
 
@@ -75,10 +75,17 @@ def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
     assert torch.equal(wide, (whole.float() * scales[:, None]).bfloat16().T)
 
 
-def test_rows_of_another_length_are_refused() -> None:
+def test_what_does_not_belong_together_is_refused() -> None:
     _, blocks, scales = matrix(64, 32)
 
     with pytest.raises(ValueError, match="rows of 31 numbers on cpu for a matrix of 32 inputs"):
         multiply(torch.zeros(1, 31), blocks, scales)
+    with pytest.raises(ValueError, match="64 scales for 128 outputs"):
+        multiply(torch.zeros(1, 32), torch.cat([blocks, blocks]), scales)
+    for wide in (torch.zeros(32, 128), torch.zeros(31, 64)):
+        with pytest.raises(ValueError, match=r"for weights of \[1, 32, 64\]"):
+            widen(blocks, scales, wide.bfloat16())
+    with pytest.raises(ValueError, match="no room of"):
+        widen(blocks, scales[:5], torch.zeros(32, 64).bfloat16())
     with pytest.raises(ValueError, match="on meta"):
         multiply(torch.zeros(1, 32, device="meta"), blocks, scales)

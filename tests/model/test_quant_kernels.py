@@ -19,6 +19,8 @@ BF16 = torch.bfloat16
     [
         (Quant.INT8, (7, 5), BF16, ""),
         (Quant.INT8, (7, 65_794), BF16, ""),
+        (Quant.INT8, (7, 0), BF16, "it is empty"),
+        (Quant.INT4, (0, 64), BF16, "it is empty"),
         (Quant.INT4, (16, 64), BF16, ""),
         (Quant.INT4, (16, 65), BF16, "65 inputs are no multiple of 64"),
         (Quant.INT4, (17, 64), BF16, "17 outputs are no multiple of 16"),
@@ -62,7 +64,7 @@ def test_a_processor_without_a_kernel_is_named(
 
     monkeypatch.setitem(KERNELS, kind, dataclasses.replace(KERNELS[kind], pack=refuse))
 
-    with pytest.raises(ModelError, match=f"has no {kind} kernel here: no such kernel$") as error:
+    with pytest.raises(ModelError, match=f"no {kind} kernel here, .*: no such kernel$") as error:
         kernel(kind)
     assert error.value.hint == "use `--quant none`"
 

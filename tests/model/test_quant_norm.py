@@ -9,6 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from meshllm.model import quant_norm
 from meshllm.model.native_norm import norm
 from meshllm.model.quant_norm import FEW, QuickNorm, quicken
 
@@ -89,3 +90,9 @@ def test_rows_of_any_size_are_normed(size: float) -> None:
 def test_rows_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="rows of 16 numbers for 8 weights"):
         norm(torch.zeros(1, 16).bfloat16(), torch.zeros(8).bfloat16(), 1e-6)
+
+
+def test_where_nothing_can_be_compiled_norms_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_norm, "works", lambda: False)
+
+    assert quicken(nn.Sequential(drawn(LlamaRMSNorm(64)))) == 0
