@@ -21,6 +21,7 @@ OUTPUTS = 64
 """Of a block; a line of the processor's cache for each input."""
 
 _MOST = 6  # rows whose sums are held in registers
+_AHEAD = 8192  # bytes of weights that are on their way: processors themselves ask for fewer
 _MULTIPLIER = "tiles", "inputs", "*weights", "*scales", "*rows", "*products", "outputs"
 _WIDENER = "*weights", "*scales", "*wide", "inputs", "outputs"
 
@@ -97,6 +98,7 @@ def _multiplier(rows: int, is_half: bool) -> Native:
                 none = [code.floats(0.0)] * (rows * columns)
                 with code.rounds(fields["inputs"], *none) as loop:
                     line = code.at(weights, do.mul(loop.index, code.index(OUTPUTS)), BYTE)
+                    code.fetch(code.at(line, code.index(_AHEAD), BYTE))
                     mine = [code.whole(code.load(BYTE, line, at, LANES)) for at in places]
                     sums = iter(loop.held)
                     for start in starts:
