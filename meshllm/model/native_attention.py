@@ -37,6 +37,7 @@ _FIELDS = (
 _HELD = 16  # vectors of queries that are kept in registers
 _OUT = 4  # vectors of the mean, for each head, that are summed up at a time
 _BLOCK = 1024  # values that are summed up by themselves, so that a long sum stays exact
+_LINE = 64  # bytes that come from memory at a time
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
 _SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
@@ -174,6 +175,9 @@ class _Work:
         with code.rounds(self.seen, *least) as loop:
             key = code.at(self.key, do.mul(loop.index, self.fields["key_row"]), self.kind)
             parts = [self._load(key, part) for part in range(shape.parts)]
+            value = code.at(self.value, do.mul(loop.index, self.fields["value_row"]), self.kind)
+            for at in range(0, shape.parts_out * shape.lanes, _LINE // (2 if shape.is_half else 4)):
+                code.fetch(code.at(value, code.index(at), self.kind))  # `mix` wants it soon
             for head, (place, most) in enumerate(zip(self.scores, loop.held, strict=True)):
                 product = code.floats(0.0, shape.lanes)
                 for mine, its in zip(asked[head], parts, strict=True):
