@@ -59,7 +59,9 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         *(tiles, inputs, weights.data_ptr(), scales.data_ptr()),
         *(wide.data_ptr(), products.data_ptr(), len(scales)),
     )
-    return products[:count].to(rows.dtype)
+    if tiles * each > count:
+        products = products[:count]
+    return products if kept == rows.dtype else products.to(rows.dtype)
 
 
 def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:

@@ -42,7 +42,8 @@ class Int8Matrix:
             products = native_int8.multiply(rows, self._data, self._scale)
         else:
             products = self._widened(rows)
-        return products[:, : self.shape[0]]
+        outputs = self.shape[0]
+        return products if products.shape[1] == outputs else products[:, :outputs]
 
     def _widened(self, rows: Tensor) -> Tensor:
         blocks, inputs, outputs = self._data.shape
