@@ -19,7 +19,7 @@ def attend_alone(
     """Attend with the last T places, each as if it came alone; none sees what is behind its own.
 
     query [1, H, T, D], key [1, G, S, D] and value [1, G, S, E] with H a multiple of G; the result
-    is [1, T, H, E]. ``window`` is how many keys a row sees, its own included.
+    is [1, T, H, E]. ``window`` is how many keys a row sees, its own included, 1 at least.
     """
     if native_attention.takes(key):
         return native_attention.attend(query, key, value, scale, window)

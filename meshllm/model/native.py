@@ -206,10 +206,14 @@ def processor() -> tuple[str, str]:
     return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
 
 
+def can(*features: str) -> bool:
+    """Whether it can any of this."""
+    return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))
+
+
 def room() -> int:
     """Tell how many vectors of `LANES` sums its registers hold, and what else the work needs."""
-    wide = "+avx512f" in processor()[1].split(",")
-    return 24 if wide else 6  # of 32; of 16 in pairs, or of 32 in fours
+    return 24 if can("avx512f") else 6  # of 32; of 16 in pairs, or of 32 in fours
 
 
 def bits_of(value: float) -> int:

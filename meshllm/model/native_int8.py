@@ -68,7 +68,7 @@ def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
     """Write weights [B, K, 64], int8, times their scales to ``wide`` [K, 64 B], bfloat16.
 
     Raises:
-        ValueError: it is no room for them.
+        ValueError: ``wide`` or ``scales`` have the shape of another matrix.
     """
     blocks, inputs, outputs = weights.shape
     if wide.shape != (inputs, blocks * outputs) or len(scales) != wide.shape[1]:

@@ -5,18 +5,17 @@ Theory of operation
 Weights have one scale per output; activations stay as they are, so an outlier among them costs the
 others nothing. A few rows go to `meshllm.model.native_int8`, which reads each weight once and gives
 each row the same bits in any company. A prompt waits for the multiplying: where the processor
-multiplies 16-bit numbers faster than 32-bit ones, weights are widened to these, exactly and some at
-a time, and go to torch.
+multiplies 16-bit numbers faster than 32-bit ones, some weights at a time are multiplied with their
+scales, rounded to these, and go to torch.
 """
 
 import threading
 from functools import cache
 
 import torch
-from llvmlite import binding
 from torch import Tensor
 
-from meshllm.model import native_int8
+from meshllm.model import native, native_int8
 from meshllm.model.native_int8 import OUTPUTS
 from meshllm.model.quant_form import Form, Packed, Shape
 
@@ -76,8 +75,7 @@ _scratch = _Scratch()
 @cache
 def multiplies_halves() -> bool:
     """Whether the processor multiplies bfloat16 numbers faster than others."""
-    known = binding.get_host_cpu_features()
-    return any(known.get(name) for name in _FAST)
+    return native.can(*_FAST)
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ KERNELS = {
 
 
 def kernel(kind: Quant) -> Kernel:
-    """Find the kernel; raise `ModelError` where torch has none for this processor."""
+    """Find the kernel; raise `ModelError` where none works on this system."""
     found, shape = KERNELS[kind], (64, 64)
     try:
         found.open(found.pack(torch.ones(shape)), shape)(torch.ones(1, 64))

@@ -5,6 +5,7 @@ layer. Whether a module is what it looks like is tried: on rows of several sizes
 same numbers but for a unit in the last place. So this goes with quantised weights only.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -55,13 +56,17 @@ def quicken(model: nn.Module) -> int:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it has weights for one row, on the CPU, and nothing else."""
+    """Whether it takes rows and has weights for one, on the CPU, and nothing else.
+
+    The norms of recurrent layers may take a gate besides.
+    """
     parameters = dict(module.named_parameters())
     weight = parameters.pop("weight", None)
     return (
         weight is not None
         and not parameters
         and not list(module.buffers())
+        and len(signature(module.forward).parameters) == 1
         and weight.dim() == 1
         and weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"

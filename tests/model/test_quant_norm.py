@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from meshllm.model import quant_norm
 from meshllm.model.native_norm import norm
@@ -59,6 +61,14 @@ def test_what_is_something_else_stays(other: nn.Module) -> None:
 
     assert quicken(model) == 0
     assert not isinstance(model[0], QuickNorm)
+
+
+@pytest.mark.parametrize("kind", [FalconH1RMSNormGated, Qwen3NextRMSNormGated])
+def test_a_norm_that_takes_a_gate_stays(kind: Any) -> None:
+    model, x = nn.Sequential(drawn(kind(64))), torch.randn(1, 3, 64).bfloat16()
+
+    assert quicken(model) == 0
+    assert model[0](x, x).shape == x.shape
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
