@@ -290,3 +290,19 @@ def test_weights_that_were_cast_are_given_up(source: Source) -> None:
 
     assert shard.model.get_submodule("model.layers.1.mlp.up_proj").weight.is_meta
     assert shard.forward(torch.randn(1, 3, 64), None).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "granitemoehybrid", "jamba"])
+@pytest.mark.parametrize("kind", [Quant.INT8, Quant.INT4])
+def test_models_with_recurrent_layers_are_quantised_too(
+    tmp_path: Path, name: str, kind: Quant
+) -> None:
+    source = tiny_model(tmp_path, name, dtype=BF16)
+    layers = source.config.get_text_config(decoder=True).num_hidden_layers
+    shard = Shard.load(source, Span(0, layers), embed=True, head=True, quant=kind)
+    cache = shard.new_cache()
+
+    shard.forward(torch.arange(3, 20)[None], cache)
+    logits = shard.forward(torch.tensor([[5]]), cache)
+
+    assert logits.isfinite().all()
