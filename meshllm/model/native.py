@@ -34,6 +34,8 @@ LANES = 16  # float32 values of a vector: the widest registers there are; others
 BYTE, HALF, WORD, INT = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
+PAIRS = "avx512bf16"
+"""What processors that have `Code.dot` call it."""
 
 _TEAM = "GOMP_parallel"  # of GNU's OpenMP, and of LLVM's, which has the names of both
 _lock = threading.Lock()
@@ -49,6 +51,16 @@ class Loop:
     """As the round began."""
     then: list[ir.Value] = field(default_factory=list[ir.Value])
     """As it ends, to be set by the body; behind the loop, as the last one ended."""
+
+
+class _Halves(ir.Type):  # type: ignore[misc]  # llvmlite says nothing of its types
+    """Pairs of bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return f"<{2 * LANES} x bfloat>"
+
+
+_HALVES = _Halves()
 
 
 class Code:
@@ -101,6 +113,27 @@ class Code:
     def fma(self, left: ir.Value, right: ir.Value, added: ir.Value) -> ir.Value:
         """Multiply and add, rounded once (IEEE 754-2019, 5.4.1)."""
         return self._call("fma", left, right, added)
+
+    def dot(self, pairs: ir.Value, others: ir.Value, added: ir.Value) -> ir.Value:
+        """Multiply pairs of bfloat16, given as words of 32 bits, and add both products.
+
+        As `fma` of what the higher halves are and then of the lower ones, to the last bit; but what
+        is smaller than 2^-126 counts as 0 (Intel, Architecture Instruction Set Extensions,
+        VDPBF16PS). Only where the processor `can` do `PAIRS`.
+        """
+        module, name = self.do.module, "llvm.x86.avx512bf16.dpbf16ps.512"
+        known = module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(FLOATS, [FLOATS, _HALVES, _HALVES]), name
+        )
+        both = [self.do.bitcast(each, _HALVES) for each in (pairs, others)]
+        return self.do.call(known, [added, *both])
+
+    def pair(self, low: ir.Value, high: ir.Value) -> ir.Value:
+        """Put float32 that are bfloat16, to the last bit, into the halves of words."""
+        kind = ir.VectorType(WORD, LANES)
+        sixteen = ir.Constant(kind, [16] * LANES)
+        halves = self.do.lshr(self.do.bitcast(low, kind), sixteen)
+        return self.do.or_(halves, self.do.bitcast(high, kind))
 
     def root(self, number: ir.Value) -> ir.Value:
         """Take the square root, rounded once."""

@@ -5,32 +5,54 @@ Theory of operation
 A few rows wait for the weights to come from memory: these are read once, in the order in which
 they lie there, become float32 in the processor's registers, and meet all rows. `OUTPUTS` of a
 matrix [N, K] lie together: for each input the weights of so many outputs. So a sum is one lane of a
-vector, from the first input to the last, however many rows, threads or lanes there are.
+vector, however many rows, threads or lanes there are: for each pair of inputs the product with the
+second is added, then that with the first. This is the order of an instruction of some processors
+that takes pairs of bfloat16 and adds twice as much at a time, which many rows wait for; a whole
+number of 8 bits is such a number.
 """
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from functools import cache
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.native import BYTE, FLOAT, HALF, LANES, Code, Native, room
+from meshllm.model import native
+from meshllm.model.native import BYTE, FLOAT, HALF, INT, LANES, PAIRS, WORD, Code, Native, room
 
 OUTPUTS = 64
 """Of a block; a line of the processor's cache for each input."""
 
-_MOST = 6  # rows whose sums are held in registers
+_MOST = 6  # rows whose sums are held in registers; twice as many where pairs are added
+_MANY = 96  # rows from which on it pays to write down what weights are in pairs
 _AHEAD = 8192  # bytes of weights that are on their way: processors themselves ask for fewer
-_MULTIPLIER = "tiles", "inputs", "*weights", "*scales", "*rows", "*products", "outputs"
+_MULTIPLIER = "tiles", "pairs", "*weights", "*scales", "*rows", "*products", "outputs", "*scratch"
 _WIDENER = "*weights", "*scales", "*wide", "inputs", "outputs"
+
+Vectors = Sequence[ir.Value]
+Add = Callable[[ir.Value, Vectors], Vectors]
+"""Adds the products with a pair of inputs, at an address, to the sums of a row."""
+
+
+class _Terms(Enum):
+    """What is added at a time."""
+
+    SINGLE = auto()
+    """A product of float32."""
+    PAIR = auto()
+    """Products of two bfloat16."""
+    WRITTEN = auto()
+    """The same, for so many rows that a block of weights is turned into pairs once for all."""
 
 
 def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     """Multiply rows [M, K] by weights [N / 64, K, 64], int8: [M, N], in the dtype of the rows.
 
-    ``scales`` [N], float32, are what the sums, float32 too, are multiplied with before they are
-    rounded.
+    Where K is odd the weights have one input more, of zeros. ``scales`` [N], float32, are what the
+    sums, float32 too, are multiplied with before they are rounded.
 
     Raises:
         ValueError: the rows are longer or shorter than those of the matrix, or on a GPU; or there
@@ -39,29 +61,54 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     count, inputs = rows.shape
     if len(scales) != OUTPUTS * len(weights):
         raise ValueError(f"{len(scales)} scales for {OUTPUTS * len(weights)} outputs")
-    if inputs != weights.shape[1] or rows.device != weights.device:
+    if inputs + inputs % 2 != weights.shape[1] or rows.device != weights.device:
         raise ValueError(
             f"rows of {inputs} numbers on {rows.device} for a matrix of {weights.shape[1]} inputs"
         )
     if not count:
         return rows.new_empty(0, len(scales))
-    tiles = -(-count // _MOST)
-    each = -(-count // tiles)
     is_half = rows.dtype == torch.bfloat16
+    terms = _Terms.SINGLE
+    if is_half and adds_pairs():
+        terms = _Terms.PAIR if count < _MANY else _Terms.WRITTEN
+    threads, pairs = torch.get_num_threads(), weights.shape[1] // 2
+    tiles = -(-count // (2 * _MOST if terms is _Terms.PAIR else _MOST))
+    each = -(-count // tiles)
     kept = torch.bfloat16 if is_half else torch.float32
     products = torch.empty(tiles * each, len(scales), dtype=kept)
-    wide = rows.float().contiguous()
-    if tiles * each > count:
-        wide = torch.nn.functional.pad(wide, (0, 0, 0, tiles * each - count))
-    _multiplier(each, is_half)(
-        len(weights),
-        torch.get_num_threads(),
-        *(tiles, inputs, weights.data_ptr(), scales.data_ptr()),
-        *(wide.data_ptr(), products.data_ptr(), len(scales)),
+    written = scratch(threads * pairs * OUTPUTS * 2 if terms is _Terms.WRITTEN else 0)
+    given = (rows.float() if terms is _Terms.SINGLE else rows).contiguous()
+    if inputs % 2 or tiles * each > count:
+        given = torch.nn.functional.pad(given, (0, inputs % 2, 0, tiles * each - count))
+    _multiplier(each, is_half, terms)(
+        *(len(weights), threads, tiles, pairs, weights.data_ptr(), scales.data_ptr()),
+        *(given.data_ptr(), products.data_ptr(), len(scales), written.data_ptr()),
     )
     if tiles * each > count:
         products = products[:count]
     return products if kept == rows.dtype else products.to(rows.dtype)
+
+
+@cache
+def adds_pairs() -> bool:
+    """Whether rows of bfloat16 are multiplied as such, many of them twice as fast as others."""
+    return native.can(PAIRS)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread that is written again and again: new pages would take longer to come."""
+
+    numbers = torch.empty(0, dtype=torch.bfloat16)
+
+
+_scratch = _Scratch()
+
+
+def scratch(count: int) -> Tensor:
+    """Lend room for so many bfloat16 numbers, until the same thread asks again."""
+    if len(_scratch.numbers) < count:
+        _scratch.numbers = torch.empty(count, dtype=torch.bfloat16)
+    return _scratch.numbers[:count]
 
 
 def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
@@ -81,42 +128,91 @@ def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
 
 
 @cache
-def _multiplier(rows: int, is_half: bool) -> Native:
+def _multiplier(rows: int, is_half: bool, terms: _Terms) -> Native:
     """Compile it for tiles of so many rows."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+    kind = INT if terms is _Terms.SINGLE else WORD  # of a pair of inputs
 
-    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
-        do = code.do
-        first = do.mul(block, code.index(OUTPUTS))
-        weights = code.at(fields["weights"], do.mul(first, fields["inputs"]), BYTE)
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
+        do, pairs = code.do, fields["pairs"]
+        first, line_of = do.mul(block, code.index(OUTPUTS)), do.mul(pairs, code.index(OUTPUTS))
+        weights = code.at(fields["weights"], do.mul(block, do.mul(line_of, code.index(2))), BYTE)
+        written = code.at(fields["scratch"], do.mul(by, line_of), WORD)
+        if terms is _Terms.WRITTEN:
+            _write_pairs(code, weights, written, pairs)
         for part in range(0, OUTPUTS, LANES * columns):
             places = [code.index(part + at * LANES) for at in range(columns)]
             with code.rounds(fields["tiles"]) as tile:
                 top = do.mul(tile.index, code.index(rows))
                 lines = [do.add(top, code.index(row)) for row in range(rows)]
-                starts = [
-                    code.at(fields["rows"], do.mul(line, fields["inputs"]), FLOAT) for line in lines
-                ]
-                none = [code.floats(0.0)] * (rows * columns)
-                with code.rounds(fields["inputs"], *none) as loop:
-                    line = code.at(weights, do.mul(loop.index, code.index(OUTPUTS)), BYTE)
-                    code.fetch(code.at(line, code.index(_AHEAD), BYTE))
-                    mine = [code.whole(code.load(BYTE, line, at, LANES)) for at in places]
-                    sums = iter(loop.held)
-                    for start in starts:
-                        value = code.spread(code.load(FLOAT, start, loop.index))
-                        loop.then += [code.fma(each, value, next(sums)) for each in mine]
-                sums = iter(loop.then)
-                for line in lines:
-                    start = do.add(do.mul(line, fields["outputs"]), first)
+                starts = [code.at(fields["rows"], do.mul(line, pairs), kind) for line in lines]
+                with code.rounds(pairs, *[code.floats(0.0)] * (rows * columns)) as loop:
+                    if terms is _Terms.WRITTEN:
+                        line = code.at(written, do.mul(loop.index, code.index(OUTPUTS)), WORD)
+                        add = _add_pair(code, [code.load(WORD, line, at, LANES) for at in places])
+                    else:
+                        lows, highs = _weights(code, weights, loop.index, places)
+                        add = (
+                            _add_pair(code, list(map(code.pair, lows, highs)))
+                            if terms is _Terms.PAIR
+                            else _add_both(code, lows, highs)
+                        )
+                    for at, start in enumerate(starts):
+                        sums = loop.held[at * columns : (at + 1) * columns]
+                        loop.then += add(code.at(start, loop.index, kind), sums)
+                sums_left = iter(loop.then)
+                for row in lines:
+                    start = do.add(do.mul(row, fields["outputs"]), first)
                     for at in places:
                         scale = code.load(FLOAT, fields["scales"], do.add(first, at), LANES)
-                        product = do.fmul(next(sums), scale)
+                        product = do.fmul(next(sums_left), scale)
                         kept = code.narrow(product) if is_half else product
                         place = do.add(start, at)
                         code.store(HALF if is_half else FLOAT, kept, fields["products"], place)
 
     return Native(_MULTIPLIER, write)
+
+
+def _weights(
+    code: Code, block: ir.Value, pair: ir.Value, places: Sequence[ir.Value]
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Load what a pair of inputs is multiplied with, and ask for what comes later."""
+    start = code.at(block, code.do.mul(pair, code.index(2 * OUTPUTS)), BYTE)
+    lines = start, code.at(start, code.index(OUTPUTS), BYTE)
+    for line in lines:
+        code.fetch(code.at(line, code.index(_AHEAD), BYTE))
+    low, high = ([code.whole(code.load(BYTE, line, at, LANES)) for at in places] for line in lines)
+    return low, high
+
+
+def _write_pairs(code: Code, block: ir.Value, written: ir.Value, pairs: ir.Value) -> None:
+    places = [code.index(at) for at in range(0, OUTPUTS, LANES)]
+    with code.rounds(pairs) as loop:
+        line = code.at(written, code.do.mul(loop.index, code.index(OUTPUTS)), WORD)
+        lows, highs = _weights(code, block, loop.index, places)
+        for at, low, high in zip(places, lows, highs, strict=True):
+            code.store(WORD, code.pair(low, high), line, at)
+
+
+def _add_pair(code: Code, weights: Vectors) -> Add:
+    def add(pair: ir.Value, sums: Vectors) -> Vectors:
+        both = code.spread(code.load(WORD, pair, code.index(0)))
+        return [code.dot(each, both, total) for each, total in zip(weights, sums, strict=True)]
+
+    return add
+
+
+def _add_both(code: Code, lows: Vectors, highs: Vectors) -> Add:
+    def add(pair: ir.Value, sums: Vectors) -> Vectors:
+        low_input, high_input = (
+            code.spread(code.load(FLOAT, pair, code.index(at))) for at in range(2)
+        )
+        return [
+            code.fma(low, low_input, code.fma(high, high_input, total))
+            for low, high, total in zip(lows, highs, sums, strict=True)
+        ]
+
+    return add
 
 
 @cache

@@ -3,13 +3,12 @@
 Theory of operation
 -------------------
 Weights have one scale per output; activations stay as they are, so an outlier among them costs the
-others nothing. A few rows go to `meshllm.model.native_int8`, which reads each weight once and gives
-each row the same bits in any company. A prompt waits for the multiplying: where the processor
-multiplies 16-bit numbers faster than 32-bit ones, some weights at a time are multiplied with their
-scales, rounded to these, and go to torch.
+others nothing. `meshllm.model.native_int8` multiplies them: it reads each weight once for a few
+rows and gives each row the same bits in any company. A prompt waits for the multiplying: where the
+processor multiplies whole matrices of 16-bit numbers, some weights at a time are multiplied with
+their scales, rounded to these, and go to torch.
 """
 
-import threading
 from functools import cache
 
 import torch
@@ -22,7 +21,7 @@ from meshllm.model.quant_form import Form, Packed, Shape
 CHUNK_ROWS = 4096  # of a matrix rounded at a time
 MANY = 48  # rows from which on widening pays
 WIDE_BYTES = 2 << 20  # of weights that are widened at a time: they stay in the processor's cache
-_FAST = "avx512bf16", "amx-bf16", "bf16"  # what processors call multiplying 16-bit numbers
+_FAST = "amx-bf16", "bf16"  # what processors call multiplying matrices of 16-bit numbers
 _TINY = 1e-30  # instead of the largest weight of an output without any
 
 
@@ -37,7 +36,7 @@ class Int8Matrix:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply [M, K] to [M, N], in their dtype."""
-        if len(rows) < MANY or rows.dtype != torch.bfloat16 or not multiplies_halves():
+        if len(rows) < MANY or rows.dtype != torch.bfloat16 or not multiplies_matrices():
             products = native_int8.multiply(rows, self._data, self._scale)
         else:
             products = self._widened(rows)
@@ -46,8 +45,10 @@ class Int8Matrix:
 
     def _widened(self, rows: Tensor) -> Tensor:
         blocks, inputs, outputs = self._data.shape
+        if rows.shape[1] < inputs:
+            rows = torch.nn.functional.pad(rows, (0, 1))
         most = max(1, WIDE_BYTES // (2 * inputs * outputs))
-        room = _scratch.sized(most * inputs * outputs)
+        room = native_int8.scratch(most * inputs * outputs)
         products = rows.new_empty(len(rows), blocks * outputs)
         for at in range(0, blocks, most):
             part = self._data[at : at + most]
@@ -58,23 +59,9 @@ class Int8Matrix:
         return products
 
 
-class _Scratch(threading.local):
-    """Memory of a thread that is written again and again: new pages would take longer to come."""
-
-    numbers = torch.empty(0, dtype=torch.bfloat16)
-
-    def sized(self, count: int) -> Tensor:
-        if len(self.numbers) < count:
-            self.numbers = torch.empty(count, dtype=torch.bfloat16)
-        return self.numbers
-
-
-_scratch = _Scratch()
-
-
 @cache
-def multiplies_halves() -> bool:
-    """Whether the processor multiplies bfloat16 numbers faster than others."""
+def multiplies_matrices() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 faster than anything else."""
     return native.can(*_FAST)
 
 
@@ -82,7 +69,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     """Pack a matrix [N, K]; beside the result, a few rows are held."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // OUTPUTS)
-    data = torch.zeros(blocks, inputs, OUTPUTS, dtype=torch.int8)
+    data = torch.zeros(blocks, inputs + inputs % 2, OUTPUTS, dtype=torch.int8)
     scales = torch.zeros(blocks * OUTPUTS)
     for at in range(0, outputs, CHUNK_ROWS):
         part = weight[at : at + CHUNK_ROWS].float()
@@ -91,7 +78,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
         whole = torch.nn.functional.pad(whole, (0, 0, 0, -len(whole) % OUTPUTS))
         first = at // OUTPUTS
         blocked = whole.view(-1, OUTPUTS, inputs).transpose(1, 2)
-        data[first : first + len(blocked)] = blocked
+        data[first : first + len(blocked), :inputs] = blocked
         scales[at : at + len(scale)] = scale
     return {"data": data, "scale": scales}
 
@@ -100,7 +87,7 @@ def form(shape: Shape, _dtype: torch.dtype) -> Form:
     """Tell what `pack` makes of a matrix."""
     blocks = -(-shape[0] // OUTPUTS)
     return {
-        "data": ((blocks, shape[1], OUTPUTS), torch.int8),
+        "data": ((blocks, shape[1] + shape[1] % 2, OUTPUTS), torch.int8),
         "scale": ((blocks * OUTPUTS,), torch.float32),
     }
 

@@ -67,6 +67,7 @@ class Runner:
         self.shard = shard
         self._counts = frozenset((1, *counts))
         self._slides = any(isinstance(layer, WindowLayer) for layer in self.new_cache().layers)
+        self._is_quantised = shard.model.config._attn_implementation == SHARED_KEYS
         self._bundle: Bundle | None = None
         self._is_chunk = False
         self._steady_name = f"{STEADY}_{id(self)}"  # of its own: another thread may run another one
@@ -83,14 +84,15 @@ class Runner:
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a part of a prompt, see `Shard.forward`; the first one gives the stock bits.
 
-        But where a matrix needs company, a head that is asked for one row computes it as later.
+        But where a matrix needs company, a head that is asked for one row computes it as later; and
+        quantised matrices have bits of their own anyway.
         """
-        if self.is_steady and self.shard.device == CPU and cache.length:
+        if self.is_steady and self.shard.device == CPU and (cache.length or self._is_quantised):
             return self._chunk(x, cache, rows)
         return fetch(self.shard.forward(put(x, self.shard.device), cache, rows=rows))
 
     def _chunk(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run rows of a prompt behind others, where stock attention takes twice as long."""
+        """Run rows of a prompt where stock attention takes twice as long: many, or behind others."""
         self._is_chunk = True
         try:
             with self._steadily():

@@ -84,7 +84,7 @@ def test_a_prompt_is_multiplied_as_near(monkeypatch: pytest.MonkeyPatch, outputs
     monkeypatch.setattr(quant_int8, "WIDE_BYTES", 2 * 96 * 64 * 3)
     found = []
     for fast in (True, False):
-        monkeypatch.setattr(quant_int8, "multiplies_halves", lambda fast=fast: fast)
+        monkeypatch.setattr(quant_int8, "multiplies_matrices", lambda fast=fast: fast)
         found.append(matrix(x))
 
     assert [y.shape for y in found] == [exact.shape] * 2
