@@ -7,8 +7,10 @@ besides, see `meshllm.model.native_attention`. Prompts are computed many rows at
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshllm.model import native_attention
+from meshllm.model.native_softmax import COLUMNS, share_out
 
 SCORE_BYTES = 2 << 20  # of the scores that are made at a time
 
@@ -38,38 +40,28 @@ def attend_chunk(
 ) -> Tensor:
     """Attend with many rows at the end of a text, see `attend_alone`, each as it comes.
 
-    The fused kernel of torch takes twice as long where keys stand before the rows: it does not
-    skip what is hidden, and stock code copies keys for every head. Here some rows at a time see
-    what they see, as many as leave their scores in the processor's cache; and scores stand as
-    the product with the keys gives them, a column for each row, so that nothing is turned.
+    The fused kernel of torch takes two to three times as long where there are many keys: it does
+    not skip what is hidden, and stock code copies keys for every head. Here some rows at a time see
+    what they see, as many as leave their scores in the processor's cache; and scores stand as the
+    product with the keys gives them, a column for each row, so that nothing is turned.
     """
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
     mixed = query.new_empty(1, rows, heads, value.shape[3])
-    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_(-1)
     most = max(1, SCORE_BYTES // (query.element_size() * heads * keys))
     for at in range(0, rows, most):
         count = min(most, rows - at)
         stop = past + at + count
         start = max(0, stop - count - window + 1) if window else 0
         asked = (query[:, :, at : at + count] * scale).reshape(groups, each * count, width)
+        asked = functional.pad(asked, (0, 0, 0, -each * count % COLUMNS))
         scores = torch.matmul(key[0, :, start:stop], asked.transpose(1, 2))  # [G, S, H/G * T]
-        by_row = scores.view(groups, stop - start, each, count)
-        by_row[:, -count:].masked_fill_(later[:count, None, :count], -torch.inf)
-        if window:
-            gone = _forgotten(count, stop - start, window, query.device)
-            by_row.masked_fill_(gone[:, None], -torch.inf)
-        shares = scores.softmax(1).transpose(1, 2)
-        part = torch.matmul(shares, value[0, :, start:stop])
-        mixed[0, at : at + count] = part.view(heads, count, -1).transpose(0, 1)
+        sums = share_out(scores, count, window)
+        part = torch.matmul(scores.transpose(1, 2), value[0, :, start:stop]) / sums[:, :, None]
+        kept = part[:, : each * count].reshape(heads, count, -1)
+        mixed[0, at : at + count] = kept.transpose(0, 1)
     return mixed
-
-
-def _forgotten(rows: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Mark the keys [S, T] that have left the window of each of the last rows."""
-    places = torch.arange(keys, device=device)
-    return places[-rows:] - places[:, None] >= window
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

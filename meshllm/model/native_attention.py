@@ -14,18 +14,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.native import (
-    FLOAT,
-    FLOATS,
-    HALF,
-    LANES,
-    WORD,
-    Code,
-    Native,
-    bits_of,
-    float_of,
-    works,
-)
+from meshllm.model.native import FLOAT, HALF, LANES, Code, Native, bits_of, float_of, works
+from meshllm.model.native_softmax import exponential
 
 THREADED = 1 << 18  # values of keys; for fewer the other threads would come too late
 
@@ -38,11 +28,6 @@ _HELD = 16  # vectors of queries that are kept in registers
 _OUT = 4  # vectors of the mean, for each head, that are summed up at a time
 _BLOCK = 1024  # values that are summed up by themselves, so that a long sum stays exact
 _LINE = 64  # bytes that come from memory at a time
-_LOG2_E = 1.4426950408889634
-_LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
-_SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
-_ROUND = 1.5 * 2**23  # added to a small number it leaves the nearest whole one in the lowest bits
-_LEAST = -87.0  # of an exponent; less is as good as nothing
 _DTYPES = torch.bfloat16, torch.float32
 
 
@@ -195,7 +180,7 @@ class _Work:
         with code.rounds(vectors, *[code.floats(0.0)] * len(peaks)) as loop:
             at = do.mul(loop.index, code.index(LANES))
             for place, peak, total in zip(self.scores, peaks, loop.held, strict=True):
-                power = _exp(code, do.fsub(code.load(FLOAT, place, at, LANES), peak))
+                power = exponential(code, do.fsub(code.load(FLOAT, place, at, LANES), peak))
                 code.store(FLOAT, power, place, at)
                 loop.then.append(do.fadd(total, power))
         return [code.sum(total) for total in loop.then]
@@ -245,24 +230,3 @@ class _Work:
         at = self.code.index(part * self.shape.lanes)
         loaded = self.code.load(self.kind, start, at, self.shape.lanes)
         return self.code.widen(loaded) if self.shape.is_half else loaded
-
-
-def _exp(code: Code, x: ir.Value) -> ir.Value:
-    """Raise e to numbers that are 0 or less, within 3 units in the last place (Cephes, expf.c).
-
-    What is no number stays none.
-    """
-    do, given = code.do, x
-    least = code.floats(_LEAST)
-    x = do.select(do.fcmp_ordered("<", x, least), least, x)
-    shifted = code.fma(x, code.floats(_LOG2_E), code.floats(_ROUND))
-    whole = do.fsub(shifted, code.floats(_ROUND))
-    for part in _LN_2:
-        x = code.fma(whole, code.floats(-part), x)
-    power = code.floats(_SERIES[0])
-    for term in _SERIES[1:]:
-        power = code.fma(power, x, code.floats(term))
-    words = ir.VectorType(WORD, LANES)
-    twos = do.shl(do.bitcast(shifted, words), ir.Constant(words, [23] * LANES))
-    raised = do.bitcast(do.add(do.bitcast(power, words), twos), FLOATS)
-    return do.select(do.fcmp_unordered("uno", given, given), given, raised)

@@ -92,7 +92,7 @@ class Runner:
         return fetch(self.shard.forward(put(x, self.shard.device), cache, rows=rows))
 
     def _chunk(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run rows of a prompt where stock attention takes twice as long: many, or behind others."""
+        """Run rows of a prompt where stock attention takes longer: many, or behind others."""
         self._is_chunk = True
         try:
             with self._steadily():

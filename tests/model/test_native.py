@@ -15,7 +15,7 @@ import torch
 from llvmlite import binding, ir
 from torch import Tensor
 
-from meshllm.model import native, native_attention, native_int8, native_norm
+from meshllm.model import native, native_attention, native_int8, native_norm, native_softmax
 from meshllm.model.native import FLOAT, HALF, INT, LANES, Code, Native, bits_of, float_of
 
 BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
@@ -205,6 +205,9 @@ def computed() -> list[Tensor]:
     wide = torch.empty(200, 192, dtype=torch.bfloat16)
     native_int8.widen(weights, scales, wide)
     results += [native_norm.norm(normal(9, width), normal(width), 1e-6) for width in (16, 200, 7)]
+    for scores in (normal(2, 77, 128), normal(2, 77, 128).float()):
+        sums = native_softmax.share_out(scores, 50, 30)
+        results += [scores, sums]
     return [*results, wide]
 
 
@@ -216,6 +219,7 @@ def test_a_lesser_processor_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch)
         native_int8._multiplier,
         native_int8._widener,
         native_norm._function,
+        native_softmax._function,
     )
     if not binding.get_host_cpu_features().get("fma"):
         pytest.skip("this processor is a lesser one")
