@@ -42,7 +42,9 @@ def some_logits(seed: int, size: int = 1000) -> Tensor:
 def warped(logits: Tensor, sampling: Sampling, history: list[int]) -> Tensor:
     scores = logits.clone()
     sample._penalise(scores, sampling, history, 0)
-    sample._warp(scores, sampling)
+    kept = sample._warp(scores.numpy(), sampling)
+    if kept is not None:
+        scores[np.setdiff1d(np.arange(len(scores)), kept)] = -torch.inf
     return scores
 
 
@@ -223,6 +225,15 @@ def test_noise_of_a_token_knows_no_other_token() -> None:
     some = gumbel(7, 9, 43)
 
     assert some.tolist() == everything[:43].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 5, sample.FEW, sample.FEW + 1, 500])
+def test_noise_of_some_tokens_is_that_of_all(count: int) -> None:
+    ids = np.sort(np.random.default_rng(count).permutation(2000)[:count])
+
+    some = sample.noise_of(2**63 - 1, 2**40, ids)
+
+    assert some.tolist() == gumbel(2**63 - 1, 2**40, 2000)[ids].tolist()
 
 
 def test_dropping_losers_changes_no_pick() -> None:
