@@ -38,18 +38,20 @@ def attend_alone(
 def attend_chunk(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend with many rows at the end of a text, see `attend_alone`, each as it comes.
+    """Attend with many rows at the end of a text, see `attend_alone`; bfloat16 or float32.
 
     The fused kernel of torch takes two to three times as long where there are many keys: it does
     not skip what is hidden, and stock code copies keys for every head. Here some rows at a time see
     what they see, as many as leave their scores in the processor's cache; and scores stand as the
-    product with the keys gives them, a column for each row, so that nothing is turned.
+    product with the keys gives them, a column for each row, so that nothing is turned. They are
+    rounded to the dtype, as by transformers' eager attention.
     """
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
     mixed = query.new_empty(1, rows, heads, value.shape[3])
-    most = max(1, SCORE_BYTES // (query.element_size() * heads * keys))
+    fit = SCORE_BYTES // (query.element_size() * groups * keys)  # columns
+    most = max(1, max(COLUMNS, fit // COLUMNS * COLUMNS) // each)
     for at in range(0, rows, most):
         count = min(most, rows - at)
         stop = past + at + count
@@ -57,8 +59,8 @@ def attend_chunk(
         asked = (query[:, :, at : at + count] * scale).reshape(groups, each * count, width)
         asked = functional.pad(asked, (0, 0, 0, -each * count % COLUMNS))
         scores = torch.matmul(key[0, :, start:stop], asked.transpose(1, 2))  # [G, S, H/G * T]
-        sums = share_out(scores, count, window)
-        part = torch.matmul(scores.transpose(1, 2), value[0, :, start:stop]) / sums[:, :, None]
+        share_out(scores, count, window)
+        part = torch.matmul(scores.transpose(1, 2), value[0, :, start:stop])
         kept = part[:, : each * count].reshape(heads, count, -1)
         mixed[0, at : at + count] = kept.transpose(0, 1)
     return mixed

@@ -6,9 +6,9 @@ A kernel of a library adds up in an order that depends on how much it is given, 
 on the version. What is compiled here says itself what is added to what, in LLVM's language: vectors
 of `LANES` numbers, each lane on its own, products and sums rounded once. LLVM reorders nothing of
 it, so numbers have the same bits on every processor, however wide its registers are (what is no
-number stays none, but may be another one of these). LLVM is a library and wants no compiler on the
-machine; a function takes it some ten milliseconds, a tenth of a second at most, when it is first
-wanted.
+number stays none, but may be another one of these; `Code.dot` has an exception of its own). LLVM is
+a library and wants no compiler on the machine; a function takes it some ten milliseconds, a tenth
+of a second at most, when it is first wanted.
 
 Work is cut into blocks. Each thread takes the next one that nobody took, so one that is held up
 holds up nobody else. The threads are those that torch computes with: a second set of them would
@@ -34,8 +34,14 @@ LANES = 16  # float32 values of a vector: the widest registers there are; others
 BYTE, HALF, WORD, INT = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
-PAIRS = "avx512bf16"
+PAIRS_FEATURE = "avx512bf16"
 """What processors that have `Code.dot` call it."""
+
+_LOG2_E = 1.4426950408889634
+_LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
+_SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
+_ROUND = 1.5 * 2**23  # added to a small number it leaves the nearest whole one in the lowest bits
+_LEAST = -87.0  # of an exponent; what is less becomes so little
 
 _TEAM = "GOMP_parallel"  # of GNU's OpenMP, and of LLVM's, which has the names of both
 _lock = threading.Lock()
@@ -60,7 +66,7 @@ class _Halves(ir.Type):  # type: ignore[misc]  # llvmlite says nothing of its ty
         return f"<{2 * LANES} x bfloat>"
 
 
-_HALVES = _Halves()
+_HALVES = _Halves()  # the only one: llvmlite compares types by what they are
 
 
 class Code:
@@ -119,7 +125,7 @@ class Code:
 
         As `fma` of what the higher halves are and then of the lower ones, to the last bit; but what
         is smaller than 2^-126 counts as 0 (Intel, Architecture Instruction Set Extensions,
-        VDPBF16PS). Only where the processor `can` do `PAIRS`.
+        VDPBF16PS). Only where the processor has the `PAIRS_FEATURE`.
         """
         module, name = self.do.module, "llvm.x86.avx512bf16.dpbf16ps.512"
         known = module.globals.get(name) or ir.Function(
@@ -147,6 +153,25 @@ class Code:
             module, ir.FunctionType(kind, [kind] * len(values)), full
         )
         return self.do.call(known, values)
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """Raise e to numbers that are 0 or less, within 3 units in the last place (Cephes, expf.c).
+
+        What is no number stays none.
+        """
+        do, given, least = self.do, x, self.floats(_LEAST)
+        x = do.select(do.fcmp_ordered("<", x, least), least, x)
+        shifted = self.fma(x, self.floats(_LOG2_E), self.floats(_ROUND))
+        whole = do.fsub(shifted, self.floats(_ROUND))
+        for part in _LN_2:
+            x = self.fma(whole, self.floats(-part), x)
+        power = self.floats(_SERIES[0])
+        for term in _SERIES[1:]:
+            power = self.fma(power, x, self.floats(term))
+        words = ir.VectorType(WORD, LANES)
+        twos = do.shl(do.bitcast(shifted, words), ir.Constant(words, [23] * LANES))
+        raised = do.bitcast(do.add(do.bitcast(power, words), twos), FLOATS)
+        return do.select(do.fcmp_unordered("uno", given, given), given, raised)
 
     def sum(self, vector: ir.Value) -> ir.Value:
         """Add up the lanes, halves first; their number is a power of 2."""

@@ -15,7 +15,6 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.native import FLOAT, HALF, LANES, Code, Native, bits_of, float_of, works
-from meshllm.model.native_softmax import exponential
 
 THREADED = 1 << 18  # values of keys; for fewer the other threads would come too late
 
@@ -180,7 +179,7 @@ class _Work:
         with code.rounds(vectors, *[code.floats(0.0)] * len(peaks)) as loop:
             at = do.mul(loop.index, code.index(LANES))
             for place, peak, total in zip(self.scores, peaks, loop.held, strict=True):
-                power = exponential(code, do.fsub(code.load(FLOAT, place, at, LANES), peak))
+                power = code.exp(do.fsub(code.load(FLOAT, place, at, LANES), peak))
                 code.store(FLOAT, power, place, at)
                 loop.then.append(do.fadd(total, power))
         return [code.sum(total) for total in loop.then]

@@ -21,7 +21,18 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model import native
-from meshllm.model.native import BYTE, FLOAT, HALF, INT, LANES, PAIRS, WORD, Code, Native, room
+from meshllm.model.native import (
+    BYTE,
+    FLOAT,
+    HALF,
+    INT,
+    LANES,
+    PAIRS_FEATURE,
+    WORD,
+    Code,
+    Native,
+    room,
+)
 
 OUTPUTS = 64
 """Of a block; a line of the processor's cache for each input."""
@@ -55,16 +66,11 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     sums, float32 too, are multiplied with before they are rounded.
 
     Raises:
-        ValueError: the rows are longer or shorter than those of the matrix, or on a GPU; or there
-            are more or fewer scales than outputs.
+        ValueError: the rows are longer or shorter than those of the matrix, or on a GPU; there are
+            more or fewer scales than outputs; or the weights do not lie one after the other.
     """
     count, inputs = rows.shape
-    if len(scales) != OUTPUTS * len(weights):
-        raise ValueError(f"{len(scales)} scales for {OUTPUTS * len(weights)} outputs")
-    if inputs + inputs % 2 != weights.shape[1] or rows.device != weights.device:
-        raise ValueError(
-            f"rows of {inputs} numbers on {rows.device} for a matrix of {weights.shape[1]} inputs"
-        )
+    _check(rows, weights, scales)
     if not count:
         return rows.new_empty(0, len(scales))
     is_half = rows.dtype == torch.bfloat16
@@ -80,6 +86,8 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     given = (rows.float() if terms is _Terms.SINGLE else rows).contiguous()
     if inputs % 2 or tiles * each > count:
         given = torch.nn.functional.pad(given, (0, inputs % 2, 0, tiles * each - count))
+    if given.data_ptr() % 4:  # a part of something, and pairs are loaded as words
+        given = given.clone()
     _multiplier(each, is_half, terms)(
         *(len(weights), threads, tiles, pairs, weights.data_ptr(), scales.data_ptr()),
         *(given.data_ptr(), products.data_ptr(), len(scales), written.data_ptr()),
@@ -89,10 +97,22 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     return products if kept == rows.dtype else products.to(rows.dtype)
 
 
+def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
+    if weights.dtype != torch.int8 or scales.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"weights of {weights.dtype}, scales of {scales.dtype}, or with gaps")
+    if len(scales) != OUTPUTS * len(weights):
+        raise ValueError(f"{len(scales)} scales for {OUTPUTS * len(weights)} outputs")
+    inputs = rows.shape[1]
+    if inputs + inputs % 2 != weights.shape[1] or rows.device != weights.device:
+        raise ValueError(
+            f"rows of {inputs} numbers on {rows.device} for a matrix of {weights.shape[1]} inputs"
+        )
+
+
 @cache
 def adds_pairs() -> bool:
     """Whether rows of bfloat16 are multiplied as such, many of them twice as fast as others."""
-    return native.can(PAIRS)
+    return native.can(PAIRS_FEATURE)
 
 
 class _Scratch(threading.local):

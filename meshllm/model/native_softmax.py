@@ -2,8 +2,9 @@
 
 Scores of many rows stand in columns, as the product of keys with queries gives them: neighbours in
 memory belong to different rows, and a vector holds as many rows as it has lanes. Each lane goes
-down its own column twice: for the largest score, and for the exponentials of what the others lack
-to it. What a row may not see becomes 0 on the way, so nobody writes a mask.
+down its own column three times: for the largest score, for the exponentials of what the others lack
+to it, and to divide them by their sum. What a row may not see becomes 0 on the way, so nobody
+writes a mask.
 """
 
 from collections.abc import Mapping
@@ -14,26 +15,20 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.native import FLOAT, FLOATS, HALF, LANES, WORD, Code, Native
+from meshllm.model.native import FLOAT, HALF, LANES, WORD, Code, Native
 
 COLUMNS = 64
 """Of a block; two lines of the processor's cache in bfloat16."""
 
-_FIELDS = "*scores", "*starts", "*seen", "*sums", "strips", "keys", "columns"
-_WORDS = ir.VectorType(WORD, LANES)
-_LOG2_E = 1.4426950408889634
-_LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
-_SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
-_ROUND = 1.5 * 2**23  # added to a small number it leaves the nearest whole one in the lowest bits
-_LEAST = -87.0  # of an exponent; less is as good as nothing
+_FIELDS = "*scores", "*starts", "*seen", "strips", "keys", "columns"
 
 
-def share_out(scores: Tensor, rows: int, window: int | None = None) -> Tensor:
-    """Turn scores [G, S, C] into their softmax over S but for a divisor; return it, [G, C] float32.
+def share_out(scores: Tensor, rows: int, window: int | None = None) -> None:
+    """Turn scores [G, S, C] into their softmax over S, in their place.
 
     bfloat16 or float32, in C order; C is a multiple of `COLUMNS`. Column c is of row c mod ``rows``
     of the last ``rows`` of S places: it sees the keys up to its own place, ``window`` of them at
-    most. The divisors are the sums of what stands there then.
+    most.
 
     Raises:
         ValueError: these do not belong together.
@@ -45,15 +40,14 @@ def share_out(scores: Tensor, rows: int, window: int | None = None) -> Tensor:
     if not scores.is_contiguous() or scores.device.type != "cpu":
         raise ValueError(f"softmax of scores anyhow on {scores.device}")
     stops = torch.arange(columns, dtype=torch.int32).remainder_(rows).add_(keys - rows + 1)
-    starts = (stops - (window or keys)).clamp_min_(0)
-    seen, sums = stops - starts, torch.empty(groups, columns)
+    starts = (stops - min(window or keys, keys)).clamp_min_(0)
+    seen = stops - starts
     _function(scores.dtype == torch.bfloat16)(
         groups * columns // COLUMNS,
         torch.get_num_threads(),
-        *(scores.data_ptr(), starts.data_ptr(), seen.data_ptr(), sums.data_ptr()),
+        *(scores.data_ptr(), starts.data_ptr(), seen.data_ptr()),
         *(columns // COLUMNS, keys, columns),
     )
-    return sums
 
 
 @cache
@@ -96,33 +90,16 @@ def _function(is_half: bool) -> Native:
             for at, is_seen, peak, total in zip(
                 places, visible(loop.index), peaks, loop.held, strict=True
             ):
-                power = exponential(code, do.fsub(load(line, at), peak))
+                power = code.exp(do.fsub(load(line, at), peak))
                 power = do.select(is_seen, power, zero)
                 kept = code.narrow(power) if is_half else power
                 code.store(kind, kept, line, at)
                 loop.then.append(do.fadd(total, code.widen(kept) if is_half else kept))
-        start = do.add(do.mul(group, columns), first)
-        for at, total in zip(places, loop.then, strict=True):
-            code.store(FLOAT, total, fields["sums"], do.add(start, at))
+        shares = [do.fdiv(code.floats(1.0), total) for total in loop.then]
+        with code.rounds(keys) as loop:
+            line = code.at(scores, do.mul(loop.index, columns), kind)
+            for at, share in zip(places, shares, strict=True):
+                shared = do.fmul(load(line, at), share)
+                code.store(kind, code.narrow(shared) if is_half else shared, line, at)
 
     return Native(_FIELDS, write)
-
-
-def exponential(code: Code, x: ir.Value) -> ir.Value:
-    """Raise e to numbers that are 0 or less, within 3 units in the last place (Cephes, expf.c).
-
-    What is no number stays none.
-    """
-    do, given = code.do, x
-    least = code.floats(_LEAST)
-    x = do.select(do.fcmp_ordered("<", x, least), least, x)
-    shifted = code.fma(x, code.floats(_LOG2_E), code.floats(_ROUND))
-    whole = do.fsub(shifted, code.floats(_ROUND))
-    for part in _LN_2:
-        x = code.fma(whole, code.floats(-part), x)
-    power = code.floats(_SERIES[0])
-    for term in _SERIES[1:]:
-        power = code.fma(power, x, code.floats(term))
-    twos = do.shl(do.bitcast(shifted, _WORDS), ir.Constant(_WORDS, [23] * LANES))
-    raised = do.bitcast(do.add(do.bitcast(power, _WORDS), twos), FLOATS)
-    return do.select(do.fcmp_unordered("uno", given, given), given, raised)

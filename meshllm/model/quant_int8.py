@@ -70,7 +70,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     outputs, inputs = weight.shape
     blocks = -(-outputs // OUTPUTS)
     data = torch.zeros(blocks, inputs + inputs % 2, OUTPUTS, dtype=torch.int8)
-    scales = torch.zeros(blocks * OUTPUTS)
+    scales = torch.zeros(blocks * OUTPUTS, dtype=torch.float32)
     for at in range(0, outputs, CHUNK_ROWS):
         part = weight[at : at + CHUNK_ROWS].float()
         scale = part.abs().amax(1).clamp_min_(_TINY).div_(127)

@@ -85,7 +85,7 @@ class Runner:
         """Run a part of a prompt, see `Shard.forward`; the first one gives the stock bits.
 
         But where a matrix needs company, a head that is asked for one row computes it as later; and
-        quantised matrices have bits of their own anyway.
+        quantised matrices have bits of their own, so all parts attend as the later ones do.
         """
         if self.is_steady and self.shard.device == CPU and (cache.length or self._is_quantised):
             return self._chunk(x, cache, rows)

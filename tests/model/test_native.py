@@ -206,8 +206,8 @@ def computed() -> list[Tensor]:
     native_int8.widen(weights, scales, wide)
     results += [native_norm.norm(normal(9, width), normal(width), 1e-6) for width in (16, 200, 7)]
     for scores in (normal(2, 77, 128), normal(2, 77, 128).float()):
-        sums = native_softmax.share_out(scores, 50, 30)
-        results += [scores, sums]
+        native_softmax.share_out(scores, 50, 30)
+        results.append(scores)
     return [*results, wide]
 
 

@@ -1,6 +1,7 @@
 """Products with bytes, each row as it would be alone."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -75,6 +76,24 @@ def test_pairs_are_added_in_the_order_of_single_numbers(
         assert torch.equal(found.nan_to_num(), alone[: len(found)].nan_to_num())
 
 
+@pytest.mark.usefixtures("_threads")
+def test_several_callers_with_several_threads_do_not_disturb_one_another() -> None:
+    _, blocks, scales = matrix(24 * OUTPUTS, 3000)
+    torch.set_num_threads(1)
+    given = [torch.randn(rows, 3000).bfloat16() for rows in (97, 150, 97, 150)]
+    alone = [torch.cat([multiply(row[None], blocks, scales) for row in x]) for x in given]
+
+    def together(x: Tensor) -> list[Tensor]:
+        torch.set_num_threads(2)
+        return [multiply(x, blocks, scales) for _ in range(5)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(together, given))
+
+    for own, expected in zip(found, alone, strict=True):
+        assert all(torch.equal(each, expected) for each in own)
+
+
 def test_nothing_is_written_beside_the_weights() -> None:
     _, blocks, scales = matrix(64, 32)
     wide = torch.full((34, 64), 7.0, dtype=torch.bfloat16)
@@ -101,6 +120,10 @@ def test_what_does_not_belong_together_is_refused() -> None:
 
     with pytest.raises(ValueError, match="rows of 30 numbers on cpu for a matrix of 32 inputs"):
         multiply(torch.zeros(1, 30), blocks, scales)
+    with pytest.raises(ValueError, match="with gaps"):
+        multiply(torch.zeros(1, 32), blocks[:, :1].expand(1, 32, 64), scales)
+    with pytest.raises(ValueError, match=r"scales of torch.bfloat16"):
+        multiply(torch.zeros(1, 32), blocks, scales.bfloat16())
     with pytest.raises(ValueError, match="64 scales for 128 outputs"):
         multiply(torch.zeros(1, 32), torch.cat([blocks, blocks]), scales)
     for wide in (torch.zeros(32, 128), torch.zeros(31, 64)):

@@ -33,13 +33,30 @@ def test_a_row_shares_out_what_it_sees(
     scores = draw(3, keys, columns, dtype)
     exact = expected(scores, rows, window)
 
-    sums = share_out(scores, rows, window)
+    share_out(scores, rows, window)
 
-    shares = scores.double() / sums[:, None]
-    assert sums.shape == (3, columns)
-    assert torch.equal(shares == 0, exact == 0)
-    assert (shares - exact).abs().max() < (0.003 if dtype == torch.bfloat16 else 1e-6)
-    assert torch.allclose(shares.sum(1), torch.ones(3, columns).double(), atol=1e-5)
+    assert torch.equal(scores == 0, exact == 0)
+    assert (scores - exact).abs().max() < (0.006 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("size", [1e4, 3e38])
+def test_large_scores_are_shared_out(size: float) -> None:
+    scores = draw(1, 30, COLUMNS, torch.float32).clamp(-1, 1) * size
+    exact = expected(scores, 30, None)
+
+    share_out(scores, 30)
+
+    assert torch.allclose(scores.double(), exact, atol=1e-6)
+
+
+def test_a_window_that_is_longer_than_all_hides_nothing() -> None:
+    scores = draw(1, 5, COLUMNS, torch.float32)
+    other = scores.clone()
+
+    share_out(scores, 1, 2**32)
+    share_out(other, 1)
+
+    assert torch.equal(scores, other)
 
 
 def test_a_column_has_the_same_bits_with_any_threads() -> None:
@@ -48,11 +65,12 @@ def test_a_column_has_the_same_bits_with_any_threads() -> None:
         for count in (1, 2):
             torch.set_num_threads(count)
             scores = draw(4, 200, 4 * COLUMNS, torch.bfloat16)
-            found.append((share_out(scores, 100), scores))
+            share_out(scores, 100)
+            found.append(scores)
     finally:
         torch.set_num_threads(threads)
 
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert torch.equal(*found)
 
 
 def test_what_is_no_number_stays_in_its_column() -> None:
@@ -62,8 +80,8 @@ def test_what_is_no_number_stays_in_its_column() -> None:
 
     share_out(scores, 10)
 
-    assert scores[0, 2, 5].isnan()
-    assert scores.isnan().sum() == 1
+    assert scores[0, :6, 5].isnan().all()
+    assert scores.isnan().any(1).sum() == 1
 
 
 def test_what_does_not_belong_together_is_refused() -> None:

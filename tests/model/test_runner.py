@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshllm.model import runner as runner_module
+from meshllm.model.attention import attend_chunk
 from meshllm.model.cache import SpanCache
 from meshllm.model.runner import STOCK, Runner
 from meshllm.model.shard import Shard
 from meshllm.model.steady import SteadyLinear, find_floors
-from meshllm.names import Span
+from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 
 COUNTS = (2, 3, 5, 9, 17)
@@ -78,6 +80,30 @@ def test_a_step_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, fami
 
     expected = runner.shard.forward(ids(1, seed=1), stock)
     assert (got - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_a_prompt_attends_on_its_own_where_nobody_expects_stock_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, attended = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16), list[int]()
+
+    def attend(query: Tensor, *args: Any) -> Tensor:
+        attended.append(query.shape[2])
+        return attend_chunk(query, *args)
+
+    for quant, parts in ((Quant.NONE, [9]), (Quant.INT8, [40, 9])):
+        shard = Shard.load(source, Span(0, 6), embed=True, head=True, quant=quant)
+        runner = Runner(shard, COUNTS)
+        stock, cache = shard.forward(ids(40), runner.new_cache()), runner.new_cache()
+        monkeypatch.setattr(runner_module, "attend_chunk", attend)
+        attended.clear()
+
+        got = runner.prefill(ids(40), cache)
+        runner.prefill(ids(9, seed=1), cache)
+
+        assert runner.is_steady
+        assert attended[::6] == parts
+        assert (got - stock).norm() <= 0.02 * stock.norm()
 
 
 def test_without_counts_a_step_is_that_of_the_stock_model(tmp_path: Path) -> None:
