@@ -40,11 +40,11 @@ def attend_chunk(
 ) -> Tensor:
     """Attend with many rows at the end of a text, see `attend_alone`; bfloat16 or float32.
 
-    The fused kernel of torch takes two to three times as long where there are many keys: it does
-    not skip what is hidden, and stock code copies keys for every head. Here some rows at a time see
-    what they see, as many as leave their scores in the processor's cache; and scores stand as the
-    product with the keys gives them, a column for each row, so that nothing is turned. They are
-    rounded to the dtype, as by transformers' eager attention.
+    The fused kernel of torch takes longer where there are many keys: it does not skip what is
+    hidden, and stock code copies keys for every head. Here some rows at a time see what they see,
+    as many as leave their scores in the processor's cache; and scores stand as the product with the
+    keys gives them, a column for each row, so that nothing is turned. They are rounded to the
+    dtype, as by transformers' eager attention.
     """
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
