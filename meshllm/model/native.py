@@ -141,6 +141,31 @@ class Code:
         halves = self.do.lshr(self.do.bitcast(low, kind), sixteen)
         return self.do.or_(halves, self.do.bitcast(high, kind))
 
+    def low(self, words: ir.Value) -> ir.Value:
+        """Turn the lower halves of words, which are bfloat16, into float32."""
+        sixteen = ir.Constant(words.type, [16] * words.type.count)
+        return self.do.bitcast(self.do.shl(words, sixteen), FLOATS)
+
+    def high(self, words: ir.Value) -> ir.Value:
+        """Turn the higher halves of words, which are bfloat16, into float32."""
+        mask = ir.Constant(words.type, [0xFFFF0000] * words.type.count)
+        return self.do.bitcast(self.do.and_(words, mask), FLOATS)
+
+    def turn(self, lines: Sequence[ir.Value]) -> list[ir.Value]:
+        """Transpose a square: as many vectors as each has lanes, a power of 2."""
+        lanes, lines = len(lines), list(lines)
+        apart = lanes // 2
+        while apart:
+            for at in range(lanes):
+                if not at & apart:
+                    both = lines[at], lines[at + apart]
+                    ups = [lane + (lanes - apart) * bool(lane & apart) for lane in range(lanes)]
+                    lines[at] = self.do.shuffle_vector(*both, _mask(ups))
+                    downs = [up + apart for up in ups]
+                    lines[at + apart] = self.do.shuffle_vector(*both, _mask(downs))
+            apart //= 2
+        return lines
+
     def root(self, number: ir.Value) -> ir.Value:
         """Take the square root, rounded once."""
         return self._call("sqrt", number)

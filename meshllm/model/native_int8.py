@@ -11,7 +11,6 @@ that takes pairs of bfloat16 and adds twice as much at a time, which many rows w
 number of 8 bits is such a number.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache
@@ -33,6 +32,7 @@ from meshllm.model.native import (
     Native,
     room,
 )
+from meshllm.model.scratch import scratch
 
 OUTPUTS = 64
 """Of a block; a line of the processor's cache for each input."""
@@ -113,22 +113,6 @@ def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
 def adds_pairs() -> bool:
     """Whether rows of bfloat16 are multiplied as such, many of them twice as fast as others."""
     return native.can(PAIRS_FEATURE)
-
-
-class _Scratch(threading.local):
-    """Memory of a thread that is written again and again: new pages would take longer to come."""
-
-    numbers = torch.empty(0, dtype=torch.bfloat16)
-
-
-_scratch = _Scratch()
-
-
-def scratch(count: int) -> Tensor:
-    """Lend room for so many bfloat16 numbers, until the same thread asks again."""
-    if len(_scratch.numbers) < count:
-        _scratch.numbers = torch.empty(count, dtype=torch.bfloat16)
-    return _scratch.numbers[:count]
 
 
 def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:

@@ -18,15 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshllm.model.native_linear import native_of
+from meshllm.model.specimen import MOST_ROWS, specimen
+
 SMALLEST = 1 << 18  # values; a smaller matrix stays in the processor's cache as it is
 LARGEST = 1 << 26  # values; of a larger one no second is made to try, its many outputs are enough
-ROWS = (1, 2, 5, 8, 17, 64)
+ROWS = (1, 2, 5, 8, 17, MOST_ROWS)
 """Rows that are compared: of a token, a draft and a prompt, even and odd."""
 GAIN = 0.9  # of the time; for less a copy is not worth its memory
 TRIALS = 5
 
 Apply = Callable[[Tensor], Tensor]
 _Kind = tuple[int, int, torch.dtype, bool]
+_Exchange = Callable[[nn.Linear], nn.Module | None]
 
 
 class PackedLinear(nn.Linear):
@@ -52,15 +56,15 @@ class PackedLinear(nn.Linear):
 @torch.inference_mode()
 def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
     """Exchange the linear modules whose copies are faster, but none in or under ``skip``."""
-    verdicts: dict[_Kind, bool] = {}
+    verdicts: dict[_Kind, _Exchange] = {}
     for name, plain in list(_candidates(model)):
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):
             continue
         kind = *plain.weight.shape, plain.weight.dtype, plain.bias is not None
         if kind not in verdicts:
-            verdicts[kind] = _gains(plain)
-        if verdicts[kind]:
-            model.set_submodule(name, PackedLinear(plain))
+            verdicts[kind] = _choose(plain)
+        if exchanged := verdicts[kind](plain):
+            model.set_submodule(name, exchanged)
 
 
 @torch.inference_mode()
@@ -76,26 +80,15 @@ def sooner(one: Apply, other: Apply, x: Tensor) -> bool:
     return min(mine for _, mine in times) <= GAIN * min(theirs for theirs, _ in times)
 
 
-def specimen(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
-    """Draw a matrix and rows [M, K] whose products cancel: what is left is the rounding.
+def _choose(plain: nn.Linear) -> _Exchange:
+    """Find what matrices of this shape are exchanged for."""
+    if native_of(plain):
+        return native_of
+    return PackedLinear if _gains(plain) else _keep
 
-    Sums taken in another order differ in all of it; of the sums of ordinary numbers, rounded to 16
-    bits, about one in ten thousand shows it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    half, dtype = like.in_features // 2, like.weight.dtype
 
-    def draw(rows: int, sign: int) -> Tensor:
-        values = torch.randn(rows, half, generator=generator).to(dtype)
-        odd = values.new_zeros(rows, like.in_features - 2 * half)
-        return torch.cat([values, sign * values, odd], dim=1)
-
-    plain = nn.Linear(like.in_features, like.out_features, like.bias is not None, device="meta")
-    plain.weight = nn.Parameter(draw(like.out_features, -1))
-    if like.bias is not None:  # as small as what is left
-        bias = torch.randn(like.out_features, generator=generator) * 1e-5
-        plain.bias = nn.Parameter(bias.to(dtype))
-    return plain, draw(max(ROWS), 1)
+def _keep(_plain: nn.Linear) -> None:
+    return None
 
 
 def _gains(plain: nn.Linear) -> bool:

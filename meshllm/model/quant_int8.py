@@ -17,6 +17,7 @@ from torch import Tensor
 from meshllm.model import native, native_int8
 from meshllm.model.native_int8 import OUTPUTS
 from meshllm.model.quant_form import Form, Packed, Shape
+from meshllm.model.scratch import scratch
 
 CHUNK_ROWS = 4096  # of a matrix rounded at a time
 MANY = 48  # rows from which on widening pays
@@ -48,7 +49,7 @@ class Int8Matrix:
         if rows.shape[1] < inputs:
             rows = torch.nn.functional.pad(rows, (0, 1))
         most = max(1, WIDE_BYTES // (2 * inputs * outputs))
-        room = native_int8.scratch(most * inputs * outputs)
+        room = scratch(most * inputs * outputs)
         products = rows.new_empty(len(rows), blocks * outputs)
         for at in range(0, blocks, most):
             part = self._data[at : at + most]

@@ -27,6 +27,7 @@ from meshllm.model.attention import attend_alone, attend_chunk
 from meshllm.model.bundle import Bundle
 from meshllm.model.cache import SpanCache, WindowLayer
 from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
+from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.quant_attention import NAME as SHARED_KEYS
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import build
@@ -70,12 +71,14 @@ class Runner:
         self._is_quantised = shard.model.config._attn_implementation == SHARED_KEYS
         self._bundle: Bundle | None = None
         self._is_chunk = False
+        self._mode = Mode()
         self._steady_name = f"{STEADY}_{id(self)}"  # of its own: another thread may run another one
         self._tail = find_tail(shard)
         self.is_steady = bool(counts) and self._exchange() and self._agrees()
         """Whether several rows are computed in the time of one, or nearly."""
         if not self.is_steady:
             loosen(shard.model)
+        self._mode.bits = Bits.PROMPT if self.is_steady else Bits.STOCK
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""
@@ -158,6 +161,7 @@ class Runner:
         if floors is None:
             return False
         steady(model, floors)
+        adopt(model, self._mode)
         return True
 
     @torch.inference_mode()
@@ -211,9 +215,11 @@ class Runner:
         stock = config._attn_implementation
         ALL_ATTENTION_FUNCTIONS[self._steady_name] = self._attend
         config._attn_implementation = self._steady_name  # no masks are made for an unknown name
+        before, self._mode.bits = self._mode.bits, Bits.PROMPT if self._is_chunk else Bits.STEP
         try:
             yield
         finally:
+            self._mode.bits = before
             config._attn_implementation = stock
             del ALL_ATTENTION_FUNCTIONS[self._steady_name]  # it would keep the weights
 

@@ -14,6 +14,7 @@ from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, fetch, free_bytes, name_of, wait
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
+from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
 from meshllm.model.shard import Shard
@@ -224,6 +225,7 @@ def _random_shard(
         quantise(model, quant, skip=skeleton.foreign(part), mapped=False)
     elif packed and device == CPU:
         pack(model, skip=skeleton.foreign(part))
+        adopt(model, Mode(Bits.PROMPT))
     return Shard(skeleton, part, device)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshllm.model.device import CPU
-from meshllm.model.packed import specimen
+from meshllm.model.native_linear import is_native, native_of
+from meshllm.model.specimen import specimen
 
 FLOORS = (1, 2, 3)
 """Rows to which fewer are filled up; more would cost time."""
@@ -69,6 +70,8 @@ def find_floors(
             continue
         if type(module) is not nn.Linear or module.weight.dtype != dtype:
             return None
+        if device == CPU and is_native(module):
+            continue
         shape = _shape(module, device)
         floor = floors.get(shape) or _floor(*shape, dtype, counts, device)
         if floor is None:
@@ -78,16 +81,19 @@ def find_floors(
 
 
 def steady(model: nn.Module, floors: Floors) -> None:
-    """Exchange the linear modules that need more rows."""
+    """Exchange the linear modules that need more rows, or are compiled."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and not module.weight.is_meta:
-            floor = floors[_shape(module, module.weight.device)]
-            if floor > 1:
-                model.set_submodule(name, SteadyLinear(module, floor))
+        if not isinstance(module, nn.Linear) or module.weight.is_meta:
+            continue
+        device = module.weight.device
+        if device == CPU and is_native(module):
+            model.set_submodule(name, native_of(module) or module)
+        elif (floor := floors[_shape(module, device)]) > 1:
+            model.set_submodule(name, SteadyLinear(module, floor))
 
 
 def loosen(model: nn.Module) -> None:
-    """Take back what `steady` exchanged."""
+    """Take back what has other bits."""
     for name, module in list(model.named_modules()):
         if isinstance(module, SteadyLinear):
             model.set_submodule(name, module.plain)

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model import packed as module
-from meshllm.model.packed import PackedLinear, pack, same, sooner, specimen
+from meshllm.model.packed import PackedLinear, pack, same, sooner
 from meshllm.model.shard import Shard
+from meshllm.model.specimen import specimen
 from meshllm.names import Span
 from meshllm.testing.models import stock_model, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile nothing, which goes first."""
+    monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: False)
 
 
 def linear(outputs: int = 512, inputs: int = 512, *, bias: bool = False) -> nn.Linear:

@@ -151,6 +151,7 @@ def test_matrices_that_did_not_help_are_taken_back(
         return dict.fromkeys(find_floors(model, *how) or (), 2)
 
     monkeypatch.setattr("meshllm.model.runner.find_floors", find)
+    monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: False)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
     runners = [

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meshllm.model.native_linear import Bits, Mode, NativeLinear, adopt
 from meshllm.model.packed import PackedLinear, pack
 from meshllm.model.steady import SteadyLinear, find_floors, steady
 
@@ -46,6 +47,7 @@ def test_a_matrix_that_minds_few_rows_gets_more(monkeypatch: pytest.MonkeyPatch)
 
     assert floors == {(40, 96): 3}
     steady(model, floors)
+    adopt(model, Mode(Bits.STEP))
     assert isinstance(model[0], SteadyLinear)
     assert torch.equal(model(x), before)
     for rows in COUNTS:
@@ -68,6 +70,7 @@ def test_rows_are_the_same_in_any_company_where_it_is_said(
     if floors is None:
         pytest.skip(f"this processor has no such kernel for {inputs} x {outputs} in {dtype}")
     steady(model, floors)
+    adopt(model, Mode(Bits.STEP))
     x = torch.randn(1, 17, inputs).to(dtype)
     x[..., inputs // 2 : inputs // 2 * 2] = -x[..., : inputs // 2]  # the sums are their rounding
 
@@ -78,13 +81,17 @@ def test_rows_are_the_same_in_any_company_where_it_is_said(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(dtype: torch.dtype) -> None:
+def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: False)
     model = model_of(2048, 512, dtype)
     floors = find_floors(model, dtype, COUNTS)
     pack(model)
     if floors is None or not isinstance(model.get_submodule("0"), PackedLinear):
         pytest.skip("no such copy, or no such kernel, on this processor")
     steady(model, floors)
+    adopt(model, Mode(Bits.STEP))
     x = torch.randn(1, 17, 2048).to(dtype)
     x[..., 1024:] = -x[..., :1024]
 
@@ -92,6 +99,26 @@ def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(dtype: torch.dtype
 
     for rows in COUNTS:
         assert torch.equal(model(x[:, :rows]), whole[:, :rows]), rows
+
+
+def test_what_is_compiled_needs_no_floor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: True)
+    model = model_of(128, 64, torch.bfloat16)
+    x = torch.randn(1, 17, 128).bfloat16()
+    with torch.inference_mode():
+        plain = model(x)
+        alone = torch.cat([model(x[0, at : at + 1]) for at in range(17)])[None]
+        floors = find_floors(model, torch.bfloat16, COUNTS)
+        if floors != {}:
+            pytest.skip("this processor adds in another order")
+        steady(model, floors)
+
+        assert isinstance(model.get_submodule("0"), NativeLinear)
+        assert torch.equal(model(x), plain)
+        adopt(model, Mode(Bits.STEP))
+        assert torch.equal(model(x), alone)
 
 
 def test_of_a_linear_module_of_the_model_s_own_nothing_is_known() -> None:

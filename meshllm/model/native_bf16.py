@@ -1,0 +1,281 @@
+"""Products with matrices of bfloat16 in the orders of torch's kernels, compiled; knows no models.
+
+Theory of operation
+-------------------
+The bits of a sum depend on the order of adding. On processors without instructions for bfloat16
+torch has two orders, which are those of the functions here (a product of two bfloat16 is exact in
+float32, so nothing else matters):
+
+- One row: input k is added to sum k modulo `LANES_OF_ROW`, and these sums are added in halves
+  (torch, ReducedPrecisionFloatGemvFastPathKernel.cpp).
+- Many rows: inputs are cut into blocks. In a block the product with the second of each pair of
+  inputs is added, then that with the first; then the sums of the blocks one after the other, and
+  the bias (oneDNN, emulation of VDPBF16PS).
+
+torch turns the weights into what it adds for every few rows, or for each, again. Here they are read
+as they lie in their file, once for a few rows; for many a block of them is turned round once, so
+that each lane of a vector is an output.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from meshllm.model.native import FLOAT, HALF, INT, LANES, WORD, Code, Native, room
+from meshllm.model.scratch import scratch
+
+LANES_OF_ROW = 64
+"""Sums of one product with one row; inputs are a multiple of it."""
+OUTPUTS = 64
+"""Of a block of many rows; their number is a multiple of it."""
+MOST_ROWS = 192
+"""Whose sums are kept beside the weights in the processor's cache."""
+
+_FEW_OUTPUTS = 16  # of a block of few rows
+_TOGETHER = 4  # outputs that share what is loaded of several rows, where there are registers
+_TILE = 6  # rows whose sums are held in registers
+_AHEAD = 2048  # weights that are on their way: processors themselves ask for fewer
+_FEW = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
+_MANY = (
+    *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
+    *("parts", "tiles", "room"),
+)
+
+
+def multiply_few(rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows [M, K] with weights [N, K], each as torch multiplies one: [M, N], bfloat16.
+
+    Raises:
+        ValueError: K is no multiple of `LANES_OF_ROW`, or what is given is of another dtype, has
+            gaps, is on a GPU, or does not belong together.
+    """
+    outputs, inputs = _check(rows, weights, bias)
+    if not len(rows):
+        return rows.new_empty(0, outputs)
+    tiles = -(-len(rows) // _TILE)
+    each = -(-len(rows) // tiles)
+    given = _padded(rows, tiles * each)
+    products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
+    together = _TOGETHER if each > 1 and outputs % _TOGETHER == 0 and room() > LANES else 1
+    _few(each, together, bias is not None)(
+        *(-(-outputs // _FEW_OUTPUTS), torch.get_num_threads(), weights.data_ptr()),
+        *(0 if bias is None else bias.data_ptr(), given.data_ptr(), products.data_ptr()),
+        *(outputs, inputs // LANES_OF_ROW, tiles),
+    )
+    return products[: len(rows)]
+
+
+def multiply_many(
+    rows: Tensor, weights: Tensor, bias: Tensor | None = None, *, part: int
+) -> Tensor:
+    """Multiply rows [M, K] with weights [N, K] in blocks of ``part`` inputs: [M, N], bfloat16.
+
+    Raises:
+        ValueError: N is no multiple of `OUTPUTS` or ``part`` of 32, or as of `multiply_few`.
+    """
+    outputs, inputs = _check(rows, weights, bias)
+    if outputs % OUTPUTS or part % (2 * LANES) or part < 1:
+        raise ValueError(f"{outputs} outputs in blocks of {part} inputs")
+    if len(rows) > MOST_ROWS:
+        several = torch.split(rows, MOST_ROWS)
+        return torch.cat([multiply_many(each, weights, bias, part=part) for each in several])
+    if not len(rows):
+        return rows.new_empty(0, outputs)
+    tiles = -(-len(rows) // _TILE)
+    each, part = -(-len(rows) // tiles), min(part, inputs)
+    given, threads = _padded(rows, tiles * each), torch.get_num_threads()
+    products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
+    words = (part // 2 + tiles * each) * OUTPUTS
+    written = scratch(2 * threads * words)
+    _many(each, bias is not None)(
+        *(outputs // OUTPUTS, threads, weights.data_ptr()),
+        *(0 if bias is None else bias.data_ptr(), given.data_ptr(), products.data_ptr()),
+        *(written.data_ptr(), outputs, inputs // 2, part // 2, -(-inputs // part), tiles, words),
+    )
+    return products[: len(rows)]
+
+
+def _check(rows: Tensor, weights: Tensor, bias: Tensor | None) -> tuple[int, int]:
+    outputs, inputs = weights.shape
+    given = [rows, weights] if bias is None else [rows, weights, bias]
+    for tensor in given:
+        if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
+            raise ValueError(f"{tensor.dtype} on {tensor.device}")
+    if not all(tensor.is_contiguous() for tensor in given[1:]):
+        raise ValueError("weights with gaps")
+    if rows.shape[1] != inputs or inputs % LANES_OF_ROW or not weights.numel():
+        raise ValueError(f"rows of {rows.shape[1]} numbers for a matrix [{outputs}, {inputs}]")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"a bias {list(bias.shape)} for {outputs} outputs")
+    return outputs, inputs
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """Give rows [M, K] as float32, and some of zeros behind them."""
+    wide = torch.empty(count, rows.shape[1], dtype=torch.float32)
+    wide[: len(rows)] = rows
+    wide[len(rows) :] = 0
+    return wide
+
+
+@cache
+def _few(rows: int, together: int, has_bias: bool) -> Native:
+    """Compile it for tiles of so many rows and outputs."""
+    vectors, tile = LANES_OF_ROW // LANES, rows * together
+    columns = next(n for n in (vectors, vectors // 2, 1) if n == 1 or tile * n <= room())
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do, steps = code.do, fields["steps"]
+        inputs = do.mul(steps, code.index(LANES_OF_ROW))
+        first = do.mul(block, code.index(_FEW_OUTPUTS))
+        left, most = do.sub(fields["outputs"], first), code.index(_FEW_OUTPUTS)
+        here = do.select(do.icmp_unsigned("<", left, most), left, most)
+        with code.rounds(fields["tiles"]) as tile:
+            top = do.mul(tile.index, code.index(rows))
+            lines = [do.add(top, code.index(row)) for row in range(rows)]
+            starts = [code.at(fields["rows"], do.mul(line, inputs), FLOAT) for line in lines]
+            with code.rounds(do.udiv(here, code.index(together))) as turn:
+                at = do.add(first, do.mul(turn.index, code.index(together)))
+                outputs = [do.add(at, code.index(output)) for output in range(together)]
+                weights = [code.at(fields["weights"], do.mul(at, inputs), HALF) for at in outputs]
+                sums = [list[ir.Value]() for _ in range(rows * together)]
+                for column in range(0, vectors, columns):
+                    found = _add_lanes(code, weights, starts, steps, (column, columns))
+                    for own, new in zip(sums, found, strict=True):
+                        own.extend(new)
+                places = ((line, output) for output in outputs for line in lines)
+                for (line, output), own in zip(places, sums, strict=True):
+                    total = _add_up(code, own)
+                    if has_bias:
+                        one = code.load(HALF, fields["bias"], output, 1)
+                        extra = do.extract_element(code.widen(one), ir.Constant(WORD, 0))
+                        total = do.fadd(total, extra)
+                    place = do.add(do.mul(line, fields["outputs"]), output)
+                    code.store(HALF, code.narrow(code.spread(total, 1)), fields["products"], place)
+
+    return Native(_FEW, write)
+
+
+def _add_lanes(
+    code: Code,
+    weights: Sequence[ir.Value],
+    rows: Sequence[ir.Value],
+    steps: ir.Value,
+    columns: tuple[int, int],
+) -> list[list[ir.Value]]:
+    """Add up some of the lanes of the products of outputs and rows."""
+    do, (start, count) = code.do, columns
+    zeros = [code.floats(0.0)] * (len(weights) * len(rows) * count)
+    with code.rounds(steps, *zeros) as loop:
+        first = do.mul(loop.index, code.index(LANES_OF_ROW))
+        places = [do.add(first, code.index((start + at) * LANES)) for at in range(count)]
+        numbers = [[code.load(FLOAT, row, place, LANES) for place in places] for row in rows]
+        sums = iter(_chunks(loop.held, count))
+        for output in weights:
+            for line in range(0, LANES_OF_ROW, 32):  # what a cache reads at a time
+                ahead = do.add(first, code.index(_AHEAD + line))
+                code.fetch(code.at(output, ahead, HALF))
+            values = [code.widen(code.load(HALF, output, place, LANES)) for place in places]
+            for row in numbers:
+                loop.then += map(code.fma, row, values, next(sums))
+    return _chunks(loop.then, count)
+
+
+def _add_up(code: Code, sums: list[ir.Value]) -> ir.Value:
+    """Add sums in halves."""
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [code.do.fadd(*both) for both in zip(sums[:half], sums[half:], strict=True)]
+    return code.sum(sums[0])
+
+
+def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
+    return [list(values[at : at + count]) for at in range(0, len(values), count)]
+
+
+@cache
+def _many(rows: int, has_bias: bool) -> Native:
+    """Compile it for tiles of so many rows."""
+    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
+        do, pairs, tiles = code.do, fields["pairs"], fields["tiles"]
+        first, width = do.mul(block, code.index(OUTPUTS)), code.index(OUTPUTS)
+        turned = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
+        totals = code.at(turned, do.mul(fields["part"], width), FLOAT)
+        weights = code.at(fields["weights"], do.mul(first, pairs), WORD)
+        with code.rounds(fields["parts"]) as part:
+            begin = do.mul(part.index, fields["part"])
+            left = do.sub(pairs, begin)
+            is_last = do.icmp_unsigned("<", left, fields["part"])
+            count = do.select(is_last, left, fields["part"])
+            _turn(code, code.at(weights, begin, WORD), turned, (pairs, count))
+            is_first = do.icmp_unsigned("==", part.index, code.index(0))
+            for column in range(0, OUTPUTS, LANES * columns):
+                places = [code.index(column + at * LANES) for at in range(columns)]
+                with code.rounds(tiles) as tile:
+                    top = do.mul(tile.index, code.index(rows))
+                    lines = [do.add(top, code.index(row)) for row in range(rows)]
+                    starts = [
+                        code.at(fields["rows"], do.add(do.mul(line, pairs), begin), INT)
+                        for line in lines
+                    ]
+                    sums = iter(_add_pairs(code, turned, starts, count, places))
+                    for line in lines:
+                        for place in places:
+                            at, own = do.add(do.mul(line, width), place), next(sums)
+                            total = do.fadd(code.load(FLOAT, totals, at, LANES), own)
+                            code.store(FLOAT, do.select(is_first, own, total), totals, at)
+        with code.rounds(do.mul(tiles, code.index(rows))) as line:
+            for place in range(0, OUTPUTS, LANES):
+                at = do.add(do.mul(line.index, width), code.index(place))
+                total, output = (
+                    code.load(FLOAT, totals, at, LANES),
+                    do.add(first, code.index(place)),
+                )
+                if has_bias:
+                    bias = code.widen(code.load(HALF, fields["bias"], output, LANES))
+                    total = do.fadd(total, bias)
+                at = do.add(do.mul(line.index, fields["outputs"]), output)
+                code.store(HALF, code.narrow(total), fields["products"], at)
+
+    return Native(_MANY, write)
+
+
+def _turn(
+    code: Code, weights: ir.Value, turned: ir.Value, sizes: tuple[ir.Value, ir.Value]
+) -> None:
+    """Write pairs of weights [64, K / 2] to [pairs, 64], of so many pairs."""
+    do, (pairs, count) = code.do, sizes
+    for output in range(0, OUTPUTS, LANES):
+        lines = [do.mul(pairs, code.index(output + at)) for at in range(LANES)]
+        with code.rounds(do.udiv(count, code.index(LANES))) as loop:
+            start = do.mul(loop.index, code.index(LANES))
+            square = [code.load(WORD, weights, do.add(line, start), LANES) for line in lines]
+            for at, column in enumerate(code.turn(square)):
+                place = do.mul(do.add(start, code.index(at)), code.index(OUTPUTS))
+                code.store(WORD, column, turned, do.add(place, code.index(output)))
+
+
+def _add_pairs(
+    code: Code,
+    turned: ir.Value,
+    rows: Sequence[ir.Value],
+    count: ir.Value,
+    places: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """Add up the products of rows with so many pairs of inputs, for outputs at some places."""
+    do = code.do
+    with code.rounds(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
+        line = code.at(turned, do.mul(loop.index, code.index(OUTPUTS)), WORD)
+        words = [code.load(WORD, line, place, LANES) for place in places]
+        lows, highs = [code.low(word) for word in words], [code.high(word) for word in words]
+        for row, sums in zip(rows, _chunks(loop.held, len(places)), strict=True):
+            pair = code.at(row, loop.index, INT)
+            first, second = (code.spread(code.load(FLOAT, pair, code.index(at))) for at in range(2))
+            for low, high, total in zip(lows, highs, sums, strict=True):
+                loop.then.append(code.fma(low, first, code.fma(high, second, total)))
+    return loop.then

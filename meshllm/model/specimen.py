@@ -1,0 +1,29 @@
+"""Matrices to try kernels on; knows no kernel."""
+
+import torch
+from torch import Tensor, nn
+
+MOST_ROWS = 64
+"""Of a specimen."""
+
+
+def specimen(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
+    """Draw a matrix and rows [M, K] whose products cancel: what is left is the rounding.
+
+    Sums taken in another order differ in all of it; of the sums of ordinary numbers, rounded to 16
+    bits, about one in ten thousand shows it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half, dtype = like.in_features // 2, like.weight.dtype
+
+    def draw(rows: int, sign: int) -> Tensor:
+        values = torch.randn(rows, half, generator=generator).to(dtype)
+        odd = values.new_zeros(rows, like.in_features - 2 * half)
+        return torch.cat([values, sign * values, odd], dim=1)
+
+    plain = nn.Linear(like.in_features, like.out_features, like.bias is not None, device="meta")
+    plain.weight = nn.Parameter(draw(like.out_features, -1))
+    if like.bias is not None:  # as small as what is left
+        bias = torch.randn(like.out_features, generator=generator) * 1e-5
+        plain.bias = nn.Parameter(bias.to(dtype))
+    return plain, draw(MOST_ROWS, 1)
