@@ -99,6 +99,8 @@ def multiply_many(
 
 
 def _check(rows: Tensor, weights: Tensor, bias: Tensor | None) -> tuple[int, int]:
+    if rows.dim() != 2 or weights.dim() != 2:
+        raise ValueError(f"rows {list(rows.shape)} for weights {list(weights.shape)}")
     outputs, inputs = weights.shape
     given = [rows, weights] if bias is None else [rows, weights, bias]
     for tensor in given:
@@ -254,7 +256,9 @@ def _turn(
         lines = [do.mul(pairs, code.index(output + at)) for at in range(LANES)]
         with code.rounds(do.udiv(count, code.index(LANES))) as loop:
             start = do.mul(loop.index, code.index(LANES))
-            square = [code.load(WORD, weights, do.add(line, start), LANES) for line in lines]
+            places = [do.mul(do.add(line, start), code.index(2)) for line in lines]
+            halves = [code.load(HALF, weights, place, 2 * LANES) for place in places]
+            square = [do.bitcast(each, ir.VectorType(WORD, LANES)) for each in halves]
             for at, column in enumerate(code.turn(square)):
                 place = do.mul(do.add(start, code.index(at)), code.index(OUTPUTS))
                 code.store(WORD, column, turned, do.add(place, code.index(output)))

@@ -14,7 +14,8 @@ come from memory, two rows three times as slow, and prompts at a fraction of wha
 What torch adds in no known order stays with torch. On other processors its kernels are as fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, partial
@@ -36,12 +37,12 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Bits(Enum):
-    """What rows are to have the bits of."""
+    """What rows are to have the bits of; one that comes by itself has those of a row alone."""
 
     STOCK = auto()
     """Of torch."""
     PROMPT = auto()
-    """Of a row among many."""
+    """Of a row among many, where that order is known."""
     STEP = auto()
     """Of a row alone."""
 
@@ -66,13 +67,20 @@ class NativeLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N]."""
-        x, count, bits = input, input.numel() // self.in_features, self.mode.bits
-        multiply = multiply_few if bits is Bits.STEP or count == 1 else self._many
-        is_shared = bits is Bits.STOCK and count > 1 and torch.get_num_threads() > 1
-        if multiply is None or is_shared or x.dtype != torch.bfloat16 or not x.is_contiguous():
+        x, count = input, input.numel() // self.in_features
+        multiply = self._find(x, count) if x.dtype == torch.bfloat16 else None
+        if multiply is None:
             return functional.linear(x, self.weight, self.bias)
-        products = multiply(x.view(count, self.in_features), self.weight, self.bias)
+        products = multiply(x.reshape(count, self.in_features), self.weight, self.bias)
         return products.view(*x.shape[:-1], self.out_features)
+
+    def _find(self, x: Tensor, count: int) -> Multiply | None:
+        """Choose what multiplies so many rows; None is torch."""
+        if count == 1 or self.mode.bits is Bits.STEP:
+            return multiply_few
+        if self.mode.bits is Bits.STOCK and (torch.get_num_threads() > 1 or not x.is_contiguous()):
+            return None  # the bias is added to what was rounded already where rows have gaps
+        return self._many
 
 
 def adopt(model: nn.Module, mode: Mode) -> None:
@@ -83,8 +91,14 @@ def adopt(model: nn.Module, mode: Mode) -> None:
 
 
 def native_of(plain: nn.Linear) -> NativeLinear | None:
-    """Make a module of the same weights and bits; None where torch has others, or is as fast."""
-    if not is_native(plain) or plain.weight.device.type != "cpu" or not _is_whole(plain):
+    """Make a module of the same weights and bits; None where torch has others, or is as fast.
+
+    It takes no hooks over, so modules that have some stay, too.
+    """
+    if isinstance(plain, NativeLinear):
+        return plain
+    weight, hooks = plain.weight, plain._forward_hooks | plain._forward_pre_hooks
+    if weight.device.type != "cpu" or not weight.is_contiguous() or hooks or not is_native(plain):
         return None
     return NativeLinear(plain, _orders_of(plain).many)
 
@@ -118,32 +132,41 @@ class _Orders:
 
 def _orders_of(like: nn.Linear) -> _Orders:
     outputs = min(like.out_features, _OUTPUTS)
-    if like.out_features % OUTPUTS:  # or a part of it is tried as if it were whole
-        outputs -= outputs % OUTPUTS == 0 and outputs > 1
-    return _find_orders(outputs, like.in_features, like.bias is not None, torch.get_num_threads())
+    if like.out_features % OUTPUTS and outputs % OUTPUTS == 0:
+        outputs -= 1  # a part is no more whole than all of it
+    return _find_orders(outputs, like.in_features, like.bias is not None)
 
 
 @cache
 @torch.inference_mode()
-def _find_orders(outputs: int, inputs: int, has_bias: bool, _threads: int) -> _Orders:
-    """Try a shape, with sums of which nothing but their rounding is left."""
+def _find_orders(outputs: int, inputs: int, has_bias: bool) -> _Orders:
+    """Try a shape, with sums of which nothing but their rounding is left, on one thread."""
     like = nn.Linear(inputs, outputs, has_bias, device="meta", dtype=torch.bfloat16)
     plain, x = specimen(like)
     # What cancels is mixed: halves of a sum that are the same, but for the sign, leave nothing.
     places = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
     plain.weight.data, x = plain.weight[:, places], x[:, places]
     weight, bias = plain.weight, plain.bias if has_bias else None
-    one, many = plain(x[:1]), plain(x)
-    if not torch.equal(one, multiply_few(x[:1], weight, bias)):
+    single = x[: max(1, _OUTPUTS // outputs)]  # many for a small matrix: some sums are alike
+    with _one_thread():
+        alone = torch.cat([plain(row[None]) for row in single])
+        many = plain(x)
+    if not torch.equal(alone, multiply_few(single, weight, bias)):
         return _Orders(False, None)
     ways: list[Multiply] = [multiply_few]
     if outputs % OUTPUTS == 0:
         parts = {inputs, inputs // 2, _PART}
         ways += [partial(multiply_many, part=part) for part in sorted(parts) if part % 32 == 0]
-    return _Orders(
-        True, next((way for way in ways if torch.equal(way(x, weight, bias), many)), None)
-    )
+    same = (way for way in ways if torch.equal(way(x, weight, bias), many))
+    return _Orders(True, next(same, None))
 
 
-def _is_whole(plain: nn.Linear) -> bool:
-    return plain.weight.is_contiguous() and not plain._forward_hooks | plain._forward_pre_hooks
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch share out nothing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.native_linear import native_of
+from meshllm.model.native_linear import is_native, native_of
 from meshllm.model.specimen import MOST_ROWS, specimen
 
 SMALLEST = 1 << 18  # values; a smaller matrix stays in the processor's cache as it is
@@ -82,7 +82,7 @@ def sooner(one: Apply, other: Apply, x: Tensor) -> bool:
 
 def _choose(plain: nn.Linear) -> _Exchange:
     """Find what matrices of this shape are exchanged for."""
-    if native_of(plain):
+    if is_native(plain):
         return native_of
     return PackedLinear if _gains(plain) else _keep
 

@@ -64,7 +64,10 @@ class Runner:
     """Runs one shard."""
 
     def __init__(self, shard: Shard, counts: Sequence[int] = ()) -> None:
-        """Prepare for steps of one row and of each of ``counts``; none are stock steps."""
+        """Prepare for steps of one row and of each of ``counts``; none are stock steps.
+
+        A shard has one runner; another one would tell its matrices what to do, too.
+        """
         self.shard = shard
         self._counts = frozenset((1, *counts))
         self._slides = any(isinstance(layer, WindowLayer) for layer in self.new_cache().layers)
@@ -87,8 +90,9 @@ class Runner:
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a part of a prompt, see `Shard.forward`; the first one gives the stock bits.
 
-        But where a matrix needs company, a head that is asked for one row computes it as later; and
-        quantised matrices have bits of their own, so all parts attend as the later ones do.
+        But where a matrix needs company, a head that is asked for one row computes it as later;
+        compiled products have the bits that torch has with one thread; and quantised matrices have
+        bits of their own, so all parts attend as the later ones do.
         """
         if self.is_steady and self.shard.device == CPU and (cache.length or self._is_quantised):
             return self._chunk(x, cache, rows)
@@ -158,9 +162,8 @@ class Runner:
             floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1), self.shard.device)
         except torch.OutOfMemoryError:  # a GPU with room for the weights and little more
             return False
-        if floors is None:
+        if floors is None or not steady(model, floors):
             return False
-        steady(model, floors)
         adopt(model, self._mode)
         return True
 
@@ -171,7 +174,7 @@ class Runner:
 
         def filled() -> SpanCache | None:
             cache = self.new_cache()
-            self.shard.forward(x[:, :_BEFORE], cache)
+            self.shard.forward(x[:, :_BEFORE], cache, rows=1)
             return cache if layers else None
 
         rows = x[:, _BEFORE:]

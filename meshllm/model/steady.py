@@ -80,16 +80,20 @@ def find_floors(
     return floors
 
 
-def steady(model: nn.Module, floors: Floors) -> None:
-    """Exchange the linear modules that need more rows, or are compiled."""
+def steady(model: nn.Module, floors: Floors) -> bool:
+    """Exchange the linear modules that need more rows, or are compiled; say if all are known."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or module.weight.is_meta:
             continue
-        device = module.weight.device
-        if device == CPU and is_native(module):
-            model.set_submodule(name, native_of(module) or module)
-        elif (floor := floors[_shape(module, device)]) > 1:
+        if own := native_of(module):
+            model.set_submodule(name, own)
+            continue
+        floor = floors.get(_shape(module, module.weight.device))
+        if floor is None:  # one with a hook, where compiled ones were counted on
+            return False
+        if floor > 1:
             model.set_submodule(name, SteadyLinear(module, floor))
+    return True
 
 
 def loosen(model: nn.Module) -> None:

@@ -25,7 +25,9 @@ from meshllm.protocol.lookahead import STEPS
 from meshllm.testing.table1 import TRANSFORMERS
 
 CONTEXT = 128  # tokens of each session before the first one that is decoded
-LAST = 2  # rows of a prompt whose logits are wanted; one alone a node computes as in company
+LAST = (
+    8  # rows of a prompt whose logits are wanted; of fewer a node, or torch, may add up as of one
+)
 
 Forward = Callable[[Tensor], Tensor]
 """From token ids [B, T] to logits [B, R, V]: of a prompt behind the last of them, of R tokens."""

@@ -129,6 +129,9 @@ def test_what_does_not_belong_together_is_refused() -> None:
         (x[:, :96], weight[:, :96].contiguous(), None),
         (x, weight[:0], None),
         (x.to("meta"), weight, None),
+        (x[0], weight, None),
+        (x[None], weight, None),
+        (x, weight[0], None),
     ):
         with pytest.raises(ValueError, match=r"\w"):
             multiply_few(rows, matrix, extra)

@@ -11,6 +11,7 @@ from meshllm.model import native_linear
 from meshllm.model.native_bf16 import multiply_few
 from meshllm.model.native_linear import Bits, Mode, NativeLinear, is_native, native_of
 from meshllm.model.packed import pack
+from meshllm.model.specimen import specimen
 
 SHAPES = [(64, 64), (256, 128), (512, 896), (100, 192), (64, 2048), (64, 3072)]
 
@@ -35,85 +36,128 @@ def native(plain: nn.Linear) -> NativeLinear:
     return module
 
 
-def rows(count: int, inputs: int) -> Tensor:
-    """Draw rows; two halves of a matrix that is drawn so, too, would leave their rounding."""
-    return torch.randn(1, count, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+def mixed(outputs: int, inputs: int, *, bias: bool = False) -> tuple[nn.Linear, Tensor]:
+    """Draw a matrix and rows [64, K] whose products leave nothing but their rounding."""
+    like = nn.Linear(inputs, outputs, bias, device="meta", dtype=torch.bfloat16)
+    plain, x = specimen(like)
+    places = torch.randperm(inputs, generator=torch.Generator().manual_seed(1))
+    plain.weight.data = plain.weight[:, places]
+    return plain, x[:, places]
+
+
+def alone(plain: nn.Linear, x: Tensor) -> Tensor:
+    return torch.cat([plain(row[None]) for row in x])
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @torch.inference_mode()
 def test_bits_are_those_of_torch(outputs: int, inputs: int, bias: bool) -> None:
-    plain = linear(outputs, inputs, bias=bias)
-    half = inputs // 2
-    plain.weight[:, half:] = -plain.weight[:, :half]
-    module, x = native(plain), rows(64, inputs)
-    x[..., half:] = x[..., :half] * (1 + 2**-7)
-
-    prompt, one = module(x), module(x[:, :1])
-    module.mode.bits = Bits.STEP
-    steps = [module(x[:, :17]), module(x[:, 17:20])]
-
-    alone = torch.cat([plain(x[0, at : at + 1]) for at in range(20)])[None]
-    assert torch.equal(prompt, plain(x))
-    assert torch.equal(one, alone[:, :1])
-    assert torch.equal(torch.cat(steps, 1), alone)
-
-
-@torch.inference_mode()
-def test_rows_of_any_shape_and_layout_are_taken() -> None:
-    plain = linear(128, 64, bias=True)
+    plain, x = mixed(outputs, inputs, bias=bias)
     module = native(plain)
 
-    for x in (
-        rows(12, 64)[0],
-        rows(12, 64).view(3, 4, 64),
-        rows(24, 64)[:, ::2],
-        rows(1, 64)[0, 0],
-    ):
-        assert torch.equal(module(x), plain(x))
-    assert module(rows(1, 64)[:, :0]).shape == (1, 0, 128)
+    prompt, one = module(x[None]), module(x[None, :1])
+    module.mode.bits = Bits.STEP
+    steps = [module(x[None, :17]), module(x[None, 17:20])]
+
+    assert torch.equal(prompt, plain(x)[None])
+    assert torch.equal(one, alone(plain, x[:1])[None])
+    assert torch.equal(torch.cat(steps, 1), alone(plain, x[:20])[None])
 
 
+@pytest.mark.parametrize("bits", Bits)
 @torch.inference_mode()
-def test_several_threads_leave_prompts_to_torch_where_its_bits_are_wanted() -> None:
-    plain, threads = linear(512, 512), torch.get_num_threads()
-    module, x = native(plain), rows(33, 512)
+def test_rows_of_any_shape_and_layout_are_taken(bits: Bits) -> None:
+    plain, x = mixed(128, 192, bias=True)
+    module = native(plain)
+    module.mode.bits = bits
+
+    expected = alone(plain, x) if bits is Bits.STEP else plain(x)
+    assert torch.equal(module(x.view(4, 16, 192)), expected.view(4, 16, 128))
+    with_gaps = torch.cat([x, x], 1)[None, :, :192]
+    assert torch.equal(
+        module(with_gaps), plain(with_gaps) if bits is Bits.STOCK else expected[None]
+    )
+    assert torch.equal(module(x[3]), alone(plain, x[3:4])[0])
+    assert module(x[:0]).shape == (0, 128)
+
+
+@pytest.mark.parametrize(("bits", "is_ours"), [(Bits.STOCK, False), (Bits.PROMPT, True)])
+@torch.inference_mode()
+def test_several_threads_leave_prompts_to_torch_where_its_bits_are_wanted(
+    bits: Bits, is_ours: bool
+) -> None:
+    plain, x = mixed(512, 512)
+    asked: list[int] = []
+
+    def many(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        asked.append(len(rows))
+        return nn.functional.linear(rows, weight, bias)
+
+    module, threads = NativeLinear(plain, many), torch.get_num_threads()
+    module.mode.bits = bits
     try:
         torch.set_num_threads(2)
-        stock, expected = module(x), plain(x)
-        module.mode.bits = Bits.PROMPT
-        prompt = module(x)
+        assert torch.equal(module(x[:33]), plain(x[:33]))
     finally:
         torch.set_num_threads(threads)
 
-    assert torch.equal(stock, expected)
-    assert torch.equal(prompt, module(x))
+    assert bool(asked) is is_ours
+
+
+@torch.inference_mode()
+def test_what_is_found_does_not_depend_on_the_threads() -> None:
+    plain, threads = linear(256, 128), torch.get_num_threads()
+    native(plain)
+
+    try:
+        found = []
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            native_linear._find_orders.cache_clear()
+            found.append(str(native_linear._orders_of(plain)))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 64])
+@torch.inference_mode()
+def test_another_order_of_one_row_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, outputs: int
+) -> None:
+    def one_by_one(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        products, total = x.float()[:, None] * weight.float(), torch.zeros(len(x), outputs)
+        for place in range(x.shape[1]):
+            total = total + products[..., place]
+        return total.bfloat16()
+
+    native(linear(outputs))
+    native_linear._find_orders.cache_clear()
+    monkeypatch.setattr(native_linear, "multiply_few", one_by_one)
+
+    assert native_of(linear(outputs)) is None
 
 
 @torch.inference_mode()
 def test_an_unknown_order_of_many_rows_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = linear()
+    plain, x = mixed(256, 64)
     native(plain)
     native_linear._find_orders.cache_clear()
     real = multiply_few
 
-    def only_one(x: Tensor, *others: Any) -> Tensor:
-        return real(x, *others) if len(x) == 1 else torch.zeros(len(x), 64)
+    def only_few(x: Tensor, *others: Any) -> Tensor:
+        return real(x, *others) if len(x) < 64 else torch.zeros(len(x), 256)
 
-    monkeypatch.setattr(native_linear, "multiply_few", only_one)
+    monkeypatch.setattr(native_linear, "multiply_few", only_few)
     monkeypatch.setattr(native_linear, "multiply_many", lambda x, *_, part: x.new_zeros(1))
 
     module = native(plain)
 
     assert module._many is None
-    assert torch.equal(module(rows(64, 64)), plain(rows(64, 64)))
-
-
-def test_an_unknown_order_of_one_row_leaves_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_linear, "multiply_few", lambda x, *_: x.new_zeros(1, 64))
-
-    assert native_of(linear()) is None
+    assert torch.equal(module(x), plain(x))
 
 
 def test_what_is_of_another_kind_stays(monkeypatch: pytest.MonkeyPatch) -> None:

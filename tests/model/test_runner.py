@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshllm.model import runner as runner_module
 from meshllm.model.attention import attend_chunk
 from meshllm.model.cache import SpanCache
+from meshllm.model.native_linear import Bits
 from meshllm.model.runner import STOCK, Runner
 from meshllm.model.shard import Shard
 from meshllm.model.steady import SteadyLinear, find_floors
@@ -57,6 +58,24 @@ def test_rows_together_are_rows_alone(tmp_path: Path, family: str, dtype: torch.
     assert at == 40
     assert torch.equal(torch.cat(steps, 1), one_by_one)
     assert (alone.length, together.length) == (43, 43)
+
+
+def test_matrices_are_told_what_the_rows_are(tmp_path: Path) -> None:
+    runner, told = runner_of(tmp_path, "qwen3", torch.bfloat16), list[Bits]()
+    if not runner.is_steady:
+        pytest.skip("this processor adds in another order")
+    runner.shard.model.register_forward_pre_hook(lambda *_: told.append(runner._mode.bits))
+    cache = filled(runner, 5)
+
+    runner.step(ids(2), cache)
+    runner.step_many([ids(1), ids(2)], [cache, filled(runner, 3)])
+    runner.prefill(ids(4), cache)
+    with pytest.raises(AttributeError):
+        runner.step(ids(2), "no cache")  # type: ignore[arg-type]
+    runner.prefill(ids(4), runner.new_cache())
+
+    prompt, step = Bits.PROMPT, Bits.STEP
+    assert told == [prompt, step, prompt, step, prompt, prompt]  # what fails does not get so far
 
 
 def test_wrong_rows_leave_no_trace(tmp_path: Path) -> None:

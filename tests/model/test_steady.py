@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from meshllm.model.native_linear import Bits, Mode, NativeLinear, adopt
 from meshllm.model.packed import PackedLinear, pack
+from meshllm.model.specimen import specimen
 from meshllm.model.steady import SteadyLinear, find_floors, steady
 
 COUNTS = (1, 2, 3, 5, 9, 17)
@@ -101,24 +102,34 @@ def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(
         assert torch.equal(model(x[:, :rows]), whole[:, :rows]), rows
 
 
-def test_what_is_compiled_needs_no_floor(
+@torch.inference_mode()
+def test_what_is_compiled_needs_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: True)
+    plain, x = specimen(nn.Linear(896, 64, False, device="meta", dtype=torch.bfloat16))
+    model = nn.Sequential(plain)
+    alone = torch.cat([model(row[None]) for row in x[:17]])
+    floors = find_floors(model, torch.bfloat16, COUNTS)
+    if floors != {}:
+        pytest.skip("this processor adds in another order")
+
+    assert steady(model, floors)
+
+    assert isinstance(model.get_submodule("0"), NativeLinear)
+    adopt(model, Mode(Bits.STEP))
+    assert torch.equal(model(x[:17]), alone)
+
+
+def test_a_module_that_cannot_be_exchanged_where_that_was_counted_on_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: True)
     model = model_of(128, 64, torch.bfloat16)
-    x = torch.randn(1, 17, 128).bfloat16()
-    with torch.inference_mode():
-        plain = model(x)
-        alone = torch.cat([model(x[0, at : at + 1]) for at in range(17)])[None]
-        floors = find_floors(model, torch.bfloat16, COUNTS)
-        if floors != {}:
-            pytest.skip("this processor adds in another order")
-        steady(model, floors)
+    floors = find_floors(model, torch.bfloat16, COUNTS)
+    if floors != {}:
+        pytest.skip("this processor adds in another order")
+    model.get_submodule("0").register_forward_hook(lambda *_: None)
 
-        assert isinstance(model.get_submodule("0"), NativeLinear)
-        assert torch.equal(model(x), plain)
-        adopt(model, Mode(Bits.STEP))
-        assert torch.equal(model(x), alone)
+    assert not steady(model, floors)
 
 
 def test_of_a_linear_module_of_the_model_s_own_nothing_is_known() -> None:
