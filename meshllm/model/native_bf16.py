@@ -45,87 +45,102 @@ _MANY = (
 )
 
 
-def multiply_few(rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows [M, K] with weights [N, K], each as torch multiplies one: [M, N], bfloat16.
+class Matrix:
+    """Weights [N, K] and a bias [N], bfloat16, which are read where they lie."""
 
-    Raises:
-        ValueError: K is no multiple of `LANES_OF_ROW`, or what is given is of another dtype, has
-            gaps, is on a GPU, or does not belong together.
-    """
-    outputs, inputs = _check(rows, weights, bias)
-    if not len(rows):
-        return rows.new_empty(0, outputs)
-    tiles = -(-len(rows) // _TILE)
-    each = -(-len(rows) // tiles)
-    given = _padded(rows, tiles * each)
-    products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
-    together = _TOGETHER if each > 1 and outputs % _TOGETHER == 0 and room() > LANES else 1
-    _few(each, together, bias is not None)(
-        *(-(-outputs // _FEW_OUTPUTS), torch.get_num_threads(), weights.data_ptr()),
-        *(0 if bias is None else bias.data_ptr(), given.data_ptr(), products.data_ptr()),
-        *(outputs, inputs // LANES_OF_ROW, tiles),
-    )
-    return products[: len(rows)]
+    __slots__ = ("_bias", "_inputs", "_kept", "_outputs", "_weights")
+
+    def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
+        """Take weights whose place and shape do not change any more.
+
+        Raises:
+            ValueError: K is no multiple of `LANES_OF_ROW`, or what is given is of another dtype,
+                has gaps, is on a GPU, or does not belong together.
+        """
+        self._kept = weights, bias  # for as long as they are pointed to
+        for tensor in (weights,) if bias is None else (weights, bias):
+            if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
+                raise ValueError(f"{tensor.dtype} on {tensor.device}")
+            if not tensor.is_contiguous():
+                raise ValueError("weights with gaps")
+        if weights.dim() != 2 or weights.shape[1] % LANES_OF_ROW or not weights.numel():
+            raise ValueError(f"a matrix {list(weights.shape)}")
+        self._outputs, self._inputs = weights.shape
+        if bias is not None and bias.shape != (self._outputs,):
+            raise ValueError(f"a bias {list(bias.shape)} for {self._outputs} outputs")
+        self._weights = weights.data_ptr()
+        self._bias = 0 if bias is None else bias.data_ptr()
+
+    def few(self, rows: Tensor) -> Tensor:
+        """Multiply rows [M, K], each as torch multiplies one: [M, N], bfloat16.
+
+        Raises:
+            ValueError: the rows are longer or shorter, of another dtype, or on a GPU.
+        """
+        count, outputs = self._count(rows), self._outputs
+        tiles = -(-count // _TILE) or 1
+        each = -(-count // tiles)
+        products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
+        if not count:
+            return products
+        given = rows.contiguous() if each == 1 else _widened(rows, tiles * each)
+        is_wide = each > 1 and outputs % _TOGETHER == 0 and room() > LANES
+        _few(each, _TOGETHER if is_wide else 1, bool(self._bias))(
+            *(-(-outputs // _FEW_OUTPUTS), torch.get_num_threads(), self._weights, self._bias),
+            *(given.data_ptr(), products.data_ptr(), outputs),
+            *(self._inputs // LANES_OF_ROW, tiles),
+        )
+        return products if tiles * each == count else products[:count]
+
+    def many(self, rows: Tensor, part: int) -> Tensor:
+        """Multiply rows [M, K] in blocks of ``part`` inputs: [M, N], bfloat16.
+
+        Raises:
+            ValueError: N is no multiple of `OUTPUTS` or ``part`` of 32, or as of `few`.
+        """
+        count, outputs = self._count(rows), self._outputs
+        if outputs % OUTPUTS or part % (2 * LANES) or part < 1:
+            raise ValueError(f"{outputs} outputs in blocks of {part} inputs")
+        if count > MOST_ROWS:
+            return torch.cat([self.many(each, part) for each in torch.split(rows, MOST_ROWS)])
+        tiles, part = -(-count // _TILE) or 1, min(part, self._inputs)
+        each, threads = -(-count // tiles), torch.get_num_threads()
+        products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
+        if not count:
+            return products
+        given = _widened(rows, tiles * each)
+        words = (part // 2 + tiles * each) * OUTPUTS
+        written = scratch(2 * threads * words)
+        _many(each, bool(self._bias))(
+            *(outputs // OUTPUTS, threads, self._weights, self._bias, given.data_ptr()),
+            *(products.data_ptr(), written.data_ptr(), outputs, self._inputs // 2, part // 2),
+            *(-(-self._inputs // part), tiles, words),
+        )
+        return products[:count]
+
+    def _count(self, rows: Tensor) -> int:
+        """Tell how many rows there are."""
+        shape = rows.shape
+        if len(shape) != 2 or shape[1] != self._inputs:
+            raise ValueError(f"rows {list(shape)} for a matrix of {self._inputs} inputs")
+        if rows.dtype != torch.bfloat16 or not rows.is_cpu:
+            raise ValueError(f"rows of {rows.dtype} on {rows.device}")
+        return shape[0]
 
 
-def multiply_many(
-    rows: Tensor, weights: Tensor, bias: Tensor | None = None, *, part: int
-) -> Tensor:
-    """Multiply rows [M, K] with weights [N, K] in blocks of ``part`` inputs: [M, N], bfloat16.
-
-    Raises:
-        ValueError: N is no multiple of `OUTPUTS` or ``part`` of 32, or as of `multiply_few`.
-    """
-    outputs, inputs = _check(rows, weights, bias)
-    if outputs % OUTPUTS or part % (2 * LANES) or part < 1:
-        raise ValueError(f"{outputs} outputs in blocks of {part} inputs")
-    if len(rows) > MOST_ROWS:
-        several = torch.split(rows, MOST_ROWS)
-        return torch.cat([multiply_many(each, weights, bias, part=part) for each in several])
-    if not len(rows):
-        return rows.new_empty(0, outputs)
-    tiles = -(-len(rows) // _TILE)
-    each, part = -(-len(rows) // tiles), min(part, inputs)
-    given, threads = _padded(rows, tiles * each), torch.get_num_threads()
-    products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
-    words = (part // 2 + tiles * each) * OUTPUTS
-    written = scratch(2 * threads * words)
-    _many(each, bias is not None)(
-        *(outputs // OUTPUTS, threads, weights.data_ptr()),
-        *(0 if bias is None else bias.data_ptr(), given.data_ptr(), products.data_ptr()),
-        *(written.data_ptr(), outputs, inputs // 2, part // 2, -(-inputs // part), tiles, words),
-    )
-    return products[: len(rows)]
-
-
-def _check(rows: Tensor, weights: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    if rows.dim() != 2 or weights.dim() != 2:
-        raise ValueError(f"rows {list(rows.shape)} for weights {list(weights.shape)}")
-    outputs, inputs = weights.shape
-    given = [rows, weights] if bias is None else [rows, weights, bias]
-    for tensor in given:
-        if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
-            raise ValueError(f"{tensor.dtype} on {tensor.device}")
-    if not all(tensor.is_contiguous() for tensor in given[1:]):
-        raise ValueError("weights with gaps")
-    if rows.shape[1] != inputs or inputs % LANES_OF_ROW or not weights.numel():
-        raise ValueError(f"rows of {rows.shape[1]} numbers for a matrix [{outputs}, {inputs}]")
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"a bias {list(bias.shape)} for {outputs} outputs")
-    return outputs, inputs
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
+def _widened(rows: Tensor, count: int) -> Tensor:
     """Give rows [M, K] as float32, and some of zeros behind them."""
-    wide = torch.empty(count, rows.shape[1], dtype=torch.float32)
-    wide[: len(rows)] = rows
-    wide[len(rows) :] = 0
+    wide, given = torch.empty(count, rows.shape[1], dtype=torch.float32), rows.shape[0]
+    wide[:given] = rows
+    if given < count:
+        wide[given:] = 0
     return wide
 
 
 @cache
 def _few(rows: int, together: int, has_bias: bool) -> Native:
-    """Compile it for tiles of so many rows and outputs."""
+    """Compile it for tiles of so many rows and outputs; rows of one are still bfloat16."""
+    kind = HALF if rows == 1 else FLOAT  # of which one takes no other operation to be made
     vectors, tile = LANES_OF_ROW // LANES, rows * together
     columns = next(n for n in (vectors, vectors // 2, 1) if n == 1 or tile * n <= room())
 
@@ -138,7 +153,7 @@ def _few(rows: int, together: int, has_bias: bool) -> Native:
         with code.rounds(fields["tiles"]) as tile:
             top = do.mul(tile.index, code.index(rows))
             lines = [do.add(top, code.index(row)) for row in range(rows)]
-            starts = [code.at(fields["rows"], do.mul(line, inputs), FLOAT) for line in lines]
+            starts = [code.at(fields["rows"], do.mul(line, inputs), kind) for line in lines]
             with code.rounds(do.udiv(here, code.index(together))) as turn:
                 at = do.add(first, do.mul(turn.index, code.index(together)))
                 outputs = [do.add(at, code.index(output)) for output in range(together)]
@@ -174,7 +189,10 @@ def _add_lanes(
     with code.rounds(steps, *zeros) as loop:
         first = do.mul(loop.index, code.index(LANES_OF_ROW))
         places = [do.add(first, code.index((start + at) * LANES)) for at in range(count)]
-        numbers = [[code.load(FLOAT, row, place, LANES) for place in places] for row in rows]
+        kind = HALF if len(rows) == 1 else FLOAT
+        numbers = [[code.load(kind, row, place, LANES) for place in places] for row in rows]
+        if kind == HALF:
+            numbers = [[code.widen(number) for number in row] for row in numbers]
         sums = iter(_chunks(loop.held, count))
         for output in weights:
             for line in range(0, LANES_OF_ROW, 32):  # what a cache reads at a time

@@ -14,26 +14,24 @@ come from memory, two rows three times as slow, and prompts at a fraction of wha
 What torch adds in no known order stays with torch. On other processors its kernels are as fast.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meshllm.model import native
-from meshllm.model.native_bf16 import LANES_OF_ROW, OUTPUTS, multiply_few, multiply_many
+from meshllm.model.native_bf16 import LANES_OF_ROW, OUTPUTS, Matrix
 from meshllm.model.native_int8 import adds_pairs
 from meshllm.model.quant_int8 import multiplies_matrices
 from meshllm.model.specimen import specimen
 
 _OUTPUTS = 4096  # of a large matrix that are tried
 _PART = 768  # inputs that oneDNN takes at a time; up to twice as many are halved
-
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Bits(Enum):
@@ -57,30 +55,39 @@ class Mode:
 class NativeLinear(nn.Linear):
     """A linear module that multiplies its weights where they lie."""
 
-    def __init__(self, plain: nn.Linear, many: Multiply | None) -> None:
-        """Take over weights; ``many`` rows are multiplied so, or by torch."""
+    def __init__(self, plain: nn.Linear, part: int | None) -> None:
+        """Take over weights, which may move no more.
+
+        Many rows are multiplied in blocks of ``part`` inputs, with 0 as one is, with None by torch.
+
+        Raises:
+            ValueError: as of `Matrix`.
+        """
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
         self.mode = Mode()
-        self._many = many
+        self._part = part
+        bias = None if plain.bias is None else plain.bias.detach()
+        self._matrix = Matrix(plain.weight.detach(), bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N]."""
         x, count = input, input.numel() // self.in_features
-        multiply = self._find(x, count) if x.dtype == torch.bfloat16 else None
-        if multiply is None:
+        part = 0 if count == 1 or self.mode.bits is Bits.STEP else self._part
+        if part is None or x.dtype != torch.bfloat16 or (count > 1 and self._is_for_torch(x)):
             return functional.linear(x, self.weight, self.bias)
-        products = multiply(x.reshape(count, self.in_features), self.weight, self.bias)
+        rows = x.reshape(count, self.in_features)
+        products = self._matrix.many(rows, part) if part else self._matrix.few(rows)
         return products.view(*x.shape[:-1], self.out_features)
 
-    def _find(self, x: Tensor, count: int) -> Multiply | None:
-        """Choose what multiplies so many rows; None is torch."""
-        if count == 1 or self.mode.bits is Bits.STEP:
-            return multiply_few
-        if self.mode.bits is Bits.STOCK and (torch.get_num_threads() > 1 or not x.is_contiguous()):
-            return None  # the bias is added to what was rounded already where rows have gaps
-        return self._many
+    def _is_for_torch(self, x: Tensor) -> bool:
+        """Whether torch might add up these rows in several orders, and its bits are wanted.
+
+        Where rows have gaps it adds the bias to what was rounded already.
+        """
+        is_stock = self.mode.bits is Bits.STOCK
+        return is_stock and (torch.get_num_threads() > 1 or not x.is_contiguous())
 
 
 def adopt(model: nn.Module, mode: Mode) -> None:
@@ -100,7 +107,7 @@ def native_of(plain: nn.Linear) -> NativeLinear | None:
     weight, hooks = plain.weight, plain._forward_hooks | plain._forward_pre_hooks
     if weight.device.type != "cpu" or not weight.is_contiguous() or hooks or not is_native(plain):
         return None
-    return NativeLinear(plain, _orders_of(plain).many)
+    return NativeLinear(plain, _orders_of(plain).part)
 
 
 def is_native(like: nn.Linear) -> bool:
@@ -126,8 +133,9 @@ class _Orders:
     """What is known of how torch multiplies by matrices of a shape."""
 
     has_few: bool
-    """Whether one row is added up as by `multiply_few`."""
-    many: Multiply | None
+    """Whether one row is added up as by `Matrix.few`."""
+    part: int | None
+    """Inputs of a block of many; 0 if these are added up as one is; None if it is another way."""
 
 
 def _orders_of(like: nn.Linear) -> _Orders:
@@ -146,19 +154,18 @@ def _find_orders(outputs: int, inputs: int, has_bias: bool) -> _Orders:
     # What cancels is mixed: halves of a sum that are the same, but for the sign, leave nothing.
     places = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
     plain.weight.data, x = plain.weight[:, places], x[:, places]
-    weight, bias = plain.weight, plain.bias if has_bias else None
+    matrix = Matrix(plain.weight.detach(), plain.bias.detach() if has_bias else None)
     single = x[: max(1, _OUTPUTS // outputs)]  # many for a small matrix: some sums are alike
     with _one_thread():
         alone = torch.cat([plain(row[None]) for row in single])
         many = plain(x)
-    if not torch.equal(alone, multiply_few(single, weight, bias)):
+    if not torch.equal(alone, matrix.few(single)):
         return _Orders(False, None)
-    ways: list[Multiply] = [multiply_few]
-    if outputs % OUTPUTS == 0:
-        parts = {inputs, inputs // 2, _PART}
-        ways += [partial(multiply_many, part=part) for part in sorted(parts) if part % 32 == 0]
-    same = (way for way in ways if torch.equal(way(x, weight, bias), many))
-    return _Orders(True, next(same, None))
+    if torch.equal(many, matrix.few(x)):
+        return _Orders(True, 0)
+    parts = [part for part in sorted({inputs, inputs // 2, _PART}) if part % 32 == 0]
+    same = (part for part in parts if torch.equal(many, matrix.many(x, part)))
+    return _Orders(True, None if outputs % OUTPUTS else next(same, None))
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Products of bfloat16 in the orders that are promised, each row as it would be alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.native_bf16 import LANES_OF_ROW, MOST_ROWS, multiply_few, multiply_many
+from meshllm.model.native_bf16 import LANES_OF_ROW, MOST_ROWS, Matrix
 from meshllm.model.specimen import specimen
 
 FEW = [(1, 64), (7, 128), (64, 64), (100, 448), (129, 1024)]
@@ -18,6 +19,14 @@ def _threads() -> Iterator[None]:
     count = torch.get_num_threads()
     yield
     torch.set_num_threads(count)
+
+
+def multiply_few(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return Matrix(weight, bias).few(rows)
+
+
+def multiply_many(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, part: int) -> Tensor:
+    return Matrix(weight, bias).many(rows, part)
 
 
 def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +96,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     x = torch.cat([x, x.flip(0) * 3, x.roll(1, 0)[:, :1088], x[:9]])
     assert len(x) > MOST_ROWS
     torch.set_num_threads(1)
-    ways = [multiply_few, lambda *given: multiply_many(*given, part=544)]
+    ways: list[Callable[..., Tensor]] = [multiply_few, partial(multiply_many, part=544)]
     alone = [torch.cat([way(row[None], weight, bias) for row in x]) for way in ways]
     assert not torch.equal(*alone)
 

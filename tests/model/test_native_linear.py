@@ -1,14 +1,13 @@
 """Which modules are exchanged for compiled ones, and that these have torch's bits."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from meshllm.model import native_linear
-from meshllm.model.native_bf16 import multiply_few
+from meshllm.model.native_bf16 import Matrix
 from meshllm.model.native_linear import Bits, Mode, NativeLinear, is_native, native_of
 from meshllm.model.packed import pack
 from meshllm.model.specimen import specimen
@@ -85,16 +84,17 @@ def test_rows_of_any_shape_and_layout_are_taken(bits: Bits) -> None:
 @pytest.mark.parametrize(("bits", "is_ours"), [(Bits.STOCK, False), (Bits.PROMPT, True)])
 @torch.inference_mode()
 def test_several_threads_leave_prompts_to_torch_where_its_bits_are_wanted(
-    bits: Bits, is_ours: bool
+    monkeypatch: pytest.MonkeyPatch, bits: Bits, is_ours: bool
 ) -> None:
     plain, x = mixed(512, 512)
     asked: list[int] = []
 
-    def many(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        asked.append(len(rows))
-        return nn.functional.linear(rows, weight, bias)
+    def many(_self: Matrix, rows: Tensor, part: int) -> Tensor:
+        asked.append(part)
+        return nn.functional.linear(rows, plain.weight)
 
-    module, threads = NativeLinear(plain, many), torch.get_num_threads()
+    monkeypatch.setattr(Matrix, "many", many)
+    module, threads = NativeLinear(plain, 32), torch.get_num_threads()
     module.mode.bits = bits
     try:
         torch.set_num_threads(2)
@@ -102,7 +102,7 @@ def test_several_threads_leave_prompts_to_torch_where_its_bits_are_wanted(
     finally:
         torch.set_num_threads(threads)
 
-    assert bool(asked) is is_ours
+    assert asked == [32] * is_ours
 
 
 @torch.inference_mode()
@@ -128,15 +128,16 @@ def test_what_is_found_does_not_depend_on_the_threads() -> None:
 def test_another_order_of_one_row_is_found_out(
     monkeypatch: pytest.MonkeyPatch, outputs: int
 ) -> None:
-    def one_by_one(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-        products, total = x.float()[:, None] * weight.float(), torch.zeros(len(x), outputs)
+    def one_by_one(self: Matrix, x: Tensor) -> Tensor:
+        weight = self._kept[0].float()
+        products, total = x.float()[:, None] * weight, torch.zeros(len(x), outputs)
         for place in range(x.shape[1]):
             total = total + products[..., place]
         return total.bfloat16()
 
     native(linear(outputs))
     native_linear._find_orders.cache_clear()
-    monkeypatch.setattr(native_linear, "multiply_few", one_by_one)
+    monkeypatch.setattr(Matrix, "few", one_by_one)
 
     assert native_of(linear(outputs)) is None
 
@@ -146,17 +147,17 @@ def test_an_unknown_order_of_many_rows_stays_with_torch(monkeypatch: pytest.Monk
     plain, x = mixed(256, 64)
     native(plain)
     native_linear._find_orders.cache_clear()
-    real = multiply_few
+    real = Matrix.few
 
-    def only_few(x: Tensor, *others: Any) -> Tensor:
-        return real(x, *others) if len(x) < 64 else torch.zeros(len(x), 256)
+    def only_few(self: Matrix, x: Tensor) -> Tensor:
+        return real(self, x) if len(x) < 64 else torch.zeros(len(x), 256)
 
-    monkeypatch.setattr(native_linear, "multiply_few", only_few)
-    monkeypatch.setattr(native_linear, "multiply_many", lambda x, *_, part: x.new_zeros(1))
+    monkeypatch.setattr(Matrix, "few", only_few)
+    monkeypatch.setattr(Matrix, "many", lambda _, x, part: x.new_zeros(1))
 
     module = native(plain)
 
-    assert module._many is None
+    assert module._part is None
     assert torch.equal(module(x), plain(x))
 
 
