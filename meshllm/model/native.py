@@ -198,16 +198,16 @@ class Code:
         raised = do.bitcast(do.add(do.bitcast(power, words), twos), FLOATS)
         return do.select(do.fcmp_unordered("uno", given, given), given, raised)
 
+    def halves(self, vector: ir.Value) -> list[ir.Value]:
+        """Cut a vector in two."""
+        lanes = vector.type.count // 2
+        parts = range(lanes), range(lanes, 2 * lanes)
+        return [self.do.shuffle_vector(vector, vector, _mask(part)) for part in parts]
+
     def sum(self, vector: ir.Value) -> ir.Value:
         """Add up the lanes, halves first; their number is a power of 2."""
-        lanes = vector.type.count
-        while lanes > 1:
-            lanes //= 2
-            halves = [
-                self.do.shuffle_vector(vector, vector, _mask(range(at, at + lanes)))
-                for at in (0, lanes)
-            ]
-            vector = self.do.fadd(*halves)
+        while vector.type.count > 1:
+            vector = self.do.fadd(*self.halves(vector))
         return self.do.extract_element(vector, ir.Constant(WORD, 0))
 
     def widen(self, bits: ir.Value) -> ir.Value:

@@ -26,8 +26,8 @@ from meshllm.model.quant_choice import Plain, choose, families
 from meshllm.model.quant_form import Matrix, Shape
 from meshllm.model.quant_kernels import kernel, size_of
 from meshllm.model.quant_linear import QuantLinear, Siblings
-from meshllm.model.quant_norm import quicken
 from meshllm.model.quant_store import find, keep, page_out, tidy
+from meshllm.model.quick_norm import quicken
 from meshllm.names import Quant
 
 SAMPLES = 16  # rows that a matrix is tried on

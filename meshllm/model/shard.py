@@ -25,6 +25,7 @@ from meshllm.model.loader import load
 from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
 from meshllm.model.quant_store import digest_weights
+from meshllm.model.quick_norm import quicken
 from meshllm.model.skeleton import Part, Skeleton, build, strip
 from meshllm.model.source import Source, stored_dtype
 from meshllm.model.stub import LayerStub, Stop, first, key
@@ -94,6 +95,7 @@ class Shard:
             )
         elif packed and mapped and device == CPU:  # of a cast matrix two copies would stay
             pack(skeleton.model, skip=unused)
+            quicken(skeleton.model, exact=True)
         return cls(skeleton, part, device)
 
     def new_cache(self) -> SpanCache:

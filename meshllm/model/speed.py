@@ -17,6 +17,7 @@ from meshllm.model.memo import recall, remember
 from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
+from meshllm.model.quick_norm import quicken
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype
@@ -225,6 +226,7 @@ def _random_shard(
         quantise(model, quant, skip=skeleton.foreign(part), mapped=False)
     elif packed and device == CPU:
         pack(model, skip=skeleton.foreign(part))
+        quicken(model, exact=True)
         adopt(model, Mode(Bits.PROMPT))
     return Shard(skeleton, part, device)
 

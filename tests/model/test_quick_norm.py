@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from meshllm.model import quant_norm
+from meshllm.model import native_norm, quick_norm
 from meshllm.model.native_norm import norm
-from meshllm.model.quant_norm import FEW, QuickNorm, quicken
+from meshllm.model.quick_norm import FEW, QuickNorm, quicken
 
 
 def drawn(plain: Any) -> Any:
@@ -71,6 +71,50 @@ def test_a_norm_that_takes_a_gate_stays(kind: Any) -> None:
     assert model[0](x, x).shape == x.shape
 
 
+@pytest.mark.parametrize("width", [64, 896, 1024, 2560])
+@torch.inference_mode()
+def test_beside_plain_matrices_a_norm_has_its_bits_or_stays(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    plain = drawn(LlamaRMSNorm(width))
+    model = nn.Sequential(plain)
+    if not quicken(model, exact=True):
+        pytest.skip("torch adds in another order here")
+
+    x = torch.randn(FEW, width).bfloat16() * torch.logspace(-9, 9, FEW)[:, None].bfloat16()
+    assert torch.equal(model[0](x), plain(x))
+
+    monkeypatch.setattr(native_norm, "_WIDEST", 0)  # of another order: in halves
+    native_norm._function.cache_clear()
+    model = nn.Sequential(plain)
+    try:
+        assert quicken(model, exact=True) == 0
+        assert quicken(model) == 1
+    finally:
+        native_norm._function.cache_clear()
+
+
+def test_a_norm_with_a_hook_stays() -> None:
+    plain = drawn(LlamaRMSNorm(64))
+    plain.register_forward_hook(lambda *_: None)
+
+    assert quicken(nn.Sequential(plain)) == 0
+
+
+def test_one_norm_of_a_kind_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(drawn(LlamaRMSNorm(64)) for _ in range(3)))
+    asked: list[int] = []
+
+    def agree(_plain: Any, _quick: Any, rows: int, *_: Any, **__: Any) -> bool:
+        asked.append(rows)
+        return rows < FEW
+
+    monkeypatch.setattr(quick_norm, "_agree", agree)
+
+    assert quicken(model, exact=True) == 0
+    assert asked == [FEW]
+
+
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     quick = QuickNorm(drawn(LlamaRMSNorm(100)), 1e-6)
     x = torch.randn(1, 17, 100).bfloat16()
@@ -78,7 +122,10 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     alone = torch.cat([quick(x[:, at : at + 1]) for at in range(17)], 1)
 
     assert torch.equal(quick(x), alone)
-    assert torch.equal(quick(x.transpose(0, 1)), alone.transpose(0, 1))
+    turned = x.view(1, 17, 5, 20).transpose(1, 2)
+    narrow = QuickNorm(drawn(LlamaRMSNorm(20)), 1e-6)
+    assert torch.equal(narrow(turned), narrow(turned.contiguous()))
+    assert narrow(turned).stride() == narrow.plain(turned).stride() != turned.contiguous().stride()
 
 
 @pytest.mark.parametrize("rows", [0, FEW + 1])
@@ -103,6 +150,6 @@ def test_rows_of_another_length_are_refused() -> None:
 
 
 def test_where_nothing_can_be_compiled_norms_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_norm, "works", lambda: False)
+    monkeypatch.setattr(quick_norm, "works", lambda: False)
 
     assert quicken(nn.Sequential(drawn(LlamaRMSNorm(64)))) == 0
