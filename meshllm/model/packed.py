@@ -55,7 +55,10 @@ class PackedLinear(nn.Linear):
 
 @torch.inference_mode()
 def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
-    """Exchange the linear modules whose copies are faster, but none in or under ``skip``."""
+    """Exchange the linear modules that are compiled, or whose copies are faster.
+
+    None in or under ``skip``.
+    """
     verdicts: dict[_Kind, _Exchange] = {}
     for name, plain in list(_candidates(model)):
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):

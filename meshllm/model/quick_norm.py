@@ -30,7 +30,8 @@ class QuickNorm(nn.Module):
 
     def __init__(self, plain: Any, eps: float) -> None:
         super().__init__()
-        self.plain, self.eps = plain, eps
+        self._plain = (plain,)  # no module of this one, whose weights have the names that they had
+        self.eps = eps
         self.weight: nn.Parameter = plain.weight
         self.width = plain.weight.shape[0]
 
@@ -42,7 +43,7 @@ class QuickNorm(nn.Module):
                 return norm(x, self.weight, self.eps)
             # Laid out as stock code leaves it: products may take another way with other strides.
             return torch.empty_like(x).copy_(norm(x.contiguous(), self.weight, self.eps))
-        result: Tensor = self.plain(x)
+        result: Tensor = self._plain[0](x)
         return result
 
 

@@ -54,7 +54,7 @@ async def encoded() -> list[list[int]]:
         return prompts(ring)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_rings_of_1_to_4_nodes_answer_200_prompts_as_transformers_does() -> None:
     source = resolve("builtin")
     expected = reference(source, asyncio.run(encoded()))
