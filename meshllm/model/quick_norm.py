@@ -26,7 +26,7 @@ _ALIKE = 2**-10  # of all numbers together
 
 
 class QuickNorm(nn.Module):
-    """What stands for a norm: the same call, and nearly the same numbers."""
+    """What stands for a norm: the same call, and the same numbers or nearly, as was tried."""
 
     def __init__(self, plain: Any, eps: float) -> None:
         super().__init__()

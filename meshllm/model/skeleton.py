@@ -14,8 +14,11 @@ from transformers.utils import logging
 
 from meshllm.errors import ModelError
 from meshllm.model.anatomy import META_ERRORS, Anatomy, examine
+from meshllm.model.settle import settle
 from meshllm.model.stub import EndStub, LayerStub
 from meshllm.names import Span
+
+settle()  # on import: before any model runs, stock ones too
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,3 +257,23 @@ def test_sessions_really_go_together(tmp_path: Path) -> None:
         runner.step_many([ids(1, seed=turn)] * 3, caches)
 
     assert rows[-1] == 3
+
+
+def test_a_prompt_that_is_read_otherwise_once_costs_no_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, read = Shard.forward, list[int]()
+
+    def forward_otherwise(self: Shard, x: Tensor, cache: Any, **options: Any) -> Tensor:
+        """Read the first prompt as a library did that had not settled."""
+        output = forward(self, x, cache, **options)
+        if not read and cache is not None:
+            for layer in cache.layers:
+                layer.keys.mul_(1 + 2**-7)
+        read.append(x.shape[1])
+        return output
+
+    monkeypatch.setattr(Shard, "forward", forward_otherwise)
+
+    assert runner_of(tmp_path, "qwen3", torch.bfloat16).is_steady
+    assert read[0] > max(read[1:])
