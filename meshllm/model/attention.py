@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshllm.model import native_attention
+from meshllm.model import native_attention, native_linear
 from meshllm.model.native_softmax import COLUMNS, share_out
 
 SCORE_BYTES = 2 << 20  # of the scores that are made at a time
@@ -44,8 +44,13 @@ def attend_chunk(
     hidden, and stock code copies keys for every head. Here some rows at a time see what they see,
     as many as leave their scores in the processor's cache; and scores stand as the product with the
     keys gives them, a column for each row, so that nothing is turned. They are rounded to the
-    dtype, as by transformers' eager attention.
+    dtype, as by transformers' eager attention; but where the processor has no instructions for
+    bfloat16 all of it is float32 until the end, as torch takes twice as long otherwise. A few rows
+    that are left over are computed as such.
     """
+    if query.dtype == torch.bfloat16 and native_linear.suits():
+        wide = query.float(), key.float(), value.float()
+        return attend_chunk(*wide, scale, window).to(query.dtype)
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
@@ -54,6 +59,9 @@ def attend_chunk(
     most = max(1, max(COLUMNS, fit // COLUMNS * COLUMNS) // each)
     for at in range(0, rows, most):
         count = min(most, rows - at)
+        if at and each * count <= COLUMNS // 2:
+            mixed[:, at:] = attend_alone(query[:, :, at:], key, value, scale, window)
+            break
         stop = past + at + count
         start = max(0, stop - count - window + 1) if window else 0
         asked = (query[:, :, at : at + count] * scale).reshape(groups, each * count, width)
