@@ -37,19 +37,21 @@ class Rows:
         self.buffer = like.new_empty(*like.shape[:-2], 0, like.shape[-1])
         self.used = 0
 
-    def append(self, rows: Tensor, keep: int | None = None) -> Tensor:
-        """Add rows and return all that are held; when room is made, only the last ``keep`` stay."""
-        stop = self.used + rows.shape[-2]
+    def extend(self, count: int, keep: int | None = None) -> Tensor:
+        """Add rows, which are yet to be written, and return all that are held.
+
+        When room is made, only the last ``keep`` stay.
+        """
+        stop = self.used + count
         if stop > self.buffer.shape[-2]:
-            held = self.buffer[..., : self.used, :]
+            before = self.buffer
+            held = before[..., : self.used, :]
             held = held if keep is None else held[..., max(0, self.used - keep) :, :]
             self.used = held.shape[-2]
-            stop = self.used + rows.shape[-2]
-            room = max(UNTOUCHED if rows.device.type == "cpu" else CHUNK, stop // 2)
-            wider = rows.new_empty(*rows.shape[:-2], stop + room, rows.shape[-1])
-            wider[..., : self.used, :] = held
-            self.buffer = wider
-        self.buffer[..., self.used : stop, :] = rows
+            stop = self.used + count
+            room = max(UNTOUCHED if before.device.type == "cpu" else CHUNK, stop // 2)
+            self.buffer = before.new_empty(*before.shape[:-2], stop + room, before.shape[-1])
+            self.buffer[..., : self.used, :] = held
         self.used = stop
         return self.buffer[..., :stop, :]
 
@@ -64,9 +66,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not f
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.rows = Rows(key_states), Rows(value_states)
-        self.keys = self.rows[0].append(key_states)
-        self.values = self.rows[1].append(value_states)
+        tokens = key_states.shape[-2]
+        self.extend(tokens)
+        self.keys[..., -tokens:, :], self.values[..., -tokens:, :] = key_states, value_states
         return self.keys, self.values
+
+    def extend(self, tokens: int) -> int:
+        """Make room for the rows of a step, to be written by others; count what they see."""
+        self.keys, self.values = (rows.extend(tokens) for rows in self.rows)
+        return self.rows[0].used
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` rows."""
@@ -87,12 +95,17 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transform
             self.lazy_initialization(key_states, value_states)
             self.rows = Rows(key_states), Rows(value_states)
         tokens = key_states.shape[-2]
-        seen = min(self.cumulative_length, self.sliding_window - 1) + tokens
+        seen = self.extend(tokens)
+        self.keys[..., -tokens:, :], self.values[..., -tokens:, :] = key_states, value_states
+        return self.keys[..., -seen:, :], self.values[..., -seen:, :]
+
+    def extend(self, tokens: int) -> int:
+        """Make room for the rows of a step, to be written by others; count what they see."""
+        seen: int = min(self.cumulative_length, self.sliding_window - 1) + tokens
         self.cumulative_length += tokens
         keep = self.sliding_window - 1 + SLACK
-        self.keys = self.rows[0].append(key_states, keep)
-        self.values = self.rows[1].append(value_states, keep)
-        return self.keys[..., -seen:, :], self.values[..., -seen:, :]
+        self.keys, self.values = (rows.extend(tokens, keep) for rows in self.rows)
+        return seen
 
     @property
     def floor(self) -> int:
@@ -133,6 +146,13 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
     def croppable(self) -> bool:
         """Whether tokens can be taken back; recurrent and convolution states know no way back."""
         return all(type(layer) in _CROPPABLE for layer in self.layers)
+
+    @property
+    def extends(self) -> bool:
+        """Whether all layers of the span take rows that others write, see `GrowingLayer.extend`."""
+        return all(
+            isinstance(layer, GrowingLayer | WindowLayer | DummyLayer) for layer in self.layers
+        )
 
     @property
     def floor(self) -> int:

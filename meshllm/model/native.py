@@ -3,12 +3,9 @@
 Theory of operation
 -------------------
 A kernel of a library adds up in an order that depends on how much it is given, on the processor and
-on the version. What is compiled here says itself what is added to what, in LLVM's language: vectors
-of `LANES` numbers, each lane on its own, products and sums rounded once. LLVM reorders nothing of
-it, so numbers have the same bits on every processor, however wide its registers are (what is no
-number stays none, but may be another one of these; `Code.dot` has an exception of its own). LLVM is
-a library and wants no compiler on the machine; a function takes it some ten milliseconds, a tenth
-of a second at most, when it is first wanted.
+on the version. Functions of `meshllm.model.native_code` say themselves what is added to what. LLVM
+is a library and wants no compiler on the machine; a function takes it some ten milliseconds, a
+tenth of a second at most, when it is first wanted.
 
 Work is cut into blocks. Each thread takes the next one that nobody took, so one that is held up
 holds up nobody else. The threads are those that torch computes with: a second set of them would
@@ -18,11 +15,9 @@ wait for the same cores.
 import ctypes
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,229 +25,10 @@ from typing import Any
 import torch
 from llvmlite import binding, ir
 
-LANES = 16  # float32 values of a vector: the widest registers there are; others take it in parts
-BYTE, HALF, WORD, INT = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-FLOAT = ir.FloatType()
-FLOATS = ir.VectorType(FLOAT, LANES)
-PAIRS_FEATURE = "avx512bf16"
-"""What processors that have `Code.dot` call it."""
-
-_LOG2_E = 1.4426950408889634
-_LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
-_SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
-_ROUND = 1.5 * 2**23  # added to a small number it leaves the nearest whole one in the lowest bits
-_LEAST = -87.0  # of an exponent; what is less becomes so little
+from meshllm.model.native_code import INT, Code
 
 _TEAM = "GOMP_parallel"  # of GNU's OpenMP, and of LLVM's, which has the names of both
 _lock = threading.Lock()
-
-
-@dataclass(slots=True)
-class Loop:
-    """What goes round in a loop."""
-
-    index: ir.Value
-    """Which round it is, from 0."""
-    held: list[ir.Value]
-    """As the round began."""
-    then: list[ir.Value] = field(default_factory=list[ir.Value])
-    """As it ends, to be set by the body; behind the loop, as the last one ended."""
-
-
-class _Halves(ir.Type):  # type: ignore[misc]  # llvmlite says nothing of its types
-    """Pairs of bfloat16, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return f"<{2 * LANES} x bfloat>"
-
-
-_HALVES = _Halves()  # the only one: llvmlite compares types by what they are
-
-
-class Code:
-    """Writes the body of a function."""
-
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.do = builder
-
-    def index(self, value: int) -> ir.Constant:
-        """Write a whole number of 64 bits."""
-        return ir.Constant(INT, value)
-
-    def floats(self, value: float, lanes: int = LANES) -> ir.Constant:
-        """Write a number, rounded to float32, in every lane."""
-        rounded = struct.unpack("f", struct.pack("f", value))[0]
-        return ir.Constant(ir.VectorType(FLOAT, lanes), [rounded] * lanes)
-
-    def number(self, value: float) -> ir.Constant:
-        """Write one number."""
-        return ir.Constant(FLOAT, value)
-
-    def at(self, start: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
-        """Point to the value number ``index`` behind ``start``."""
-        return self.do.gep(start, [index], source_etype=kind)
-
-    def load(self, kind: ir.Type, start: ir.Value, index: ir.Value, lanes: int = 0) -> ir.Value:
-        """Load a value, or so many, from number ``index`` behind ``start``."""
-        wanted = ir.VectorType(kind, lanes) if lanes else kind
-        return self.do.load(self.at(start, index, kind), align=_bytes(kind), typ=wanted)
-
-    def store(self, kind: ir.Type, value: ir.Value, start: ir.Value, index: ir.Value) -> None:
-        """Store values at number ``index`` behind ``start``."""
-        self.do.store(value, self.at(start, index, kind), align=_bytes(kind))
-
-    def fetch(self, place: ir.Value) -> None:
-        """Let the line of memory at ``place`` come to the processor; there need be none."""
-        module, name, flag = self.do.module, "llvm.prefetch.p0", ir.Constant(WORD, 0)
-        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), WORD, WORD, WORD])
-        known = module.globals.get(name) or ir.Function(module, kind, name)
-        near, data = ir.Constant(WORD, 3), ir.Constant(WORD, 1)
-        self.do.call(known, [place, flag, near, data])
-
-    def spread(self, value: ir.Value, lanes: int = LANES) -> ir.Value:
-        """Put a number into every lane."""
-        kind = ir.VectorType(value.type, lanes)
-        one = self.do.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
-        nowhere = ir.Constant(kind, ir.Undefined)
-        return self.do.shuffle_vector(one, nowhere, _mask([0] * lanes))
-
-    def fma(self, left: ir.Value, right: ir.Value, added: ir.Value) -> ir.Value:
-        """Multiply and add, rounded once (IEEE 754-2019, 5.4.1)."""
-        return self._call("fma", left, right, added)
-
-    def dot(self, pairs: ir.Value, others: ir.Value, added: ir.Value) -> ir.Value:
-        """Multiply pairs of bfloat16, given as words of 32 bits, and add both products.
-
-        As `fma` of what the higher halves are and then of the lower ones, to the last bit; but what
-        is smaller than 2^-126 counts as 0 (Intel, Architecture Instruction Set Extensions,
-        VDPBF16PS). Only where the processor has the `PAIRS_FEATURE`.
-        """
-        module, name = self.do.module, "llvm.x86.avx512bf16.dpbf16ps.512"
-        known = module.globals.get(name) or ir.Function(
-            module, ir.FunctionType(FLOATS, [FLOATS, _HALVES, _HALVES]), name
-        )
-        both = [self.do.bitcast(each, _HALVES) for each in (pairs, others)]
-        return self.do.call(known, [added, *both])
-
-    def pair(self, low: ir.Value, high: ir.Value) -> ir.Value:
-        """Put float32 that are bfloat16, to the last bit, into the halves of words."""
-        kind = ir.VectorType(WORD, LANES)
-        sixteen = ir.Constant(kind, [16] * LANES)
-        halves = self.do.lshr(self.do.bitcast(low, kind), sixteen)
-        return self.do.or_(halves, self.do.bitcast(high, kind))
-
-    def low(self, words: ir.Value) -> ir.Value:
-        """Turn the lower halves of words, which are bfloat16, into float32."""
-        sixteen = ir.Constant(words.type, [16] * words.type.count)
-        return self.do.bitcast(self.do.shl(words, sixteen), FLOATS)
-
-    def high(self, words: ir.Value) -> ir.Value:
-        """Turn the higher halves of words, which are bfloat16, into float32."""
-        mask = ir.Constant(words.type, [0xFFFF0000] * words.type.count)
-        return self.do.bitcast(self.do.and_(words, mask), FLOATS)
-
-    def turn(self, lines: Sequence[ir.Value]) -> list[ir.Value]:
-        """Transpose a square: as many vectors as each has lanes, a power of 2."""
-        lanes, lines = len(lines), list(lines)
-        apart = lanes // 2
-        while apart:
-            for at in range(lanes):
-                if not at & apart:
-                    both = lines[at], lines[at + apart]
-                    ups = [lane + (lanes - apart) * bool(lane & apart) for lane in range(lanes)]
-                    lines[at] = self.do.shuffle_vector(*both, _mask(ups))
-                    downs = [up + apart for up in ups]
-                    lines[at + apart] = self.do.shuffle_vector(*both, _mask(downs))
-            apart //= 2
-        return lines
-
-    def root(self, number: ir.Value) -> ir.Value:
-        """Take the square root, rounded once."""
-        return self._call("sqrt", number)
-
-    def _call(self, name: str, *values: ir.Value) -> ir.Value:
-        """Call what LLVM has for values of one type."""
-        kind, module = values[0].type, self.do.module
-        full = f"llvm.{name}." + (f"v{kind.count}f32" if kind != FLOAT else "f32")
-        known = module.globals.get(full) or ir.Function(
-            module, ir.FunctionType(kind, [kind] * len(values)), full
-        )
-        return self.do.call(known, values)
-
-    def exp(self, x: ir.Value) -> ir.Value:
-        """Raise e to numbers that are 0 or less, within 3 units in the last place (Cephes, expf.c).
-
-        What is no number stays none.
-        """
-        do, given, least = self.do, x, self.floats(_LEAST)
-        x = do.select(do.fcmp_ordered("<", x, least), least, x)
-        shifted = self.fma(x, self.floats(_LOG2_E), self.floats(_ROUND))
-        whole = do.fsub(shifted, self.floats(_ROUND))
-        for part in _LN_2:
-            x = self.fma(whole, self.floats(-part), x)
-        power = self.floats(_SERIES[0])
-        for term in _SERIES[1:]:
-            power = self.fma(power, x, self.floats(term))
-        words = ir.VectorType(WORD, LANES)
-        twos = do.shl(do.bitcast(shifted, words), ir.Constant(words, [23] * LANES))
-        raised = do.bitcast(do.add(do.bitcast(power, words), twos), FLOATS)
-        return do.select(do.fcmp_unordered("uno", given, given), given, raised)
-
-    def halves(self, vector: ir.Value) -> list[ir.Value]:
-        """Cut a vector in two."""
-        lanes = vector.type.count // 2
-        parts = range(lanes), range(lanes, 2 * lanes)
-        return [self.do.shuffle_vector(vector, vector, _mask(part)) for part in parts]
-
-    def sum(self, vector: ir.Value) -> ir.Value:
-        """Add up the lanes, halves first; their number is a power of 2."""
-        while vector.type.count > 1:
-            vector = self.do.fadd(*self.halves(vector))
-        return self.do.extract_element(vector, ir.Constant(WORD, 0))
-
-    def widen(self, bits: ir.Value) -> ir.Value:
-        """Turn bfloat16, given as whole numbers, into float32."""
-        lanes = bits.type.count
-        wide = self.do.zext(bits, ir.VectorType(WORD, lanes))
-        high = self.do.shl(wide, ir.Constant(wide.type, [16] * lanes))
-        return self.do.bitcast(high, ir.VectorType(FLOAT, lanes))
-
-    def narrow(self, values: ir.Value) -> ir.Value:
-        """Round float32 to bfloat16, given as whole numbers; ties go to the even one."""
-        lanes = values.type.count
-        kind = ir.VectorType(WORD, lanes)
-        bits = self.do.bitcast(values, kind)
-        sixteen = ir.Constant(kind, [16] * lanes)
-        odd = self.do.and_(self.do.lshr(bits, sixteen), ir.Constant(kind, [1] * lanes))
-        rounded = self.do.add(self.do.add(bits, ir.Constant(kind, [0x7FFF] * lanes)), odd)
-        return self.do.trunc(self.do.lshr(rounded, sixteen), ir.VectorType(HALF, lanes))
-
-    def whole(self, numbers: ir.Value) -> ir.Value:
-        """Turn whole numbers with a sign into float32."""
-        lanes = numbers.type.count
-        wide = self.do.sext(numbers, ir.VectorType(WORD, lanes))
-        return self.do.sitofp(wide, ir.VectorType(FLOAT, lanes))
-
-    @contextmanager
-    def rounds(self, count: ir.Value, *start: ir.Value) -> Iterator[Loop]:
-        """Write a loop of ``count`` rounds, 1 at least."""
-        do, before = self.do, self.do.block
-        body = do.append_basic_block("round")
-        do.branch(body)
-        do.position_at_end(body)
-        index, held = do.phi(INT), [do.phi(value.type) for value in start]
-        loop = Loop(index, held)
-        yield loop
-        last, following = do.block, do.add(index, self.index(1))
-        index.add_incoming(self.index(0), before)
-        index.add_incoming(following, last)
-        for phi, first, then in zip(held, start, loop.then, strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(then, last)
-        behind = do.append_basic_block("behind")
-        do.cbranch(do.icmp_unsigned("<", following, count), body, behind)
-        do.position_at_end(behind)
-
 
 Write = Callable[[Code, Mapping[str, ir.Value], ir.Value, ir.Value], None]
 """Writes what is done for one block, given the fields, its number and that of the thread."""
@@ -270,18 +46,48 @@ class Native:
             RuntimeError: this system does not allow it, see `works`.
         """
         self._engine = _compile(fields, write)  # owns the code
-        self._address = self._engine.get_function_address("work")
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self.address: int = self._engine.get_function_address("work")
+        self.fields = tuple(fields)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         self._fields = ctypes.c_int64 * (3 + len(fields))
+
+    def given(self, blocks: int, *values: int) -> "ctypes.Array[ctypes.c_int64]":
+        """Write down what the function is called with; the first two numbers are 0 each time."""
+        return self._fields(0, 0, blocks, *values)
 
     def __call__(self, blocks: int, threads: int, *values: int) -> None:
         """Do ``blocks`` blocks with so many threads, where torch has them."""
-        given = self._fields(0, 0, blocks, *values)
-        team = _team() if threads > 1 else None
-        if team is None:
+        if _hearing.hear:
+            _hearing.hear(self, blocks, threads, values)
+        given = self.given(blocks, *values)
+        start = team() if threads > 1 else None
+        if start is None:
             self._alone(ctypes.addressof(given))
         else:
-            team(self._address, ctypes.addressof(given), threads, 0)
+            start(self.address, ctypes.addressof(given), threads, 0)
+
+
+Hear = Callable[[Native, int, int, Sequence[int]], None]
+"""Hears of a call: of what, with how many blocks, threads and which fields."""
+
+
+class _Hearing(threading.local):
+    """Who hears of the calls of a thread."""
+
+    hear: Hear | None = None
+
+
+_hearing = _Hearing()
+
+
+@contextmanager
+def heard(hear: Hear | None) -> Iterator[None]:
+    """Tell of the calls of this thread; None stops that for a while."""
+    before, _hearing.hear = _hearing.hear, hear
+    try:
+        yield
+    finally:
+        _hearing.hear = before
 
 
 def processor() -> tuple[str, str]:
@@ -297,24 +103,6 @@ def can(*features: str) -> bool:
 def room() -> int:
     """Tell how many vectors of `LANES` sums its registers hold, and what else the work needs."""
     return 24 if can("avx512f") else 6  # of 32; of 16 in pairs, or of 32 in fours
-
-
-def bits_of(value: float) -> int:
-    """Give the bits of a float32, to be passed as a field."""
-    return int(struct.unpack("I", struct.pack("f", value))[0])
-
-
-def float_of(code: Code, bits: ir.Value) -> ir.Value:
-    """Read a field that `bits_of` made."""
-    return code.do.bitcast(code.do.trunc(bits, WORD), FLOAT)
-
-
-def _mask(places: Sequence[int]) -> ir.Constant:
-    return ir.Constant(ir.VectorType(WORD, len(places)), list(places))
-
-
-def _bytes(kind: ir.Type) -> int:
-    return 4 if kind == FLOAT else kind.width // 8
 
 
 def _compile(fields: Sequence[str], write: Write) -> Any:
@@ -383,7 +171,7 @@ def works() -> bool:
 
 
 @cache
-def _team() -> Callable[[int, int, int, int], None] | None:
+def team() -> Callable[[int, int, int, int], None] | None:
     """Find how torch's own threads are set to work; None where it is built with others."""
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         # It is loaded already; what it depends on is searched, too.

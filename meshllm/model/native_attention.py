@@ -14,7 +14,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.native import FLOAT, HALF, LANES, Code, Native, bits_of, float_of, works
+from meshllm.model.native import Native, works
+from meshllm.model.native_code import FLOAT, HALF, LANES, Code, bits_of, float_of
 
 THREADED = 1 << 18  # values of keys; for fewer the other threads would come too late
 
@@ -56,7 +57,7 @@ def attend(
     mixed = query.new_empty(1, rows, heads, width_out)
     function, held = _function(heads // groups, width, width_out, query.dtype)
     threads = torch.get_num_threads() if key.numel() * rows > THREADED else 1
-    room = (keys // LANES + 2) * LANES
+    room = room_for(keys)
     scores = torch.empty(threads, held, room, dtype=torch.float32)
     function(
         groups * rows,
@@ -68,6 +69,32 @@ def attend(
         *(groups, rows, keys, window or keys, bits_of(scale)),
     )
     return mixed
+
+
+KEYS, SCORES, SEEN = slice(6, 12), slice(13, 15), slice(17, 19)
+"""Of what `Native.given` writes down for `prepare`: of keys and then of values the address and the
+strides between heads and between rows; address and room of scores; keys, and those of a window."""
+
+
+def prepare(
+    query: Tensor, mixed: Tensor, groups: int, scale: float
+) -> tuple[Native, int, list[int]]:
+    """Find what attends with rows that stay where they are to keys that are told later.
+
+    query [1, H, T, D] and mixed [1, T, H, E], bfloat16, the latter contiguous. Also tells how many
+    heads, each of `room_for` numbers, scores are kept of in each thread; `KEYS`, `SCORES` and
+    `SEEN` are to be set.
+    """
+    heads, rows, width = query.shape[1:]
+    function, held = _function(heads // groups, width, mixed.shape[3], query.dtype)
+    place = query.data_ptr(), *query.stride()[1:3]
+    keys = 0, 0, 0, 0, 0, 0, mixed.data_ptr(), 0, 0
+    return function, held, [*place, *keys, groups, rows, 0, 0, bits_of(scale)]
+
+
+def room_for(keys: int) -> int:
+    """Tell how many numbers of room scores take."""
+    return (keys // LANES + 2) * LANES
 
 
 @cache

@@ -24,7 +24,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.native import FLOAT, HALF, INT, LANES, WORD, Code, Native, room
+from meshllm.model.native import Native, room
+from meshllm.model.native_code import FLOAT, HALF, INT, LANES, WORD, Code
 from meshllm.model.scratch import scratch
 
 LANES_OF_ROW = 64

@@ -20,18 +20,8 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model import native
-from meshllm.model.native import (
-    BYTE,
-    FLOAT,
-    HALF,
-    INT,
-    LANES,
-    PAIRS_FEATURE,
-    WORD,
-    Code,
-    Native,
-    room,
-)
+from meshllm.model.native import Native, room
+from meshllm.model.native_code import BYTE, FLOAT, HALF, INT, LANES, PAIRS_FEATURE, WORD, Code
 from meshllm.model.scratch import scratch
 
 OUTPUTS = 64

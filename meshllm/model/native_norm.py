@@ -14,7 +14,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.native import HALF, LANES, WORD, Code, Native, bits_of, float_of
+from meshllm.model.native import Native
+from meshllm.model.native_code import HALF, LANES, WORD, Code, bits_of, float_of
 
 _ROW = 2 * LANES  # numbers that torch adds at a time: 4 vectors of 8
 _STEP = 16  # times that it does so before it adds to what came before

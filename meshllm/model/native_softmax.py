@@ -15,7 +15,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.native import FLOAT, HALF, LANES, WORD, Code, Native
+from meshllm.model.native import Native
+from meshllm.model.native_code import FLOAT, HALF, LANES, WORD, Code
 
 COLUMNS = 64
 """Of a block; two lines of the processor's cache in bfloat16."""

@@ -8,6 +8,9 @@ parts are all of it is tried on load, on rows that never change: together, alone
 forward. Where that fails, steps are those of the stock model, one row at a time, which costs time
 but no text.
 
+Most of what is left of a step of a few rows is Python, so on the CPU steps are recorded and done
+again without it, see `meshllm.model.replay`.
+
 Rows come from the CPU and what they give goes there, whatever the device of the shard. The kernels
 of a GPU may add up otherwise for any number of rows, in norms too: there all numbers are tried, and
 attention is one row after the other.
@@ -30,6 +33,7 @@ from meshllm.model.cache import SpanCache, WindowLayer
 from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
 from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.quant_attention import NAME as SHARED_KEYS
+from meshllm.model.replay import Replay
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import build
 from meshllm.model.steady import find_floors, loosen, steady
@@ -72,16 +76,19 @@ class Runner:
         self.shard = shard
         self._counts = frozenset((1, *counts))
         self._slides = any(isinstance(layer, WindowLayer) for layer in self.new_cache().layers)
+        self._records = shard.device == CPU and self.new_cache().extends
         self._is_quantised = shard.model.config._attn_implementation == SHARED_KEYS
         self._bundle: Bundle | None = None
         self._is_chunk = False
         self._mode = Mode()
         self._steady_name = f"{STEADY}_{id(self)}"  # of its own: another thread may run another one
         self._tail = find_tail(shard)
+        self._replay = Replay()
         self.is_steady = bool(counts) and self._exchange() and self._agrees()
         """Whether several rows are computed in the time of one, or nearly."""
         if not self.is_steady:
             loosen(shard.model)
+            self._replay = Replay()  # what it recorded is of no use
         self._mode.bits = Bits.PROMPT if self.is_steady else Bits.STOCK
 
     def new_cache(self) -> SpanCache:
@@ -130,8 +137,12 @@ class Runner:
         one: Forward = self._steady if self.is_steady else self._forward
         return torch.cat([one(row, cache) for row in _alone(x)], 1)
 
-    def _forward(self, x: Tensor, cache: SpanCache | None) -> Tensor:
-        return run_tail(self.shard, self._tail, x) if self._tail else self.shard.forward(x, cache)
+    def _forward(
+        self, x: Tensor, cache: SpanCache | Bundle | None, places: Tensor | None = None
+    ) -> Tensor:
+        if self._tail:
+            return run_tail(self.shard, self._tail, x)
+        return self.shard.forward(x, cache, position_ids=places)
 
     def _bundled(self, parts: Sequence[Tensor], caches: Sequence[SpanCache | None]) -> list[Tensor]:
         if len(parts) == 1 or not self.is_steady:
@@ -140,13 +151,18 @@ class Runner:
         held = [cache for cache in caches if cache is not None]
         if not held:
             return list(torch.split(self._steady(x, None), rows, 1))
-        self._bundle = bundle = Bundle(held, rows, x.device)
-        try:
-            with self._steadily():
-                output = self.shard.forward(x, bundle, position_ids=bundle.position_ids)
-        finally:
-            self._bundle = None
-        bundle.advance()
+        bundle = Bundle(held, rows, x.device)
+
+        def forward(x: Tensor, places: Tensor) -> Tensor:
+            self._bundle = bundle
+            try:
+                output = self._laid(x, bundle, places)
+            finally:
+                self._bundle = None
+            bundle.advance()
+            return output
+
+        output = self._played(x, bundle.position_ids, held, rows, forward)
         return list(torch.split(output, rows, 1))
 
     def _exchange(self) -> bool:
@@ -212,8 +228,39 @@ class Runner:
         return rows.to(self.shard.model.dtype)
 
     def _steady(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        start, count = cache.length if cache is not None else 0, x.shape[1]
+        places = torch.arange(start, start + count, device=x.device)[None]
+        held = [] if cache is None else [cache]
+
+        def forward(x: Tensor, places: Tensor) -> Tensor:
+            return self._laid(x, cache, places)
+
+        return self._played(x, places, held, [count], forward)
+
+    def _laid(self, x: Tensor, cache: SpanCache | Bundle | None, places: Tensor) -> Tensor:
+        """Run rows at their places [1, T], as the stock model does but for what is steady."""
+        if cache is None or self._replay.recorder is None:
+            return self._forward(x, cache, places)
+        held: Any = cache
+        held.update = self._replay.recorder.update(held.update)
+        try:
+            return self._forward(x, cache, places)
+        finally:
+            del held.update
+
+    def _played(
+        self,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        rows: Sequence[int],
+        forward: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Do a step, from the record where there is one."""
         with self._steadily():
-            return self._forward(x, cache)
+            if not self._records or not all(cache.length for cache in caches):
+                return forward(x, places)
+            return self._replay.step(x, places, caches, rows, forward)
 
     @contextmanager
     def _steadily(self) -> Iterator[None]:
@@ -249,14 +296,23 @@ class Runner:
         window = options.get("sliding_window")
         if self._is_chunk:
             return attend_chunk(query, key, value, scale, window), None
+        with self._replay.paused():
+            attended = self._attend_steadily(query, key, value, scale, window)
+        if self._replay.recorder:
+            self._replay.recorder.attended(query, (key, value), attended, scale, window)
+        return attended, None
+
+    def _attend_steadily(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         if self._bundle is None:
-            return attend_alone(query, key, value, scale, window), None
+            return attend_alone(query, key, value, scale, window)
         queries = torch.split(query, self._bundle.rows, 2)
         attended = [
             attend_alone(own, *seen, scale, window)
             for own, seen in zip(queries, self._bundle.seen, strict=True)
         ]
-        return torch.cat(attended, 1), None
+        return torch.cat(attended, 1)
 
 
 def mixes(model: nn.Module) -> bool:

@@ -9,17 +9,16 @@ bits than all others, once in twenty times. One number is computed by one thread
 
 import torch
 
-_FUNCTIONS = (
-    *("abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp", "expm1"),
-    *("floor", "log", "log10", "log1p", "log2", "round", "sin", "sinh", "sqrt", "tan"),
-    *("tanh", "trunc"),
-)
+FUNCTIONS = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor log log10 log1p log2 round sin sinh"
+    " sqrt tan tanh trunc"
+).split()
 
 
 @torch.inference_mode()
 def settle() -> None:
-    """Call each function once; it takes less than a millisecond."""
+    """Call each function once; it takes some two milliseconds."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
-        for name in _FUNCTIONS:
+        for name in FUNCTIONS:
             getattr(torch, name)(one)

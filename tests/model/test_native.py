@@ -16,7 +16,8 @@ from llvmlite import binding, ir
 from torch import Tensor
 
 from meshllm.model import native, native_attention, native_int8, native_norm, native_softmax
-from meshllm.model.native import FLOAT, HALF, INT, LANES, Code, Native, bits_of, float_of
+from meshllm.model.native import Native
+from meshllm.model.native_code import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
 
 BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
 """A processor of 2013: half as wide, half as many registers."""
@@ -64,7 +65,7 @@ def test_no_library_is_loaded_to_find_torchs_threads() -> None:
         from meshllm.model import native
         libraries = lambda: {l.split()[-1] for l in open("/proc/self/maps") if ".so" in l}
         before = libraries()
-        team = native._team()
+        team = native.team()
         print(team is not None, libraries() - before)
         """
     )
@@ -114,7 +115,7 @@ def run_python(code: str) -> str:
 
 
 def test_without_torchs_threads_one_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_team", lambda: None)
+    monkeypatch.setattr(native, "team", lambda: None)
 
     test_every_block_is_done_once_whoever_takes_it()
 

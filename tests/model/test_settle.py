@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from meshllm.model import settle
+from meshllm.model.settle import FUNCTIONS
 
 SPY = """
 import torch
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 class Spy(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function.__name__ in ("cos", "sin", "exp"):
+        if args and isinstance(args[0], torch.Tensor):
             print(function.__name__, args[0].dtype, args[0].numel())
         return function(*args, **(kwargs or {}))
 
@@ -20,17 +20,11 @@ with Spy():
 """
 
 
-def test_all_of_them_know_one_number() -> None:
-    settle.settle()
-
-
 def test_who_can_run_a_model_has_called_them() -> None:
     said = subprocess.run(
         [sys.executable, "-c", SPY], capture_output=True, text=True, check=True, timeout=120
     )
 
-    assert set(said.stdout.splitlines()) == {
-        f"{name} torch.{dtype} 1"
-        for name in ("cos", "sin", "exp")
-        for dtype in ("float32", "float64")
+    assert set(said.stdout.splitlines()) >= {
+        f"{name} torch.{dtype} 1" for name in FUNCTIONS for dtype in ("float32", "float64")
     }

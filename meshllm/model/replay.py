@@ -1,0 +1,122 @@
+"""Decides which steps are recorded and done again from the record; knows no family by name.
+
+What depends on the place in a text, other than by operations on what came in, is not on record. So
+the next steps are done both ways, and the bits have to be the same. All of that happens at steps
+that were wanted anyway.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshllm.model import native
+from meshllm.model.cache import SpanCache
+from meshllm.model.record import Recorder, Unfit
+from meshllm.model.tape import Tape
+
+PATIENCE = 4
+"""Steps of more than one row before they are recorded: some numbers of rows come once or twice."""
+
+PROOFS = 2
+"""Steps that are done both ways."""
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""Runs rows at places, and counts them in their caches."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known about steps of so many rows."""
+
+    uses: int = 0
+    tape: Tape | None = None
+    proofs: int = 0
+    is_unfit: bool = False
+
+
+@dataclass(slots=True)
+class Replay:
+    """The recorded steps of a shard."""
+
+    recorder: Recorder | None = None
+    """At work, if there is one."""
+    _known: dict[tuple[int, int], _Known] = field(default_factory=dict[tuple[int, int], _Known])
+
+    def step(
+        self,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        rows: Sequence[int],
+        forward: Forward,
+    ) -> Tensor:
+        """Run rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them belong to ``caches[i]``.
+
+        The layers of the caches hold a row at least, and can be cropped.
+        """
+        threads = torch.get_num_threads()
+        known = self._known.setdefault((x.shape[1], threads), _Known())
+        known.uses += 1
+        if known.tape and not known.tape.takes(x):
+            return forward(x, places)
+        if known.tape and known.proofs >= PROOFS:
+            return known.tape.run(x, places, caches, rows)
+        is_early = x.shape[1] > 1 and known.uses <= PATIENCE
+        if known.is_unfit or is_early or not native.works():
+            return forward(x, places)
+        if known.tape:
+            return self._prove(known, x, places, caches, rows, forward)
+        return self._record(known, threads, x, places, forward)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Record nothing for a while."""
+        return self.recorder.paused() if self.recorder else nullcontext()
+
+    def _record(
+        self, known: _Known, threads: int, x: Tensor, places: Tensor, forward: Forward
+    ) -> Tensor:
+        with torch.inference_mode():
+            x, places = x.clone(), places.clone()
+        self.recorder = recorder = Recorder([x, places])
+        try:
+            with recorder:
+                output = forward(x, places)
+        finally:
+            self.recorder = None
+        if output.isnan().any():  # such numbers are equal to none
+            return output
+        try:
+            known.tape = Tape(recorder.end(output), x, threads)
+        except Unfit as reason:
+            known.is_unfit = True
+            logger.info("steps of %d rows are not recorded: %s", x.shape[1], reason)
+        return output
+
+    def _prove(
+        self,
+        known: _Known,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        rows: Sequence[int],
+        forward: Forward,
+    ) -> Tensor:
+        assert known.tape is not None
+        lengths = [cache.length for cache in caches]
+        again = known.tape.run(x, places, caches, rows)
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.crop(length)
+        output = forward(x, places)
+        if output.isnan().any():
+            return output
+        known.proofs += 1
+        if not torch.equal(again, output):
+            known.tape, known.is_unfit = None, True
+            logger.info("steps of %d rows are not those that were recorded", x.shape[1])
+        return output

@@ -1,0 +1,306 @@
+"""A recorded forward that is done again, in memory of its own; knows no family by name.
+
+Theory of operation: what `meshllm.model.record` wrote down becomes compiled functions that run one
+after the other without Python in between; what has no compiled one stays an operation of torch.
+Blocks of memory are used again by others once nothing more is to be done with them. Only two things
+change from step to step: the rows that come in, and the caches, whose places are written into the
+calls before these begin. Sessions go together if each has a call of its own for its cache.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshllm.model.cache import SpanCache
+from meshllm.model.native_attention import KEYS, SCORES, SEEN, THREADED, prepare, room_for
+from meshllm.model.native_elementwise import SOURCE, TARGET, copy_lines
+from meshllm.model.native_ops import calls_for, is_of_one, numbers
+from meshllm.model.native_program import Call, Program
+from meshllm.model.record import Attend, Op, Outside, Place, Recording, Ref, blocks_of, resolved
+from meshllm.model.record import Call as Recorded
+
+INPUTS = 2
+"""Tensors that a recording begins with: rows, and their places."""
+MOST_PLANS = 32
+"""Ways to divide rows among sessions that are remembered; peers may ask for any."""
+
+_LINE = 64  # bytes; blocks begin there, as torch's own do
+
+Step = Call | Callable[[], None] | Attend
+Fields = ctypes.Array[ctypes.c_int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """What is told of the cache of a session to the calls of a layer."""
+
+    session: int
+    layer: int
+    rows: int
+    window: int | None
+    key: Fields
+    value: Fields
+    attention: Fields
+    held: int
+    """Heads of which each thread keeps scores."""
+    share: Callable[[int], None]
+    """Sets the threads that attend."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is done for sessions that have so many rows each."""
+
+    parts: Sequence[Callable[[], None]]
+    moves: Sequence[_Move]
+
+
+class Tape:
+    """A forward of so many rows."""
+
+    def __init__(self, recording: Recording, x: Tensor, threads: int) -> None:
+        """Prepare what was recorded of rows ``x``, their places, and caches."""
+        self._threads = threads
+        self._kind = x.shape, x.dtype
+        offsets, size = _arrange(recording)
+        self._arena = torch.empty(size, dtype=torch.uint8)
+        self._offsets = offsets
+        self._kept: list[Any] = []  # what addresses point to
+        self._trusted = dict[Any, bool]()
+        self._steps = [step for item in recording.items for step in self._lower(item)]
+        self._inputs = tuple(self._whole(recording.sizes[at], at) for at in range(INPUTS))
+        self._output = self._tensor(recording.output)
+        self._scores = torch.empty(0)
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether rows are of the kind that was recorded."""
+        return (x.shape, x.dtype) == self._kind
+
+    @torch.inference_mode()
+    def run(
+        self, x: Tensor, places: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]
+    ) -> Tensor:
+        """Do it with rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them go to ``caches[i]``."""
+        plan = self._plans.get(tuple(rows)) or self._plan(tuple(rows))
+        for given, memory in zip((x, places), self._inputs, strict=True):
+            memory.view(given.dtype)[: given.numel()].copy_(given.reshape(-1))
+        self._move(plan.moves, caches)
+        for part in plan.parts:
+            part()
+        for cache, count in zip(caches, rows, strict=False):
+            cache.length += count
+        return self._output.clone()
+
+    def _move(self, moves: Sequence[_Move], caches: Sequence[SpanCache]) -> None:
+        """Make room for the rows in their caches, and tell the calls where."""
+        seen = [caches[move.session].layers[move.layer].extend(move.rows) for move in moves]
+        room = room_for(max(seen, default=0))
+        most = max((move.held for move in moves), default=0) * self._threads * room
+        if len(self._scores) < most:
+            self._scores = torch.empty(2 * most)
+        scores = self._scores.data_ptr()
+        for move, count in zip(moves, seen, strict=True):
+            places = list[ctypes.c_int64 | int]()
+            for rows, given in zip(
+                caches[move.session].layers[move.layer].rows, (move.key, move.value), strict=True
+            ):
+                address, used = rows.buffer.data_ptr(), rows.used
+                _, plane, line, _ = rows.buffer.stride()
+                size = rows.buffer.element_size()
+                given[TARGET] = [address + (used - move.rows) * line * size, plane, line]
+                places += address + (used - count) * line * size, plane, line
+            move.attention[KEYS] = places
+            move.attention[SCORES] = [scores, room]
+            move.attention[SEEN] = [count, move.window or count]
+            is_long = count * rows.buffer.shape[1] * line * move.rows > THREADED
+            move.share(self._threads if is_long else 1)
+
+    def _plan(self, rows: tuple[int, ...]) -> _Plan:
+        parts, moves, calls = (
+            list[Callable[[], None]](),
+            list[Callable[[Program], _Move]](),
+            list[Call](),
+        )
+        found = list[_Move]()
+
+        def flush() -> None:
+            if calls:
+                program = Program(calls)
+                found.extend(move(program) for move in moves)
+                parts.append(program.run)
+                calls.clear()
+                moves.clear()
+
+        for step in self._steps:
+            if isinstance(step, Call):
+                calls.append(step)
+            elif isinstance(step, Attend):
+                for session in range(len(rows)):
+                    moves.append(self._attend(step, rows, session, calls))
+            else:
+                flush()
+                parts.append(step)
+        flush()
+        if len(self._plans) >= MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[rows] = plan = _Plan(parts, found)
+        return plan
+
+    def _attend(
+        self, item: Attend, rows: Sequence[int], session: int, calls: list[Call]
+    ) -> Callable[[Program], _Move]:
+        """Add the calls of a session; return what finds them in a program."""
+        first, count, at = sum(rows[:session]), rows[session], len(calls)
+        query, key, value = (
+            self._tensor(each)[:, :, first : first + count]
+            for each in (item.query, item.key, item.value)
+        )
+        out = self._tensor(item.out)[:, first : first + count]
+        for source in (key, value):
+            native, values = copy_lines(source.shape[1:], source.stride()[1:])
+            values[SOURCE - 3] = source.data_ptr()
+            calls.append(Call(native, 1, 1, values))
+        groups = key.shape[1]
+        native, held, values = prepare(query, out, groups, item.scale)
+        calls.append(Call(native, groups * count, 1, values))
+
+        def find(program: Program) -> _Move:
+            key, value, attention = program.given[at : at + 3]
+            share = partial(program.share, at + 2)
+            layer, window = item.layer, item.window
+            return _Move(session, layer, count, window, key, value, attention, held, share)
+
+        return find
+
+    def _lower(self, item: Op | Recorded | Attend) -> Iterator[Step]:
+        if isinstance(item, Attend):
+            yield item
+        elif isinstance(item, Recorded):
+            values = [
+                self._address(each) if isinstance(each, Ref) else each for each in item.values
+            ]
+            yield Call(item.native, item.blocks, item.threads, values)
+        else:
+            args = resolved(item.args, self._tensor)
+            kwargs = dict(resolved(item.kwargs, self._tensor))
+            outs = [self._tensor(each) for each in item.outs]
+            self._kept.append((args, kwargs))
+            calls = calls_for(item.function, args, kwargs, outs or args[:1])
+            if calls and self._trusts(item):
+                yield from calls
+            else:
+                yield partial(_do, item.function, args, kwargs, outs)
+
+    def _trusts(self, item: Op) -> bool:
+        """Try operations of the same look once: layers repeat them."""
+        look = resolved(
+            (item.function, item.args, item.kwargs, item.outs),
+            _look,
+        )
+        if look not in self._trusted:
+            self._trusted[look] = _agrees(item)
+        return self._trusted[look]
+
+    def _address(self, ref: Ref) -> int:
+        return self._arena.data_ptr() + self._offsets[ref.block] + ref.offset
+
+    def _tensor(self, place: Place | Outside) -> Tensor:
+        if isinstance(place, Outside):
+            return place.tensor
+        first = self._offsets[place.ref.block] + place.ref.offset
+        size = 1 + sum((n - 1) * by for n, by in zip(place.shape, place.strides, strict=True))
+        memory = self._arena[first : first + size * place.dtype.itemsize].view(place.dtype)
+        return memory.as_strided(place.shape, place.strides)
+
+    def _whole(self, size: int, block: int) -> Tensor:
+        return self._arena[self._offsets[block] : self._offsets[block] + size]
+
+
+def _look(tensor: Place | Outside) -> Any:
+    """Tell all of a tensor but where it is, which for weights counts, too."""
+    if isinstance(tensor, Outside):
+        return tensor
+    return tensor.dtype, tensor.shape, tensor.strides
+
+
+def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]) -> None:
+    """Let torch do an operation."""
+    result = function(*args, **kwargs)
+    for out, each in zip(
+        outs, (result,) if isinstance(result, Tensor) else result, strict=bool(outs)
+    ):
+        out.copy_(each)
+
+
+def _agrees(item: Op) -> bool:
+    """Compare what compiled functions give with what torch does.
+
+    Of what was recorded, and of all numbers where an operation takes one by one.
+    """
+    (args, kwargs), result = item.seen
+    if not isinstance(result, Tensor) or not _is_same(item, args, kwargs, result):
+        return False
+    if not is_of_one(item.function, args, kwargs):
+        return True
+    first, *others = args
+    for part in torch.split(numbers(), first.numel()):
+        x = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype)
+        x.copy_(part.repeat(-(-x.numel() // len(part)))[: x.numel()].view(x.shape))
+        if not _is_same(item, (x, *others), kwargs, item.function(x, *others, **kwargs)):
+            return False
+    return True
+
+
+def _is_same(item: Op, args: Any, kwargs: Any, result: Tensor) -> bool:
+    out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+    calls = calls_for(item.function, args if item.outs else (out, *args[1:]), kwargs, [out])
+    if not calls:
+        return False
+    Program(calls).run()
+    return torch.allclose(out, result, rtol=0, atol=0, equal_nan=True)
+
+
+class _Room:
+    """Memory that is lent in lines, and lent again when it comes back."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = [-(-size // _LINE) * _LINE for size in sizes]
+        self._free: dict[int, list[int]] = {}
+        self.offsets = [-1] * len(sizes)
+        """Where blocks begin."""
+        self.size = 0
+
+    def lend(self, block: int) -> None:
+        """Find room for a block that has none."""
+        if self.offsets[block] < 0:
+            wanted = self._sizes[block]
+            if free := self._free.get(wanted):
+                self.offsets[block] = free.pop()
+            else:
+                self.offsets[block], self.size = self.size, self.size + wanted
+
+    def take(self, block: int) -> None:
+        """Let others have the room of a block."""
+        self._free.setdefault(self._sizes[block], []).append(self.offsets[block])
+
+
+def _arrange(recording: Recording) -> tuple[list[int], int]:
+    """Find room for each block while it is wanted: where they begin, and how much it is."""
+    touched = [blocks_of(item) for item in recording.items]
+    last = {block: at for at, blocks in enumerate(touched) for block in blocks}
+    room, kept = _Room(recording.sizes), {*range(INPUTS), recording.output.ref.block}
+    for block in sorted(kept):
+        room.lend(block)
+    for at, blocks in enumerate(touched):
+        for block in sorted(blocks):
+            room.lend(block)
+        for block in sorted(blocks - kept):
+            if last[block] == at:
+                room.take(block)
+    return room.offsets, room.size

@@ -1,0 +1,62 @@
+"""Functions run one after the other, each with its fields and threads, each time."""
+
+import pytest
+import torch
+
+from meshllm.model import native
+from meshllm.model.native_int8 import OUTPUTS
+from meshllm.model.native_ops import calls_for
+from meshllm.model.native_program import Call, Program
+from meshllm.model.quant_int8 import Int8Matrix, pack
+
+aten = torch.ops.aten
+
+pytestmark = pytest.mark.skipif(not native.works(), reason="no memory becomes executable here")
+
+
+def test_calls_are_made_in_their_order_each_time() -> None:
+    x, y = torch.zeros(64), torch.ones(64)
+    add = calls_for(aten.add.Tensor, (x, y), {}, [x]) or []
+    double = calls_for(aten.mul.Tensor, (x, 2.0), {}, [x]) or []
+    program = Program([*add, *double, *add])
+
+    program.run()
+    assert x.eq(3.0).all()
+
+    program.run()
+    assert x.eq(9.0).all()
+
+
+@pytest.mark.parametrize("has_team", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_share_a_call(
+    monkeypatch: pytest.MonkeyPatch, threads: int, *, has_team: bool
+) -> None:
+    if not has_team:
+        monkeypatch.setattr(native, "team", lambda: None)
+    weight, calls = torch.randn(8 * OUTPUTS, 96), list[Call]()
+    matrix, x = Int8Matrix(pack(weight), (8 * OUTPUTS, 96)), torch.randn(1, 96)
+    with native.heard(lambda *call: calls.append(Call(*call))):
+        y = matrix(x)
+    expected = y.clone()
+    program = Program(calls)
+
+    for _ in range(50):
+        y.zero_()
+        program.share(0, threads)
+        program.run()
+        assert torch.equal(y, expected)
+
+
+def test_who_does_not_listen_hears_nothing() -> None:
+    x, heard = torch.zeros(16), list[object]()
+    (call,) = calls_for(aten.add.Tensor, (x, x), {}, [x]) or []
+
+    with native.heard(lambda *call: heard.append(call)):
+        with native.heard(None):
+            call.native(call.blocks, call.threads, *call.values)
+        assert not heard
+        call.native(call.blocks, call.threads, *call.values)
+    call.native(call.blocks, call.threads, *call.values)
+
+    assert heard == [(call.native, 1, 1, tuple(call.values))]

@@ -1,0 +1,289 @@
+"""Steps that are done from a record are those of the model, bit for bit, in every family."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshllm.model import native, replay
+from meshllm.model.cache import SpanCache
+from meshllm.model.record import Op
+from meshllm.model.replay import PATIENCE, PROOFS, Replay
+from meshllm.model.runner import Runner
+from meshllm.model.shard import Shard
+from meshllm.names import Quant, Span
+from meshllm.testing.models import tiny_model
+
+FAMILIES = "llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "cohere"
+SOON = PATIENCE + 1 + PROOFS
+"""Steps of several rows until the next one comes from a record."""
+
+pytestmark = pytest.mark.skipif(not native.works(), reason="no memory becomes executable here")
+
+
+def runner_of(
+    folder: Path, family: str = "qwen3", quant: Quant = Quant.NONE, **parts: Any
+) -> Runner:
+    source = tiny_model(folder, family, dtype=torch.bfloat16)
+    parts = parts or {"span": Span(0, source.config.num_hidden_layers), "embed": True, "head": True}
+    runner = Runner(Shard.load(source, quant=quant, **parts), (2, 3, 5, 9))
+    if not runner.is_steady:
+        pytest.skip("this processor adds in another order")
+    return runner
+
+
+def ids(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 90, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(runner: Runner, length: int, seed: int = 0) -> SpanCache:
+    cache = runner.new_cache()
+    runner.prefill(ids(length, seed), cache)
+    return cache
+
+
+def forget(runner: Runner) -> None:
+    """Let a runner record nothing any more."""
+    runner._replay = Replay()
+    runner._records = False
+
+
+def count_forwards(runner: Runner) -> list[int]:
+    """Note each forward of the model that is not from a record."""
+    seen: list[int] = []
+    runner.shard.model.register_forward_pre_hook(lambda *_: seen.append(1))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [*((family, Quant.NONE) for family in FAMILIES), ("qwen3", Quant.INT8), ("llama", Quant.INT4)],
+)
+def test_a_record_has_the_bits_of_the_model(tmp_path: Path, family: str, quant: Quant) -> None:
+    runner = runner_of(tmp_path, family, quant)
+    tokens, sizes = ids(100, seed=1), (1, 3, 1, 5) * 10  # past the windows of those that have some
+
+    def run() -> tuple[Tensor, SpanCache]:
+        cache, at, outputs = filled(runner, 6), 0, []
+        for size in sizes:
+            outputs.append(runner.step(tokens[:, at : at + size], cache))
+            at += size
+        return torch.cat(outputs, 1), cache
+
+    recorded, cache = run()
+    forwards = count_forwards(runner)
+    again, _ = run()
+    taken = len(forwards)
+    forget(runner)
+    plain, other = run()
+
+    assert torch.equal(recorded, plain)
+    assert torch.equal(again, plain)
+    assert taken == 1  # of the prompt
+    assert cache.length == other.length == 6 + sum(sizes)
+    for mine, its in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(mine.keys, its.keys)
+        assert torch.equal(mine.values, its.values)
+
+
+def test_what_goes_back_and_branches_goes_on_from_the_record(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    tokens = ids(60, seed=2)
+
+    def run() -> list[Tensor]:
+        cache = filled(runner, 6)
+        outputs = [runner.step(tokens[:, at : at + 1], cache) for at in range(20)]
+        cache.crop(9)
+        other = cache.branch(8)
+        for at in range(20, 40):
+            outputs += [runner.step(tokens[:, at : at + 1], each) for each in (cache, other)]
+        return outputs
+
+    recorded = run()
+    forget(runner)
+
+    assert all(map(torch.equal, recorded, run()))
+
+
+def test_sessions_go_together_from_the_record(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "gemma3_text")
+    tokens = ids(400, seed=3)
+    layouts = [(1, 1, 1), (2, 1), (1, 2), (3,)] * (SOON + 1)
+
+    def run() -> list[Tensor]:
+        caches, at, outputs = [filled(runner, 4 + seed, seed) for seed in range(3)], 0, []
+        for rows in layouts:
+            parts = torch.split(tokens[:, at : at + 3], list(rows), 1)
+            outputs += runner.step_many(parts, caches[: len(rows)])
+            at += 3
+        return outputs
+
+    recorded = run()
+    forwards = count_forwards(runner)
+    again = run()
+    taken = len(forwards)
+    forget(runner)
+    plain = run()
+
+    assert all(map(torch.equal, recorded, plain))
+    assert all(map(torch.equal, again, plain))
+    assert taken == 3  # prompts
+
+
+def test_layouts_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("meshllm.model.tape.MOST_PLANS", 2)
+    test_sessions_go_together_from_the_record(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["front", "middle", "back", "head"])
+def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
+    span = {"front": Span(0, 2), "middle": Span(1, 3), "back": Span(4, 6), "head": Span(6, 6)}[part]
+    embed, head = part == "front", part in ("back", "head")
+    runner = runner_of(tmp_path, span=span, embed=embed, head=head)
+    width = runner.shard.model.config.hidden_size
+    rows = torch.randn(1, 40, width, generator=torch.Generator().manual_seed(4)).bfloat16()
+    rows = ids(40) if part == "front" else rows
+
+    def run() -> Tensor:
+        cache = runner.new_cache() if span else None
+        if cache is not None:
+            runner.prefill(rows[:, :6], cache)
+        return torch.cat([runner.step(rows[:, at : at + 1], cache) for at in range(6, 40)], 1)
+
+    recorded = run()
+    known = runner._replay._known.values()
+    assert any(each.tape and each.proofs == PROOFS for each in known) or part == "head"
+    forget(runner)
+
+    assert torch.equal(recorded, run())
+
+
+def test_threads_have_records_of_their_own(tmp_path: Path) -> None:
+    runner, threads = runner_of(tmp_path), torch.get_num_threads()
+    cache, other = filled(runner, 6), filled(runner, 6)
+    try:
+        for at in range(12):
+            torch.set_num_threads(1 + at % 2)
+            assert torch.equal(runner.step(ids(1, at), cache), runner.step(ids(1, at), other))
+        assert {(1, 1), (1, 2)} <= runner._replay._known.keys()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.full((1, 1), 1 << 40), torch.full((1, 1), -5), torch.zeros(1, 1, 64)]
+)
+def test_bad_rows_are_refused_and_leave_no_trace(tmp_path: Path, rows: Tensor) -> None:
+    runner = runner_of(tmp_path)
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        runner.step(rows, cache)
+    cache.crop(cache.length)
+
+    for seed in range(3):
+        assert torch.equal(runner.step(ids(1, seed), cache), runner.step(ids(1, seed), other))
+
+
+def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, span=Span(1, 3), embed=False, head=False)
+    width = runner.shard.model.config.hidden_size
+    cache = runner.new_cache()
+    runner.prefill(torch.zeros(1, 6, width, dtype=torch.bfloat16), cache)
+    bad = torch.full((1, 2, width), float("nan"), dtype=torch.bfloat16)
+
+    for _ in range(SOON + 3):
+        assert runner.step(bad, cache).isnan().all()
+
+    known = runner._replay._known[2, torch.get_num_threads()]
+    assert not known.is_unfit
+    assert known.proofs == 0
+
+
+class Strange(nn.Module):
+    """A part of a model that does what is on no record."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.kept, self.steps = kind, torch.zeros(1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        match self.kind:
+            case "looks":
+                return x * 2 if bool(x.sum() > 1e9) else x
+            case "counts":
+                return x * (1 + self.steps % 2)
+            case "draws":
+                return x + torch.rand(1).to(x.dtype) * 0
+            case "picks":
+                return x + x[x > 0].sum() * 0
+            case _:
+                return x
+
+
+@pytest.mark.parametrize("kind", ["looks", "counts", "draws", "picks"])
+def test_what_is_on_no_record_is_done_each_time(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(tmp_path)
+    layer, strange = runner.shard.model.model.layers[1].mlp, Strange(kind)
+    layer.register_forward_hook(lambda _module, _args, output: strange(output))
+    runner._replay = Replay()
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    with caplog.at_level(logging.INFO, logger=replay.__name__):
+        outputs = [runner.step(ids(1, seed), cache) for seed in range(12)]
+    runner._records, strange.steps = False, 2 if kind == "counts" else 0
+    plain = [runner.step(ids(1, seed), other) for seed in range(12)]
+
+    assert "steps of 1 rows are not" in caplog.text
+    assert runner._replay._known[1, torch.get_num_threads()].is_unfit
+    if kind != "counts":
+        assert all(map(torch.equal, outputs, plain))
+
+
+def test_an_operation_that_differs_stays_with_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def distrust(item: Op) -> bool:
+        tried.append(item.function)
+        return False
+
+    monkeypatch.setattr("meshllm.model.tape._agrees", distrust)
+    runner = runner_of(tmp_path)
+    cache = filled(runner, 6)
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
+    forget(runner)
+    other = filled(runner, 6)
+
+    assert tried
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
+
+
+def test_where_nothing_is_compiled_nothing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tmp_path)
+    monkeypatch.setattr(native, "works", lambda: False)
+    runner._replay = Replay()
+    cache = filled(runner, 6)
+
+    for seed in range(4):
+        runner.step(ids(1, seed), cache)
+
+    assert all(each.tape is None for each in runner._replay._known.values())
+
+
+def test_memory_is_used_again(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    tape = runner._replay._known[1, torch.get_num_threads()].tape
+
+    assert tape is not None
+    places = {offset for offset in tape._offsets if offset >= 0}
+    assert len(tape._offsets) > 5 * len(places)
