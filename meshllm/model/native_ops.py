@@ -59,7 +59,7 @@ def calls_for(
         found = [call_for(Task.LOOK_UP, _view(out), _view(args[0]), _view(table))]
     else:
         return None
-    return None if None in found else [Call(native, 1, 1, values) for native, values in found]
+    return None if None in found else [Call.of(native, 1, 1, values) for native, values in found]
 
 
 def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -29,23 +29,26 @@ class Call:
     """What is called."""
 
     native: Native
-    blocks: int
     threads: int
-    values: Sequence[int]
+    given: "ctypes.Array[ctypes.c_int64]"
+    """Two numbers of its own, the blocks and the fields, which may change; see `Native.given`."""
+
+    @classmethod
+    def of(cls, native: Native, blocks: int, threads: int, values: Sequence[int]) -> "Call":
+        """Write down a call."""
+        return cls(native, threads, native.given(blocks, *values))
 
 
 class Program:
     """Calls that are made again and again."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        """Write down one call at least."""
-        self._kept = [call.native for call in calls]
-        self.given = [call.native.given(call.blocks, *call.values) for call in calls]
-        """Of each call two numbers of its own, the blocks and the fields, which may change."""
+        """Take one call at least; what they are given stays their own, and may be shared."""
+        self._kept = list(calls)
         numbers = [
             number
-            for call, given in zip(calls, self.given, strict=True)
-            for number in (call.native.address, ctypes.addressof(given), call.threads)
+            for call in calls
+            for number in (call.native.address, ctypes.addressof(call.given), call.threads)
         ]
         self._calls = (ctypes.c_int64 * len(numbers))(*numbers)
         start = native.team()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -239,14 +239,15 @@ class Runner:
 
     def _laid(self, x: Tensor, cache: SpanCache | Bundle | None, places: Tensor) -> Tensor:
         """Run rows at their places [1, T], as the stock model does but for what is steady."""
-        if cache is None or self._replay.recorder is None:
-            return self._forward(x, cache, places)
-        held: Any = cache
-        held.update = self._replay.recorder.update(held.update)
-        try:
-            return self._forward(x, cache, places)
-        finally:
-            del held.update
+        recorder, held = self._replay.recorder, cast("Any", cache)
+        with self._steadily():
+            if held is None or recorder is None:
+                return self._forward(x, cache, places)
+            held.update = recorder.update(held.update)
+            try:
+                return self._forward(x, cache, places)
+            finally:
+                del held.update
 
     def _played(
         self,
@@ -257,10 +258,9 @@ class Runner:
         forward: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         """Do a step, from the record where there is one."""
-        with self._steadily():
-            if not self._records or not all(cache.length for cache in caches):
-                return forward(x, places)
-            return self._replay.step(x, places, caches, rows, forward)
+        if not self._records or not all(cache.length for cache in caches):
+            return forward(x, places)
+        return self._replay.step(x, places, caches, rows, forward)
 
     @contextmanager
     def _steadily(self) -> Iterator[None]:

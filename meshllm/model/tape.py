@@ -26,30 +26,30 @@ from meshllm.model.record import Call as Recorded
 
 INPUTS = 2
 """Tensors that a recording begins with: rows, and their places."""
-MOST_PLANS = 32
+MOST_PLANS = 8
 """Ways to divide rows among sessions that are remembered; peers may ask for any."""
 
 _LINE = 64  # bytes; blocks begin there, as torch's own do
 
 Step = Call | Callable[[], None] | Attend
-Fields = ctypes.Array[ctypes.c_int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Move:
-    """What is told of the cache of a session to the calls of a layer."""
+    """What is told of the cache of a session to three calls of a layer."""
 
     session: int
     layer: int
     rows: int
     window: int | None
-    key: Fields
-    value: Fields
-    attention: Fields
     held: int
     """Heads of which each thread keeps scores."""
-    share: Callable[[int], None]
-    """Sets the threads that attend."""
+    key: Call
+    value: Call
+    attention: Call
+    at: int
+    """Number of the last one among its program's calls."""
+    program: Program | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,76 +107,55 @@ class Tape:
         scores = self._scores.data_ptr()
         for move, count in zip(moves, seen, strict=True):
             places = list[ctypes.c_int64 | int]()
-            for rows, given in zip(
-                caches[move.session].layers[move.layer].rows, (move.key, move.value), strict=True
-            ):
-                address, used = rows.buffer.data_ptr(), rows.used
+            held = caches[move.session].layers[move.layer].rows
+            for rows, call in zip(held, (move.key, move.value), strict=True):
+                address, used, size = rows.buffer.data_ptr(), rows.used, rows.buffer.element_size()
                 _, plane, line, _ = rows.buffer.stride()
-                size = rows.buffer.element_size()
-                given[TARGET] = [address + (used - move.rows) * line * size, plane, line]
+                call.given[TARGET] = [address + (used - move.rows) * line * size, plane, line]
                 places += address + (used - count) * line * size, plane, line
-            move.attention[KEYS] = places
-            move.attention[SCORES] = [scores, room]
-            move.attention[SEEN] = [count, move.window or count]
-            is_long = count * rows.buffer.shape[1] * line * move.rows > THREADED
-            move.share(self._threads if is_long else 1)
+            given, numbers = move.attention.given, count * rows.buffer.shape[1] * line
+            given[KEYS], given[SCORES] = places, [scores, room]
+            given[SEEN] = [count, move.window or count]
+            assert move.program is not None
+            move.program.share(move.at, self._threads if numbers * move.rows > THREADED else 1)
 
     def _plan(self, rows: tuple[int, ...]) -> _Plan:
-        parts, moves, calls = (
-            list[Callable[[], None]](),
-            list[Callable[[Program], _Move]](),
-            list[Call](),
-        )
-        found = list[_Move]()
-
-        def flush() -> None:
-            if calls:
-                program = Program(calls)
-                found.extend(move(program) for move in moves)
-                parts.append(program.run)
-                calls.clear()
-                moves.clear()
-
-        for step in self._steps:
+        parts, moves, calls = list[Callable[[], None]](), list[_Move](), list[Call]()
+        for step in (*self._steps, None):
             if isinstance(step, Call):
                 calls.append(step)
             elif isinstance(step, Attend):
                 for session in range(len(rows)):
-                    moves.append(self._attend(step, rows, session, calls))
+                    move = self._attend(step, rows, session, len(calls))
+                    calls += move.key, move.value, move.attention
+                    moves.append(move)
             else:
-                flush()
-                parts.append(step)
-        flush()
+                parts += _together(calls, moves)
+                parts += [step] if step else []
+                calls = []
         if len(self._plans) >= MOST_PLANS:
             del self._plans[next(iter(self._plans))]
-        self._plans[rows] = plan = _Plan(parts, found)
+        self._plans[rows] = plan = _Plan(parts, moves)
         return plan
 
-    def _attend(
-        self, item: Attend, rows: Sequence[int], session: int, calls: list[Call]
-    ) -> Callable[[Program], _Move]:
-        """Add the calls of a session; return what finds them in a program."""
-        first, count, at = sum(rows[:session]), rows[session], len(calls)
+    def _attend(self, item: Attend, rows: Sequence[int], session: int, at: int) -> _Move:
+        """Make the calls of a session, which are to be number ``at`` and following."""
+        first, count = sum(rows[:session]), rows[session]
         query, key, value = (
             self._tensor(each)[:, :, first : first + count]
             for each in (item.query, item.key, item.value)
         )
-        out = self._tensor(item.out)[:, first : first + count]
+        copies = []
         for source in (key, value):
             native, values = copy_lines(source.shape[1:], source.stride()[1:])
-            values[SOURCE - 3] = source.data_ptr()
-            calls.append(Call(native, 1, 1, values))
-        groups = key.shape[1]
-        native, held, values = prepare(query, out, groups, item.scale)
-        calls.append(Call(native, groups * count, 1, values))
-
-        def find(program: Program) -> _Move:
-            key, value, attention = program.given[at : at + 3]
-            share = partial(program.share, at + 2)
-            layer, window = item.layer, item.window
-            return _Move(session, layer, count, window, key, value, attention, held, share)
-
-        return find
+            copies.append(Call.of(native, 1, 1, values))
+            copies[-1].given[SOURCE] = source.data_ptr()
+        groups, mixed = key.shape[1], self._tensor(item.out)[:, first : first + count]
+        native, held, values = prepare(query, mixed, groups, item.scale)
+        attention, window = Call.of(native, groups * count, 1, values), item.window
+        return _Move(
+            session, item.layer, count, window, held, copies[0], copies[1], attention, at + 2
+        )
 
     def _lower(self, item: Op | Recorded | Attend) -> Iterator[Step]:
         if isinstance(item, Attend):
@@ -185,7 +164,7 @@ class Tape:
             values = [
                 self._address(each) if isinstance(each, Ref) else each for each in item.values
             ]
-            yield Call(item.native, item.blocks, item.threads, values)
+            yield Call.of(item.native, item.blocks, item.threads, values)
         else:
             args = resolved(item.args, self._tensor)
             kwargs = dict(resolved(item.kwargs, self._tensor))
@@ -227,6 +206,16 @@ def _look(tensor: Place | Outside) -> Any:
     if isinstance(tensor, Outside):
         return tensor
     return tensor.dtype, tensor.shape, tensor.strides
+
+
+def _together(calls: Sequence[Call], moves: Sequence[_Move]) -> Sequence[Callable[[], None]]:
+    """Make a program, if there are calls, and let moves that are in none be in it."""
+    if not calls:
+        return ()
+    program = Program(calls)
+    for move in moves:
+        move.program = move.program or program
+    return (program.run,)
 
 
 def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]) -> None:

@@ -36,7 +36,7 @@ def test_threads_share_a_call(
         monkeypatch.setattr(native, "team", lambda: None)
     weight, calls = torch.randn(8 * OUTPUTS, 96), list[Call]()
     matrix, x = Int8Matrix(pack(weight), (8 * OUTPUTS, 96)), torch.randn(1, 96)
-    with native.heard(lambda *call: calls.append(Call(*call))):
+    with native.heard(lambda *call: calls.append(Call.of(*call))):
         y = matrix(x)
     expected = y.clone()
     program = Program(calls)
@@ -52,11 +52,13 @@ def test_who_does_not_listen_hears_nothing() -> None:
     x, heard = torch.zeros(16), list[object]()
     (call,) = calls_for(aten.add.Tensor, (x, x), {}, [x]) or []
 
+    values = list(call.given[3:])
+
     with native.heard(lambda *call: heard.append(call)):
         with native.heard(None):
-            call.native(call.blocks, call.threads, *call.values)
+            call.native(1, 1, *values)
         assert not heard
-        call.native(call.blocks, call.threads, *call.values)
-    call.native(call.blocks, call.threads, *call.values)
+        call.native(1, 1, *values)
+    call.native(1, 1, *values)
 
-    assert heard == [(call.native, 1, 1, tuple(call.values))]
+    assert heard == [(call.native, 1, 1, tuple(values))]
