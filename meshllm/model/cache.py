@@ -56,6 +56,17 @@ class Rows:
         return self.buffer[..., :stop, :]
 
 
+def _extend(rows: tuple[Rows, Rows], count: int, keep: int | None = None) -> tuple[Tensor, Tensor]:
+    """Extend keys and values, or neither: there may be memory for one of them only."""
+    before = [(each.buffer, each.used) for each in rows]
+    try:
+        return rows[0].extend(count, keep), rows[1].extend(count, keep)
+    except BaseException:
+        for each, (buffer, used) in zip(rows, before, strict=True):
+            each.buffer, each.used = buffer, used
+        raise
+
+
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not followed
     """Full attention."""
 
@@ -73,7 +84,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not f
 
     def extend(self, tokens: int) -> int:
         """Make room for the rows of a step, to be written by others; count what they see."""
-        self.keys, self.values = (rows.extend(tokens) for rows in self.rows)
+        self.keys, self.values = _extend(self.rows, tokens)
         return self.rows[0].used
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -102,9 +113,9 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transform
     def extend(self, tokens: int) -> int:
         """Make room for the rows of a step, to be written by others; count what they see."""
         seen: int = min(self.cumulative_length, self.sliding_window - 1) + tokens
-        self.cumulative_length += tokens
         keep = self.sliding_window - 1 + SLACK
-        self.keys, self.values = (rows.extend(tokens, keep) for rows in self.rows)
+        self.keys, self.values = _extend(self.rows, tokens, keep)
+        self.cumulative_length += tokens
         return seen
 
     @property

@@ -46,20 +46,24 @@ def calls_for(
         return None
     (out,) = outs
     found: list[Any]
+    kept: list[Tensor] = []
     if function in _BINARY and not kwargs and len(args) == 2:
         task = _BINARY[function]
-        found = [call_for(task, _view(out), *(_operand(each, task, out.dtype) for each in args))]
+        kept = [_operand(each, task, out.dtype) for each in args]
+        found = [call_for(task, _view(out), *map(_view, kept))]
     elif function is aten.cat.default:
         found = _joined(args[0], args[1] if len(args) > 1 else 0, out)
     elif function.overloadpacket in _COPIES:
         source = args[1] if function.overloadpacket is aten.copy_ else args[0]
         found = [_copy(source, out)]
     elif is_of_one(function, args, kwargs) and args[0].dtype == out.dtype == torch.bfloat16:
-        table = _table(function, tuple(args[1:]), tuple(kwargs.items()))
-        found = [call_for(Task.LOOK_UP, _view(out), _view(args[0]), _view(table))]
+        kept = [args[0], _table(function, tuple(args[1:]), tuple(kwargs.items()))]
+        found = [call_for(Task.LOOK_UP, _view(out), *map(_view, kept))]
     else:
         return None
-    return None if None in found else [Call.of(native, 1, 1, values) for native, values in found]
+    if None in found:
+        return None
+    return [Call.of(native, 1, 1, values, kept) for native, values in found]
 
 
 def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -100,16 +104,11 @@ def _view(tensor: Tensor) -> View:
     return View(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _operand(value: Any, task: Task, dtype: torch.dtype) -> View:
-    """View a tensor, or a number that stands for one: torch rounds what it adds."""
+def _operand(value: Any, task: Task, dtype: torch.dtype) -> Tensor:
+    """Give a tensor, or make one of a number: torch rounds what it adds."""
     if isinstance(value, Tensor):
-        return _view(value)
-    return _view(_constant(float(value), torch.float32 if task is Task.MULTIPLY else dtype))
-
-
-@cache
-def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value], dtype=dtype)
+        return value
+    return torch.tensor([value], dtype=torch.float32 if task is Task.MULTIPLY else dtype)
 
 
 @cache

@@ -32,11 +32,15 @@ class Call:
     threads: int
     given: "ctypes.Array[ctypes.c_int64]"
     """Two numbers of its own, the blocks and the fields, which may change; see `Native.given`."""
+    kept: Any
+    """What the fields point to, as far as it is this call's to keep."""
 
     @classmethod
-    def of(cls, native: Native, blocks: int, threads: int, values: Sequence[int]) -> "Call":
+    def of(
+        cls, native: Native, blocks: int, threads: int, values: Sequence[int], kept: Any = None
+    ) -> "Call":
         """Write down a call."""
-        return cls(native, threads, native.given(blocks, *values))
+        return cls(native, threads, native.given(blocks, *values), kept)
 
 
 class Program:

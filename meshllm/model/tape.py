@@ -75,7 +75,7 @@ class Tape:
         self._steps = [step for item in recording.items for step in self._lower(item)]
         self._inputs = tuple(self._whole(recording.sizes[at], at) for at in range(INPUTS))
         self._output = self._tensor(recording.output)
-        self._scores = torch.empty(0)
+        self._scores = torch.empty(0, dtype=torch.float32)
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
     def takes(self, x: Tensor) -> bool:
@@ -103,7 +103,7 @@ class Tape:
         room = room_for(max(seen, default=0))
         most = max((move.held for move in moves), default=0) * self._threads * room
         if len(self._scores) < most:
-            self._scores = torch.empty(2 * most)
+            self._scores = torch.empty(2 * most, dtype=torch.float32)
         scores = self._scores.data_ptr()
         for move, count in zip(moves, seen, strict=True):
             places = list[ctypes.c_int64 | int]()

@@ -13,6 +13,7 @@ from meshllm.model.cache import (
     SLACK,
     UNTOUCHED,
     GrowingLayer,
+    Rows,
     SpanCache,
     WindowLayer,
     slack_of,
@@ -96,6 +97,35 @@ def test_rows_are_appended_without_copying_the_others() -> None:
     assert cache.layers[1].keys.data_ptr() == before
     write(cache, 1)
     assert cache.layers[1].keys.data_ptr() != before
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["all", "window"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_memory_for_more_rows_costs_none_of_those_before(
+    monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, failing: int
+) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    write(cache, 5)
+    while cache.layers[1].rows[0].used < cache.layers[1].rows[0].buffer.shape[-2]:
+        seen = write(cache, 1)
+    extend, calls = Rows.extend, list[Rows]()
+
+    def run_out(rows: Rows, count: int, keep: int | None = None) -> Tensor:
+        calls.append(rows)
+        held = extend(rows, count, keep)
+        if len(calls) > failing:
+            raise RuntimeError("no memory")
+        return held
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rows, "extend", run_out)
+        with pytest.raises(RuntimeError):
+            write(cache, 1)
+    cache.crop(cache.length)
+
+    last = int(seen[-1])
+    assert write(cache, 1).tolist()[-WINDOW:] == list(range(last - WINDOW + 2, last + 2))
+    assert [each.used for each in cache.layers[1].rows] == [cache.layers[1].rows[0].used] * 2
 
 
 def test_only_the_layers_of_the_span_store_anything() -> None:
