@@ -53,7 +53,7 @@ class Rows:
             self.buffer = before.new_empty(*before.shape[:-2], stop + room, before.shape[-1])
             self.buffer[..., : self.used, :] = held
         self.used = stop
-        return self.buffer[..., :stop, :]
+        return self.buffer.narrow(-2, 0, stop)
 
 
 def _extend(rows: tuple[Rows, Rows], count: int, keep: int | None = None) -> tuple[Tensor, Tensor]:

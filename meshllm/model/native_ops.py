@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshllm.model.device import CPU
 from meshllm.model.native_elementwise import DTYPES, NUMBERS, Task, View, call_for
 from meshllm.model.native_program import Call
 
@@ -39,10 +40,7 @@ def calls_for(
 
     ``outs`` are where the results go.
     """
-    tensors = [each for each in (*args, *outs) if isinstance(each, Tensor)]
-    if any(each.device.type != "cpu" or each.dtype not in DTYPES for each in tensors):
-        return None
-    if len(outs) != 1:
+    if len(outs) != 1 or not _fit((*args, *outs), outs[0].dtype):
         return None
     (out,) = outs
     found: list[Any]
@@ -64,6 +62,18 @@ def calls_for(
     if None in found:
         return None
     return [Call.of(native, 1, 1, values, kept) for native, values in found]
+
+
+def _fit(values: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether there may be functions for tensors that give numbers of a dtype.
+
+    What torch reads of a single number of another dtype may be rounded first.
+    """
+    return all(
+        each.device == CPU and each.dtype in DTYPES and (each.dim() or each.dtype == dtype)
+        for each in values
+        if isinstance(each, Tensor)
+    )
 
 
 def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshllm.model import native
 from meshllm.model.cache import SpanCache
-from meshllm.model.record import Recorder, Unfit
+from meshllm.model.record import Recorder
 from meshllm.model.tape import Tape
 
 PATIENCE = 4
@@ -23,6 +23,11 @@ PATIENCE = 4
 
 PROOFS = 2
 """Steps that are done both ways."""
+
+MOST_TRIES = 16
+"""Steps that are recorded or done both ways, at most; some prove nothing."""
+
+_DTYPES = torch.int64, torch.bfloat16  # of tokens, and of rows
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,7 @@ class _Known:
     """What is known about steps of so many rows."""
 
     uses: int = 0
+    tries: int = 0
     tape: Tape | None = None
     proofs: int = 0
     is_unfit: bool = False
@@ -60,6 +66,8 @@ class Replay:
 
         The layers of the caches hold a row at least, and can be cropped.
         """
+        if x.dtype not in _DTYPES or len(x) > 1 or min(rows) < 1 or _is_shared(caches):
+            return forward(x, places)
         threads = torch.get_num_threads()
         known = self._known.setdefault((x.shape[1], threads), _Known())
         known.uses += 1
@@ -70,6 +78,8 @@ class Replay:
         is_early = x.shape[1] > 1 and known.uses <= PATIENCE
         if known.is_unfit or is_early or not native.works():
             return forward(x, places)
+        known.tries += 1
+        known.is_unfit = known.tries > MOST_TRIES
         if known.tape:
             return self._prove(known, x, places, caches, rows, forward)
         return self._record(known, threads, x, places, forward)
@@ -82,7 +92,8 @@ class Replay:
         self, known: _Known, threads: int, x: Tensor, places: Tensor, forward: Forward
     ) -> Tensor:
         with torch.inference_mode():
-            x, places = x.clone(), places.clone()
+            whole = torch.contiguous_format
+            x, places = x.clone(memory_format=whole), places.clone(memory_format=whole)
         self.recorder = recorder = Recorder([x, places])
         try:
             with recorder:
@@ -93,7 +104,7 @@ class Replay:
             return output
         try:
             known.tape = Tape(recorder.end(output), x, threads)
-        except Unfit as reason:
+        except Exception as reason:  # foreign code meets what it was not made for; the step is done
             known.is_unfit = True
             logger.info("steps of %d rows are not recorded: %s", x.shape[1], reason)
         return output
@@ -120,3 +131,8 @@ class Replay:
             known.tape, known.is_unfit = None, True
             logger.info("steps of %d rows are not those that were recorded", x.shape[1])
         return output
+
+
+def _is_shared(caches: Sequence[SpanCache]) -> bool:
+    """Whether two sessions are one."""
+    return len({id(cache) for cache in caches}) < len(caches)

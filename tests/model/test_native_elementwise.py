@@ -95,6 +95,7 @@ def test_copies() -> None:
 
 OTHERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "whole numbers": (aten.mul.Tensor, (torch.ones(4, dtype=torch.int64), 2), {}),
+    "a number of another dtype": (aten.add.Tensor, (draw(4), draw(dtype=FLOAT)), {}),
     "a factor": (aten.add.Tensor, (draw(4), draw(4)), {"alpha": 2}),
     "powers of a number": (aten.pow.Scalar, (2, draw(4)), {}),
     "float32": (aten.silu.default, (draw(4, dtype=FLOAT),), {}),

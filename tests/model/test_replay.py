@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from meshllm.model import native, replay
 from meshllm.model.cache import SpanCache
 from meshllm.model.record import Op
-from meshllm.model.replay import PATIENCE, PROOFS, Replay
+from meshllm.model.replay import MOST_TRIES, PATIENCE, PROOFS, Replay
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 
-FAMILIES = "llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "cohere"
+FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "opt",
+)  # fmt: skip
 SOON = PATIENCE + 1 + PROOFS
 """Steps of several rows until the next one comes from a record."""
 
@@ -188,6 +190,46 @@ def test_bad_rows_are_refused_and_leave_no_trace(tmp_path: Path, rows: Tensor) -
         assert torch.equal(runner.step(ids(1, seed), cache), runner.step(ids(1, seed), other))
 
 
+def test_a_bad_row_of_a_session_leaves_no_trace_in_others(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    caches = [filled(runner, 6), filled(runner, 6)]
+    for seed in range(SOON + 1):
+        runner.step_many([ids(1, seed), ids(1, seed)], caches)
+
+    with pytest.raises(IndexError):
+        runner.step_many([ids(1), torch.full((1, 1), 1 << 40)], caches)
+
+    assert all(cache.layers[0].rows[0].used == cache.length for cache in caches)
+    one, other = runner.step_many([ids(1, 9), ids(1, 9)], caches)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "the same twice", "whole numbers of another size"])
+def test_strange_steps_are_those_of_the_model(tmp_path: Path, kind: str) -> None:
+    runner = runner_of(tmp_path)
+
+    def run() -> list[Tensor]:
+        caches = [filled(runner, 6), filled(runner, 6)]
+        for seed in range(SOON + 1):
+            runner.step_many([ids(1, seed), ids(1, seed)], caches)
+        match kind:
+            case "nothing":
+                with pytest.raises((RuntimeError, ValueError)):
+                    runner.step_many([ids(0), ids(1)], caches)
+                for cache in caches:
+                    cache.crop(cache.length)
+            case "the same twice":
+                return runner.step_many([ids(1, 7), ids(1, 8)], [caches[0], caches[0]])
+            case _:
+                return [runner.step(ids(1, 7).int(), caches[0])]
+        return runner.step_many([ids(1, 7), ids(1, 8)], caches)
+
+    recorded = run()
+    forget(runner)
+
+    assert all(map(torch.equal, recorded, run()))
+
+
 def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, span=Span(1, 3), embed=False, head=False)
     width = runner.shard.model.config.hidden_size
@@ -201,6 +243,9 @@ def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
     known = runner._replay._known[2, torch.get_num_threads()]
     assert not known.is_unfit
     assert known.proofs == 0
+    for _ in range(MOST_TRIES):
+        assert runner.step(bad, cache).isnan().all()
+    assert known.is_unfit  # trying costs time
 
 
 class Strange(nn.Module):
@@ -221,6 +266,8 @@ class Strange(nn.Module):
                 return x + torch.rand(1).to(x.dtype) * 0
             case "picks":
                 return x + x[x > 0].sum() * 0
+            case "widens":
+                return x + torch.sigmoid(x[..., :1].expand(x.shape))
             case _:
                 return x
 
@@ -244,6 +291,34 @@ def test_what_is_on_no_record_is_done_each_time(
     assert runner._replay._known[1, torch.get_num_threads()].is_unfit
     if kind != "counts":
         assert all(map(torch.equal, outputs, plain))
+
+
+def test_numbers_that_lie_on_each_other_stay_with_torch(tmp_path: Path) -> None:
+    runner, strange = runner_of(tmp_path), Strange("widens")
+    layer = runner.shard.model.model.layers[1].mlp
+    layer.register_forward_hook(lambda _module, _args, output: strange(output))
+    runner._replay = Replay()
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
+    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
+
+
+def test_a_record_that_cannot_be_used_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tmp_path)
+    cache, other = filled(runner, 6), filled(runner, 6)
+    runner._replay = Replay()
+    monkeypatch.setattr(replay, "Tape", lambda *_: 1 / 0)
+
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(4)]
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(4)]))
 
 
 def test_an_operation_that_differs_stays_with_torch(
