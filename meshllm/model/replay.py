@@ -24,6 +24,8 @@ PATIENCE = 4
 PROOFS = 2
 """Steps that are done both ways."""
 
+SETTLED = PATIENCE + 1 + PROOFS
+"""Steps of the same number of rows until the next ones come from a record."""
 MOST_TRIES = 16
 """Steps that are recorded or done both ways, at most; some prove nothing."""
 

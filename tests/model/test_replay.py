@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshllm.model import native, replay
 from meshllm.model.cache import SpanCache
 from meshllm.model.record import Op
-from meshllm.model.replay import MOST_TRIES, PATIENCE, PROOFS, Replay
+from meshllm.model.replay import MOST_TRIES, PROOFS, SETTLED, Replay
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.names import Quant, Span
@@ -20,8 +20,6 @@ from meshllm.testing.models import tiny_model
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "opt",
 )  # fmt: skip
-SOON = PATIENCE + 1 + PROOFS
-"""Steps of several rows until the next one comes from a record."""
 
 pytestmark = pytest.mark.skipif(not native.works(), reason="no memory becomes executable here")
 
@@ -113,7 +111,7 @@ def test_what_goes_back_and_branches_goes_on_from_the_record(tmp_path: Path) -> 
 def test_sessions_go_together_from_the_record(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "gemma3_text")
     tokens = ids(400, seed=3)
-    layouts = [(1, 1, 1), (2, 1), (1, 2), (3,)] * (SOON + 1)
+    layouts = [(1, 1, 1), (2, 1), (1, 2), (3,)] * (SETTLED + 1)
 
     def run() -> list[Tensor]:
         caches, at, outputs = [filled(runner, 4 + seed, seed) for seed in range(3)], 0, []
@@ -193,7 +191,7 @@ def test_bad_rows_are_refused_and_leave_no_trace(tmp_path: Path, rows: Tensor) -
 def test_a_bad_row_of_a_session_leaves_no_trace_in_others(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     caches = [filled(runner, 6), filled(runner, 6)]
-    for seed in range(SOON + 1):
+    for seed in range(SETTLED + 1):
         runner.step_many([ids(1, seed), ids(1, seed)], caches)
 
     with pytest.raises(IndexError):
@@ -210,7 +208,7 @@ def test_strange_steps_are_those_of_the_model(tmp_path: Path, kind: str) -> None
 
     def run() -> list[Tensor]:
         caches = [filled(runner, 6), filled(runner, 6)]
-        for seed in range(SOON + 1):
+        for seed in range(SETTLED + 1):
             runner.step_many([ids(1, seed), ids(1, seed)], caches)
         match kind:
             case "nothing":
@@ -237,7 +235,7 @@ def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
     runner.prefill(torch.zeros(1, 6, width, dtype=torch.bfloat16), cache)
     bad = torch.full((1, 2, width), float("nan"), dtype=torch.bfloat16)
 
-    for _ in range(SOON + 3):
+    for _ in range(SETTLED + 3):
         assert runner.step(bad, cache).isnan().all()
 
     known = runner._replay._known[2, torch.get_num_threads()]
