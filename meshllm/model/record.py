@@ -54,6 +54,7 @@ class Outside:
 
     tensor: Tensor = field(compare=False, repr=False)
     address: int
+    """Or what else tells it from others."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -174,7 +175,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, outs: Sequence[Tensor]
     ) -> None:
         inputs = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
-        if any(each.layout != torch.strided or each.device != CPU for each in (*inputs, *outs)):
+        is_plain = all(each.layout == torch.strided for each in outs)
+        if not is_plain or any(each.device != CPU for each in (*inputs, *outs)):
             self._blame(f"{func} of tensors of another kind")
             return
         given = tuple(map(self._mark, args)), tuple((k, self._mark(v)) for k, v in kwargs.items())
@@ -314,6 +316,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tuple(map(self._mark, value))
         if not isinstance(value, Tensor):
             return value
+        if value.layout != torch.strided:  # a packed matrix
+            return Outside(value, id(value), tuple(value.shape), ())
         shape, strides = tuple(value.shape), value.stride()
         ref = self._ref(value.data_ptr())
         if ref is None or not value.numel():
@@ -351,4 +355,4 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return 0 if tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from meshllm.model import native
 from meshllm.model.native_norm import norm
+from meshllm.model.packed import PackedLinear
 from meshllm.model.record import Attend, Call, Op, Recorder, Recording, Unfit
 
 aten = torch.ops.aten
@@ -91,6 +92,17 @@ def test_what_was_there_before_is_no_result() -> None:
 
     with pytest.raises(Unfit, match="not of this forward"):
         record(lambda _x, _places: before)
+
+
+def test_a_packed_matrix_is_what_it_was() -> None:
+    try:
+        linear = PackedLinear(torch.nn.Linear(64, 32, dtype=HALF))
+    except RuntimeError:
+        pytest.skip("this processor has no kernel for packed matrices")
+
+    recording = record(lambda x, _: linear(x * 2))
+
+    assert functions(recording)[-1] is linear._multiply
 
 
 @pytest.mark.skipif(not native.works(), reason="no memory becomes executable here")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshllm.model import native, replay
 from meshllm.model.cache import SpanCache
+from meshllm.model.packed import PackedLinear
 from meshllm.model.record import Op
 from meshllm.model.replay import MOST_TRIES, PROOFS, SETTLED, Replay
 from meshllm.model.runner import Runner
@@ -317,6 +318,25 @@ def test_a_record_that_cannot_be_used_costs_no_step(
     forget(runner)
 
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(4)]))
+
+
+def test_packed_matrices_stay_with_torch(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    head = runner.shard.model.lm_head
+    plain = nn.Linear(head.in_features, head.out_features, bias=False, dtype=torch.bfloat16)
+    plain.weight.data.copy_(head.weight)
+    try:
+        runner.shard.model.lm_head = PackedLinear(plain)
+    except RuntimeError:
+        pytest.skip("this processor has no kernel for packed matrices")
+    runner._replay = Replay()
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
+    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
 
 
 def test_an_operation_that_differs_stays_with_torch(
