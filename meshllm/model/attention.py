@@ -45,8 +45,8 @@ def attend_chunk(
     as many as leave their scores in the processor's cache; and scores stand as the product with the
     keys gives them, a column for each row, so that nothing is turned. They are rounded to the
     dtype, as by transformers' eager attention; but where the processor has no instructions for
-    bfloat16 all of it is float32 until the end, as torch takes twice as long otherwise. A few rows
-    that are left over are computed as such.
+    bfloat16, which torch emulates then, all of it is float32 until the end. A few rows that are
+    left over are computed as such.
     """
     if query.dtype == torch.bfloat16 and native_linear.suits():
         wide = query.float(), key.float(), value.float()

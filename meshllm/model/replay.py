@@ -20,10 +20,8 @@ from meshllm.model.tape import Tape
 
 PATIENCE = 4
 """Steps of more than one row before they are recorded: some numbers of rows come once or twice."""
-
 PROOFS = 2
 """Steps that are done both ways."""
-
 SETTLED = PATIENCE + 1 + PROOFS
 """Steps of the same number of rows until the next ones come from a record."""
 MOST_TRIES = 16

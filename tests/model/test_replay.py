@@ -52,6 +52,17 @@ def forget(runner: Runner) -> None:
     runner._records = False
 
 
+def check_record(runner: Runner) -> None:
+    """Do some steps, which have to be on record, and the same without one."""
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
+    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
+
+
 def count_forwards(runner: Runner) -> list[int]:
     """Note each forward of the model that is not from a record."""
     seen: list[int] = []
@@ -297,13 +308,8 @@ def test_numbers_that_lie_on_each_other_stay_with_torch(tmp_path: Path) -> None:
     layer = runner.shard.model.model.layers[1].mlp
     layer.register_forward_hook(lambda _module, _args, output: strange(output))
     runner._replay = Replay()
-    cache, other = filled(runner, 6), filled(runner, 6)
 
-    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
-    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
-    forget(runner)
-
-    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
+    check_record(runner)
 
 
 def test_a_record_that_cannot_be_used_costs_no_step(
@@ -330,13 +336,8 @@ def test_packed_matrices_stay_with_torch(tmp_path: Path) -> None:
     except RuntimeError:
         pytest.skip("this processor has no kernel for packed matrices")
     runner._replay = Replay()
-    cache, other = filled(runner, 6), filled(runner, 6)
 
-    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
-    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
-    forget(runner)
-
-    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
+    check_record(runner)
 
 
 def test_an_operation_that_differs_stays_with_torch(
