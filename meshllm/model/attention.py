@@ -5,14 +5,15 @@ made for many rows at a time; a few go to one that is made for them, on the CPU:
 besides, see `meshllm.model.native_attention`. Prompts are computed many rows at a time.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from meshllm.model import native_attention, native_linear
 from meshllm.model.native_softmax import COLUMNS, share_out
 
-SCORE_BYTES = 2 << 20  # of the scores that are made at a time
+SCORES = 1 << 20  # that are made at a time
 
 
 def attend_alone(
@@ -45,32 +46,27 @@ def attend_chunk(
     as many as leave their scores in the processor's cache; and scores stand as the product with the
     keys gives them, a column for each row, so that nothing is turned. They are rounded to the
     dtype, as by transformers' eager attention; but where the processor has no instructions for
-    bfloat16, which torch emulates then, all of it is float32 until the end. A few rows that are
-    left over are computed as such.
+    bfloat16, which torch emulates then, all of it is float32 until the end.
     """
-    if query.dtype == torch.bfloat16 and native_linear.suits():
-        wide = query.float(), key.float(), value.float()
-        return attend_chunk(*wide, scale, window).to(query.dtype)
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
     mixed = query.new_empty(1, rows, heads, value.shape[3])
-    fit = SCORE_BYTES // (query.element_size() * groups * keys)  # columns
-    most = max(1, max(COLUMNS, fit // COLUMNS * COLUMNS) // each)
-    for at in range(0, rows, most):
-        count = min(most, rows - at)
-        if at and each * count <= COLUMNS // 2:
-            mixed[:, at:] = attend_alone(query[:, :, at:], key, value, scale, window)
-            break
-        stop = past + at + count
-        start = max(0, stop - count - window + 1) if window else 0
-        asked = (query[:, :, at : at + count] * scale).reshape(groups, each * count, width)
-        asked = functional.pad(asked, (0, 0, 0, -each * count % COLUMNS))
-        scores = torch.matmul(key[0, :, start:stop], asked.transpose(1, 2))  # [G, S, H/G * T]
-        share_out(scores, count, window)
-        part = torch.matmul(scores.transpose(1, 2), value[0, :, start:stop])
-        kept = part[:, : each * count].reshape(heads, count, -1)
-        mixed[0, at : at + count] = kept.transpose(0, 1)
+    if query.dtype == torch.bfloat16 and native_linear.suits():
+        query, key, value = query.float(), key.float(), value.float()
+    most = max(COLUMNS, SCORES // (groups * keys)) // each or 1
+    times = -(-rows // most)
+    for at, stop in pairwise(rows * turn // times for turn in range(times + 1)):
+        start = max(0, past + at - window + 1) if window else 0
+        seen, columns = slice(start, past + stop), each * (stop - at)
+        asked = (query[:, :, at:stop] * scale).reshape(groups, columns, width)
+        whole = -(-columns // COLUMNS) * COLUMNS
+        scores = query.new_empty(groups, past + stop - start, whole)  # [G, S, H/G * T], and more
+        own = scores[:, :, :columns]
+        torch.bmm(key[0, :, seen], asked.transpose(1, 2), out=own)
+        share_out(scores, stop - at, window)
+        part = torch.matmul(own.transpose(1, 2), value[0, :, seen])
+        mixed[0, at:stop] = part.view(heads, stop - at, -1).transpose(0, 1)
     return mixed
 
 

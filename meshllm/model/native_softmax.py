@@ -18,8 +18,10 @@ from torch import Tensor
 from meshllm.model.native import Native
 from meshllm.model.native_code import FLOAT, HALF, LANES, WORD, Code
 
-COLUMNS = 64
-"""Of a block; two lines of the processor's cache in bfloat16."""
+COLUMNS = LANES
+"""Their number is a multiple of it."""
+
+_STRIP = 64  # columns that go down together; two lines of the processor's cache in bfloat16
 
 _FIELDS = "*scores", "*starts", "*seen", "strips", "keys", "columns"
 
@@ -43,25 +45,27 @@ def share_out(scores: Tensor, rows: int, window: int | None = None) -> None:
     stops = torch.arange(columns, dtype=torch.int32).remainder_(rows).add_(keys - rows + 1)
     starts = (stops - min(window or keys, keys)).clamp_min_(0)
     seen = stops - starts
-    _function(scores.dtype == torch.bfloat16)(
-        groups * columns // COLUMNS,
+    strip = COLUMNS if columns % _STRIP else _STRIP
+    _function(scores.dtype == torch.bfloat16, strip)(
+        groups * columns // strip,
         torch.get_num_threads(),
         *(scores.data_ptr(), starts.data_ptr(), seen.data_ptr()),
-        *(columns // COLUMNS, keys, columns),
+        *(columns // strip, keys, columns),
     )
 
 
 @cache
-def _function(is_half: bool) -> Native:
+def _function(is_half: bool, width: int) -> Native:
+    """Compile it for strips of so many columns."""
     kind = HALF if is_half else FLOAT
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         do, keys, columns = code.do, fields["keys"], fields["columns"]
         group, strip = do.udiv(block, fields["strips"]), do.urem(block, fields["strips"])
-        first = do.mul(strip, code.index(COLUMNS))
+        first = do.mul(strip, code.index(width))
         begin = do.add(do.mul(group, do.mul(keys, columns)), first)
         scores = code.at(fields["scores"], begin, kind)
-        places = [code.index(at) for at in range(0, COLUMNS, LANES)]
+        places = [code.index(at) for at in range(0, width, LANES)]
         starts, seen = (
             [code.load(WORD, fields[name], do.add(first, at), LANES) for at in places]
             for name in ("starts", "seen")

@@ -1,10 +1,10 @@
 """What a turn of a chat costs: ``python -m tests.bench.chat [--nodes 1,2] [--turns 10]``.
 
 Every turn adds so many tokens behind the answer before it. One ring keeps what it has computed, one
-keeps nothing; in each round both hold the same chat, and the one that keeps is also asked a prompt
-that nobody has seen, as long as one turn. The bar: the last turn takes at most 1.2 times as long as
-that prompt. Its tokens attend to all before them, which takes the longer the longer the chat is.
-All ranks of a ring run in this process, one thread computes.
+keeps nothing; in each round both hold the same chat, and right before each turn the one that keeps
+is also asked a prompt that nobody has seen, as long as one turn. The bar: the last turn takes at
+most 1.2 times as long as that prompt. Its tokens attend to all before them, which takes the longer
+the longer the chat is. All ranks of a ring run in this process, one thread computes.
 """
 
 import argparse
@@ -66,8 +66,8 @@ async def measure(source: Source, nodes: int, options: argparse.Namespace) -> li
             text: list[int] = []
             for turn in range(1, options.turns + 1):
                 text += _draw(random, options.tokens)
-                _, fresh = await ask(kept, _draw(random, options.tokens), TOKENS)
                 _, slow = await ask(plain, text, TOKENS)
+                _, fresh = await ask(kept, _draw(random, options.tokens), TOKENS)
                 answer, fast = await ask(kept, text, TOKENS)
                 figures.setdefault(turn, []).append((fast.ttft_s, slow.ttft_s, fresh.ttft_s))
                 sizes[turn] = len(text), fast.reused

@@ -206,7 +206,7 @@ def computed() -> list[Tensor]:
     wide = torch.empty(200, 192, dtype=torch.bfloat16)
     native_int8.widen(weights, scales, wide)
     results += [native_norm.norm(normal(9, width), normal(width), 1e-6) for width in (16, 200, 7)]
-    for scores in (normal(2, 77, 128), normal(2, 77, 128).float()):
+    for scores in (normal(2, 77, 128), normal(2, 77, 128).float(), normal(2, 77, 144)):
         native_softmax.share_out(scores, 50, 30)
         results.append(scores)
     return [*results, wide]

@@ -25,7 +25,13 @@ def expected(scores: Tensor, rows: int, window: int | None) -> Tensor:
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 @pytest.mark.parametrize(
     ("keys", "rows", "columns"),
-    [(1, 1, COLUMNS), (40, 1, COLUMNS), (40, 40, 2 * COLUMNS), (100, 17, COLUMNS)],
+    [
+        (1, 1, COLUMNS),
+        (40, 1, COLUMNS),
+        (40, 40, 4 * COLUMNS),
+        (40, 40, 9 * COLUMNS),
+        (100, 17, 8 * COLUMNS),
+    ],
 )
 def test_a_row_shares_out_what_it_sees(
     keys: int, rows: int, columns: int, window: int | None, dtype: torch.dtype
