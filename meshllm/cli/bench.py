@@ -28,7 +28,7 @@ Examples:
 _OF_RINGS = ("nodes", "prompt_tokens", "new_tokens", "processes")
 
 
-@takes("threads")
+@takes("threads", "device")
 def bench(
     invocation: typer.Context,
     model: Annotated[
@@ -56,7 +56,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="HOW,HOW",
-            help="Ways to hold weights, as `none,int8`; just `none` by default, with --engine all.",
+            help="Ways to hold weights, as `none,int8`; just `none` by default, with --engine all"
+            " that the device has.",
         ),
     ] = None,
     rounds: Annotated[
@@ -77,13 +78,22 @@ def bench(
     reading the weights takes at the speed of the memory, which is probed in the same rounds. Where
     every bit of the logits is to be that of transformers and is not, the command fails.
     """
-    threads = settings(flags).threads
-    quants = _quants(quant or (",".join(Quant) if engine else Quant.NONE))
+    chosen = settings(flags)
+    threads = chosen.threads
+    quants = _quants(quant or Quant.NONE)
     about: dict[str, Any] = {"model": model, "rounds": rounds}
     if engine:
         _refuse(invocation, _OF_RINGS)
-        measured = _measure_engine(model, quants, rounds, threads)
-        about |= {"gb_per_s": measured.gb_per_s, **_facts(threads, measured.rows)}
+        with render.Status(sys.stderr) as status:
+            status.show("loading torch")
+            from meshllm.testing import engine_table
+
+            device = _device(chosen.device, quants)
+            if not quant and device == "cpu":
+                quants = tuple(Quant)
+            engine_case = engine_table.Case(model, quants, rounds, threads, device)
+            measured = engine_table.measure(engine_case, status.show)
+        about |= {"gb_per_s": measured.gb_per_s, **_facts(engine_case, measured.rows)}
         _show(about, _engine_table(measured), json)
         _check(measured.rows)
         return
@@ -94,21 +104,21 @@ def bench(
 
         case = Case(
             model, sizes, prompt_tokens, new_tokens, rounds, threads,
-            quants=quants, processes=processes,
+            quants=quants, processes=processes, device=_device(chosen.device, quants),
         )  # fmt: skip
         rows = measure(case, status.show)
     about |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "processes": processes}
-    _show(about | _facts(threads, rows), _ring_table(rows), json)
+    _show(about | _facts(case, rows), _ring_table(rows), json)
 
 
-def _measure_engine(
-    model: str, quants: tuple[Quant, ...], rounds: int, threads: int | None
-) -> "engine_table.Table":
-    with render.Status(sys.stderr) as status:
-        status.show("loading torch")
-        from meshllm.testing.engine_table import Case, measure
+def _device(wanted: str, quants: Sequence[Quant]) -> str:
+    """Choose where all of these ways to hold weights are computed."""
+    import torch
 
-        return measure(Case(model, quants, rounds, threads), status.show)
+    from meshllm.model.device import CPU, choose
+
+    found = [choose(wanted, torch.bfloat16, quant) for quant in quants]
+    return str(CPU if CPU in found else found[0])
 
 
 def _refuse(invocation: typer.Context, names: Sequence[str]) -> None:
@@ -135,10 +145,11 @@ def _quants(text: str) -> tuple[Quant, ...]:
     return tuple(quant for quant in Quant if quant in words)
 
 
-def _facts(threads: int | None, rows: Sequence[Any]) -> dict[str, Any]:
+def _facts(case: "table1.Case | engine_table.Case", rows: Sequence[Any]) -> dict[str, Any]:
     from meshllm.testing.machine import machine
 
-    return {"machine": machine(threads), "rows": [asdict(row) for row in rows]}
+    told = machine(case.threads, case.device)
+    return {"machine": told, "rows": [asdict(row) for row in rows]}
 
 
 def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:

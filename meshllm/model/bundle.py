@@ -8,15 +8,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from meshllm.model.cache import SpanCache
-from meshllm.model.device import CPU
 
 
 class Bundle(DynamicCache):  # type: ignore[misc]  # transformers is not followed
     """Takes the rows of each session to its own cache."""
 
-    def __init__(
-        self, caches: Sequence[SpanCache], rows: Sequence[int], device: torch.device = CPU
-    ) -> None:
+    def __init__(self, caches: Sequence[SpanCache], rows: Sequence[int]) -> None:
         """Expect ``rows[i]`` rows of the session of ``caches[i]``, in this order."""
         self.layers: list[Any] = []
         self.length = 0  # the shard counts here; see `advance`
@@ -24,13 +21,12 @@ class Bundle(DynamicCache):  # type: ignore[misc]  # transformers is not followe
         """Keys and values of each session, of the layer that was updated last."""
         self._caches = caches
         self.rows = list(rows)
-        self._device = device
 
     @property
     def position_ids(self) -> Tensor:
         """The places [1, T] of the rows in their texts."""
         parts = [
-            torch.arange(cache.length, cache.length + rows, device=self._device)
+            torch.arange(cache.length, cache.length + rows)
             for cache, rows in zip(self._caches, self.rows, strict=True)
         ]
         return torch.cat(parts)[None]

@@ -12,8 +12,8 @@ Most of what is left of a step of a few rows is Python, so on the CPU steps are 
 again without it, see `meshllm.model.replay`.
 
 Rows come from the CPU and what they give goes there, whatever the device of the shard. The kernels
-of a GPU may add up otherwise for any number of rows, in norms too: there all numbers are tried, and
-attention is one row after the other.
+of a GPU may add up otherwise for any number of rows, in norms too: there a step is one graph, of
+always the same number of rows, see `meshllm.model.graph`.
 """
 
 import logging
@@ -31,6 +31,7 @@ from meshllm.model.attention import attend_alone, attend_chunk
 from meshllm.model.bundle import Bundle
 from meshllm.model.cache import SpanCache, WindowLayer
 from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
+from meshllm.model.graph import Graph
 from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.quant_attention import NAME as SHARED_KEYS
 from meshllm.model.replay import Replay
@@ -84,11 +85,12 @@ class Runner:
         self._steady_name = f"{STEADY}_{id(self)}"  # of its own: another thread may run another one
         self._tail = find_tail(shard)
         self._replay = Replay()
+        self._graph: Graph | None = None
         self.is_steady = bool(counts) and self._exchange() and self._agrees()
         """Whether several rows are computed in the time of one, or nearly."""
         if not self.is_steady:
             loosen(shard.model)
-            self._replay = Replay()  # what it recorded is of no use
+            self._replay, self._graph = Replay(), None  # what was recorded is of no use
         self._mode.bits = Bits.PROMPT if self.is_steady else Bits.STOCK
 
     def new_cache(self) -> SpanCache:
@@ -117,18 +119,19 @@ class Runner:
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run rows ``x`` [1, T or T, D], each as if it came alone; return what all give."""
+        if self._graph:
+            return self.step_many([x], [cache])[0]
         return fetch(self._step(put(x, self.shard.device), cache))
 
     def step_many(
         self, parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
     ) -> list[Tensor]:
         """Run steps of several sessions; each gives what `step` would give."""
+        if self._graph:
+            return self._launched(self._graph, parts, caches)
         parts, outputs = put_all(parts, self.shard.device), list[Tensor]()
-        while len(outputs) < len(parts):
-            at = len(outputs)
-            totals = accumulate(part.shape[1] for part in parts[at:])
-            stop = at + max(1, sum(total <= MOST_ROWS for total in totals))
-            outputs += self._bundled(parts[at:stop], caches[at:stop])
+        for group in _groups(parts):
+            outputs += self._bundled(parts[group], caches[group])
         return fetch_all(outputs)
 
     def _step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
@@ -151,7 +154,7 @@ class Runner:
         held = [cache for cache in caches if cache is not None]
         if not held:
             return list(torch.split(self._steady(x, None), rows, 1))
-        bundle = Bundle(held, rows, x.device)
+        bundle = Bundle(held, rows)
 
         def forward(x: Tensor, places: Tensor) -> Tensor:
             self._bundle = bundle
@@ -165,20 +168,34 @@ class Runner:
         output = self._played(x, bundle.position_ids, held, rows, forward)
         return list(torch.split(output, rows, 1))
 
+    def _launched(
+        self, graph: Graph, parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
+    ) -> list[Tensor]:
+        outputs = list[Tensor]()
+        for group in _groups(parts):
+            x, rows = torch.cat(list(parts[group]), 1), [part.shape[1] for part in parts[group]]
+            if x.shape[1] > MOST_ROWS:  # one part
+                pieces = torch.split(x, MOST_ROWS, 1)
+                given = [graph.step(piece, caches[group], [piece.shape[1]]) for piece in pieces]
+                outputs.append(torch.cat(given, 1))
+            else:
+                outputs += torch.split(graph.step(x, caches[group], rows), rows, 1)
+        return outputs
+
     def _exchange(self) -> bool:
         """Make the matrices steady, if all of the model can be; say if it can."""
         model = self.shard.model
         config, dtype = model.config, model.dtype
         kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-        if config._attn_implementation not in STOCK or dtype != torch.bfloat16:
+        is_on_gpu = self.shard.device != CPU
+        if config._attn_implementation not in STOCK or not (is_on_gpu or dtype == torch.bfloat16):
             return False
         whole = build(config, dtype).model
         if not _KINDS.issuperset(kinds) or mixes(whole):
             return False
-        try:
-            floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1), self.shard.device)
-        except torch.OutOfMemoryError:  # a GPU with room for the weights and little more
-            return False
+        if is_on_gpu:
+            return self.new_cache().extends
+        floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1))
         if floors is None or not steady(model, floors):
             return False
         adopt(model, self._mode)
@@ -187,22 +204,24 @@ class Runner:
     @torch.inference_mode()
     def _agrees(self) -> bool:
         """Try rows together and alone, sessions together and alone, and the stock forward."""
-        x, layers = self._rows().to(self.shard.device), bool(self.shard.span)
+        x, layers, device = self._rows(), bool(self.shard.span), self.shard.device
 
         def filled() -> SpanCache | None:
             return deepcopy(read) if layers else None
 
         rows, read = x[:, _BEFORE:], self.new_cache()
         try:
-            self.shard.forward(x[:, :_BEFORE], read, rows=1)
+            self.shard.forward(put(x[:, :_BEFORE], device), read, rows=1)
+            if device != CPU:
+                self._graph = Graph(self.shard, MOST_ROWS)
+                self._graph.record(self._laid, rows, filled)
             cache = filled()
-            alone = torch.cat([self._steady(row, cache) for row in _alone(rows)], 1)
-            counts = (_TRIED,) if self.shard.device == CPU else range(1, MOST_ROWS + 1)
-            together = [self._steady(rows[:, :count], filled()) for count in counts]
-            self.is_steady = True  # or sessions do not go together
-            both = self._bundled([rows[:, :2], rows[:, :_TRIED]], [filled(), filled()])
-            stock = self.shard.forward(rows, filled())
-            behind = filled() if self.shard.device == CPU else None
+            self.is_steady = True
+            alone = torch.cat([self.step(row, cache) for row in _alone(rows)], 1)
+            together = (self.step if self._graph else self._steady)(rows, filled())
+            both = self.step_many([rows[:, :2], rows[:, :_TRIED]], [filled(), filled()])
+            stock = fetch(self.shard.forward(put(rows, device), filled()))
+            behind = filled() if device == CPU else None
             chunk = self._chunk(rows, behind) if behind is not None else stock
         except Exception as reason:  # foreign code meets what it was not made for
             logger.info("one row at a time: %s: %s", type(reason).__name__, reason)
@@ -211,7 +230,7 @@ class Runner:
         errors = [
             float((own.float() - its.float()).norm() / its.float().norm()) for own, its in pairs
         ]
-        equal = [torch.equal(each, alone[:, : each.shape[1]]) for each in (*together, *both)]
+        equal = [torch.equal(each, alone[:, : each.shape[1]]) for each in (together, *both)]
         if not all(equal) or max(errors) > _ALIKE:
             logger.info("one row at a time: same %s, beside the stock forward %s", equal, errors)
             return False
@@ -229,7 +248,7 @@ class Runner:
 
     def _steady(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         start, count = cache.length if cache is not None else 0, x.shape[1]
-        places = torch.arange(start, start + count, device=x.device)[None]
+        places = torch.arange(start, start + count)[None]
         held = [] if cache is None else [cache]
 
         def forward(x: Tensor, places: Tensor) -> Tensor:
@@ -294,6 +313,8 @@ class Runner:
             raise NotImplementedError(f"attention with {wish}")
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         window = options.get("sliding_window")
+        if self._graph:
+            return self._graph.attend(query, key, value, scale, window), None
         if self._is_chunk:
             return attend_chunk(query, key, value, scale, window), None
         with self._replay.paused():
@@ -321,6 +342,16 @@ def mixes(model: nn.Module) -> bool:
         "expert" in name or (parameter.dim() > 2 and min(parameter.shape) > 1)
         for name, parameter in model.named_parameters()
     )
+
+
+def _groups(parts: Sequence[Tensor]) -> Iterator[slice]:
+    """Part what came so that each group has `MOST_ROWS` rows at most, or is one part."""
+    at = 0
+    while at < len(parts):
+        totals = accumulate(part.shape[1] for part in parts[at:])
+        stop = at + max(1, sum(total <= MOST_ROWS for total in totals))
+        yield slice(at, stop)
+        at = stop
 
 
 def _alone(x: Tensor) -> list[Tensor]:

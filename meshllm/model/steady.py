@@ -6,25 +6,21 @@ shape, dtype, processor and library, so it is tried, with sums that cancel: what
 the rounding of the order. Mostly one row is the exception; it is then computed with rows of zeros
 beside it, which costs next to nothing, as the time goes into reading the matrix. Copies of a matrix
 in another layout (`meshllm.model.packed`) have its bits, and so its floor.
-
-A GPU has kernels for certain sizes, and others where a bias is added: there matrices are tried in
-their full size, with and without.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshllm.model.device import CPU
 from meshllm.model.native_linear import is_native, native_of
 from meshllm.model.specimen import specimen
 
 FLOORS = (1, 2, 3)
 """Rows to which fewer are filled up; more would cost time."""
 
-_OUTPUTS = 4096  # of a large matrix that are tried on the CPU; on a GPU they are repeated
+_OUTPUTS = 4096  # of a large matrix that are tried
 
 
 class SteadyLinear(nn.Module):
@@ -54,12 +50,10 @@ class SteadyLinear(nn.Module):
 
 
 Floors = dict[tuple[int, int], int]
-"""Rows that matrices need, by outputs (on the CPU `_OUTPUTS` at most) and inputs."""
+"""Rows that matrices need, by outputs (`_OUTPUTS` at most) and inputs."""
 
 
-def find_floors(
-    model: nn.Module, dtype: torch.dtype, counts: Sequence[int], device: torch.device = CPU
-) -> Floors | None:
+def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> Floors | None:
     """Try every shape of the linear modules of a whole model, which may be on meta.
 
     None where these numbers of rows do not agree, or a linear module is of the model's own kind.
@@ -70,10 +64,10 @@ def find_floors(
             continue
         if type(module) is not nn.Linear or module.weight.dtype != dtype:
             return None
-        if device == CPU and is_native(module):
+        if is_native(module):
             continue
-        shape = _shape(module, device)
-        floor = floors.get(shape) or _floor(*shape, dtype, counts, device)
+        shape = _shape(module)
+        floor = floors.get(shape) or _floor(*shape, dtype, counts)
         if floor is None:
             return None
         floors[shape] = floor
@@ -88,7 +82,7 @@ def steady(model: nn.Module, floors: Floors) -> bool:
         if own := native_of(module):
             model.set_submodule(name, own)
             continue
-        floor = floors.get(_shape(module, module.weight.device))
+        floor = floors.get(_shape(module))
         if floor is None:  # one with a hook, where compiled ones were counted on
             return False
         if floor > 1:
@@ -103,37 +97,15 @@ def loosen(model: nn.Module) -> None:
             model.set_submodule(name, module.plain)
 
 
-def _shape(module: nn.Linear, device: torch.device) -> tuple[int, int]:
-    outputs = module.out_features
-    return min(outputs, _OUTPUTS) if device == CPU else outputs, module.in_features
+def _shape(module: nn.Linear) -> tuple[int, int]:
+    return min(module.out_features, _OUTPUTS), module.in_features
 
 
-def _floor(
-    outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], device: torch.device
-) -> int | None:
+def _floor(outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int]) -> int | None:
     """Find the smallest number of rows from which on all of ``counts`` agree."""
-    likes = [
-        nn.Linear(inputs, min(outputs, _OUTPUTS), bias, device="meta", dtype=dtype)
-        for bias in ((False,) if device == CPU else (False, True))
-    ]
-    trials = [_try(like, outputs, {*counts, *FLOORS}, device) for like in likes]
-    for floor in FLOORS:
-        if all(_agree(results, floor) for results in trials):
-            return floor
-    return None
-
-
-def _try(
-    like: nn.Linear, outputs: int, counts: Collection[int], device: torch.device
-) -> dict[int, Tensor]:
-    """Multiply so many rows with a matrix of so many outputs; give the products [rows, outputs]."""
-    linear, x = specimen(like)
-    linear, x = linear.to(device), x.to(device)
-    if outputs > like.out_features:
-        places = torch.arange(outputs, device=device) % like.out_features
-        for parameter in linear.parameters():
-            parameter.data = parameter.data[places]
-    return {rows: linear(x[None, :rows])[0] for rows in counts}
+    linear, x = specimen(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
+    results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}
+    return next((floor for floor in FLOORS if _agree(results, floor)), None)
 
 
 def _agree(results: dict[int, Tensor], floor: int) -> bool:

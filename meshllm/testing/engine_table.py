@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshllm.model.device import CPU, fetch
 from meshllm.names import Quant
 from meshllm.testing.engines import Contestant, Forward, Task, line_up
 from meshllm.testing.table1 import random_model
@@ -27,6 +28,7 @@ SESSIONS = (1, 2, 4, 8, 16, 32)
 OFTEN = 4  # times as many rounds of a short step
 LONG = 512  # rows of a step that is no short one
 PROBE_BYTES = 256 << 20  # eight times the last cache of a large core complex
+PROBE_BYTES_OF_GPU = 1 << 30  # or to begin would be most of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Case:
     """Of the longest steps; up to four times as many of short ones."""
     threads: int | None
     """As many as torch wants when None."""
+    device: str = "cpu"
+    """Where everyone computes: ``cpu`` or ``cuda:N``."""
 
 
 TASKS = (
@@ -90,25 +94,31 @@ class Table:
 def measure(case: Case, told: Callable[[str], None]) -> Table:
     """Make the model, and let all contestants do every task."""
     with random_model(case.model, torch.bfloat16) as folder, _computing(case.threads):
-        contestants = line_up(folder, case.quants, told)
+        device = torch.device(case.device)
+        contestants = line_up(folder, case.quants, told, device)
         rows: list[Row] = []
         speeds: list[float] = []
         for task in TASKS:
             able = [each for each in contestants if each.takes(task)]
-            rounds = take_turns(able, task, _repeats(task, case.rounds), told)
+            rounds = take_turns(able, task, _repeats(task, case.rounds), told, device)
             rows += summarise(able, task, rounds)
             speeds += rounds.gb_per_s
     return Table(statistics.median(speeds), tuple(rows))
 
 
 def take_turns(
-    contestants: Sequence[Contestant], task: Task, rounds: int, told: Callable[[str], None]
+    contestants: Sequence[Contestant],
+    task: Task,
+    rounds: int,
+    told: Callable[[str], None],
+    device: torch.device = CPU,
 ) -> Rounds:
     """Let all contestants take the same steps in turn, after a round that does not count."""
     first = contestants[0].name
     exact = [each.name for each in contestants if task.kind in each.exact]
     result = Rounds({each.name: [] for each in contestants}, dict.fromkeys(exact, True))
-    memory = torch.ones(PROBE_BYTES // 8, dtype=torch.int64)
+    size = PROBE_BYTES if device == CPU else PROBE_BYTES_OF_GPU
+    memory = torch.ones(size // 8, dtype=torch.int64, device=device)
     steps: dict[str, Forward] = {}
     first_round = 1 if task.rows > LONG else 0  # the longest have tried theirs in shorter ones
     for number in range(first_round, rounds + 1):
@@ -132,7 +142,7 @@ def take_turns(
 def read_memory(memory: Tensor) -> float:
     """Read all of it once; return GB/s."""
     begin = time.perf_counter()
-    memory.sum()
+    fetch(memory.sum())
     return memory.nbytes / (time.perf_counter() - begin) / 1e9
 
 

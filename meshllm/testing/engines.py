@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from meshllm.model.device import CPU, fetch, put
 from meshllm.model.parity import divide
 from meshllm.model.quant import quantise
 from meshllm.model.replay import SETTLED
@@ -72,37 +73,44 @@ class Contestant:
         return task.shape[0] == 1 or not self.is_single
 
 
-def line_up(folder: Path, quants: Sequence[Quant], told: Callable[[str], None]) -> list[Contestant]:
+def line_up(
+    folder: Path,
+    quants: Sequence[Quant],
+    told: Callable[[str], None],
+    device: torch.device = CPU,
+) -> list[Contestant]:
     """Load the model once for each contestant, transformers first."""
     source = open_folder(folder.name, folder)
     told(f"{TRANSFORMERS} loads")
-    contestants = [_stock(source)]
+    contestants = [_stock(source, device)]
     for quant in quants:
         told(f"{quant} loads")
-        contestants.append(_node(source, quant, contestants[0].bytes))
+        contestants.append(_node(source, quant, contestants[0].bytes, device))
     told("two shards load")
-    return [*contestants, _exact(source, contestants[0].bytes)]
+    return [*contestants, _exact(source, contestants[0].bytes, device)]
 
 
-def _stock(source: Source) -> Contestant:
+def _stock(source: Source, device: torch.device) -> Contestant:
     """Run the stock model with the arguments that ``generate`` gives it."""
     with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto").eval()
+        model.to(device)
 
     def begin(task: Task) -> Forward:
         cache = DynamicCache(config=model.config)
 
         def forward(ids: Tensor) -> Tensor:
             (texts, count), start = ids.shape, cache.get_seq_length()
+            places = torch.arange(start, start + count, device=device)
             logits: Tensor = model(
-                input_ids=ids,
-                attention_mask=torch.ones(texts, start + count, dtype=torch.int64),
-                position_ids=torch.arange(start, start + count).expand(texts, count),
+                input_ids=put(ids, device),
+                attention_mask=torch.ones(texts, start + count, dtype=torch.int64, device=device),
+                position_ids=places.expand(texts, count),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=LAST if start == 0 else 0,
             ).logits
-            return logits
+            return fetch(logits)
 
         if task.kind == "decode":
             forward(_context())
@@ -112,10 +120,10 @@ def _stock(source: Source) -> Contestant:
     return Contestant(TRANSFORMERS, _matrix_bytes(model), begin)
 
 
-def _node(source: Source, quant: Quant, size: int) -> Contestant:
+def _node(source: Source, quant: Quant, size: int, device: torch.device) -> Contestant:
     """Run one shard as a node does that is alone: prompts whole, sessions together."""
     plain = quant is Quant.NONE
-    shard = Shard.load(source, _all(source), embed=True, head=True, packed=plain)
+    shard = Shard.load(source, _all(source), embed=True, head=True, packed=plain, device=device)
     report = quantise(shard.model, quant)
     runner = Runner(shard, STEPS)
 
@@ -137,10 +145,10 @@ def _node(source: Source, quant: Quant, size: int) -> Contestant:
     return Contestant(quant, size - report.plain_bytes + report.bytes, begin, exact)
 
 
-def _exact(source: Source, size: int) -> Contestant:
+def _exact(source: Source, size: int, device: torch.device) -> Contestant:
     """Run two shards one after the other, each token as transformers does."""
     shards = [
-        Shard.load(source, part.span, embed=part.embed, head=part.head)
+        Shard.load(source, part.span, embed=part.embed, head=part.head, device=device)
         for part in divide(source.config.num_hidden_layers, 2)
     ]
 
@@ -148,9 +156,10 @@ def _exact(source: Source, size: int) -> Contestant:
         caches = [shard.new_cache() for shard in shards]
 
         def forward(ids: Tensor) -> Tensor:
+            x = put(ids, device)
             for shard, cache in zip(shards, caches, strict=True):
-                ids = shard.forward(ids, cache, rows=LAST if shard.head else None)
-            return ids
+                x = shard.forward(x, cache, rows=LAST if shard.head else None)
+            return fetch(x)
 
         if task.kind == "decode":
             forward(_context())

@@ -62,6 +62,7 @@ async def open_fleet(
     threads: int,
     quant: Quant = Quant.NONE,
     transport: str = "websocket",
+    device: str = "cpu",
 ) -> AsyncIterator[Fleet]:
     """Start nodes on this machine that form one ring, encrypted as any; so many, or one a site.
 
@@ -74,7 +75,7 @@ async def open_fleet(
         first, *others = [LOCAL] * nodes if isinstance(nodes, int) else nodes
         members = 1 + len(others)
         shared = ["--model", str(model), "--threads", str(threads), "--quant", quant]
-        shared += ["--transport", transport]
+        shared += ["--transport", transport, "--device", device]
         found = ["--members", str(members), "--ticket-file", str(ticket)]
         await _start(stack, first, home / "0", [*shared, *found])
         async with _patience():

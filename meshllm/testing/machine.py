@@ -6,15 +6,18 @@ from importlib.metadata import version
 
 import torch
 
+from meshllm.model.device import name_of
+
 _PACKAGES = ("meshllm", "torch", "transformers")
 
 
-def machine(threads: int | None = None) -> dict[str, str | int | None]:
+def machine(threads: int | None = None, device: str = "cpu") -> dict[str, str | int | None]:
     """Describe this machine, on which torch used so many ``threads``, or as many as it wants."""
     return {
         "processor": platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
+        "device": name_of(torch.device(device)),
         "python": platform.python_version(),
         **{package: version(package) for package in _PACKAGES},
     }

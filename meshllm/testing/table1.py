@@ -49,6 +49,8 @@ class Case:
     """Rings of each size, one for each way to hold the weights."""
     processes: bool = False
     """Every node is a process of its own, linked over WebSocket, encrypted."""
+    device: str = "cpu"
+    """Where everyone computes, as `model.device.choose` reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ def _plain(model: Any, prompt: Sequence[int], new_tokens: int) -> Run:
         def end(self) -> None:
             pass
 
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     begin = time.perf_counter()
     model.generate(
         input_ids=ids,
@@ -213,6 +215,7 @@ async def _measure(
         worker = await stack.enter_async_context(compute_thread(threads))
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=case.dtype).eval()
+            model.to(torch.device(case.device))
         form = _fleets if case.processes else _rings
         prompts, rings = await form(stack, case, source, threads, told)
 
@@ -254,6 +257,7 @@ async def _rings(
             drafting=None,
             quant=each.quant,
             cache=source.folder / PACKED,
+            device=case.device,
         )
         ring = await stack.enter_async_context(open_ring(source, options))
         rings[each] = partial(_ring, ring, prompts, case.new_tokens)
@@ -275,7 +279,7 @@ async def _fleets(
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
         told(f"a {each.name} starts, each node a process")
-        fleet = open_fleet(source.folder, each.nodes, threads, each.quant)
+        fleet = open_fleet(source.folder, each.nodes, threads, each.quant, device=case.device)
         rings[each] = partial(_asked, await stack.enter_async_context(fleet), requests)
     return prompts, rings
 

@@ -1,13 +1,19 @@
 """A GPU that is none: tensors on meta have no values, so nobody can look at one without a copy."""
 
-from collections.abc import Iterator, Sequence
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from meshllm.model import graph
+from meshllm.model.attention import attend_alone
 
 GPU = torch.device("meta")
 ONCE = ["there", "back", "wait"]
@@ -65,3 +71,51 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
         patch.setattr(torch.Tensor, "pin_memory", lambda x: x)
         with traffic:
             yield traffic
+
+
+OTHER_CPU = torch.device("cpu", 0)
+"""A device with values that is not the one that everything else is on."""
+
+
+@contextmanager
+def graphs_pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    """Let `OTHER_CPU` be a GPU that has graphs, and attention that reads from a table."""
+    with pretended(monkeypatch) as traffic, monkeypatch.context() as patch:
+        patch.setattr(graph, "_kernel", lambda: attend_by_table)
+        patch.setattr(graph, "_capture", _again)
+        patch.setattr(graph, "fetch", torch.clone)
+        yield traffic
+
+
+def attend_by_table(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Do what `meshllm.model.triton_attention.attend` does, in the memory of this process."""
+    groups, rows = key.shape[1:3]
+    mixed = query.new_zeros(1, rows, query.shape[1], value.shape[3])
+    with _disable_current_modes():
+        for row, (*addresses, room, place) in enumerate(table.tolist()):
+            if place < 0:
+                continue
+            seen: list[Tensor] = []
+            for address, new in zip(addresses, (key, value), strict=True):
+                held = _tensor_at(address, (1, groups, room, new.shape[3]), new.dtype)
+                held[:, :, place] = new[:, :, row]
+                seen.append(held[:, :, : place + 1])
+            own = query[:, :, row : row + 1]
+            mixed[:, row] = attend_alone(own, seen[0], seen[1], scale, window)[:, 0]
+    return mixed
+
+
+def _tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+def _again(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    output = forward().clone()
+
+    def replay() -> None:
+        output.copy_(forward())
+
+    return replay, output

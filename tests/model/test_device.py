@@ -3,11 +3,9 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model import device as module
@@ -53,12 +51,6 @@ def load(source: Source, device: torch.device, dtype: torch.dtype | None = None)
         for span in PARTS
     ]
     return [Runner(shard) for shard in shards]
-
-
-def make_steady(runners: Sequence[Runner]) -> None:
-    for runner in runners:
-        runner.is_steady = True
-        runner._counts = frozenset((1, 3))
 
 
 def caches_of(runners: Sequence[Runner]) -> list[SpanCache | None]:
@@ -149,14 +141,11 @@ def test_on_the_cpu_nothing_is_copied() -> None:
         assert [id(part) for part in same] == [id(part) for part in parts]
 
 
-@pytest.mark.parametrize("is_steady", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
 def test_a_job_goes_there_and_back_once_and_waits_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, is_steady: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     runners = load(tiny_model(tmp_path, family, dtype=torch.bfloat16), GPU)
-    if is_steady:
-        make_steady(runners)
     tokens = torch.zeros(1, 8, dtype=torch.long)
 
     with pretended(monkeypatch) as traffic:
@@ -175,41 +164,10 @@ def test_a_job_goes_there_and_back_once_and_waits_once(
     assert [cache.length for cache in caches] == [14, 14]
 
 
-def test_steps_of_a_gpu_are_tried_with_all_numbers_of_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
-    other_cpu = torch.device("cpu", 0)  # a device with values that is none it knows
-    shard = Shard.load(source, Span(0, 6), embed=True, head=True, device=other_cpu)
-    tried: list[int] = []
-    forward = shard.forward
-
-    def noting(x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
-        tried.append(x.shape[1])
-        return forward(x, cache, **options)
-
-    monkeypatch.setattr(shard, "forward", noting)
-    runner = Runner(shard, (2, 17))
-
-    if not runner.is_steady:
-        pytest.skip("the kernels of this processor mind the company of a row")
-    assert set(tried) == {*range(1, 18), 24}
-    tried.clear()
-    alone, together = runner.new_cache(), runner.new_cache()
-    ids = torch.randint(3, 90, (1, 17), generator=torch.Generator().manual_seed(1))
-    with pretended(monkeypatch):
-        rows = [runner.step(ids[:, at : at + 1], alone) for at in range(17)]
-        assert torch.equal(torch.cat(rows, 1), runner.step(ids, together))
-    assert tried == [1] * 17 + [17]
-
-
-@pytest.mark.parametrize("is_steady", [False, True])
 def test_sessions_go_there_and_back_together(
-    source: Source, monkeypatch: pytest.MonkeyPatch, is_steady: bool
+    source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runners = load(source, GPU)
-    if is_steady:
-        make_steady(runners)
     parts = [torch.zeros(1, rows, dtype=torch.long) for rows in (3, 1, 2, 17)]
 
     with pretended(monkeypatch) as traffic:
@@ -356,6 +314,7 @@ def test_the_parts_are_the_stock_model(tmp_path: Path, family: str, dtype: torch
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_no_layer_waits(tmp_path: Path, family: str) -> None:
     runners = load(tiny_model(tmp_path, family), choose("cuda", torch.float32))
@@ -373,22 +332,6 @@ def test_no_layer_waits(tmp_path: Path, family: str) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
     assert fetch(x).isfinite().all()
-
-
-@needs_gpu
-def test_rows_together_are_rows_alone(tmp_path: Path) -> None:
-    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
-    shard = Shard.load(
-        source, Span(0, 6), embed=True, head=True, device=choose("cuda", torch.bfloat16)
-    )
-    runner = Runner(shard, (2, 3, 5, 9, 17))
-    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(1))
-    alone, together = runner.new_cache(), runner.new_cache()
-
-    one_by_one = torch.cat([runner.step(row, alone) for row in torch.split(ids, 1, 1)], 1)
-    steps = [runner.step(rows, together) for rows in torch.split(ids, [17, 9, 5, 3, 2, 3, 1], 1)]
-
-    assert torch.equal(torch.cat(steps, 1), one_by_one)
 
 
 @needs_gpu

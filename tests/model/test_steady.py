@@ -148,35 +148,3 @@ def test_weight_and_bias_are_where_stock_code_looks_for_them() -> None:
 
     assert linear.weight is plain.weight
     assert linear.bias is plain.bias
-
-
-def test_on_a_gpu_a_matrix_is_tried_in_its_full_size_with_and_without_a_bias(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried: list[tuple[torch.Size, bool]] = []
-    plain = functional.linear
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        tried.append((weight.shape, bias is not None))
-        assert torch.equal(weight[:10], weight[4096:])
-        return plain(x, weight, bias)
-
-    monkeypatch.setattr(functional, "linear", linear)
-    model = nn.Sequential(nn.Linear(8, 4106, device="meta"))
-
-    floors = find_floors(model, torch.float32, (1, 2), torch.device("cpu", 0))  # none it knows
-
-    assert set(tried) == {((4106, 8), False), ((4106, 8), True)}
-    assert floors is None or floors.keys() == {(4106, 8)}
-
-
-def test_a_bias_may_ask_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        product: torch.Tensor = moody(1 if bias is None else 3)(x, weight, None)
-        return product
-
-    monkeypatch.setattr(functional, "linear", linear)
-    model = nn.Sequential(nn.Linear(96, 40, device="meta"))
-
-    assert find_floors(model, torch.float32, COUNTS) == {(40, 96): 1}
-    assert find_floors(model, torch.float32, COUNTS, torch.device("cpu", 0)) == {(40, 96): 3}

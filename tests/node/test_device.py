@@ -9,6 +9,8 @@ import torch
 
 from meshllm.errors import UserError
 from meshllm.model.device import CPU
+from meshllm.model.graph import Graph
+from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed
@@ -25,10 +27,8 @@ from meshllm.protocol.plan import Ends, Plan, Stage
 from meshllm.protocol.records import Profile
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor
-from tests.model.gpu import GPU, ONCE, needs_gpu, pretended
+from tests.model.gpu import GPU, ONCE, OTHER_CPU, graphs_pretended, needs_gpu, pretended
 
-OTHER_CPU = torch.device("cpu", 0)
-"""A device with values that is not the one that everything else is on."""
 FREE = 64 << 20
 SAMPLING = Sampling(temperature=0.8, seed=3)
 PROMPT = tuple((7 * i + 3) % 61 for i in range(20))
@@ -81,6 +81,7 @@ async def test_a_node_holds_its_layers_on_its_device(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(engine_module, "choose", choosing(GPU, asked))
+    monkeypatch.setattr(Runner, "_exchange", lambda _: False)  # which would try some rows
     worker = Worker(InlineExecutor())
 
     engine = await Engine.open(source, worker, None, Decoding(device="auto", draft=source))
@@ -147,6 +148,31 @@ async def test_a_gpu_repeats_its_text(source: Source, dtype: torch.dtype) -> Non
     texts = [await write(source, dtype=dtype, device="cuda") for _ in range(2)]
 
     assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("speculation", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+async def test_graphs_write_the_text_of_steps_without_guesses(
+    source: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, speculation: bool
+) -> None:
+    expected = await write(source, nodes=nodes)
+    monkeypatch.setattr(ring_module, "choose", choosing(OTHER_CPU, []))
+    recorded: list[Graph] = []
+    record = Graph.record
+
+    def noting(graph: Graph, *given: Any) -> None:
+        record(graph, *given)
+        recorded.append(graph)
+
+    monkeypatch.setattr(Graph, "record", noting)
+    options: dict[str, Any] = {} if speculation else {"drafting": None}
+
+    with graphs_pretended(monkeypatch):
+        text = await write(source, nodes=nodes, device="cuda", **options)
+
+    assert text == expected
+    assert len(recorded) == nodes + (nodes > 1)  # the entry has a head of its own
 
 
 @needs_gpu
