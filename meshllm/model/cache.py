@@ -37,11 +37,13 @@ class Rows:
         self.buffer = like.new_empty(*like.shape[:-2], 0, like.shape[-1])
         self.used = 0
 
-    def extend(self, count: int, keep: int | None = None) -> Tensor:
-        """Add rows, which are yet to be written, and return all that are held.
+    @property
+    def held(self) -> Tensor:
+        """All rows."""
+        return self.buffer.narrow(-2, 0, self.used)
 
-        When room is made, only the last ``keep`` stay.
-        """
+    def extend(self, count: int, keep: int | None = None) -> None:
+        """Add rows, which are yet to be written; when room is made, only the last ``keep`` stay."""
         stop = self.used + count
         if stop > self.buffer.shape[-2]:
             before = self.buffer
@@ -53,68 +55,102 @@ class Rows:
             self.buffer = before.new_empty(*before.shape[:-2], stop + room, before.shape[-1])
             self.buffer[..., : self.used, :] = held
         self.used = stop
-        return self.buffer.narrow(-2, 0, stop)
+
+    def write(self, states: Tensor) -> None:
+        """Write the last rows ``[B, H, T, D]``."""
+        count = states.shape[-2]
+        self.buffer.narrow(-2, self.used - count, count).copy_(states)
 
 
-def _extend(rows: tuple[Rows, Rows], count: int, keep: int | None = None) -> tuple[Tensor, Tensor]:
-    """Extend keys and values, or neither: there may be memory for one of them only."""
-    before = [(each.buffer, each.used) for each in rows]
-    try:
-        return rows[0].extend(count, keep), rows[1].extend(count, keep)
-    except BaseException:
-        for each, (buffer, used) in zip(rows, before, strict=True):
-            each.buffer, each.used = buffer, used
-        raise
+def _looked_up(number: int) -> property:
+    """Make an attribute of what is in the rows: no view is made where nobody looks at it."""
+
+    def look(layer: Any) -> Tensor | None:
+        return layer.rows[number].held if layer.is_initialized else None
+
+    def change(_layer: Any, value: Tensor | None) -> None:
+        if value is not None and value.numel():  # stock code begins with none, and with empty ones
+            raise TypeError("keys and values are written in place")
+
+    return property(look, change)
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not followed
+class _InPlace(DynamicLayer):  # type: ignore[misc]  # transformers is not followed
+    """Keys and values in rows that grow in place."""
+
+    keys = _looked_up(0)
+    values = _looked_up(1)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin with rows like these."""
+        super().lazy_initialization(key_states, value_states)
+        self.rows = Rows(key_states), Rows(value_states)
+
+    def _write(self, key_states: Tensor, value_states: Tensor) -> int:
+        """Append rows; count what they see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        seen = self.extend(key_states.shape[-2])
+        for rows, states in zip(self.rows, (key_states, value_states), strict=True):
+            rows.write(states)
+        return seen
+
+    def extend(self, tokens: int) -> int:
+        """Make room for the rows of a step, to be written by others; count what they see."""
+        raise NotImplementedError
+
+    def _extend(self, tokens: int, keep: int | None = None) -> None:
+        """Extend keys and values, or neither: there may be memory for one of them only."""
+        before = [(rows.buffer, rows.used) for rows in self.rows]
+        try:
+            for rows in self.rows:
+                rows.extend(tokens, keep)
+        except BaseException:
+            for rows, (buffer, used) in zip(self.rows, before, strict=True):
+                rows.buffer, rows.used = buffer, used
+            raise
+
+
+class GrowingLayer(_InPlace):
     """Full attention."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append the rows of this step and return all."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.rows = Rows(key_states), Rows(value_states)
-        tokens = key_states.shape[-2]
-        self.extend(tokens)
-        self.keys[..., -tokens:, :], self.values[..., -tokens:, :] = key_states, value_states
+        self._write(key_states, value_states)
         return self.keys, self.values
 
     def extend(self, tokens: int) -> int:
         """Make room for the rows of a step, to be written by others; count what they see."""
-        self.keys, self.values = _extend(self.rows, tokens)
+        self._extend(tokens)
         return self.rows[0].used
+
+    def get_seq_length(self) -> int:
+        """Count the rows."""
+        return self.rows[0].used if self.is_initialized else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` rows."""
-        if self.is_initialized and tokens_to_remove:
-            super().crop(tokens_to_remove)
+        if self.is_initialized:
             for rows in self.rows:
-                rows.used = self.keys.shape[-2]
+                rows.used += tokens_to_remove
 
 
-class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
+class WindowLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
     """Attention over a sliding window; `SLACK` rows behind it stay, to be able to go back."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append the rows of this step and return those that it sees."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.rows = Rows(key_states), Rows(value_states)
-        tokens = key_states.shape[-2]
-        seen = self.extend(tokens)
-        self.keys[..., -tokens:, :], self.values[..., -tokens:, :] = key_states, value_states
+        seen = self._write(key_states, value_states)
         return self.keys[..., -seen:, :], self.values[..., -seen:, :]
 
     def extend(self, tokens: int) -> int:
         """Make room for the rows of a step, to be written by others; count what they see."""
         seen: int = min(self.cumulative_length, self.sliding_window - 1) + tokens
-        keep = self.sliding_window - 1 + SLACK
-        self.keys, self.values = _extend(self.rows, tokens, keep)
+        self._extend(tokens, self.sliding_window - 1 + SLACK)
         self.cumulative_length += tokens
         return seen
 
@@ -130,7 +166,6 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transform
             self.cumulative_length += tokens_to_remove
             for rows in self.rows:
                 rows.used += tokens_to_remove
-            self.keys, self.values = (rows.buffer[..., : rows.used, :] for rows in self.rows)
 
 
 _CROPPABLE = (GrowingLayer, WindowLayer, DynamicIndexedLayer, DummyLayer)

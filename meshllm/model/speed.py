@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.capacity import free_memory
-from meshllm.model.device import CPU, fetch, free_bytes, name_of, wait
+from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
 from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
 from meshllm.model.quick_norm import quicken
+from meshllm.model.replay import SETTLED
+from meshllm.model.runner import MOST_ROWS, Runner
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype
@@ -33,6 +35,7 @@ PREFIX_SHARE = 0.25  # of what is free beside the weights
 SHARE = 0.8  # of free memory; the rest is for what starts after us
 CGROUP = Path("/sys/fs/cgroup")
 
+_STEP_BYTES = 256 << 20  # of layers that steps are timed with; what surrounds them counts less then
 _COLD_BYTES = 64 << 20  # more than the last cache of most machines
 _TILE = 4099  # values; prime, so that no two rows of a matrix are alike
 
@@ -54,9 +57,10 @@ def measure_speed(
     quant: Quant = Quant.NONE,
     device: torch.device = CPU,
 ) -> Speed:
-    """Time one layer and the head with random weights, on this thread and as many cores as it has.
+    """Time layers and the head with random weights, on this thread and as many cores as it has.
 
-    On a GPU the way there and back is left out for the layer, and is in the time of the head.
+    Steps of a few rows are taken as a node takes them, of a few layers. For many rows one layer is
+    timed, on a GPU without the way there and back.
 
     What was measured is remembered in the folder ``cache`` for a day.
 
@@ -114,9 +118,12 @@ def _read(record: Any) -> Speed | None:
 def _layer_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> tuple[tuple[int, float], ...]:
-    """Time the layer nearest to the mean, without what surrounds the layers of a shard."""
+    """Time the layer nearest to the mean, without what surrounds the layers of a shard.
+
+    Steps of a few rows are those of `_step_seconds`, where they are others.
+    """
     skeleton = build(source.config, dtype)
-    sizes = [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
+    sizes = _sizes(skeleton)
     mean = sum(sizes) / len(sizes)
     index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
     # Its hooks come before the shard's own, which leaves.
@@ -138,7 +145,39 @@ def _layer_seconds(
     times = [(rows, _best(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
     if most <= context and times[-1][1] * most / times[-1][0] <= LONGEST_S:
         times.append((most, _best(seconds, most, device)))
-    return tuple((rows, time * scale) for rows, time in times)
+    stock = {rows: time * scale for rows, time in times}
+    return tuple((stock | _step_seconds(source, dtype, quant, device)).items())
+
+
+def _step_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device
+) -> dict[int, float]:
+    """Time steps of the first layers, for each of them; nothing where steps are stock steps."""
+    skeleton = build(source.config, dtype)
+    sizes, few = _sizes(skeleton), [rows for rows in ROWS if rows <= MOST_ROWS]
+    mean = sum(sizes) / len(sizes)
+    layers = min(len(sizes), max(1, int(_STEP_BYTES / mean)))
+    part = Part(Span(0, layers), embed=False, head=False)
+    shard = _random_shard(
+        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+    )
+    runner, cache = Runner(shard, few), shard.new_cache()
+    if not runner.is_steady or not cache.croppable:
+        return {}
+    runner.step(_hidden(shard, 1), cache)
+
+    def seconds(rows: int) -> float:
+        x = _hidden(shard, rows)
+        begin = time.perf_counter()
+        runner.step(x, cache)
+        took = time.perf_counter() - begin
+        cache.crop(1)
+        return took / sum(sizes[:layers]) * mean
+
+    for rows in few:
+        for _ in range(SETTLED):
+            seconds(rows)
+    return {rows: _best(seconds, rows, device) for rows in few}
 
 
 def _head_seconds(
@@ -151,13 +190,16 @@ def _head_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
 
+    runner = Runner(shard, (MOST_ROWS,))
+
     def seconds(rows: int) -> float:
-        wait(device)
+        x = _hidden(shard, rows)
         begin = time.perf_counter()
-        fetch(_forward(shard, rows))
+        runner.step(x, None)
         return time.perf_counter() - begin
 
-    seconds(1)
+    for _ in range(SETTLED):
+        seconds(1)
     return _best(seconds, 1, device)
 
 
@@ -191,9 +233,18 @@ def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> f
 
 
 def _forward(shard: Shard, rows: int) -> Tensor:
+    return shard.forward(_hidden(shard, rows, shard.device), shard.new_cache())
+
+
+def _hidden(shard: Shard, rows: int, device: torch.device = CPU) -> Tensor:
+    """Make rows [1, T, D]."""
     width = shard.model.config.get_text_config(decoder=True).hidden_size
-    hidden = torch.ones(1, rows, width, dtype=shard.model.dtype, device=shard.device)  # [1, T, D]
-    return shard.forward(hidden, shard.new_cache())
+    return torch.ones(1, rows, width, dtype=shard.model.dtype, device=device)
+
+
+def _sizes(skeleton: Skeleton) -> list[int]:
+    """Tell the bytes of each layer."""
+    return [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
 
 
 def _random_shard(

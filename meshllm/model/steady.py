@@ -9,6 +9,7 @@ in another layout (`meshllm.model.packed`) have its bits, and so its floor.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> 
         if is_native(module):
             continue
         shape = _shape(module)
-        floor = floors.get(shape) or _floor(*shape, dtype, counts)
+        floor = _floor(*shape, dtype, tuple(counts), torch.get_num_threads())
         if floor is None:
             return None
         floors[shape] = floor
@@ -101,7 +102,10 @@ def _shape(module: nn.Linear) -> tuple[int, int]:
     return min(module.out_features, _OUTPUTS), module.in_features
 
 
-def _floor(outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int]) -> int | None:
+@cache
+def _floor(
+    outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], _threads: int
+) -> int | None:
     """Find the smallest number of rows from which on all of ``counts`` agree."""
     linear, x = specimen(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
     results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}

@@ -110,12 +110,11 @@ def test_no_memory_for_more_rows_costs_none_of_those_before(
         seen = write(cache, 1)
     extend, calls = Rows.extend, list[Rows]()
 
-    def run_out(rows: Rows, count: int, keep: int | None = None) -> Tensor:
+    def run_out(rows: Rows, count: int, keep: int | None = None) -> None:
         calls.append(rows)
-        held = extend(rows, count, keep)
+        extend(rows, count, keep)
         if len(calls) > failing:
             raise RuntimeError("no memory")
-        return held
 
     with monkeypatch.context() as patch:
         patch.setattr(Rows, "extend", run_out)
@@ -126,6 +125,21 @@ def test_no_memory_for_more_rows_costs_none_of_those_before(
     last = int(seen[-1])
     assert write(cache, 1).tolist()[-WINDOW:] == list(range(last - WINDOW + 2, last + 2))
     assert [each.used for each in cache.layers[1].rows] == [cache.layers[1].rows[0].used] * 2
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["all", "window"])
+def test_rows_are_written_in_place_only(config: PreTrainedConfig) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    layer = cache.layers[1]
+    assert (layer.keys, layer.values) == (None, None)
+    write(cache, 5)
+
+    with pytest.raises(TypeError, match="in place"):
+        layer.keys = layer.keys[..., :2, :]
+    with pytest.raises(TypeError, match="in place"):
+        layer.batch_repeat_interleave(2)
+
+    assert layer.keys.shape[-2] == layer.values.shape[-2] == layer.get_seq_length() == 5
 
 
 def test_only_the_layers_of_the_span_store_anything() -> None:

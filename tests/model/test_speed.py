@@ -2,17 +2,24 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshllm.model import speed as module
+from meshllm.model.cache import SpanCache
 from meshllm.model.capacity import free_memory
+from meshllm.model.graph import Graph
+from meshllm.model.replay import SETTLED
+from meshllm.model.runner import Runner
 from meshllm.model.skeleton import Part, build
 from meshllm.model.source import Source, open_folder
 from meshllm.model.speed import LONGEST_S, MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
+from tests.model.gpu import OTHER_CPU, graphs_pretended
 
 KNOWN = Speed(((1, 0.5), (8, 0.75)), 0.25)
 
@@ -63,7 +70,7 @@ def test_the_most_rows_are_left_out_where_they_would_take_long(
     assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
 
 
-@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 0)])
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 3), (torch.bfloat16, 0)])
 def test_a_layer_and_the_head_are_timed_as_they_are_loaded(
     source: Source,
     tmp_path: Path,
@@ -162,3 +169,44 @@ def test_a_container_that_is_full_gives_nothing(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("inactive_file 0\n")
 
     assert memory_budget(cgroup=tmp_path) == 0
+
+
+@pytest.mark.parametrize(("is_steady", "by_steps"), [(True, [1, 8]), (False, [])])
+def test_few_rows_are_timed_as_a_node_takes_them(
+    source: Source, monkeypatch: pytest.MonkeyPatch, is_steady: bool, by_steps: list[int]
+) -> None:
+    taken: list[int] = []
+
+    class Counted(Runner):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.is_steady = is_steady
+
+        def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+            taken.append(x.shape[1])
+            return super().step(x, cache)
+
+    monkeypatch.setattr(module, "Runner", Counted)
+    with torch.inference_mode():
+        plain = module._layer_seconds(source, torch.float32, Quant.NONE)
+
+    assert sorted(set(taken)) == by_steps
+    assert [rows for rows, _ in plain] == [rows for rows in ROWS if rows <= 128]
+
+
+def test_a_gpu_is_timed_by_its_graph(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    step = Graph.step
+
+    def counting(graph: Graph, x: Tensor, *given: Any) -> Tensor:
+        launched.append(x.shape[1])
+        return step(graph, x, *given)
+
+    monkeypatch.setattr(Graph, "step", counting)
+    with graphs_pretended(monkeypatch), torch.inference_mode():
+        table = module._step_seconds(source, torch.float32, Quant.NONE, OTHER_CPU)
+        assert launched.count(8) > SETTLED
+        head = module._head_seconds(source, torch.float32, Quant.NONE, OTHER_CPU)
+
+    assert list(table) == [1, 8]
+    assert all(seconds > 0 for seconds in (*table.values(), head))

@@ -1,6 +1,6 @@
 """Matrices whose rows do not depend on each other's company."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,12 +8,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meshllm.model import steady as module
 from meshllm.model.native_linear import Bits, Mode, NativeLinear, adopt
 from meshllm.model.packed import PackedLinear, pack
 from meshllm.model.specimen import specimen
 from meshllm.model.steady import SteadyLinear, find_floors, steady
 
 COUNTS = (1, 2, 3, 5, 9, 17)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Try again what was tried with other functions of torch."""
+    module._floor.cache_clear()
+    yield
+    module._floor.cache_clear()
 
 
 class Own(nn.Linear):
