@@ -183,8 +183,10 @@ def check_device(wanted: str) -> Finding:
     except MeshError as error:
         return Finding("fail", "device", str(error), error.hint or "")
     if found != device.CPU:
-        free = bytes_of(device.free_bytes(found))
-        return Finding("ok", "device", f"{device.name_of(found)}, {free} free")
+        told = f"{device.name_of(found)}, {bytes_of(device.free_bytes(found))} free"
+        if lacking := device.lacks():
+            return Finding("warn", "device", f"{told}, slow without {lacking}", "install it")
+        return Finding("ok", "device", told)
     if wanted == "auto" and DRIVER.exists():
         idle = f"cpu: torch {torch.__version__} cannot use the GPU that is here"
         return Finding("warn", "device", idle, "install a torch built for it: pytorch.org")

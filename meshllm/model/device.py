@@ -8,7 +8,10 @@ copied, and nobody waits.
 """
 
 import logging
+import os
 from collections.abc import Sequence
+from importlib.util import find_spec
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -56,6 +59,14 @@ def free_bytes(device: torch.device) -> int:
     """Tell how much memory of a GPU is free; what torch has kept for later is."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
+def lacks() -> str | None:
+    """Name what is missing here to launch steps on a GPU at once, see `meshllm.model.graph`."""
+    if find_spec("triton") is None:
+        return "Triton"
+    compilers = os.environ.get("CC"), which("gcc"), which("clang")  # as Triton looks for one
+    return None if any(compilers) else "a C compiler"
 
 
 def put(x: Tensor, device: torch.device) -> Tensor:

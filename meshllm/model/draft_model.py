@@ -23,7 +23,8 @@ from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
 from meshllm.model.capacity import ModelShape, shape_of
 from meshllm.model.check import check
-from meshllm.model.device import CPU, fetch, put
+from meshllm.model.device import CPU
+from meshllm.model.runner import MOST_ROWS, Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text
@@ -91,7 +92,8 @@ class ModelDrafting:
         self._drafters: WeakSet[ModelDrafter] = WeakSet()  # that have read anything
         self._spare: tuple[list[int], SpanCache] | None = None
         whole = Span(0, draft.shape.layers)
-        self._shard = Shard.load(draft.source, whole, embed=True, head=True, device=device)
+        shard = Shard.load(draft.source, whole, embed=True, head=True, device=device)
+        self._runner = Runner(shard, (MOST_ROWS,))
         self.read([0], self.new_cache())  # what only the first call does is nobody's price
 
     def begin(self) -> "ModelDrafter":
@@ -106,7 +108,7 @@ class ModelDrafting:
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one text."""
-        return self._shard.new_cache()
+        return self._runner.new_cache()
 
     def open(self, drafter: "ModelDrafter", text: Sequence[int]) -> tuple[SpanCache, int]:
         """Give a drafter a cache; tell how many tokens of its text are in it."""
@@ -125,8 +127,9 @@ class ModelDrafting:
 
     def read(self, tokens: Sequence[int], cache: SpanCache) -> tuple[int, float]:
         """Read on behind what a cache holds; return what is likeliest to follow, and how likely."""
-        text = put(torch.tensor([tokens]), self._shard.device)
-        output = fetch(self._shard.forward(text, cache, rows=1))  # [1, 1, V]
+        text, run = torch.tensor([tokens]), self._runner
+        is_step = run.is_one_step(len(tokens)) and cache.length
+        output = run.step(text, cache) if is_step else run.prefill(text, cache, 1)  # [1, T or 1, V]
         logits = output[0, -1, : self._vocabulary].float()
         best, token = logits.max(0)
         return int(token), float((best - logits.logsumexp(0)).exp())

@@ -109,7 +109,7 @@ class Graph:
             Unfit: not to the keys and values that were added last.
         """
         own, its, layer = self._updated or (None, None, -1)
-        if own is not key or its is not value:
+        if own is not key or its is not value or query.dtype != key.dtype:
             raise Unfit("attention to something else than the cache")
         self._updated = None
         self._attended.append(layer)

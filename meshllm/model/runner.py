@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from meshllm.model.attention import attend_alone, attend_chunk
 from meshllm.model.bundle import Bundle
 from meshllm.model.cache import SpanCache, WindowLayer
-from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
+from meshllm.model.device import CPU, fetch, fetch_all, lacks, put, put_all
 from meshllm.model.graph import Graph
 from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.quant_attention import NAME as SHARED_KEYS
@@ -117,6 +117,12 @@ class Runner:
         finally:
             self._is_chunk = False
 
+    def is_one_step(self, rows: int) -> bool:
+        """Whether so many rows of a session are computed together."""
+        if self._graph:
+            return rows <= MOST_ROWS
+        return self.is_steady and rows in self._counts
+
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run rows ``x`` [1, T or T, D], each as if it came alone; return what all give."""
         if self._graph:
@@ -135,7 +141,7 @@ class Runner:
         return fetch_all(outputs)
 
     def _step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
-        if self.is_steady and x.shape[1] in self._counts:
+        if self.is_one_step(x.shape[1]):
             return self._steady(x, cache)
         one: Forward = self._steady if self.is_steady else self._forward
         return torch.cat([one(row, cache) for row in _alone(x)], 1)
@@ -224,7 +230,8 @@ class Runner:
             behind = filled() if device == CPU else None
             chunk = self._chunk(rows, behind) if behind is not None else stock
         except Exception as reason:  # foreign code meets what it was not made for
-            logger.info("one row at a time: %s: %s", type(reason).__name__, reason)
+            level = logging.INFO if device == CPU or not lacks() else logging.WARNING
+            logger.log(level, "one row at a time: %s: %s", type(reason).__name__, reason)
             return False
         pairs = (alone[:, :1], stock[:, :1]), (chunk, stock)
         errors = [

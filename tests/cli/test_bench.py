@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshllm.names import Quant
 from meshllm.testing import engine_table, table1
@@ -164,3 +165,45 @@ def test_unknown_ways_to_hold_weights_are_refused(
 
     assert (result.exit_code, cases) == (2, [])
     assert "is no way to hold weights" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "quants"),
+    [
+        (["--engine"], "cuda:0", (Quant.NONE,)),
+        (["--engine", "--device", "cpu"], "cpu", EVERY),
+        (["--engine", "--quant", "none,int8"], "cpu", (Quant.NONE, Quant.INT8)),
+        ([], "cuda:0", (Quant.NONE,)),
+        (["--quant", "int8"], "cpu", (Quant.INT8,)),
+    ],
+)
+def test_all_compute_where_a_node_would(
+    meshllm: Invoke,
+    monkeypatch: pytest.MonkeyPatch,
+    cases: list[table1.Case],
+    engines: list[engine_table.Case],
+    options: list[str],
+    device: str,
+    quants: tuple[Quant, ...],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Fake 100")
+
+    told = json.loads(meshllm("bench", *options, "--json", "-").stdout)
+
+    (case,) = (*cases, *engines)
+    assert (case.device, case.quants) == (device, quants)
+    assert told["machine"]["device"] == ("cpu" if device == "cpu" else "cuda:0 Fake 100")
+
+
+def test_a_gpu_that_is_not_there_is_no_bench(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, cases: list[table1.Case]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    result = meshllm("bench", "--device", "cuda")
+
+    assert (result.exit_code, cases) == (2, [])
+    assert "`cuda` is not here" in result.stderr

@@ -200,8 +200,13 @@ def test_a_gpu_is_told_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 1))
     monkeypatch.setattr(device, "name_of", lambda found: f"{found} Fake 100")
     monkeypatch.setattr(device, "free_bytes", lambda _: 3 << 30)
+    monkeypatch.setattr(device, "lacks", lambda: None)
 
     assert checks.check_device("auto") == Finding("ok", "device", "cuda:1 Fake 100, 3.0 GiB free")
+    monkeypatch.setattr(device, "lacks", lambda: "Triton")
+    assert checks.check_device("auto") == Finding(
+        "warn", "device", "cuda:1 Fake 100, 3.0 GiB free, slow without Triton", "install it"
+    )
 
 
 def test_the_model_is_here_and_splits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,28 @@ def test_an_older_gpu_takes_other_numbers(gpus: Gpus, dtype: torch.dtype) -> Non
     assert choose("auto", dtype) == torch.device("cuda", 0)
 
 
+@pytest.mark.parametrize(
+    ("modules", "programs", "lacking"),
+    [
+        (["triton"], ["gcc"], None),
+        (["triton"], ["clang"], None),
+        (["triton"], [], "a C compiler"),
+        ([], ["gcc"], "Triton"),
+    ],
+)
+def test_what_a_gpu_wants_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    modules: Sequence[str],
+    programs: Sequence[str],
+    lacking: str | None,
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(module, "find_spec", lambda name: name if name in modules else None)
+    monkeypatch.setattr(module, "which", lambda name: name if name in programs else None)
+
+    assert module.lacks() == lacking
+
+
 # The way
 
 
