@@ -30,7 +30,7 @@ Forward = Callable[[Tensor, SpanCache | None, Tensor], Tensor]
 """Runs rows with a cache, at places [1, T]; its attention has to be `Graph.attend`."""
 
 _FIELDS = 4  # of a row in a table of caches
-_FAR = 1000  # tokens; a length that a trial has not
+_FAR = 100_000  # tokens; a length that a trial has not
 _LOOKING = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -61,6 +61,7 @@ class Graph:
         self._attended: list[int] = []
         self._replay: Callable[[], None] = lambda: None
         self._output = self._x
+        self._read = [*shard.model.parameters(), *shard.model.buffers()]  # must not go away
 
     @torch.inference_mode()
     def record(self, forward: Forward, x: Tensor, filled: Callable[[], SpanCache | None]) -> None:
@@ -74,10 +75,13 @@ class Graph:
         with torch.cuda.device(self._shard.device), fused(self._shard.model):
             held, cache, rest = filled(), filled(), x[:, 3:]
             self._set(x, [held], [self.width])
+            # What follows writes where the table says: `held` and `cache` have to live on.
             with _Watch(self._shard.device):
                 near, far = (self._run(forward, length) for length in (0, _FAR))
             if not torch.equal(near, far):
                 raise Unfit("it asks how long a text is")
+            if held is not None and not self._suits(held):
+                raise Unfit("its caches hold something else")
             self._replay, self._output = _capture(lambda: self._run(forward, 0))
             self.step(x[:, :3], [cache], [3])  # so that places are others, too
             self._set(rest, [cache], [rest.shape[1]])
@@ -90,11 +94,22 @@ class Graph:
         """Run rows ``x`` [1, T or T, D] of the CPU; ``rows[i]`` of them belong to ``caches[i]``.
 
         Waits for what they give, and returns it on the CPU. Takes ``width`` rows at most.
+
+        Raises:
+            ValueError: two sessions are one, which would be written to where it no longer is.
         """
-        with torch.cuda.device(self._shard.device), torch.inference_mode():
-            self._set(x, caches, rows)
-            self._replay()
-            output = fetch(self._output[:, : x.shape[1]])
+        held = [each for each in caches if each is not None]
+        if len(set(map(id, held))) < len(held):
+            raise ValueError("a session comes twice in one step")
+        try:
+            with torch.cuda.device(self._shard.device), torch.inference_mode():
+                self._set(x, caches, rows)
+                self._replay()
+                output = fetch(self._output[:, : x.shape[1]])
+        except BaseException:
+            for each in held:
+                each.crop(each.length)  # of rows that nobody wrote
+            raise
         for cache, count in zip(caches, rows, strict=True):
             if cache is not None:
                 cache.length += count
@@ -132,7 +147,7 @@ class Graph:
         cache: Any = self._shard.new_cache() if self._shard.span else None
         if cache is not None:
             cache.length, cache.update = length, self._update
-            cache.get_seq_length = lambda *_: length
+            cache.get_seq_length = lambda *_, **__: length
         self._updated, self._attended = None, []
         output = forward(self._x, cache, self._places)
         if self._updated or self._attended != self._layers:
@@ -155,6 +170,16 @@ class Graph:
         else:
             self._x[:, :count].copy_(put(x, self._shard.device))
         self._numbers.copy_(put(numbers, self._shard.device))
+
+    def _suits(self, cache: SpanCache) -> bool:
+        """Whether a cache that stock steps filled is what `attend` takes it for."""
+        return all(
+            (held.dtype, *held.shape[:2], held.shape[3])
+            == (like.dtype, *like.shape[:2], like.shape[3])
+            for index in self._layers
+            for rows, like in zip(cache.layers[index].rows, self._likes[index], strict=True)
+            for held in (rows.buffer,)
+        )
 
     def _entries(self, cache: SpanCache, count: int) -> Tensor:
         """Extend a cache by some rows; tell for each layer where the first of them is."""
@@ -191,10 +216,15 @@ class _Watch(TorchDispatchMode):
         is_given = any(result is each for each in args)  # as by dropout, of which there is none
         if not is_given and any(tag in func.tags for tag in _LOOKING):
             raise Unfit(f"{func} looks at numbers")
-        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        if any(each.dim() and each.device.type != self._kind for each in tensors):
+        gone = [each for each in _tensors(result) if each.device.type != self._kind]
+        came = any(each.device.type == self._kind for each in _tensors((args, kwargs)))
+        if gone and (came or any(each.dim() for each in gone)):
             raise Unfit(f"{func} is of another device")
         return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _kernel() -> Callable[..., Tensor]:
@@ -212,7 +242,14 @@ def _kernel() -> Callable[..., Tensor]:
 
 def _capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """Record what a forward does on the GPU; return what does it again, and where its output is."""
-    graph = torch.cuda.CUDAGraph()
-    with _one_at_a_time, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = forward()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it open
+    try:
+        with (
+            _one_at_a_time,
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            output = forward()
+    finally:
+        torch.cuda.set_stream(before)  # where nothing came of it, it may still be the other one
     return graph.replay, output

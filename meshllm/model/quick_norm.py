@@ -71,12 +71,12 @@ def fused(model: nn.Module) -> Iterator[int]:
     They are alike where rounding is all that differs: a unit or two in the last place.
     """
     exchanged: dict[str, nn.Module] = {}
-    for name, module, eps in _norms(model):
-        own, unit = FusedNorm(module, eps), torch.finfo(module.weight.dtype).eps
-        if _agree(module, own, _ROWS, 0, most=_MOST_UNITS * unit, mean=unit):
-            exchanged[name] = module
-            model.set_submodule(name, own)
     try:
+        for name, module, eps in _norms(model):
+            own, unit = FusedNorm(module, eps), torch.finfo(module.weight.dtype).eps
+            if _agree(module, own, _ROWS, 0, most=_MOST_UNITS * unit, mean=unit):
+                exchanged[name] = module
+                model.set_submodule(name, own)
         yield len(exchanged)
     finally:
         for name, module in exchanged.items():
@@ -143,6 +143,7 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
+@torch.inference_mode()
 def _agree(
     plain: Any, own: nn.Module, rows: int, seed: int, *, most: float = 0.0, mean: float = 0.0
 ) -> bool:

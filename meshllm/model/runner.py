@@ -49,6 +49,7 @@ MOST_ROWS = 17
 _ALIKE = 0.25  # of the norm of a row: what rounding may change in a deep model of random weights
 _BEFORE, _TRIED = 24, 5  # rows of a trial: of its prompt, and behind it
 _KINDS = {"full_attention", "sliding_attention"}
+_LOOKING_ROUND = {"dynamic", "longrope"}
 _KNOWN = {
     "cache_position",
     "dropout",
@@ -190,18 +191,13 @@ class Runner:
 
     def _exchange(self) -> bool:
         """Make the matrices steady, if all of the model can be; say if it can."""
-        model = self.shard.model
-        config, dtype = model.config, model.dtype
-        kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-        is_on_gpu = self.shard.device != CPU
-        if config._attn_implementation not in STOCK or not (is_on_gpu or dtype == torch.bfloat16):
+        model, device = self.shard.model, self.shard.device
+        whole = build(model.config, model.dtype).model
+        if not may_be_steady(model.config, whole, device):
             return False
-        whole = build(config, dtype).model
-        if not _KINDS.issuperset(kinds) or mixes(whole):
-            return False
-        if is_on_gpu:
+        if device != CPU:
             return self.new_cache().extends
-        floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1))
+        floors = find_floors(whole, model.dtype, range(1, MOST_ROWS + 1))
         if floors is None or not steady(model, floors):
             return False
         adopt(model, self._mode)
@@ -228,7 +224,7 @@ class Runner:
             both = self.step_many([rows[:, :2], rows[:, :_TRIED]], [filled(), filled()])
             stock = fetch(self.shard.forward(put(rows, device), filled()))
             behind = filled() if device == CPU else None
-            chunk = self._chunk(rows, behind) if behind is not None else stock
+            chunk = self._chunk(rows, behind) if behind is not None else alone
         except Exception as reason:  # foreign code meets what it was not made for
             level = logging.INFO if device == CPU or not lacks() else logging.WARNING
             logger.log(level, "one row at a time: %s: %s", type(reason).__name__, reason)
@@ -343,12 +339,31 @@ class Runner:
         return torch.cat(attended, 1)
 
 
+def may_be_steady(config: Any, whole: nn.Module, device: torch.device) -> bool:
+    """Whether rows of a whole model, which may be on meta, could be what they are alone."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return (
+        config._attn_implementation in STOCK
+        and (device != CPU or whole.dtype == torch.bfloat16)
+        and _KINDS.issuperset(kinds)
+        and not mixes(whole)
+        and not _looks_round(config.to_dict())
+    )
+
+
 def mixes(model: nn.Module) -> bool:
     """Whether rows share matrices of experts: which ones do is another matter with each text."""
     return any(
         "expert" in name or (parameter.dim() > 2 and min(parameter.shape) > 1)
         for name, parameter in model.named_parameters()
     )
+
+
+def _looks_round(config: object) -> bool:
+    """Whether rotary embeddings depend on the longest text of a step."""
+    if not isinstance(config, dict):
+        return False
+    return config.get("rope_type") in _LOOKING_ROUND or any(map(_looks_round, config.values()))
 
 
 def _groups(parts: Sequence[Tensor]) -> Iterator[slice]:

@@ -1,7 +1,8 @@
 """How fast this machine runs a model and what memory it can give; knows no other machine."""
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshllm.model.cache import SpanCache
 from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.manifest import config_digest
@@ -19,7 +21,7 @@ from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
 from meshllm.model.quick_norm import quicken
 from meshllm.model.replay import SETTLED
-from meshllm.model.runner import MOST_ROWS, Runner
+from meshllm.model.runner import MOST_ROWS, Runner, may_be_steady
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype
@@ -69,7 +71,7 @@ def measure_speed(
     """
     key = (
         config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
-        name_of(device),
+        name_of(device), "by steps",
     )  # fmt: skip
     if known := _read(recall(cache, *key)):
         return known
@@ -118,10 +120,18 @@ def _read(record: Any) -> Speed | None:
 def _layer_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> tuple[tuple[int, float], ...]:
-    """Time the layer nearest to the mean, without what surrounds the layers of a shard.
+    """Time a mean layer; steps of a few rows as a node takes them, where these are others."""
+    what = source, dtype, quant, device
+    times = _stock_seconds(*what)
+    gc.collect()  # the weights: hooks and modules hold each other
+    few = [rows for rows in times if rows <= MOST_ROWS]
+    return tuple((times | _step_seconds(*what, few)).items())
 
-    Steps of a few rows are those of `_step_seconds`, where they are others.
-    """
+
+def _stock_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device
+) -> dict[int, float]:
+    """Time the layer nearest to the mean, without what surrounds the layers of a shard."""
     skeleton = build(source.config, dtype)
     sizes = _sizes(skeleton)
     mean = sum(sizes) / len(sizes)
@@ -145,24 +155,24 @@ def _layer_seconds(
     times = [(rows, _best(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
     if most <= context and times[-1][1] * most / times[-1][0] <= LONGEST_S:
         times.append((most, _best(seconds, most, device)))
-    stock = {rows: time * scale for rows, time in times}
-    return tuple((stock | _step_seconds(source, dtype, quant, device)).items())
+    return {rows: time * scale for rows, time in times}
 
 
 def _step_seconds(
-    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device, few: Sequence[int]
 ) -> dict[int, float]:
-    """Time steps of the first layers, for each of them; nothing where steps are stock steps."""
+    """Time steps of ``few`` rows of the first layers, for each; none where they are stock steps."""
     skeleton = build(source.config, dtype)
-    sizes, few = _sizes(skeleton), [rows for rows in ROWS if rows <= MOST_ROWS]
+    sizes, config = _sizes(skeleton), skeleton.model.config
     mean = sum(sizes) / len(sizes)
-    layers = min(len(sizes), max(1, int(_STEP_BYTES / mean)))
-    part = Part(Span(0, layers), embed=False, head=False)
-    shard = _random_shard(
-        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
-    )
+    span = Span(0, min(len(sizes), max(1, int(_STEP_BYTES / mean))))
+    is_croppable = SpanCache(config, span).croppable
+    if not is_croppable or not may_be_steady(config, skeleton.model, device):
+        return {}
+    part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
+    shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
     runner, cache = Runner(shard, few), shard.new_cache()
-    if not runner.is_steady or not cache.croppable:
+    if not runner.is_steady:
         return {}
     runner.step(_hidden(shard, 1), cache)
 
@@ -172,7 +182,7 @@ def _step_seconds(
         runner.step(x, cache)
         took = time.perf_counter() - begin
         cache.crop(1)
-        return took / sum(sizes[:layers]) * mean
+        return took / sum(sizes[: span.stop]) * mean
 
     for rows in few:
         for _ in range(SETTLED):
@@ -228,6 +238,7 @@ def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> f
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
         cold.fill_(len(times))
+        wait(device)
         times.append(seconds(rows))
     return min(times)
 

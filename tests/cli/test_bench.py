@@ -193,7 +193,8 @@ def test_all_compute_where_a_node_would(
 
     told = json.loads(meshllm("bench", *options, "--json", "-").stdout)
 
-    (case,) = (*cases, *engines)
+    measured: list[table1.Case | engine_table.Case] = [*cases, *engines]
+    (case,) = measured
     assert (case.device, case.quants) == (device, quants)
     assert told["machine"]["device"] == ("cpu" if device == "cpu" else "cuda:0 Fake 100")
 

@@ -79,7 +79,10 @@ OTHER_CPU = torch.device("cpu", 0)
 
 @contextmanager
 def graphs_pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    """Let `OTHER_CPU` be a GPU that has graphs, and attention that reads from a table."""
+    """Let `OTHER_CPU` be a GPU with attention that reads from a table; a graph calls it again.
+
+    Unlike a graph that runs Python again, with the norms that the model has then.
+    """
     with pretended(monkeypatch) as traffic, monkeypatch.context() as patch:
         patch.setattr(graph, "_kernel", lambda: attend_by_table)
         patch.setattr(graph, "_capture", _again)

@@ -310,7 +310,7 @@ def test_a_gpu_is_waited_for_before_the_clock_is_read(
 
     assert layer[-4:] == ["wait"] * 4
     assert layer.count("wait") % 2 == 0
-    assert head[-3:] == ONCE
+    assert head[-4:] == ["wait", *ONCE]
 
 
 # On a GPU

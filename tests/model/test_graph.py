@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model import graph as module
-from meshllm.model.cache import SpanCache
+from meshllm.model.cache import GrowingLayer, SpanCache
 from meshllm.model.device import choose
 from meshllm.model.graph import Graph
 from meshllm.model.record import Unfit
@@ -153,6 +153,32 @@ def test_caches_grow_and_go_back(tmp_path: Path, family: str) -> None:
     runner.prefill(torch.cat([tokens(20), x[:, :2400]], 1), read, 1)
     assert apart(last, stock(runner, x[:, 2400:2409], read)) < 1e-4
     assert torch.equal(runner.step(x[:, 2390:2409], other)[:, 10:], last)
+
+
+@pytest.mark.usefixtures("pretending")
+def test_what_fails_leaves_the_caches_as_they_were(
+    llama_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, x = whole(llama_source), tokens(1)
+    caches = [after(runner, 20, seed) for seed in (1, 2)]
+    expected = [runner.step(x, after(runner, 20, seed)) for seed in (1, 2)]
+    extend, calls = GrowingLayer.extend, list[int]()
+
+    def run_out(layer: GrowingLayer, count: int) -> int:
+        calls.append(count)
+        if len(calls) == LAYERS + 3:
+            raise torch.OutOfMemoryError("no room")
+        return extend(layer, count)
+
+    monkeypatch.setattr(GrowingLayer, "extend", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.step_many([x, x], caches)
+    again = runner.step_many([x, x], caches)
+
+    assert all(map(torch.equal, again, expected))
+    with pytest.raises(ValueError, match="twice"):
+        runner.step_many([x, x], [caches[0], caches[0]])
+    assert [cache.length for cache in caches] == [21, 21]
 
 
 @pytest.mark.usefixtures("pretending")

@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from meshllm.model import native_norm, quick_norm
 from meshllm.model.native_norm import norm
-from meshllm.model.quick_norm import FEW, QuickNorm, quicken
+from meshllm.model.quick_norm import FEW, FusedNorm, QuickNorm, fused, quicken
 
 
 def drawn(plain: Any) -> Any:
@@ -155,3 +155,38 @@ def test_where_nothing_can_be_compiled_norms_stay(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(quick_norm, "works", lambda: False)
 
     assert quicken(nn.Sequential(drawn(LlamaRMSNorm(64)))) == 0
+
+
+# Torch's own norm, for a while
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_are_torchs_own_for_a_while(dtype: torch.dtype) -> None:
+    plain, other, odd = drawn(LlamaRMSNorm(64)).to(dtype), GemmaRMSNorm(64).to(dtype), Shifted(64)
+    model, x = nn.Sequential(plain, other, odd), torch.randn(2, 3, 64).to(dtype)
+    expected = plain(x)
+
+    with fused(model) as count:
+        kinds = [type(module) for module in model]
+        given = model[0](x)
+
+    assert (count, kinds) == (1, [FusedNorm, GemmaRMSNorm, Shifted])
+    assert [*model] == [plain, other, odd]
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(given, expected, rtol=4 * unit, atol=0)
+
+
+def test_a_norm_that_fails_leaves_none_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = [LlamaRMSNorm(64) for _ in range(3)]
+    model, agree = nn.Sequential(*norms), quick_norm._agree
+
+    def failing(plain: Any, *what: Any, **options: Any) -> bool:
+        if plain is norms[2]:
+            raise torch.OutOfMemoryError("no room")
+        return agree(plain, *what, **options)
+
+    monkeypatch.setattr(quick_norm, "_agree", failing)
+    with pytest.raises(torch.OutOfMemoryError), fused(model):
+        pass
+
+    assert [*model] == norms

@@ -1,19 +1,19 @@
 """What is measured of this machine; how long it takes is no matter here."""
 
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshllm.model import speed as module
-from meshllm.model.cache import SpanCache
 from meshllm.model.capacity import free_memory
 from meshllm.model.graph import Graph
 from meshllm.model.replay import SETTLED
-from meshllm.model.runner import Runner
+from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, build
 from meshllm.model.source import Source, open_folder
 from meshllm.model.speed import LONGEST_S, MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
@@ -70,7 +70,7 @@ def test_the_most_rows_are_left_out_where_they_would_take_long(
     assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
 
 
-@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 3), (torch.bfloat16, 0)])
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 0)])
 def test_a_layer_and_the_head_are_timed_as_they_are_loaded(
     source: Source,
     tmp_path: Path,
@@ -171,27 +171,50 @@ def test_a_container_that_is_full_gives_nothing(tmp_path: Path) -> None:
     assert memory_budget(cgroup=tmp_path) == 0
 
 
-@pytest.mark.parametrize(("is_steady", "by_steps"), [(True, [1, 8]), (False, [])])
+@pytest.mark.parametrize(
+    ("family", "dtype", "by_steps"),
+    [
+        ("llama", torch.bfloat16, [1, 8]),
+        ("llama", torch.float32, []),
+        ("qwen3_moe", torch.bfloat16, []),
+        ("mamba", torch.bfloat16, []),
+    ],
+)
 def test_few_rows_are_timed_as_a_node_takes_them(
-    source: Source, monkeypatch: pytest.MonkeyPatch, is_steady: bool, by_steps: list[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: torch.dtype,
+    by_steps: list[int],
 ) -> None:
-    taken: list[int] = []
+    source = tiny_model(tmp_path, family)
+    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows) and 7.0)
+    plain = module._stock_seconds
+    monkeypatch.setattr(module, "_stock_seconds", lambda *what: dict.fromkeys(plain(*what), 5.0))
 
-    class Counted(Runner):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.is_steady = is_steady
-
-        def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
-            taken.append(x.shape[1])
-            return super().step(x, cache)
-
-    monkeypatch.setattr(module, "Runner", Counted)
     with torch.inference_mode():
-        plain = module._layer_seconds(source, torch.float32, Quant.NONE)
+        table = module._layer_seconds(source, dtype, Quant.NONE)
 
-    assert sorted(set(taken)) == by_steps
-    assert [rows for rows, _ in plain] == [rows for rows in ROWS if rows <= 128]
+    assert [rows for rows, seconds in table if seconds == 7] == by_steps
+    assert {rows for rows, _ in table} > {1, 8}
+
+
+def test_one_shard_is_timed_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_model(tmp_path, "llama")
+    made: list[weakref.ref[nn.Module]] = []
+    random_shard = module._random_shard
+
+    def making(*what: Any, **options: Any) -> Shard:
+        assert [model for model in made if model() is not None] == []
+        shard = random_shard(*what, **options)
+        made.append(weakref.ref(shard.model))
+        return shard
+
+    monkeypatch.setattr(module, "_random_shard", making)
+    with torch.inference_mode():
+        module._layer_seconds(source, torch.bfloat16, Quant.NONE)
+
+    assert len(made) == 2
 
 
 def test_a_gpu_is_timed_by_its_graph(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +227,7 @@ def test_a_gpu_is_timed_by_its_graph(source: Source, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Graph, "step", counting)
     with graphs_pretended(monkeypatch), torch.inference_mode():
-        table = module._step_seconds(source, torch.float32, Quant.NONE, OTHER_CPU)
+        table = module._step_seconds(source, torch.float32, Quant.NONE, OTHER_CPU, [1, 8])
         assert launched.count(8) > SETTLED
         head = module._head_seconds(source, torch.float32, Quant.NONE, OTHER_CPU)
 
