@@ -74,14 +74,16 @@ class Graph:
         """
         with torch.cuda.device(self._shard.device), fused(self._shard.model):
             held, cache, rest = filled(), filled(), x[:, 3:]
-            self._set(x, [held], [self.width])
+            with _Watch(self._shard.device):
+                self._run(forward, 0)  # with no row in the table yet
+            if held is not None and not self._suits(held):
+                raise Unfit("its caches hold something else")
             # What follows writes where the table says: `held` and `cache` have to live on.
+            self._set(x, [held], [self.width])
             with _Watch(self._shard.device):
                 near, far = (self._run(forward, length) for length in (0, _FAR))
             if not torch.equal(near, far):
                 raise Unfit("it asks how long a text is")
-            if held is not None and not self._suits(held):
-                raise Unfit("its caches hold something else")
             self._replay, self._output = _capture(lambda: self._run(forward, 0))
             self.step(x[:, :3], [cache], [3])  # so that places are others, too
             self._set(rest, [cache], [rest.shape[1]])

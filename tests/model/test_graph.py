@@ -20,7 +20,7 @@ from meshllm.model.shard import Shard
 from meshllm.model.source import Source, open_folder
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
-from tests.model.gpu import OTHER_CPU, graphs_pretended, needs_gpu
+from tests.model.gpu import GPU, OTHER_CPU, graphs_pretended, needs_gpu, pretended
 
 LAYERS = 6
 STEPS = (2, 3, 5, 9, 17)
@@ -303,6 +303,42 @@ def test_what_no_graph_can_do_again_is_refused(
         )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_of_a_step_is_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    def attend(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+    monkeypatch.setattr(module, "_kernel", lambda: attend)
+    shard = Shard.load(
+        tiny_model(tmp_path, family), Span(0, LAYERS), embed=True, head=True, device=GPU
+    )
+    runner = Runner(shard)
+    with pretended(monkeypatch) as traffic, torch.inference_mode():
+        runner._graph = graph = Graph(runner.shard, MOST_ROWS)
+        traffic.taken()
+        with module._Watch(GPU):
+            graph._run(runner._laid, 0)
+
+    assert traffic.taken() == []
+
+
+@pytest.mark.usefixtures("pretending")
+def test_a_cache_of_another_kind_is_refused(llama_source: Source) -> None:
+    runner = whole(llama_source)
+    graph, other = Graph(runner.shard, MOST_ROWS), after(runner, 9)
+    for layer in other.layers:
+        layer.rows[1].buffer = layer.rows[1].buffer.half()
+
+    with pytest.raises(Unfit, match="hold something else"):
+        graph.record(
+            lambda x, cache, places: attends(x, cache, places, graph),
+            tokens(MOST_ROWS),
+            lambda: other,
+        )
+
+
 @pytest.mark.usefixtures("pretending")
 def test_a_graph_that_does_something_else_is_refused(
     llama_source: Source, monkeypatch: pytest.MonkeyPatch
@@ -335,71 +371,3 @@ def test_a_gpu_runs_what_is_in_no_graph(tmp_path: Path, family: str) -> None:
     assert not runner.is_steady
     given = runner.step(tokens(3), after(runner, 9))
     assert apart(given, stock(runner, tokens(3), after(runner, 9))) < ALIKE
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("heads", "groups", "width", "width_out", "window"),
-    [(4, 2, 16, 16, None), (6, 2, 24, 24, 7), (16, 8, 128, 128, None), (4, 1, 80, 48, 33),
-     (8, 1, 256, 256, None)],
-)  # fmt: skip
-def test_rows_attend_where_the_table_says(
-    dtype: torch.dtype, heads: int, groups: int, width: int, width_out: int, window: int | None
-) -> None:
-    from meshllm.model.triton_attention import attend
-
-    gpu, generator = choose("cuda", dtype), torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(gpu, dtype)
-
-    sessions = ((0, 1), (1, 1), (5, 2), (40, 3), (300, 1), (1000, 2))
-    rows = sum(count for _, count in sessions) + 1
-    query, key, value = (
-        draw(1, rows, count, size).transpose(1, 2)
-        for count, size in ((heads, width), (groups, width), (groups, width_out))
-    )
-    entries: list[list[int]] = []
-    held, expected = [], []
-    for length, count in sessions:
-        own = slice(len(entries), len(entries) + count)
-        buffers = [draw(1, groups, length + 8, size) for size in (width, width_out)]
-        for buffer in buffers:
-            buffer[:, :, length:] = float("nan")
-        held.append(buffers)
-        seen = [
-            torch.cat([buffer[:, :, :length], new[:, :, own]], 2)
-            for buffer, new in zip(buffers, (key, value), strict=True)
-        ]
-        expected.append(attend_plainly(query[:, :, own], seen[0], seen[1], window))
-        addresses = [buffer.data_ptr() for buffer in buffers]
-        entries += [[*addresses, length + 8, length + row] for row in range(count)]
-    table = torch.tensor([*entries, [0, 0, 0, -1]], device=gpu)
-
-    mixed = attend(query, key, value, table, 0.3, window)
-
-    assert mixed[:, -1].eq(0).all()
-    limit = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    torch.testing.assert_close(
-        mixed[:, :-1].float(), torch.cat(expected, 1), atol=limit, rtol=limit
-    )
-    at = 0
-    for (length, count), buffers in zip(sessions, held, strict=True):
-        for buffer, new in zip(buffers, (key, value), strict=True):
-            assert torch.equal(buffer[:, :, length : length + count], new[:, :, at : at + count])
-            assert buffer[:, :, length + count :].isnan().all()
-        at += count
-
-
-def attend_plainly(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Attend in float32 with the last rows, to [1, T, H, E]."""
-    each = query.shape[1] // key.shape[1]
-    key, value = (held.float().repeat_interleave(each, 1) for held in (key, value))
-    scores = query.float() @ key.transpose(2, 3) * 0.3
-    rows, keys = scores.shape[2:]
-    behind = torch.arange(keys)[None] - torch.arange(keys - rows, keys)[:, None]
-    hidden = (behind > 0) | (behind <= -(window or keys + 1))
-    return (
-        scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(-1) @ value
-    ).transpose(1, 2)
