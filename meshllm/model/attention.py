@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meshllm.model import native_attention, native_linear
+from meshllm.model import native_attention, quant_int8
 from meshllm.model.native_softmax import COLUMNS, share_out
 
 SCORES = 1 << 20  # that are made at a time
@@ -44,15 +44,15 @@ def attend_chunk(
     The fused kernel of torch takes longer where there are many keys: it does not skip what is
     hidden, and stock code copies keys for every head. Here some rows at a time see what they see,
     as many as leave their scores in the processor's cache; and scores stand as the product with the
-    keys gives them, a column for each row, so that nothing is turned. They are rounded to the
-    dtype, as by transformers' eager attention; but where the processor has no instructions for
-    bfloat16, which torch emulates then, all of it is float32 until the end.
+    keys gives them, a column for each row, so that nothing is turned. All of it is float32 until
+    the end, which takes less than half the time; but where the processor multiplies matrices of
+    bfloat16, scores are rounded to that, as by transformers' eager attention.
     """
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
     mixed = query.new_empty(1, rows, heads, value.shape[3])
-    if query.dtype == torch.bfloat16 and native_linear.suits():
+    if query.dtype == torch.bfloat16 and not quant_int8.multiplies_matrices():
         query, key, value = query.float(), key.float(), value.float()
     most = max(COLUMNS, SCORES // (groups * keys)) // each or 1
     times = -(-rows // most)

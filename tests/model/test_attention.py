@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshllm.model import attention, native_attention, native_linear
+from meshllm.model import attention, native_attention, quant_int8
 from meshllm.model.attention import attend_alone
 
 Heads = tuple[int, int, int]
@@ -205,14 +205,14 @@ def test_a_chunk_is_attention_whatever_is_made_at_a_time(
     assert torch.allclose(mixed, reference(query, key, value, window), atol=1e-5)
 
 
-@pytest.mark.parametrize("has_instructions", [False, True])
-def test_a_chunk_of_bfloat16_is_rounded_once_where_that_is_slow(has_instructions: bool) -> None:
+@pytest.mark.parametrize("has_matrices", [False, True])
+def test_a_chunk_of_bfloat16_is_rounded_once_but_where_it_costs(has_matrices: bool) -> None:
     query, key, value = drawn((8, 2, 64), 65, 300, torch.bfloat16)
     exact = attention.attend_chunk(query.float(), key.float(), value.float(), 0.125)
 
-    with patch.object(native_linear, "suits", lambda: not has_instructions):
+    with patch.object(quant_int8, "multiplies_matrices", lambda: has_matrices):
         mixed = attention.attend_chunk(query, key, value, 0.125)
 
     assert mixed.dtype == torch.bfloat16
-    assert torch.equal(mixed, exact.bfloat16()) != has_instructions
+    assert torch.equal(mixed, exact.bfloat16()) != has_matrices
     assert float((mixed.float() - exact).norm() / exact.norm()) < 2**-7
