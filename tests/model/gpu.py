@@ -79,9 +79,10 @@ OTHER_CPU = torch.device("cpu", 0)
 
 @contextmanager
 def graphs_pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    """Let `OTHER_CPU` be a GPU with attention that reads from a table; a graph calls it again.
+    """Let `OTHER_CPU` be a GPU with attention that reads from a table.
 
-    Unlike a graph that runs Python again, with the norms that the model has then.
+    What stands for a graph runs Python again, with the norms that the model has by then, as no real
+    graph does.
     """
     with pretended(monkeypatch) as traffic, monkeypatch.context() as patch:
         patch.setattr(graph, "_kernel", lambda: attend_by_table)
