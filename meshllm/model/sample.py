@@ -63,7 +63,7 @@ def pick(
     _check(scores, position)
     _penalise(scores, sampling, history, prompt_len)
     if sampling.temperature < GREEDY_BELOW:
-        return int(scores.argmax())
+        return int(scores.numpy().argmax())
     kept = _warp(scores.numpy(), sampling)
     if kept is None:
         race = gumbel(sampling.seed, position, len(scores))
@@ -106,7 +106,7 @@ def _noise(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _check(scores: Tensor, position: int) -> None:
-    peak = scores.max().item()  # NaN if any is
+    peak = scores.numpy().max()  # NaN if any is; sooner than torch's, as argmax is
     if not np.isfinite(peak):
         what = "NaN" if np.isnan(peak) else f"{peak} as the largest logit"
         raise ModelError(
