@@ -2,56 +2,86 @@
 
 A job that comes while the compute thread is busy waits with the others, and one turn takes all of
 them: what a step costs is reading the weights, which is then done once for all.
+
+Who waits for a job is called, not woken: between two steps a core has rested, and all that runs
+then is as slow as memory. A future, a task and two more rounds of the event loop would be a tenth
+of a hop.
 """
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 from meshllm.node.worker import Worker
 
 Job = TypeVar("Job")
+T = TypeVar("T")
 Run = Callable[[Sequence[Job]], Iterator[Sequence[Any]]]
 """Does jobs; yields what became of each, a value or an exception, once for each phase."""
+Tell = Callable[[Any], None]
+"""Hears of a value or an exception, on the event loop."""
 
 
 class Batch(Generic[Job]):
-    """Runs jobs in turns on the compute thread."""
+    """Runs jobs in turns on the compute thread, and tells of them for as long as it is entered."""
 
-    def __init__(self, worker: Worker, phases: int, run: Run[Job]) -> None:
+    def __init__(self, worker: Worker, run: Run[Job], jobs: asyncio.TaskGroup) -> None:
+        """Run jobs; who fails at hearing of one ends the group ``jobs`` with that error."""
         self._worker = worker
-        self._phases = phases
         self._run = run
+        self._jobs = jobs
         self._lock = Lock()
-        self._waiting: list[tuple[Job, list[asyncio.Future[Any]]]] = []
+        self._waiting: list[tuple[Job, Sequence[Tell]]] = []
+        self._is_open = False
 
-    def submit(self, job: Job) -> list["asyncio.Future[Any]"]:
-        """Add a job to the next turn; return a future for each phase of it."""
-        loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in range(self._phases)]
+    async def __aenter__(self) -> Self:
+        self._is_open = True
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Tell nobody any more; unless something failed, wait until nothing runs."""
+        self._is_open = False
+        if kind is None:
+            await self._worker.run(int)  # behind all that was given before
+
+    def submit(self, job: Job, *tells: Tell) -> None:
+        """Add a job to the next turn; each of ``tells`` hears what became of one phase of it."""
+        if not self._is_open:
+            return
         with self._lock:
             is_first = not self._waiting
-            self._waiting.append((job, futures))
+            self._waiting.append((job, tells))
         if is_first:
-            self._worker.start(self._turn, loop)
-        return futures
+            self._worker.start(self._turn, asyncio.get_running_loop())
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         """Do all that waits; runs on the compute thread."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        phases = list(zip(*(futures for _, futures in waiting), strict=True))
+        phases = list(zip(*(tells for _, tells in waiting), strict=True))
         told = 0
         try:
-            for futures, results in zip(
-                phases, self._run([job for job, _ in waiting]), strict=True
-            ):
-                loop.call_soon_threadsafe(_tell, futures, results)
+            for tells, results in zip(phases, self._run([job for job, _ in waiting]), strict=True):
+                loop.call_soon_threadsafe(self._tell, tells, results)
                 told += 1
         except Exception as error:  # of no job in particular: all of them end with it
-            for futures in phases[told:]:
-                loop.call_soon_threadsafe(_tell, futures, [error] * len(futures))
+            for tells in phases[told:]:
+                loop.call_soon_threadsafe(self._tell, tells, [error] * len(tells))
+
+    def _tell(self, tells: Sequence[Tell], results: Sequence[Any]) -> None:
+        for tell, result in zip(tells, results, strict=True):
+            if self._is_open:
+                try:
+                    tell(result)
+                except Exception as error:  # a bug, for the supervisor of all sessions
+                    self._jobs.create_task(_raise(error))
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
@@ -60,6 +90,13 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except Exception as error:  # whoever waits for the job gets it
         return error
+
+
+def value_of(result: T | Exception) -> T:
+    """Return a value, or raise an exception, as it was when it was made."""
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def through(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
@@ -72,11 +109,5 @@ def through(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) ->
     ]
 
 
-def _tell(futures: Sequence["asyncio.Future[Any]"], results: Sequence[Any]) -> None:
-    for future, result in zip(futures, results, strict=True):
-        if future.done():  # nobody waits for it any more
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+async def _raise(error: Exception) -> None:
+    raise error

@@ -11,7 +11,7 @@ from meshllm.errors import LinkLost, MeshError
 from meshllm.model.draft import Drafting
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
-from meshllm.node.batch import Batch
+from meshllm.node.batch import Batch, attempt, value_of
 from meshllm.node.foresight import Foresight, Speculation
 from meshllm.node.outgoing import Outgoing
 from meshllm.node.peers import Neighbours
@@ -24,7 +24,7 @@ from meshllm.node.worker import Worker
 from meshllm.protocol.codec import size
 from meshllm.protocol.entry import Entry
 from meshllm.protocol.lookahead import MAX_DEPTH, StepTimes
-from meshllm.protocol.messages import Data, Flags, Forward, SessionMessage, Tally
+from meshllm.protocol.messages import Blob, Data, Flags, Forward, SessionMessage, Tally
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import shelf_for
 from meshllm.protocol.task import Action, Closed, Embed, Pick, Task
@@ -76,7 +76,8 @@ class EntryNode:
             self._speculation = Speculation(
                 seat.drafting, times, draft=seat.draft, depth=seat.depth
             )
-        self._turns = Batch(worker, 2, partial(take_turns, ends))
+        self._jobs = asyncio.TaskGroup()
+        self._turns = Batch(worker, partial(take_turns, ends), self._jobs)
         self._outgoing = Outgoing(seat.wire, neighbours)
         shelf = shelf_for(seat.room, seat.slack)
         self._prefixes = Prefixes(shelf, seat.slack, ends.front.new_cache)
@@ -84,7 +85,6 @@ class EntryNode:
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
         self._alarm = Alarm(self._deadline, self._expire)
-        self._jobs = asyncio.TaskGroup()
 
     @property
     def context(self) -> int:
@@ -99,7 +99,7 @@ class EntryNode:
     async def run(self) -> MeshError:
         """Serve until a neighbour is gone; return why. Alone in the ring, serve until cancelled."""
         try:
-            async with self._jobs, self._alarm:
+            async with self._jobs, self._alarm, self._turns:
                 if self._neighbours is None:
                     await asyncio.Event().wait()  # nobody sets it
                     raise AssertionError
@@ -172,7 +172,7 @@ class EntryNode:
         for action in actions:
             match action:
                 case Embed():
-                    self._jobs.create_task(self._embed(session, generation, action, Stopwatch()))
+                    self._embed(session, generation, action)
                 case Pick():
                     self._turn(session, generation, action)
                 case Forward():
@@ -220,48 +220,55 @@ class EntryNode:
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
         turn = Turn(generation, job, Stopwatch(), Stopwatch())
-        picked, blob = self._turns.submit(turn)
-        generation.ahead = Ahead(blob, turn.watch_ahead)
-        self._jobs.create_task(self._pick(session, generation, job, picked, turn.watch))
+        ahead = generation.ahead = Ahead(turn.watch_ahead)
+        picked = partial(self._picked, session, generation, turn)
+        self._turns.submit(turn, picked, ahead.hear)
 
-    async def _embed(
+    def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
+        """Run tokens, where they did not run ahead."""
+        if ahead := generation.take_ahead(job):
+            ahead.ask(partial(self._embedded, session, generation, job, ahead.watch))
+        else:
+            self._jobs.create_task(self._run(session, generation, job, Stopwatch()))
+
+    async def _run(
         self, session: SessionId, generation: Generation, job: Embed, watch: Stopwatch
     ) -> None:
-        ahead = generation.take_ahead(job)
-        try:
-            if ahead:
-                blob, watch = await ahead.work, ahead.watch
-            else:
-                blob = await self._worker.run(generation.embed, job, watch)
-        except Missed as reason:
-            logger.info("begin again at the first token: %s", reason)
-            self._act(session, generation.machine.missed(self._now()))
-            return
-        except Exception as error:  # the supervisor: a bug ends its session, not the others
-            self._fail(session, generation, error)
-            return
-        if job.pos >= generation.prompt_tokens:
-            generation.gauge.computed(watch.spent)
-        self._act(session, generation.machine.computed(blob, self._now()))
+        result = await self._worker.run(attempt, generation.embed, job, watch)
+        self._embedded(session, generation, job, watch, result)
 
-    async def _pick(
+    def _embedded(
         self,
         session: SessionId,
         generation: Generation,
-        job: Pick,
-        work: "asyncio.Future[Picked]",
+        job: Embed,
         watch: Stopwatch,
+        result: Blob | Exception | None,
     ) -> None:
+        match result:
+            case Missed():
+                logger.info("begin again at the first token: %s", result)
+                self._act(session, generation.machine.missed(self._now()))
+            case Exception():  # this is the supervisor: a bug ends its session, not the others
+                self._fail(session, generation, result)
+            case blob:
+                if job.pos >= generation.prompt_tokens:
+                    generation.gauge.computed(watch.spent)
+                self._act(session, generation.machine.computed(blob, self._now()))
+
+    def _picked(
+        self, session: SessionId, generation: Generation, turn: Turn, result: Picked | Exception
+    ) -> None:
+        if session not in self._sessions:
+            return
         try:
-            picked = await work
-            if session not in self._sessions:
-                return
+            picked = value_of(result)
             tokens, is_last = generation.told(picked.tokens)
         except Exception as error:  # as above; `told` calls into the tokenizer
             self._fail(session, generation, error)
             return
-        if job.pos > generation.prompt_tokens:
-            generation.gauge.computed(watch.spent)
+        if turn.job.pos > generation.prompt_tokens:
+            generation.gauge.computed(turn.watch.spent)
         generation.gauge.tokens(self._now(), len(tokens))
         actions = generation.machine.picked(tokens, self._now(), picked.steps, stop=is_last)
         self._act(session, actions)

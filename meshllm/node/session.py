@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -76,17 +76,27 @@ class Picked:
     steps: Steps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ahead:
-    """An Embed that nobody asked for yet."""
+    """An Embed that nobody asked for yet; what becomes of it is of interest from then on."""
 
-    work: "asyncio.Future[Blob | None]"
     watch: Stopwatch
+    _tell: Callable[[Any], None] | None = None
+    _results: list[Any] = field(default_factory=list)
 
-    def drop(self) -> None:
-        """Give up what nobody asks for any more; what went wrong with it is of no interest."""
-        self.work.cancel()
-        self.work.add_done_callback(lambda work: work.cancelled() or work.exception())
+    def hear(self, result: Blob | Exception | None) -> None:
+        """Take what became of it."""
+        self._results.append(result)
+        self._meet()
+
+    def ask(self, tell: Callable[[Any], None]) -> None:
+        """Let ``tell`` hear of it, at once where it is known."""
+        self._tell = tell
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._tell and self._results:
+            self._tell(self._results.pop())
 
 
 class Generation:
@@ -131,13 +141,12 @@ class Generation:
         return len(self._order.prompt)
 
     def take_ahead(self, job: Embed | None) -> Ahead | None:
-        """Return what runs ahead, if it is this job; drop it otherwise."""
+        """Return what runs ahead, if it is this job; forget it otherwise."""
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return None
         if job and self._next and (job.pos, job.tokens) == (self._next.pos, self._next.tokens):
             return ahead
-        ahead.drop()
         return None
 
     def note(self, action: Emit | Progress | Done | Failed) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, assert_never
 
 from torch import Tensor
@@ -52,9 +53,9 @@ class StageNode:
         self._outgoing = Outgoing(wire, neighbours)
         self._held: dict[SessionId, _Held] = {}
         self._kept: dict[SessionId, SpanCache] = {}
-        self._steps = Batch(worker, 1, self._step)
-        self._alarm = Alarm(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
+        self._steps = Batch(worker, self._step, self._jobs)
+        self._alarm = Alarm(lambda: machine.deadline, self._expire)
 
     @property
     def sessions(self) -> int:
@@ -64,7 +65,7 @@ class StageNode:
     async def run(self) -> MeshError:
         """Serve until a neighbour is gone; return why."""
         try:
-            async with self._jobs, self._alarm:
+            async with self._jobs, self._alarm, self._steps:
                 reason = await self._neighbours.run(self._receive)
         finally:
             self._held.clear()
@@ -84,6 +85,9 @@ class StageNode:
             match action:
                 case Forward():
                     self._neighbours.forward(action)
+                case Compute() if action.is_step:
+                    watch = Stopwatch()
+                    self._steps.submit((action, watch), partial(self._served, action, watch))
                 case Compute():
                     self._jobs.create_task(self._serve(action, Stopwatch()))
                 case Free(session):
@@ -97,17 +101,17 @@ class StageNode:
         self._alarm.reset()
 
     async def _serve(self, job: Compute, watch: Stopwatch) -> None:
-        try:
-            if job.is_step:
-                blob = await self._steps.submit((job, watch))[0]
-            else:
-                blob = await self._worker.run(self._prefill, job, watch)
-        except Missed:
-            self._act(self._machine.missed(job.session))
-        except Exception as error:  # the supervisor: a bug ends its session, not the others
-            self._act(self._machine.failed(job.session, fault_code(error), str(error)))
-        else:
-            self._act(self._machine.computed(job.session, blob, self._now(), watch.spent))
+        self._served(job, watch, await self._worker.run(attempt, self._prefill, job, watch))
+
+    def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
+        match result:
+            case Missed():
+                actions = self._machine.missed(job.session)
+            case Exception():  # this is the supervisor: a bug ends its session, not the others
+                actions = self._machine.failed(job.session, fault_code(result), str(result))
+            case blob:
+                actions = self._machine.computed(job.session, blob, self._now(), watch.spent)
+        self._act(actions)
 
     # On the compute thread.
 

@@ -28,9 +28,9 @@ class Worker:
         """What torch would use by itself."""
         self._executor = executor
 
-    def start(self, function: Callable[..., None], *args: Any) -> None:
-        """Let a function run that tells by itself what became of it."""
-        asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+    def start(self, function: Callable[..., object], *args: Any) -> None:
+        """Let a function run that tells by itself what became of it, exceptions included."""
+        self._executor.submit(function, *args)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait for the result of a function.

@@ -1,17 +1,20 @@
 """An event loop whose time jumps to the next timer; knows nothing about what waits for it.
 
 A simulation of a slow network then runs as fast as it computes, and the same each time. Time moves
-only when nothing else can happen: no callback is ready and no function given to `run_in_executor`
-is still running, so work in a thread takes no virtual time. Which of two threads ends first is
-still the machine's choice; `InlineExecutor` takes that choice away. Bytes under way between real
-sockets are not seen: they would be overtaken by every timeout.
+only when nothing else can happen: no callback is ready, and no function given to `run_in_executor`
+or to the compute thread is still running, so work in a thread takes no virtual time. Which of two
+threads ends first is still the machine's choice; `InlineExecutor` takes that choice away. Bytes
+under way between real sockets are not seen: they would be overtaken by every timeout.
 """
 
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from unittest.mock import patch
+
+from meshllm.node import worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,7 +29,8 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     Raises:
         RuntimeError: every task waits, and nothing is left that could wake one.
     """
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    pool = patch.object(worker, "ThreadPoolExecutor", _HoldingPool)
+    with pool, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
@@ -40,6 +44,18 @@ class InlineExecutor(Executor):
             future.set_result(function(*args, **kwargs))
         except BaseException as error:  # as every executor: it belongs to whoever asks for it
             future.set_exception(error)
+        return future
+
+
+class _HoldingPool(ThreadPoolExecutor):
+    """Threads whose work takes no virtual time, also where the loop is told of it by other ways."""
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.hold()
+        future = super().submit(function, *args, **kwargs)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.release))
         return future
 
 
@@ -62,15 +78,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Future[T]:
         """Run the function in a thread; time stands still until it ends or is cancelled."""
         future = super().run_in_executor(executor, func, *args)
-        self._clock.held += 1
-        future.add_done_callback(self._clock.release)
+        self.hold()
+        future.add_done_callback(self.release)
         return future
+
+    def hold(self) -> None:
+        """Let time stand still until `release`, as often as this was called."""
+        self._clock.held += 1
+
+    def release(self, _: object = None) -> None:
+        """Let time go on."""
+        self._clock.held -= 1
 
     async def shutdown_default_executor(self, *timeout: float) -> None:
         """Wait until its threads have ended; since Python 3.12 with a timeout, which must wait."""
-        self._clock.held += 1
+        self.hold()
         await super().shutdown_default_executor(*timeout)
-        self._clock.held -= 1
+        self.release()
 
 
 class _Clock(selectors.DefaultSelector):
@@ -80,9 +104,6 @@ class _Clock(selectors.DefaultSelector):
         super().__init__()
         self.now = 0.0
         self.held = 0
-
-    def release(self, _: object) -> None:
-        self.held -= 1
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self.held:

@@ -1,22 +1,23 @@
 """Jobs that wait for the compute thread are done together, and each has its own end."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from threading import Event
 from typing import Any
 
 import pytest
 
-from meshllm.node.batch import Batch, attempt, through
+from meshllm.node.batch import Batch, attempt, through, value_of
 from meshllm.node.worker import Worker, compute_thread
 
 
 class Recorder:
     """Doubles numbers in two phases; what is negative fails."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, jobs: asyncio.TaskGroup) -> None:
         self.turns: list[list[int]] = []
-        self.batch = Batch(worker, 2, self.run)
+        self.batch = Batch(worker, self.run, jobs)
         self.fault: Exception | None = None
 
     def run(self, jobs: Sequence[int]) -> Iterator[Sequence[Any]]:
@@ -26,6 +27,21 @@ class Recorder:
             raise self.fault
         yield [4 * job for job in jobs]
 
+    def submit(self, number: int) -> list[asyncio.Future[int]]:
+        """Submit a job, and return what is told of its phases."""
+        told: list[asyncio.Future[int]] = [asyncio.Future(), asyncio.Future()]
+        self.batch.submit(number, *(_settling(future) for future in told))
+        return told
+
+
+@asynccontextmanager
+async def recording() -> AsyncIterator[tuple[Worker, Recorder]]:
+    """Open a batch at work."""
+    async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
+        recorder = Recorder(worker, jobs)
+        async with recorder.batch:
+            yield worker, recorder
+
 
 def _double(number: int) -> int:
     if number < 0:
@@ -33,35 +49,41 @@ def _double(number: int) -> int:
     return 2 * number
 
 
+def _settling(future: asyncio.Future[int]) -> Any:
+    def tell(result: int | Exception) -> None:
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    return tell
+
+
 def busy(worker: Worker) -> Event:
     """Keep the compute thread busy until the event is set."""
     gate = Event()
-
-    def wait() -> None:
-        gate.wait(10)
-
-    worker.start(wait)
+    worker.start(gate.wait, 10)
     return gate
 
 
 async def test_what_waits_is_done_in_one_turn() -> None:
-    async with compute_thread() as worker:
-        recorder, gate = Recorder(worker), busy(worker)
-        jobs = [recorder.batch.submit(number) for number in range(5)]
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        jobs = [recorder.submit(number) for number in range(5)]
         gate.set()
 
         assert [[await future for future in futures] for futures in jobs] == [
             [2 * number, 4 * number] for number in range(5)
         ]
-        await recorder.batch.submit(7)[1]
+        await recorder.submit(7)[1]
 
     assert recorder.turns == [[0, 1, 2, 3, 4], [7]]
 
 
 async def test_a_job_that_fails_fails_alone() -> None:
-    async with compute_thread() as worker:
-        recorder, gate = Recorder(worker), busy(worker)
-        good, bad = recorder.batch.submit(3), recorder.batch.submit(-1)
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        good, bad = recorder.submit(3), recorder.submit(-1)
         gate.set()
 
         with pytest.raises(ValueError, match="-1 is negative"):
@@ -71,34 +93,57 @@ async def test_a_job_that_fails_fails_alone() -> None:
 
 
 async def test_a_turn_that_fails_ends_all_that_are_in_it_and_none_behind() -> None:
-    async with compute_thread() as worker:
-        recorder = Recorder(worker)
+    async with recording() as (_, recorder):
         recorder.fault = KeyError("a bug")
-        first, second = recorder.batch.submit(1)
+        first, second = recorder.submit(1)
         assert await first == 2
         with pytest.raises(KeyError, match="a bug"):
             await second
 
         recorder.fault = None
-        assert await recorder.batch.submit(2)[1] == 8
+        assert await recorder.submit(2)[1] == 8
 
 
-async def test_nobody_need_wait_for_a_job() -> None:
-    async with compute_thread() as worker:
-        recorder = Recorder(worker)
-        for future in recorder.batch.submit(-1):
-            future.cancel()
+async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_no_other_job() -> None:
+    def fail(_: object) -> None:
+        raise KeyError("a bug")
 
-        assert await recorder.batch.submit(2)[1] == 8
+    heard: list[int] = []
+
+    async def work() -> None:
+        async with recording() as (worker, recorder):
+            gate = busy(worker)
+            recorder.batch.submit(1, fail, heard.append)
+            recorder.batch.submit(2, heard.append, heard.append)
+            gate.set()
+            await asyncio.sleep(10)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await work()
+
+    assert [str(error) for error in caught.value.exceptions] == ["'a bug'"]
+    assert heard[0] == 4
+
+
+async def test_nobody_is_told_of_a_job_when_the_batch_is_closed_and_nothing_runs_then() -> None:
+    heard: list[int] = []
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        recorder.batch.submit(1, heard.append, heard.append)
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+    await asyncio.sleep(0)
+    recorder.batch.submit(2, heard.append, heard.append)
+
+    assert recorder.turns == [[1]]
+    assert not heard
 
 
 async def test_no_job_is_lost_between_the_threads() -> None:
-    async with compute_thread() as worker:
-        recorder = Recorder(worker)
+    async with recording() as (_, recorder):
 
         async def ask(number: int) -> None:
             for _ in range(200):
-                first, second = recorder.batch.submit(number)
+                first, second = recorder.submit(number)
                 assert (await first, await second) == (2 * number, 4 * number)
 
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -106,6 +151,12 @@ async def test_no_job_is_lost_between_the_threads() -> None:
                 group.create_task(ask(number))
 
     assert sum(map(len, recorder.turns)) == 8 * 200
+
+
+def test_a_value_is_a_value_and_an_exception_is_raised() -> None:
+    assert value_of(3) == 3
+    with pytest.raises(KeyError, match="gone"):
+        value_of(KeyError("gone"))
 
 
 def test_values_go_through_together_and_what_failed_stays() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from meshllm.model.source import Source, resolve
+from meshllm.node.batch import attempt
 from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
@@ -47,21 +48,22 @@ class Log:
         self._lock = threading.Lock()
         run, start = Worker.run, Worker.start
 
-        def logged(worker: Worker, function: Callable[..., Any]) -> Callable[..., Any]:
-            number, name = id(worker), getattr(function, "__name__", "")
+        def logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+            number, own = id(worker), args[0] if function is attempt else function
+            name = getattr(own, "__name__", "")
             self._note(number, name, "asked")
 
-            def begin(*args: Any) -> Any:
+            def begin() -> Any:
                 self._note(number, name, "begun")
                 return function(*args)
 
             return begin
 
         def run_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
-            return run(worker, logged(worker, function), *args)
+            return run(worker, logged(worker, function, *args))
 
         def start_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> None:
-            start(worker, logged(worker, function), *args)
+            start(worker, logged(worker, function, *args))
 
         patch.setattr(Worker, "run", run_logged)
         patch.setattr(Worker, "start", start_logged)
