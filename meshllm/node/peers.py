@@ -20,11 +20,13 @@ class Peer:
 
     def __init__(self, link: contract.Link, machine: Link) -> None:
         self._link = link
+        self._prompt = link if isinstance(link, contract.Prompt) else None
         self._machine = machine
         self._own: deque[Message] = deque()  # of the link itself, before all others
         self._control: deque[Message] = deque()
         self._data: deque[Message] = deque()
         self._wake = asyncio.Event()
+        self._is_idle = False  # the writer waits for something to write
         self._debug = logger.isEnabledFor(logging.DEBUG)
 
     @property
@@ -38,9 +40,16 @@ class Peer:
         return self._link.statistics.bytes_per_s
 
     def post(self, action: Forward) -> None:
-        """Queue a message; the session machines bound how many there can be."""
-        (self._control if action.control else self._data).append(action.message)
-        self._wake.set()
+        """Send a message, or queue it; the session machines bound how many there can be.
+
+        Where nothing waits it leaves within this call: for a task to wake and send it, a step would
+        wait for another round of the event loop.
+        """
+        queue = self._control if action.control else self._data
+        queue.append(action.message)
+        is_next = len(queue) == 1 and self._next_queue() is queue
+        if not (self._is_idle and is_next and self._offer(queue)):
+            self._rouse()
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
         """Carry until the link is gone, close it, and return why it went.
@@ -69,7 +78,7 @@ class Peer:
             for action in self._machine.receive(message, clock()):
                 self._act(action, deliver)
             if self._machine.is_met and (self._control or self._data):
-                self._wake.set()
+                self._rouse()
 
     def _act(self, action: Action, deliver: Callable[[SessionMessage], None]) -> None:
         match action:
@@ -77,7 +86,7 @@ class Peer:
                 if self._own and isinstance(self._own[-1], Beat):
                     self._own.pop()  # it waits for a neighbour that does not read
                 self._own.append(message)
-                self._wake.set()
+                self._rouse()
             case Deliver(message):
                 deliver(message)
             case Lost(text):
@@ -93,7 +102,12 @@ class Peer:
             while queue := self._next_queue():
                 await self._send(queue)
             self._wake.clear()
+            self._is_idle = True
             await self._wake.wait()
+
+    def _rouse(self) -> None:
+        self._is_idle = False
+        self._wake.set()
 
     def _next_queue(self) -> deque[Message] | None:
         if self._own or not self._machine.is_met:
@@ -109,14 +123,27 @@ class Peer:
             for action in self._machine.expire(clock()):
                 self._act(action, _nowhere)
 
+    def _offer(self, queue: deque[Message]) -> bool:
+        """Send the only message of a queue if that need not wait; tell whether it was sent."""
+        if self._prompt is None or not self._prompt.offer(*self._encoded(queue)):
+            return False
+        queue.popleft()
+        self._machine.sent(asyncio.get_running_loop().time())
+        return True
+
     async def _send(self, queue: deque[Message]) -> None:
-        message = queue.popleft()
-        parts = encode(message)
-        if self._debug:
-            logger.debug("> %s, %d B", type(message).__name__, sum(map(len, parts)))
-        channel = contract.Channel.DATA if queue is self._data else contract.Channel.CONTROL
+        parts, channel = self._encoded(queue)
+        queue.popleft()
         await self._link.send(parts, channel)
         self._machine.sent(asyncio.get_running_loop().time())
+
+    def _encoded(self, queue: deque[Message]) -> tuple[list[contract.Buffer], contract.Channel]:
+        """Return the first message of a queue, and where it goes."""
+        parts = encode(queue[0])
+        if self._debug:
+            logger.debug("> %s, %d B", type(queue[0]).__name__, sum(map(len, parts)))
+        channel = contract.Channel.DATA if queue is self._data else contract.Channel.CONTROL
+        return parts, channel
 
 
 class Neighbours:

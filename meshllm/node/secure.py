@@ -38,6 +38,7 @@ from meshllm.transport.contract import (
     Known,
     Link,
     LinkStatistics,
+    Prompt,
     measure,
 )
 
@@ -82,6 +83,7 @@ class SecureLink:
         self.address = ""
         """Where it was dialled; empty where the other end dialled."""
         self._link = link
+        self._prompt = link if isinstance(link, Prompt) else None
         self._early = deque(early)  # DATA that overtook the end of the handshake
         self._seals = [Seal(key) for key in known.keys.outgoing]
         self._unseals = [Unseal(key) for key in known.keys.incoming]
@@ -96,12 +98,24 @@ class SecureLink:
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Seal the parts as one message and send it; see `contract.Link.send`."""
-        if (size := measure(message)) > MAX_SECURE_BYTES:
-            raise ValueError(f"a message of {size} B is longer than {MAX_SECURE_BYTES} B")
+        _measure(message)
         async with self._turns[channel]:
             seal = self._seals[channel]
             await self._link.send(seal.seal(message), channel)
             seal.sent()
+
+    def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
+        """Seal the parts as one message and send it at once; see `contract.Prompt.offer`.
+
+        What was sealed and not sent is left out, as where a send is cancelled.
+        """
+        _measure(message)
+        if self._prompt is None or self._turns[channel].locked():
+            return False
+        seal = self._seals[channel]
+        if is_sent := self._prompt.offer(seal.seal(message), channel):
+            seal.sent()
+        return is_sent
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message and open it; see `contract.Link.receive`.
@@ -251,6 +265,11 @@ async def _handshake(link: Link) -> AsyncIterator[None]:
                 f"The other side took more than {PRE_AUTH_S} s to say who it is"
             ) from None
         failed.pop_all()
+
+
+def _measure(message: Sequence[Buffer]) -> None:
+    if (size := measure(message)) > MAX_SECURE_BYTES:
+        raise ValueError(f"a message of {size} B is longer than {MAX_SECURE_BYTES} B")
 
 
 def _refuse_other(link: Link, peer: NodeId) -> None:

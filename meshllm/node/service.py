@@ -8,6 +8,7 @@ plan is the one in force. A node that moves on to another plan lets go of everyt
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,15 @@ class _Waiting:
         self._link = link
         self._kept: deque[tuple[contract.Channel, contract.Buffer]] = deque()
         self.send = link.send
+        self._prompt = link if isinstance(link, contract.Prompt) else None
         self.close = link.close
+
+    def offer(
+        self,
+        message: Sequence[contract.Buffer],
+        channel: contract.Channel = contract.Channel.DATA,
+    ) -> bool:
+        return self._prompt is not None and self._prompt.offer(message, channel)
 
     async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
         return self._kept.popleft() if self._kept else await self._link.receive()

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from meshllm.errors import LinkLost
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Link
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Link, Prompt
 
 CONTROL, DATA = Channel
 CHUNK_BYTES = 64 * 1024
@@ -105,6 +105,27 @@ async def _a_message_too_long_is_refused(a: Link, b: Link, _: Terms) -> None:
         expect((await read(b))[1] == b"next", "the link is harmed")
     else:
         expect(False, f"{MAX_MESSAGE_BYTES + 1} B were sent")
+
+
+async def _an_offer_is_sent_at_once_or_not_at_all(a: Link, b: Link, terms: Terms) -> None:
+    if not isinstance(a, Prompt):
+        return
+    part = bytearray(b"first")
+    offered = [(DATA, b"first!")] if a.offer([part, b"!"]) else []
+    part[:] = b"oops!"
+    several = [(Channel(number % 2), numbered(number)) for number in range(MANY)]
+    offered += [(channel, message) for channel, message in several if a.offer([message], channel)]
+    async with asyncio.TaskGroup() as group:
+        for channel in Channel:
+            group.create_task(a.send([b"last"], channel))
+        got = [await read(b) for _ in range(len(offered) + len(Channel))]
+    for channel in Channel:
+        sent = [message for c, message in offered if c is channel] + [b"last"]
+        expect([m for c, m in got if c is channel] == sent, f"{channel.name} is not as offered")
+    async with _full(a, terms) as (count, _):
+        expect(not a.offer([_chunk(count + 1)]), "an offer overtook a message that waits")
+    await a.close()
+    expect(not a.offer([b"late"]), "a closed link took an offer")
 
 
 async def _a_slow_reader_blocks_the_sender(a: Link, b: Link, terms: Terms) -> None:
@@ -206,6 +227,7 @@ PROMISES: tuple[Callable[[Link, Link, Terms], Awaitable[None]], ...] = (
     _senders_do_not_mix,
     _the_longest_message_passes,
     _a_message_too_long_is_refused,
+    _an_offer_is_sent_at_once_or_not_at_all,
     _a_slow_reader_blocks_the_sender,
     _control_overtakes_waiting_data,
     _a_cancelled_send_is_whole_or_absent,

@@ -94,6 +94,22 @@ class Link(Protocol):
 
 
 @runtime_checkable
+class Prompt(Protocol):
+    """What a link adds where a message can leave within the call that sends it."""
+
+    def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
+        """Send the parts as one message if that need not wait; tell whether it was sent.
+
+        Nothing is sent where others wait, where the other side is behind, or on a lost link: there
+        `Link.send` waits, or says what is wrong.
+
+        Raises:
+            ValueError: as `Link.send`.
+        """
+        ...
+
+
+@runtime_checkable
 class Guarded(Protocol):
     """What a link adds where strangers can reach it."""
 

@@ -59,13 +59,18 @@ class Pipe:
 
     async def put(self, channel: Channel, message: bytes) -> None:
         """Send a message, when there is room and all before it in line were sent."""
-        lane = self._lanes[channel]
         if self._sealed:
             raise self._lost()
-        if not lane.line and lane.has_room(len(message)):
-            self._admit(channel, message)
-        elif not await self._stand_in_line(channel, message):
+        if not self.offer(channel, message) and not await self._stand_in_line(channel, message):
             raise self._lost()
+
+    def offer(self, channel: Channel, message: bytes) -> bool:
+        """Send a message when there is room and nobody waits for it; tell whether it was sent."""
+        lane = self._lanes[channel]
+        if self._sealed or lane.line or not lane.has_room(len(message)):
+            return False
+        self._admit(channel, message)
+        return True
 
     async def get(self) -> tuple[Channel, bytes]:
         """Wait for the next message that arrived."""

@@ -139,6 +139,10 @@ class _Link:
         measure(message)
         await self._outgoing.put(channel, b"".join(message))
 
+    def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
+        measure(message)
+        return self._outgoing.offer(channel, b"".join(message))
+
     async def receive(self) -> tuple[Channel, Buffer]:
         return await self._incoming.get()
 

@@ -83,10 +83,18 @@ class Link:
         size = measure(message)
         if self._sending_end is not None:
             raise self._lost()
-        if not self._lines[channel] and self._outgoing[channel].has_room(size):
+        if self._is_free(channel, size):
             self._admit(channel, message, size)
         elif not await self._stand_in_line(channel, message, size):
             raise self._lost()
+
+    def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
+        """Send when there is room and nobody waits for it."""
+        size = measure(message)
+        if self._sending_end is not None or not self._is_free(channel, size):
+            return False
+        self._admit(channel, message, size)
+        return True
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message, CONTROL first."""
@@ -219,6 +227,9 @@ class Link:
     def _stop_reading(self, reason: MeshError) -> None:
         self._reading_end = self._reading_end or reason
         self._wake()
+
+    def _is_free(self, channel: Channel, size: int) -> bool:
+        return not self._lines[channel] and self._outgoing[channel].has_room(size)
 
     async def _stand_in_line(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
         """Wait for room and a turn; tell whether the message was sent."""

@@ -60,10 +60,18 @@ class Link:
         size = measure(message)
         if self._end is not None:
             raise self._lost()
-        if not self._lines[channel] and self._outgoing.has_credit(channel, size):
+        if self._is_free(channel, size):
             self._admit(channel, message, size)
         elif not await self._stand_in_line(channel, message, size):
             raise self._lost()
+
+    def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
+        """Send when there is credit and nobody waits for it."""
+        size = measure(message)
+        if self._end is not None or not self._is_free(channel, size):
+            return False
+        self._admit(channel, message, size)
+        return True
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message; give back the credit of those that were read."""
@@ -146,6 +154,9 @@ class Link:
                     place.set_result(False)
             line.clear()
         self._wake()
+
+    def _is_free(self, channel: Channel, size: int) -> bool:
+        return not self._lines[channel] and self._outgoing.has_credit(channel, size)
 
     async def _stand_in_line(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
         """Wait for credit and a turn; tell whether the message was sent."""

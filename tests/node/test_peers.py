@@ -80,6 +80,32 @@ def test_sessions_wait_until_the_neighbour_has_met_us() -> None:
     assert {type(message) for message in heard} == {Hello, Beat}
 
 
+def test_a_message_leaves_at_once_where_nothing_waits_and_in_its_turn_elsewhere() -> None:
+    async def story() -> tuple[list[int], list[Message]]:
+        ours, theirs = await pair()
+        peer, sent = peer_on(ours), []
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+        peer.post(Forward(CANCEL))
+        sent.append(ours.statistics.messages_sent)
+        peer._own.append(Beat(7, 0, 0))  # of the link itself: it goes before all others
+        peer.post(Forward(GAP))
+        sent.append(ours.statistics.messages_sent)
+        peer.post(Forward(CANCEL))
+        sent.append(ours.statistics.messages_sent)
+        await asyncio.sleep(0.1)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        return sent, await hear(theirs)
+
+    sent, heard = run_virtual(story())
+
+    assert sent == [3, 3, 3]  # a Hello, a Beat and the first message
+    assert heard[2:] == [CANCEL, Beat(7, 0, 0), GAP, CANCEL]
+
+
 def test_silence_is_loss() -> None:
     async def story() -> tuple[float, MeshError]:
         ours, theirs = await pair()

@@ -120,6 +120,14 @@ async def test_websocket_keeps_the_contract() -> None:
     await check_transport(Local, Terms(settle_s=0.05))
 
 
+async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
+    async with linked() as (one, other):
+        assert isinstance(one, contract.Prompt)
+        assert one.offer([b"now"])
+        assert one.statistics.messages_sent == 1
+        assert await other.receive() == (contract.Channel.DATA, b"now")
+
+
 def test_it_comes_through_the_same_door_as_strangers() -> None:
     transport = Registry.discover().load("websocket")
 

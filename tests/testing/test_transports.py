@@ -11,7 +11,15 @@ import pytest
 from meshllm.errors import LinkLost, UserError
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.transports import Terms, check_transport
-from meshllm.transport.contract import Buffer, Channel, Link, LinkStatistics, Listener, measure
+from meshllm.transport.contract import (
+    Buffer,
+    Channel,
+    Link,
+    LinkStatistics,
+    Listener,
+    Prompt,
+    measure,
+)
 from meshllm_loopback import LoopbackTransport
 from meshllm_loopback.pipe import Pipe
 from meshllm_loopback.shaper import Shaper
@@ -158,6 +166,22 @@ class CountsItsHeaders(Sound):
         return replace(statistics, bytes_sent=statistics.bytes_sent + 4 * statistics.messages_sent)
 
 
+class OffersEverything(Sound):
+    """What is offered is as good as sent, before all that waits and after the end."""
+
+    def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
+        assert isinstance(self.inner, Prompt)
+        if not self.inner.offer(message, channel):
+            self.tasks.append(asyncio.create_task(self.inner.send(message, channel)))
+        return True
+
+
+class OffersTwice(Sound):
+    def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
+        assert isinstance(self.inner, Prompt)
+        return self.inner.offer(message, channel) and self.inner.offer(message, channel)
+
+
 class Wrapped(LoopbackTransport):
     """Loopback whose links are wrapped."""
 
@@ -288,6 +312,8 @@ def test_a_sound_transport_passes() -> None:
         (MixesSenders, "senders do not mix: "),
         (Truncates, "the longest message passes: "),
         (TakesTooMuch, "a message too long is refused: "),
+        (OffersTwice, "an offer is sent at once or not at all: CONTROL is not as offered"),
+        (OffersEverything, "an offer is sent at once or not at all: an offer overtook"),
         (NeverBlocks, "a slow reader blocks the sender: 67108864 B were taken"),
         (OneQueue, "control overtakes waiting data: not done"),
         (SendsHalfWhenCancelled, "a cancelled send is whole or absent: "),

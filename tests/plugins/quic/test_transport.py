@@ -9,12 +9,14 @@ import pytest
 from meshllm.errors import LinkLost, UserError
 from meshllm.testing.transports import check_transport
 from meshllm.transport.contract import (
+    Channel,
     Guarded,
     Identified,
     Known,
     Listener,
     Moving,
     Path,
+    Prompt,
     Relaying,
     Surveying,
     Transport,
@@ -59,6 +61,14 @@ async def test_the_contract_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialler, "OPEN_S", 0.5)  # UDP does not tell that nobody listens
 
     await check_transport(Local)
+
+
+async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
+    async with linked() as (one, other):
+        assert isinstance(one, Prompt)
+        assert one.offer([b"now"])
+        assert one.statistics.messages_sent == 1
+        assert await other.receive() == (Channel.DATA, b"now")
 
 
 async def test_it_is_what_it_says() -> None:
