@@ -33,11 +33,9 @@ def to_payload(hidden: Tensor, *, int8: bool = False) -> tuple[int, tuple[int, .
         )
     own = hidden.detach().cpu()
     if int8:
-        code, flat = code + _IN_8_BITS, pack(own)
-    else:
-        flat = own.contiguous().view(-1)
-    data: Any = flat.view(torch.uint8).numpy()
-    return code, tuple(hidden.shape), memoryview(data)
+        code, own = code + _IN_8_BITS, pack(own)
+    data: Any = own.contiguous().view(torch.uint8).numpy()
+    return code, tuple(hidden.shape), memoryview(data).cast("B")
 
 
 def from_payload(
@@ -57,12 +55,12 @@ def from_payload(
         raise ModelError(f"{len(payload)} bytes are no tensor of code {code}, shape {list(shape)}")
     if memoryview(payload).readonly:
         payload = bytearray(payload)
-    flat = torch.frombuffer(payload, dtype=torch.uint8)
     if int8:
-        return unpack(flat, shape, dtype)
+        return unpack(torch.frombuffer(payload, dtype=torch.uint8), shape, dtype)
+    flat = torch.frombuffer(payload, dtype=dtype)
     if flat.data_ptr() % dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(dtype).view(shape)
+        flat = torch.frombuffer(bytearray(payload), dtype=dtype)
+    return flat.view(shape)
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype, *, int8: bool) -> int:

@@ -64,6 +64,7 @@ _LAYOUTS = {  # each begins with version and kind, and goes on with the fields o
 _TALLY = Struct("<Q Q Q I Q I")
 _OPEN_ENDED = {_Kind.DATA, _Kind.CLOSE, _Kind.FAULT}
 
+_ALL_FLAGS = sum(Flags)
 _DATA_BYTES = _LAYOUTS[_Kind.DATA].size
 _BLOB_BYTES = HEADER.size + DIGEST_BYTES
 
@@ -160,7 +161,7 @@ def _data(fields: list[Any], rest: memoryview) -> Data:
     session, epoch, gen, pos, rows, flags = fields
     _bounded("rows", rows, 1, MAX_ROWS)
     _bounded("pos", pos, 0, MAX_POSITION - rows)
-    _bounded("flags", flags, 0, sum(Flags))
+    _bounded("flags", flags, 0, _ALL_FLAGS)
     blob = _blob(rest) if rest else None
     return Data(SessionId(session), epoch, gen, pos, rows, Flags(flags), blob)
 
