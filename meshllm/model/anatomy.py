@@ -14,6 +14,7 @@ from torch import nn
 
 from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
+from meshllm.model.rotary import held
 from meshllm.model.stub import LayerStub
 from meshllm.names import Span
 
@@ -125,7 +126,7 @@ def run_on_meta(model: Any, call: Call, cache: SpanCache) -> tuple[int, ...] | N
     if call.position_ids:  # computing them would read the data of a meta tensor
         options["position_ids"] = tokens
     try:
-        with _eager(model), torch.no_grad():
+        with _eager(model), held(model), torch.no_grad():
             return tuple(model(input_ids=tokens, **options).logits.shape[:-1])
     except META_ERRORS:
         return None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshllm.model.anatomy import PROBE, run_on_meta, stubbed
 from meshllm.model.cache import SpanCache
 from meshllm.model.quant_kernels import packed_bytes
+from meshllm.model.rotary import context_of
 from meshllm.model.skeleton import Skeleton, build
 from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Quant, Span
@@ -74,7 +75,7 @@ def shape_of(
         kv_bytes_per_token=_kv_bytes(skeleton),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        context=getattr(config, "max_position_embeddings", None) or UNLIMITED,
+        context=context_of(config) or UNLIMITED,
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
     )

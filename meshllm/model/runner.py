@@ -49,7 +49,6 @@ MOST_ROWS = 17
 _ALIKE = 0.25  # of the norm of a row: what rounding may change in a deep model of random weights
 _BEFORE, _TRIED = 24, 5  # rows of a trial: of its prompt, and behind it
 _KINDS = {"full_attention", "sliding_attention"}
-_LOOKING_ROUND = {"dynamic", "longrope"}
 _KNOWN = {
     "cache_position",
     "dropout",
@@ -347,7 +346,6 @@ def may_be_steady(config: Any, whole: nn.Module, device: torch.device) -> bool:
         and (device != CPU or whole.dtype == torch.bfloat16)
         and _KINDS.issuperset(kinds)
         and not mixes(whole)
-        and not _looks_round(config.to_dict())
     )
 
 
@@ -357,13 +355,6 @@ def mixes(model: nn.Module) -> bool:
         "expert" in name or (parameter.dim() > 2 and min(parameter.shape) > 1)
         for name, parameter in model.named_parameters()
     )
-
-
-def _looks_round(config: object) -> bool:
-    """Whether rotary embeddings depend on the longest text of a step."""
-    if not isinstance(config, dict):
-        return False
-    return config.get("rope_type") in _LOOKING_ROUND or any(map(_looks_round, config.values()))
 
 
 def _groups(parts: Sequence[Tensor]) -> Iterator[slice]:

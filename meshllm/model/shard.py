@@ -26,6 +26,7 @@ from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
 from meshllm.model.quant_store import digest_weights
 from meshllm.model.quick_norm import quicken
+from meshllm.model.rotary import hold
 from meshllm.model.skeleton import Part, Skeleton, build, strip
 from meshllm.model.source import Source, stored_dtype
 from meshllm.model.stub import LayerStub, Stop, first, key
@@ -43,6 +44,7 @@ class Shard:
         """Of the whole model."""
         self.model = skeleton.model
         """The stock model, stripped; its modules may be exchanged for faster ones."""
+        hold(self.model)
         self.device = device
         """Where its weights are, and where it takes and gives rows."""
         self.outputs = skeleton.anatomy.outputs

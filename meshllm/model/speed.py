@@ -21,6 +21,7 @@ from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
 from meshllm.model.quick_norm import quicken
 from meshllm.model.replay import SETTLED
+from meshllm.model.rotary import context_of
 from meshllm.model.runner import MOST_ROWS, Runner, may_be_steady
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
@@ -142,8 +143,7 @@ def _stock_seconds(
     shard = _random_shard(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
-    config = skeleton.model.config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None) or max(ROWS)
+    context = context_of(skeleton.model.config) or max(ROWS)
 
     def seconds(rows: int) -> float:
         _forward(shard, rows)

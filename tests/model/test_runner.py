@@ -277,24 +277,3 @@ def test_a_prompt_that_is_read_otherwise_once_costs_no_speed(
 
     assert runner_of(tmp_path, "qwen3", torch.bfloat16).is_steady
     assert read[0] > max(read[1:])
-
-
-@pytest.mark.parametrize(
-    ("rope", "is_steady"),
-    [
-        ({"rope_type": "linear", "factor": 2.0}, True),
-        ({"rope_type": "dynamic", "factor": 2.0}, False),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}, False),
-    ],
-    ids=["linear", "dynamic", "longrope"],
-)
-def test_rotary_embeddings_that_look_at_all_rows_keep_sessions_apart(
-    tmp_path: Path, rope: dict[str, Any], is_steady: bool
-) -> None:
-    whole = runner_of(tmp_path, "llama", torch.bfloat16).shard
-    config = whole.model.config
-    config.rope_parameters = {"rope_theta": 10_000.0, **rope}
-
-    found = runner_module.may_be_steady(config, whole.model, whole.device)
-
-    assert found == is_steady
