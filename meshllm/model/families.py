@@ -18,6 +18,7 @@ from meshllm.model.verdict import Verdict
 
 TINY_LAYERS = 6  # three parts of two layers; one period of the usual hybrid patterns
 
+_FACTORS = frozenset({"short_factor", "long_factor"})
 _STALE = frozenset({"quantization_config", "transformers_version", "dtype", "_name_or_path"})
 
 
@@ -94,8 +95,18 @@ def shrink(config: PreTrainedConfig, table: Table) -> PreTrainedConfig:
     own = table.types.get(text.model_type, {})
     numbers = {name: own[name] for name in own.keys() & used if type(own[name]) in (int, float)}
     fields |= _per_layer(used, text.num_hidden_layers) | _sizes(used, table, {}) | numbers
+    _cut_factors(fields)
     with quiet():
         return type(text)(**fields)
+
+
+def _cut_factors(fields: dict[str, Any]) -> None:
+    """Leave as many factors of rotary frequencies as a tiny head has pairs to turn (longrope)."""
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and rope.keys() >= _FACTORS:
+        head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        pairs = int(head * rope.get("partial_rotary_factor", 1)) // 2
+        fields["rope_parameters"] = rope | {name: rope[name][:pairs] for name in _FACTORS}
 
 
 def _sizes(fields: dict[str, Any], table: Table, aliases: dict[str, str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3TextConfig, JambaConfig, PreTrainedConfig, Qwen3Config
+from transformers import Gemma3TextConfig, JambaConfig, Phi3Config, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshllm.errors import ModelError
@@ -15,6 +15,7 @@ from meshllm.model.families import (
     text_types,
     tiny_config,
 )
+from meshllm.model.measure import measure
 from meshllm.model.verdict import Verdict, known_verdicts
 from tests.bench.families import render
 
@@ -110,6 +111,26 @@ def test_shrinking_a_short_model_repeats_its_layers(table: Table) -> None:
     tiny = shrink(Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds), table)
 
     assert tiny.layer_types == kinds * 3
+
+
+@pytest.mark.parametrize("part", [1.0, 0.75])
+def test_shrinking_leaves_a_factor_to_each_pair_that_turns(table: Table, part: float) -> None:
+    factors = [1 + at / 10 for at in range(int(128 * part) // 2)]
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors[::-1]}
+    real = Phi3Config(
+        hidden_size=3072,
+        num_attention_heads=24,
+        max_position_embeddings=131_072,
+        original_max_position_embeddings=4096,
+        rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": part, **rope},
+    )
+
+    tiny = shrink(real, table)
+
+    pairs = int(16 * part) // 2
+    assert tiny.rope_parameters["short_factor"] == factors[:pairs]
+    assert tiny.rope_parameters["long_factor"] == factors[::-1][:pairs]
+    assert measure(tiny).equal
 
 
 def test_shrinking_a_wrapper_gives_its_text_model(table: Table) -> None:
