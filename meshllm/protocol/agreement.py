@@ -38,7 +38,7 @@ from meshllm.protocol.choice import (
     to_division,
     to_numbers,
 )
-from meshllm.protocol.division import token_time
+from meshllm.protocol.division import stage_time, token_time
 from meshllm.protocol.identity import short
 from meshllm.protocol.plan import MAX_EPOCH, Links, Offer, Plan, Policy, Standby
 from meshllm.protocol.problem import Problem, pose
@@ -177,10 +177,8 @@ def _gain(case: Case, incumbent: Plan, other: Plan) -> float:
 def _time(case: Case, plan: Plan) -> int:
     """Take the time that the policy makes short: of a token, or of the slowest stage."""
     problem, division = case.problem, to_division(case.problem, plan)
-    if case.view.charter.policy is not Policy.THROUGHPUT:
-        return token_time(problem, division)
-    times = [problem.time(*stage) for stage in zip(division.order, division.spans, strict=True)]
-    return max(times[0] + problem.head[division.order[0]], *times)
+    wanted = stage_time if case.view.charter.policy is Policy.THROUGHPUT else token_time
+    return wanted(problem, division)
 
 
 def _moved(incumbent: Plan, other: Plan) -> float:

@@ -51,11 +51,12 @@ def find_best(case: Case, before: Best | None = None) -> Best:
     if before is not None and before.answers(case):
         return before
     charter, found = case.view.charter, case.found
-    wanted = Policy.FASTEST if charter.policy is Policy.AUTO else charter.policy
+    wanted = charter.policy
+    last = wanted if wanted is Policy.FASTEST else Policy.AUTO
     ways = _relaxed(case)
     missing = ""
     for terms in ways:
-        for policy in dict.fromkeys((wanted, Policy.FASTEST)):
+        for policy in dict.fromkeys((wanted, last)):
             if terms.spans and policy is Policy.PROPORTIONAL:
                 continue  # it takes no bound spans
             try:

@@ -55,6 +55,13 @@ def token_time(problem: Problem, division: Division) -> int:
     return compute + length(problem.hops, division.order) + problem.head[division.order[0]]
 
 
+def stage_time(problem: Problem, division: Division) -> int:
+    """Return the time of the slowest stage, which bounds prompts and many sessions at once."""
+    layers = zip(division.order, division.spans, strict=True)
+    entry, *others = (problem.time(node, span) for node, span in layers)
+    return max(entry + problem.head[division.order[0]], *others, 0)
+
+
 class Filling:
     """How fast a ring can be at best: members get one layer each, then the fastest are filled.
 

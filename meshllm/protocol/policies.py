@@ -7,6 +7,12 @@ takes a lower bound of every ring worth a look, and divides the layers exactly i
 bounds until no bound is below the best division. Where layers are alike the bound is exact, and
 with up to twelve nodes every set of them is looked at: nothing is faster.
 
+`auto` takes that ring and shares its layers out anew: a token may take `SLACK` longer where that
+makes the slowest stage faster by `WORTH` times that, for prompts, which go through all stages at
+once, and for many sessions. Times are measured, and two machines that are alike never measure
+alike: `fastest` gives one of them all layers but one. Where one is slower by an eighth or more it
+stays so.
+
 `throughput` is `fastest` under a limit: the least time in which the slowest stage can be done.
 
 `proportional` is the paper's Algorithm 1, repaired. As printed it gives a node no layers (3 layers
@@ -21,12 +27,19 @@ from collections.abc import Callable, Sequence
 
 from meshllm.errors import UserError
 from meshllm.names import Span
-from meshllm.protocol.division import Division, Filling, divide, token_time
+from meshllm.protocol.division import Division, Filling, divide, stage_time, token_time
 from meshllm.protocol.plan import Links, Offer, Plan, Policy, Shape, Stage, Standby, Terms
 from meshllm.protocol.problem import NANOSECOND, Problem, pose
 from meshllm.protocol.reasons import refusal, standby_reasons
 from meshllm.protocol.rings import rings
 
+SLACK = 32
+"""A token may take 1/32 longer than the fastest: about as well as it is measured."""
+
+WORTH = 8
+"""How much the slowest stage must gain, as a part of it, for what a token loses of its time."""
+
+_LIMITS = 64  # to be tried for the slowest stage, from that of `fastest` down
 _LOOSEN = 16  # a limit that unequal layers cannot keep grows by 1/16
 _EVEN = 1 << 32  # more than the sum of squares of the spans of any model
 
@@ -77,13 +90,37 @@ def fastest(problem: Problem) -> Division | None:
     for bound, _, ring in sorted(rings(problem, filling)):
         if best is not None and bound >= best[0]:
             break
-        division = divide(problem, ring, lambda node, span: _even_time(problem, node, span))
+        division = _divide_evenly(problem, ring)
         if division is None:
             continue
         token = token_time(problem, division)
         if best is None or token < best[0]:
             best = token, division
     return None if best is None else best[1]
+
+
+def auto(problem: Problem) -> Division | None:
+    """Take the ring of `fastest`; of its divisions within `SLACK`, one with a fast slowest stage.
+
+    None has a faster one by more than 1/64 of that of `fastest`, which stays where it is not worth
+    another.
+    """
+    best = fastest(problem)
+    if best is None:
+        return None
+    token, stage = token_time(problem, best), stage_time(problem, best)
+
+    def under(limit: int) -> Division | None:
+        found = _divide_evenly(problem.limited(limit), best.order)
+        return found if found and token_time(problem, found) <= token + token // SLACK else None
+
+    limits = [stage * part // _LIMITS for part in range(1, _LIMITS)]
+    at = bisect_left(limits, 1, key=lambda limit: under(limit) is not None)
+    found = under(limits[at]) if at < len(limits) else None
+    if found is None:
+        return best
+    loss, gain = token_time(problem, found) - token, stage - stage_time(problem, found)
+    return found if loss * stage * WORTH <= gain * token else best
 
 
 def throughput(problem: Problem) -> Division | None:
@@ -114,7 +151,7 @@ def proportional(problem: Problem) -> Division | None:
 
 
 _SOLVERS: dict[Policy, Callable[[Problem], Division | None]] = {
-    Policy.AUTO: fastest,
+    Policy.AUTO: auto,
     Policy.FASTEST: fastest,
     Policy.THROUGHPUT: throughput,
     Policy.PROPORTIONAL: proportional,
@@ -134,8 +171,11 @@ def _share(problem: Problem, order: Sequence[int]) -> Callable[[int, Span], int]
     return distance
 
 
-def _even_time(problem: Problem, node: int, span: Span) -> int:
-    return problem.time(node, span) * _EVEN + len(span) ** 2
+def _divide_evenly(problem: Problem, ring: tuple[int, ...]) -> Division | None:
+    """Divide so that a token takes the least time, and among equals so that spans are alike."""
+    return divide(
+        problem, ring, lambda node, span: problem.time(node, span) * _EVEN + len(span) ** 2
+    )
 
 
 def _least_limit(problem: Problem) -> int:

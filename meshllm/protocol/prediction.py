@@ -117,9 +117,9 @@ def predict(
 def compare(
     offers: Sequence[Offer], links: Links, shape: Shape, *, terms: Terms = UNBOUND
 ) -> tuple[Alternative, ...]:
-    """Plan with every policy, `fastest` first."""
+    """Plan with every policy, `auto` first."""
     found: list[Alternative] = []
-    for policy in (Policy.FASTEST, Policy.THROUGHPUT, Policy.PROPORTIONAL):
+    for policy in (Policy.AUTO, Policy.FASTEST, Policy.THROUGHPUT, Policy.PROPORTIONAL):
         try:
             plan = make_plan(offers, links, shape, policy=policy, terms=terms)
         except MeshError as error:
@@ -131,10 +131,10 @@ def compare(
     return tuple(found)
 
 
-def _reason(prediction: Prediction, fastest: Prediction | None) -> str:
+def _reason(prediction: Prediction, auto: Prediction | None) -> str:
     token, stage = prediction.seconds_per_token, prediction.slowest_stage_s
     words = f"{token * 1e3:.1f} ms per token, {stage * 1e3:.1f} ms in the slowest stage"
-    if fastest is None:
+    if auto is None:
         return words
-    ratios = token / fastest.seconds_per_token, stage / fastest.slowest_stage_s
-    return f"{words}: {ratios[0]:.2f} and {ratios[1]:.2f} times those of `fastest`"
+    ratios = token / auto.seconds_per_token, stage / auto.slowest_stage_s
+    return f"{words}: {ratios[0]:.2f} and {ratios[1]:.2f} times those of `auto`"

@@ -30,7 +30,7 @@ def test_a_policy_may_be_chosen(meshllm: Invoke) -> None:
     assert [stage["layers"] for stage in plan["stages"]] == ["0:4", "4:8"]
     assert [stage["wire_ms"] > 4 for stage in plan["stages"]] == [True, True]
     assert {each["policy"] for each in plan["policies"]} == {
-        "fastest", "throughput", "proportional",
+        "auto", "fastest", "throughput", "proportional",
     }  # fmt: skip
 
 

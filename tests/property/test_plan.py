@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshllm.errors import ModelError
 from meshllm.names import NodeId
 from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Shape, Terms
-from meshllm.protocol.policies import make_plan
+from meshllm.protocol.policies import SLACK, WORTH, make_plan
 from meshllm.protocol.prediction import predict
 from tests.property import strategies
 from tests.protocol.nodes import apart, model, offer
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn, *, nodes: int = 4, layers: int = 6, alike: bool = Fal
     return Case(offers, links, shape, Terms(ends=ends, entry=entry))
 
 
-policies = st.sampled_from([Policy.FASTEST, Policy.THROUGHPUT, Policy.PROPORTIONAL])
+policies = st.sampled_from(Policy)
 
 
 @given(cases(), policies)
@@ -99,6 +99,26 @@ def test_nothing_is_faster_than_fastest(case: Case) -> None:
 
     # Each layer's share of the work is rounded to a millionth of a layer.
     assert measured(case, Policy.FASTEST)[0] == pytest.approx(best, rel=1e-4)
+
+
+@given(cases(), st.booleans())
+def test_auto_is_the_fastest_ring_a_little_slower_for_a_faster_slowest_stage(
+    case: Case, together: bool
+) -> None:
+    if together:
+        case = replace(case, terms=replace(case.terms, members=min(2, len(case.offers))))
+    try:
+        fastest, auto = case.plan(Policy.FASTEST), case.plan(Policy.AUTO)
+    except ModelError:
+        return
+
+    before, after = measured(case, Policy.FASTEST), measured(case, Policy.AUTO)
+
+    assert [stage.node for stage in auto.stages] == [stage.node for stage in fastest.stages]
+    assert after[0] <= before[0] * (1 + 1 / SLACK) * (1 + 1e-9)
+    assert after[1] <= before[1] * (1 + 1e-9)
+    loss, gain = after[0] / before[0] - 1, 1 - after[1] / before[1]
+    assert auto.stages == fastest.stages or 0 < gain >= WORTH * loss - 1e-9
 
 
 @given(cases(layers=5, alike=True))

@@ -12,7 +12,7 @@ from tests.protocol.nodes import A, B, C, D, apart, model, node, offer, spans
 
 NEAR = Links()
 EXACT_POLICIES = [Policy.FASTEST, Policy.THROUGHPUT]
-POLICIES = [*EXACT_POLICIES, Policy.PROPORTIONAL]
+POLICIES = [*EXACT_POLICIES, Policy.AUTO, Policy.PROPORTIONAL]
 
 
 def test_one_node_that_holds_all_is_the_ring() -> None:
@@ -54,6 +54,51 @@ def test_a_slow_head_makes_a_bad_entry() -> None:
     plan = make_plan([offer(A, 2, head_ms=9), offer(B, 2)], NEAR, model(4))
 
     assert plan.stages[0].node == B
+
+
+TWO = Terms(members=2)
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [(1.0, [14, 14]), (1.05, [14, 14]), (1.1, [9, 19]), (1.2, [1, 27]), (2.0, [1, 27])],
+)
+def test_nodes_that_measure_nearly_alike_share_the_layers(
+    slower: float, expected: list[int]
+) -> None:
+    offers = [offer(A, 35, ms=slower), offer(B, 35)]
+
+    plan = make_plan(offers, apart({}, others=0), model(28), terms=TWO)
+    fastest = make_plan(offers, apart({}, others=0), model(28), terms=TWO, policy=Policy.FASTEST)
+
+    layers = {stage.node: len(stage.span) for stage in plan.stages}
+    assert [layers[A], layers[B]] == expected
+    if slower > 1:
+        assert [len(stage.span) for stage in fastest.stages if stage.node == A] == [1]
+
+
+def test_the_head_counts_where_layers_are_shared() -> None:
+    offers = [offer(A, 35, head_ms=8), offer(B, 35, ms=1.01, head_ms=8)]
+
+    plan = make_plan(offers, apart({}, others=0), model(28), terms=Terms(members=2, entry=A))
+
+    assert spans(plan) == {A: "0:10", B: "10:28"}
+
+
+def test_a_node_is_not_taken_in_to_share_the_layers() -> None:
+    offers = [offer(A, 35), offer(B, 35)]
+
+    plan = make_plan(offers, apart({}, others=0.01), model(28))
+
+    assert [len(stage.span) for stage in plan.stages] == [28]
+
+
+def test_what_a_node_cannot_hold_it_does_not_share() -> None:
+    offers = [offer(A, 35, ms=1), offer(B, 5, ms=1.02)]
+
+    plan = make_plan(offers, apart({}, others=0), model(28), terms=TWO)
+
+    assert sorted(len(stage.span) for stage in plan.stages) == [5, 23]
 
 
 def test_the_way_round_is_the_shortest() -> None:

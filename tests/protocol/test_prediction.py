@@ -99,17 +99,20 @@ def test_a_client_computes_the_head_only() -> None:
     assert [prediction.head_s, prediction.slowest_stage_s] == pytest.approx([0.005, 0.012])
 
 
-def test_policies_are_compared_with_fastest() -> None:
+def test_policies_are_compared_with_the_usual_one() -> None:
     offers = [offer(A, 4, ms=1), offer(B, 4, ms=1)]
 
-    fastest, throughput, proportional = compare(offers, apart({}, others=4), model(4))
+    found = compare(offers, apart({}, others=4), model(4))
+    auto, fastest, throughput, proportional = found
 
-    assert fastest.reason == "4.0 ms per token, 4.0 ms in the slowest stage"
+    assert auto.reason == "4.0 ms per token, 4.0 ms in the slowest stage"
+    assert fastest.plan == auto.plan
     assert throughput.reason == (
-        "12.0 ms per token, 2.0 ms in the slowest stage: 3.00 and 0.50 times those of `fastest`"
+        "12.0 ms per token, 2.0 ms in the slowest stage: 3.00 and 0.50 times those of `auto`"
     )
     assert proportional.plan == throughput.plan
-    assert [found.policy for found in (fastest, throughput, proportional)] == [
+    assert [each.policy for each in found] == [
+        Policy.AUTO,
         Policy.FASTEST,
         Policy.THROUGHPUT,
         Policy.PROPORTIONAL,
@@ -126,5 +129,5 @@ def test_a_policy_without_a_ring_says_why() -> None:
     assert proportional.reason == "`proportional` takes no bound spans"
 
 
-def test_where_fastest_has_no_ring_nobody_is_compared_with_it() -> None:
+def test_where_there_is_no_ring_nobody_is_compared_with_it() -> None:
     assert {alternative.plan for alternative in compare([], Links(), model(4))} == {None}
