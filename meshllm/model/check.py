@@ -26,6 +26,7 @@ from meshllm.model.families import Table, read_table, shrink, tiny_config
 from meshllm.model.loader import list_weights, open_file
 from meshllm.model.measure import PROBE_ERRORS, describe, measure
 from meshllm.model.parity import RingSession, Session, WholeSession
+from meshllm.model.rotary import context_of
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, quiet
 from meshllm.model.source import Source, stored_dtype
@@ -98,13 +99,16 @@ def verify(
     Holds the whole model once at a time. ``progress`` hears one line before each stage.
 
     Raises:
-        ModelError: the model cannot be loaded, or has fewer layers than a split has parts.
+        ModelError: the model cannot be loaded, has fewer layers than a split has parts, or takes
+            no text of that length.
     """
     dtype = dtype or stored_dtype(source)
     layers = source.config.get_text_config(decoder=True).num_hidden_layers
     if max(splits) > layers:
         raise ModelError(f"`{source.name}` has {layers} layers, too few for {max(splits)} parts")
     ids = _ids(source, prompt)
+    if (most := context_of(source.config)) and len(ids) + tokens > most:
+        raise ModelError(f"{len(ids)} + {tokens} tokens are more than the {most} of a text")
     progress(f"run the whole model, {layers} layers in {str(dtype).removeprefix('torch.')}")
     with torch.inference_mode():
         written, logits = _run_whole(source, torch.tensor([ids]), tokens, dtype)

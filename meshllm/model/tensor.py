@@ -34,8 +34,8 @@ def to_payload(hidden: Tensor, *, int8: bool = False) -> tuple[int, tuple[int, .
     own = hidden.detach().cpu()
     if int8:
         code, own = code + _IN_8_BITS, pack(own)
-    data: Any = own.contiguous().view(torch.uint8).numpy()
-    return code, tuple(hidden.shape), memoryview(data).cast("B")
+    data: Any = own.contiguous().view(-1).view(torch.uint8).numpy()
+    return code, tuple(hidden.shape), memoryview(data)
 
 
 def from_payload(

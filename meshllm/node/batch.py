@@ -10,6 +10,7 @@ of a hop.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -35,6 +36,7 @@ class Batch(Generic[Job]):
         self._lock = Lock()
         self._waiting: list[tuple[Job, Sequence[Tell]]] = []
         self._is_open = False
+        self._last: Future[object] | None = None  # that was given to the worker
 
     async def __aenter__(self) -> Self:
         self._is_open = True
@@ -48,8 +50,8 @@ class Batch(Generic[Job]):
     ) -> None:
         """Tell nobody any more; unless something failed, wait until nothing runs."""
         self._is_open = False
-        if kind is None:
-            await self._worker.run(int)  # behind all that was given before
+        if kind is None and self._last is not None and not self._last.done():
+            await self._worker.run(int)  # behind it
 
     def submit(self, job: Job, *tells: Tell) -> None:
         """Add a job to the next turn; each of ``tells`` hears what became of one phase of it."""
@@ -59,7 +61,18 @@ class Batch(Generic[Job]):
             is_first = not self._waiting
             self._waiting.append((job, tells))
         if is_first:
-            self._worker.start(self._turn, asyncio.get_running_loop())
+            self._last = self._worker.start(self._turn, asyncio.get_running_loop())
+
+    def alone(self, function: Callable[[], Any], *tells: Tell) -> None:
+        """Give a function a turn of its own, behind all that was submitted before."""
+        if self._is_open:
+            loop = asyncio.get_running_loop()
+            self._last = self._worker.start(self._alone, loop, function, tells)
+
+    def _alone(
+        self, loop: asyncio.AbstractEventLoop, function: Callable[[], Any], tells: Sequence[Tell]
+    ) -> None:
+        loop.call_soon_threadsafe(self._tell, tells, [attempt(function)] * len(tells))
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         """Do all that waits; runs on the compute thread."""
@@ -81,6 +94,7 @@ class Batch(Generic[Job]):
                 try:
                     tell(result)
                 except Exception as error:  # a bug, for the supervisor of all sessions
+                    self._is_open = False
                     self._jobs.create_task(_raise(error))
 
 

@@ -11,7 +11,7 @@ from meshllm.errors import LinkLost, MeshError
 from meshllm.model.draft import Drafting
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
-from meshllm.node.batch import Batch, attempt, value_of
+from meshllm.node.batch import Batch, value_of
 from meshllm.node.foresight import Foresight, Speculation
 from meshllm.node.outgoing import Outgoing
 from meshllm.node.peers import Neighbours
@@ -66,7 +66,6 @@ class EntryNode:
     ) -> None:
         self._ends = ends
         self._seat = seat
-        self._worker = worker
         self._neighbours = neighbours
         self.pace = seat.pace
         """Asked once for each generation."""
@@ -226,16 +225,13 @@ class EntryNode:
 
     def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
         """Run tokens, where they did not run ahead."""
-        if ahead := generation.take_ahead(job):
-            ahead.ask(partial(self._embedded, session, generation, job, ahead.watch))
+        ahead = generation.take_ahead(job)
+        watch = ahead.watch if ahead else Stopwatch()
+        embedded = partial(self._embedded, session, generation, job, watch)
+        if ahead:
+            ahead.ask(embedded)
         else:
-            self._jobs.create_task(self._run(session, generation, job, Stopwatch()))
-
-    async def _run(
-        self, session: SessionId, generation: Generation, job: Embed, watch: Stopwatch
-    ) -> None:
-        result = await self._worker.run(attempt, generation.embed, job, watch)
-        self._embedded(session, generation, job, watch, result)
+            self._turns.alone(partial(generation.embed, job, watch), embedded)
 
     def _embedded(
         self,

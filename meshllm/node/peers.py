@@ -125,25 +125,30 @@ class Peer:
 
     def _offer(self, queue: deque[Message]) -> bool:
         """Send the only message of a queue if that need not wait; tell whether it was sent."""
-        if self._prompt is None or not self._prompt.offer(*self._encoded(queue)):
+        if self._prompt is None:
             return False
-        queue.popleft()
-        self._machine.sent(asyncio.get_running_loop().time())
+        parts = encode(queue[0])
+        try:
+            if not self._prompt.offer(parts, self._channel(queue)):
+                return False
+        except (MeshError, ValueError):  # the writer meets it too, and ends the link
+            return False
+        self._note(queue.popleft(), parts)
         return True
 
     async def _send(self, queue: deque[Message]) -> None:
-        parts, channel = self._encoded(queue)
-        queue.popleft()
-        await self._link.send(parts, channel)
-        self._machine.sent(asyncio.get_running_loop().time())
+        message = queue.popleft()
+        parts = encode(message)
+        await self._link.send(parts, self._channel(queue))
+        self._note(message, parts)
 
-    def _encoded(self, queue: deque[Message]) -> tuple[list[contract.Buffer], contract.Channel]:
-        """Return the first message of a queue, and where it goes."""
-        parts = encode(queue[0])
+    def _channel(self, queue: deque[Message]) -> contract.Channel:
+        return contract.Channel.DATA if queue is self._data else contract.Channel.CONTROL
+
+    def _note(self, message: Message, parts: list[contract.Buffer]) -> None:
         if self._debug:
-            logger.debug("> %s, %d B", type(queue[0]).__name__, sum(map(len, parts)))
-        channel = contract.Channel.DATA if queue is self._data else contract.Channel.CONTROL
-        return parts, channel
+            logger.debug("> %s, %d B", type(message).__name__, sum(map(len, parts)))
+        self._machine.sent(asyncio.get_running_loop().time())
 
 
 class Neighbours:

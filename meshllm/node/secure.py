@@ -89,6 +89,8 @@ class SecureLink:
         self._unseals = [Unseal(key) for key in known.keys.incoming]
         # One at a time: numbers leave in their order, and only the last one can be in doubt.
         self._turns = [asyncio.Lock() for _ in Channel]
+        self._senders = [0 for _ in Channel]
+        """Those that have a turn or wait for one."""
         before = link.statistics
         self._before = replace(
             before,
@@ -99,10 +101,14 @@ class SecureLink:
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Seal the parts as one message and send it; see `contract.Link.send`."""
         _measure(message)
-        async with self._turns[channel]:
-            seal = self._seals[channel]
-            await self._link.send(seal.seal(message), channel)
-            seal.sent()
+        self._senders[channel] += 1
+        try:
+            async with self._turns[channel]:
+                seal = self._seals[channel]
+                await self._link.send(seal.seal(message), channel)
+                seal.sent()
+        finally:
+            self._senders[channel] -= 1
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Seal the parts as one message and send it at once; see `contract.Prompt.offer`.
@@ -110,7 +116,7 @@ class SecureLink:
         What was sealed and not sent is left out, as where a send is cancelled.
         """
         _measure(message)
-        if self._prompt is None or self._turns[channel].locked():
+        if self._prompt is None or self._senders[channel]:
             return False
         seal = self._seals[channel]
         if is_sent := self._prompt.offer(seal.seal(message), channel):

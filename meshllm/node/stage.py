@@ -48,7 +48,6 @@ class StageNode:
     ) -> None:
         self._machine = machine
         self._runner = runner
-        self._worker = worker
         self._neighbours = neighbours
         self._outgoing = Outgoing(wire, neighbours)
         self._held: dict[SessionId, _Held] = {}
@@ -85,23 +84,24 @@ class StageNode:
             match action:
                 case Forward():
                     self._neighbours.forward(action)
-                case Compute() if action.is_step:
-                    watch = Stopwatch()
-                    self._steps.submit((action, watch), partial(self._served, action, watch))
                 case Compute():
-                    self._jobs.create_task(self._serve(action, Stopwatch()))
+                    self._serve(action, Stopwatch())
                 case Free(session):
-                    self._jobs.create_task(self._worker.run(self._free, session))
+                    self._steps.alone(partial(self._free, session))
                 case Keep(session):
-                    self._jobs.create_task(self._worker.run(self._keep, session))
+                    self._steps.alone(partial(self._keep, session))
                 case Adopt():
-                    self._jobs.create_task(self._worker.run(self._adopt, action))
+                    self._steps.alone(partial(self._adopt, action))
                 case _:
                     assert_never(action)
         self._alarm.reset()
 
-    async def _serve(self, job: Compute, watch: Stopwatch) -> None:
-        self._served(job, watch, await self._worker.run(attempt, self._prefill, job, watch))
+    def _serve(self, job: Compute, watch: Stopwatch) -> None:
+        served = partial(self._served, job, watch)
+        if job.is_step:
+            self._steps.submit((job, watch), served)
+        else:
+            self._steps.alone(partial(self._prefill, job, watch), served)
 
     def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
         match result:

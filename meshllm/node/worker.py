@@ -8,7 +8,7 @@ each node they may have a worker each.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,9 +28,9 @@ class Worker:
         """What torch would use by itself."""
         self._executor = executor
 
-    def start(self, function: Callable[..., object], *args: Any) -> None:
+    def start(self, function: Callable[..., object], *args: Any) -> Future[object]:
         """Let a function run that tells by itself what became of it, exceptions included."""
-        self._executor.submit(function, *args)
+        return self._executor.submit(function, *args)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait for the result of a function.

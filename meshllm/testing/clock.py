@@ -48,7 +48,10 @@ class InlineExecutor(Executor):
 
 
 class _HoldingPool(ThreadPoolExecutor):
-    """Threads whose work takes no virtual time, also where the loop is told of it by other ways."""
+    """The compute thread, whose work takes no virtual time: it stands still until that ends.
+
+    Also where nobody waits for it any more, or hears of it by other ways than a future.
+    """
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         loop = asyncio.get_running_loop()

@@ -202,6 +202,14 @@ def test_more_parts_than_layers_are_refused(llama: Source) -> None:
         verify(llama, splits=(7,), prompt=PROMPT)
 
 
+def test_a_text_longer_than_the_model_takes_is_refused(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path)
+    context = source.config.max_position_embeddings
+
+    with pytest.raises(ModelError, match=f"{context} \\+ 1 tokens are more than the {context}"):
+        verify(source, splits=(2,), prompt=[3] * context, tokens=1)
+
+
 def test_a_model_without_a_tokenizer_is_compared_by_numbers(llama: Source) -> None:
     report = verify(llama, splits=(2,))
 

@@ -104,7 +104,7 @@ async def test_a_turn_that_fails_ends_all_that_are_in_it_and_none_behind() -> No
         assert await recorder.submit(2)[1] == 8
 
 
-async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_no_other_job() -> None:
+async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_nobody_hears_more() -> None:
     def fail(_: object) -> None:
         raise KeyError("a bug")
 
@@ -113,8 +113,8 @@ async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_no_other_jo
     async def work() -> None:
         async with recording() as (worker, recorder):
             gate = busy(worker)
-            recorder.batch.submit(1, fail, heard.append)
-            recorder.batch.submit(2, heard.append, heard.append)
+            recorder.batch.submit(1, heard.append, fail)
+            recorder.batch.submit(2, heard.append, fail)
             gate.set()
             await asyncio.sleep(10)
 
@@ -122,7 +122,7 @@ async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_no_other_jo
         await work()
 
     assert [str(error) for error in caught.value.exceptions] == ["'a bug'"]
-    assert heard[0] == 4
+    assert heard == [2, 4]
 
 
 async def test_nobody_is_told_of_a_job_when_the_batch_is_closed_and_nothing_runs_then() -> None:
@@ -136,6 +136,39 @@ async def test_nobody_is_told_of_a_job_when_the_batch_is_closed_and_nothing_runs
 
     assert recorder.turns == [[1]]
     assert not heard
+
+
+async def test_a_batch_without_jobs_waits_for_no_others() -> None:
+    async with recording() as (worker, recorder):
+        await recorder.submit(1)[1]
+        gate = busy(worker)
+        worker.start(gate.set)  # never before the gate is open
+        async with asyncio.timeout(5):
+            await recorder.batch.__aexit__(None, None, None)
+        assert not gate.is_set()
+        gate.set()
+
+
+async def test_a_function_has_a_turn_of_its_own() -> None:
+    order: list[str] = []
+    told: list[object] = []
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        recorder.submit(1)
+        recorder.batch.alone(lambda: order.append("first"))
+        recorder.batch.alone(lambda: order.append("second"), told.append)
+        recorder.batch.alone(lambda: 1 // 0, told.append)
+        last = recorder.submit(2)  # goes with the first
+        gate.set()
+        await last[1]
+        await worker.run(int)
+        await asyncio.sleep(0)
+    recorder.batch.alone(lambda: order.append("late"))
+
+    assert recorder.turns == [[1, 2]]
+    assert order == ["first", "second"]
+    assert told[0] is None
+    assert isinstance(told[1], ZeroDivisionError)
 
 
 async def test_no_job_is_lost_between_the_threads() -> None:

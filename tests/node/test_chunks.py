@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from meshllm.model.source import Source, resolve
-from meshllm.node.batch import attempt
 from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
@@ -49,8 +49,8 @@ class Log:
         run, start = Worker.run, Worker.start
 
         def logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-            number, own = id(worker), args[0] if function is attempt else function
-            name = getattr(own, "__name__", "")
+            alone = [each.func for each in args if isinstance(each, partial)]
+            number, name = id(worker), getattr([function, *alone][-1], "__name__", "")
             self._note(number, name, "asked")
 
             def begin() -> Any:

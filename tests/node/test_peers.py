@@ -106,6 +106,24 @@ def test_a_message_leaves_at_once_where_nothing_waits_and_in_its_turn_elsewhere(
     assert heard[2:] == [CANCEL, Beat(7, 0, 0), GAP, CANCEL]
 
 
+def test_what_cannot_be_offered_ends_the_peer_and_not_who_posted_it() -> None:
+    async def story() -> BaseException | None:
+        ours, theirs = await pair()
+        peer = peer_on(ours)
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+
+        def refuse(*_: object) -> bool:
+            raise LinkLost("too many were cancelled")
+
+        ours.offer = ours.send = refuse  # type: ignore[attr-defined, method-assign, assignment]
+        peer.post(Forward(CANCEL))
+        return await running
+
+    assert "too many were cancelled" in str(run_virtual(story()))
+
+
 def test_silence_is_loss() -> None:
     async def story() -> tuple[float, MeshError]:
         ours, theirs = await pair()

@@ -9,13 +9,21 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, PeerFault
 from meshllm.names import NodeId
 from meshllm.node.secure import MAX_SECURE_BYTES, SecureLink, secure_accept, secure_dial
+from meshllm.protocol import cipher
 from meshllm.protocol.credential import Credential, Role, check, issue
 from meshllm.protocol.handshake import PRE_AUTH_BYTES, PRE_AUTH_S, Own, Purpose
 from meshllm.protocol.ticket import TicketProof, guest_psk
 from meshllm.testing import links
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.links import Terms
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Buffer, Channel, Link, LinkStatistics
+from meshllm.transport.contract import (
+    MAX_MESSAGE_BYTES,
+    Buffer,
+    Channel,
+    Link,
+    LinkStatistics,
+    Prompt,
+)
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.protocol.members import (
     AS_HOST,
@@ -65,6 +73,8 @@ class Wire:
         self.meddle: Callable[[Arrived], list[Arrived]] = lambda arrived: [arrived]
         """Returns what is read instead of what arrived."""
         self.send, self.close = link.send, link.close
+        assert isinstance(link, Prompt)
+        self.offer = link.offer
 
     def limit_unread(self, size: int | None) -> None:
         self.limits.append(size)
@@ -425,6 +435,53 @@ async def test_a_message_of_another_channel_is_refused() -> None:
 
     with pytest.raises(PeerFault, match="changed on the way"):
         await accepted.receive()
+
+
+async def test_offers_arrive_in_their_turn_among_sends_and_refusals() -> None:
+    dialled, accepted = await secured()
+    chunk = bytes(2**21)
+    assert all(dialled.offer([bytes([number])]) for number in range(5))
+    assert dialled.offer([b"c"], Channel.CONTROL)
+    while dialled.offer([chunk]):
+        pass
+    assert not dialled.offer([chunk])  # sealed, and left out
+    blocked = [asyncio.ensure_future(dialled.send([word + chunk])) for word in (b"1", b"2")]
+    await asyncio.sleep(0)
+
+    got, offers = [await accepted.receive()], []
+    while not blocked[1].done():
+        asyncio.get_running_loop().call_soon(lambda: offers.append(dialled.offer([b"overtakes"])))
+        got.append(await accepted.receive())
+        await asyncio.sleep(0)
+    assert not any(offers[:-1])
+    while not dialled.offer([b"last"]):
+        got.append(await accepted.receive())
+    while got[-1][1] != b"last":
+        got.append(await accepted.receive())
+
+    assert got[0] == (Channel.CONTROL, b"c")
+    assert [message for _, message in got[1:6]] == [bytes([number]) for number in range(5)]
+    words = [bytes(message[:1]) for _, message in got[6:] if message != chunk]
+    assert words.index(b"1") < words.index(b"2") < words.index(b"l")
+    assert b"o" not in words[: words.index(b"2")]
+
+
+async def test_offers_are_no_doubtful_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cipher, "MAX_DOUBTFUL", 8)
+    dialled, accepted = await secured()
+
+    for number in range(20):
+        assert dialled.offer([number.to_bytes(4)])
+        assert await accepted.receive() == (Channel.DATA, number.to_bytes(4))
+
+
+async def test_a_link_that_takes_no_offers_is_offered_nothing() -> None:
+    dialled, _ = await secured()
+    dialled._prompt = None
+
+    assert not dialled.offer([b"no"])
+    with pytest.raises(ValueError, match="longer than"):
+        dialled.offer([bytes(MAX_SECURE_BYTES), b"+"])
 
 
 async def test_cancelled_sends_do_no_harm() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from meshllm.errors import LinkLost, ModelError
 from meshllm.model.source import resolve
 from meshllm.names import NodeId, Span
 from meshllm.node.engine import Engine
-from meshllm.node.service import Service
+from meshllm.node.service import Service, _Waiting
 from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import RankTimes, RingTimes, usual_pace
@@ -34,6 +35,18 @@ def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
 
 
 ALONE, BOTH = plan_of((A, "0:6")), plan_of((A, "0:2"), (B, "2:6"))
+
+
+async def test_a_link_that_waits_hands_on_what_is_offered() -> None:
+    transport = LoopbackTransport()
+    async with transport.listen() as listener:
+        one = await transport.dial(listener.address)
+        other = await anext(aiter(listener.links()))
+    silent = SimpleNamespace(send=one.send, receive=one.receive, close=one.close, statistics=None)
+
+    assert _Waiting(one).offer([b"now"], Channel.CONTROL)
+    assert not _Waiting(silent).offer([b"never"])
+    assert await other.receive() == (Channel.CONTROL, b"now")
 
 
 class Place:
