@@ -26,7 +26,7 @@ Tell = Callable[[Any], None]
 
 
 class Batch(Generic[Job]):
-    """Runs jobs in turns on the compute thread, and tells of them for as long as it is entered."""
+    """Runs jobs in turns on the compute thread, and tells of them until it is left."""
 
     def __init__(self, worker: Worker, run: Run[Job], jobs: asyncio.TaskGroup) -> None:
         """Run jobs; who fails at hearing of one ends the group ``jobs`` with that error."""
@@ -35,11 +35,10 @@ class Batch(Generic[Job]):
         self._jobs = jobs
         self._lock = Lock()
         self._waiting: list[tuple[Job, Sequence[Tell]]] = []
-        self._is_open = False
+        self._is_left = False
         self._last: Future[object] | None = None  # that was given to the worker
 
     async def __aenter__(self) -> Self:
-        self._is_open = True
         return self
 
     async def __aexit__(
@@ -49,13 +48,13 @@ class Batch(Generic[Job]):
         traceback: TracebackType | None,
     ) -> None:
         """Tell nobody any more; unless something failed, wait until nothing runs."""
-        self._is_open = False
+        self._is_left = True
         if kind is None and self._last is not None and not self._last.done():
             await self._worker.run(int)  # behind it
 
     def submit(self, job: Job, *tells: Tell) -> None:
         """Add a job to the next turn; each of ``tells`` hears what became of one phase of it."""
-        if not self._is_open:
+        if self._is_left:
             return
         with self._lock:
             is_first = not self._waiting
@@ -65,7 +64,7 @@ class Batch(Generic[Job]):
 
     def alone(self, function: Callable[[], Any], *tells: Tell) -> None:
         """Give a function a turn of its own, behind all that was submitted before."""
-        if self._is_open:
+        if not self._is_left:
             loop = asyncio.get_running_loop()
             self._last = self._worker.start(self._alone, loop, function, tells)
 
@@ -90,11 +89,11 @@ class Batch(Generic[Job]):
 
     def _tell(self, tells: Sequence[Tell], results: Sequence[Any]) -> None:
         for tell, result in zip(tells, results, strict=True):
-            if self._is_open:
+            if not self._is_left:
                 try:
                     tell(result)
                 except Exception as error:  # a bug, for the supervisor of all sessions
-                    self._is_open = False
+                    self._is_left = True
                     self._jobs.create_task(_raise(error))
 
 

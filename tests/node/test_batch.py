@@ -149,6 +149,14 @@ async def test_a_batch_without_jobs_waits_for_no_others() -> None:
         gate.set()
 
 
+async def test_a_job_may_come_before_the_batch_is_entered() -> None:
+    async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
+        recorder = Recorder(worker, jobs)
+        futures = recorder.submit(1)
+
+        assert [await future for future in futures] == [2, 4]
+
+
 async def test_a_function_has_a_turn_of_its_own() -> None:
     order: list[str] = []
     told: list[object] = []
