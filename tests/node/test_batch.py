@@ -141,6 +141,7 @@ async def test_nobody_is_told_of_a_job_when_the_batch_is_closed_and_nothing_runs
 async def test_a_batch_without_jobs_waits_for_no_others() -> None:
     async with recording() as (worker, recorder):
         await recorder.submit(1)[1]
+        await worker.run(int)  # the turn has ended, too
         gate = busy(worker)
         worker.start(gate.set)  # never before the gate is open
         async with asyncio.timeout(5):
