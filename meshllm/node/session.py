@@ -143,8 +143,6 @@ class Generation:
     def take_ahead(self, job: Embed | None) -> Ahead | None:
         """Return what runs ahead, if it is this job; forget it otherwise."""
         ahead, self.ahead = self.ahead, None
-        if ahead is None:
-            return None
         if job and self._next and (job.pos, job.tokens) == (self._next.pos, self._next.tokens):
             return ahead
         return None

@@ -52,6 +52,7 @@ def find_best(case: Case, before: Best | None = None) -> Best:
         return before
     charter, found = case.view.charter, case.found
     wanted = charter.policy
+    # Where the policy itself finds no ring; `fastest` finds one wherever `auto` does.
     last = wanted if wanted is Policy.FASTEST else Policy.AUTO
     ways = _relaxed(case)
     missing = ""

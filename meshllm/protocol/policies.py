@@ -10,8 +10,7 @@ with up to twelve nodes every set of them is looked at: nothing is faster.
 `auto` takes that ring and shares its layers out anew: a token may take `SLACK` longer where that
 makes the slowest stage faster by `WORTH` times that, for prompts, which go through all stages at
 once, and for many sessions. Times are measured, and two machines that are alike never measure
-alike: `fastest` gives one of them all layers but one. Where one is slower by an eighth or more it
-stays so.
+alike: `fastest` gives one of them all layers but one. Where one is much slower it stays so.
 
 `throughput` is `fastest` under a limit: the least time in which the slowest stage can be done.
 
