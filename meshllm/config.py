@@ -23,7 +23,7 @@ from meshllm.request import Request, Sampling
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 QuantName: TypeAlias = Literal["none", "int8", "int4"]
-WireName: TypeAlias = Literal["exact", "int8", "auto"]
+WireName: TypeAlias = Literal["exact", "plain", "int8", "auto"]
 PolicyName: TypeAlias = Literal["auto", "fastest", "throughput", "proportional"]
 Speculation: TypeAlias = Literal["auto", "off"]
 LogFormat: TypeAlias = Literal["text", "json"]
@@ -80,7 +80,7 @@ class Settings:
     exact: bool = False
     """Compute each token as transformers does, to the last bit."""
     wire: WireName = "exact"
-    """Send hidden states in 8 bits: half the bytes, not the same."""
+    """How hidden states travel; `int8`: half the bytes, not the same."""
     prefix_cache: str | None = None
     """Memory for earlier texts: `2GiB`, `10%` of what is free, 0."""
     system: str | None = None

@@ -101,7 +101,9 @@ class WireMode(StrEnum):
     """How hidden states travel to the next rank."""
 
     EXACT = "exact"
-    """As the model computes them."""
+    """As the model computes them; packed without loss where a link is slow enough for that."""
+    PLAIN = "plain"
+    """As the model computes them, packed nowhere."""
     INT8 = "int8"
     """In 8 bits with a scale per 32 values: half the bytes of bfloat16, not quite the same."""
     AUTO = "auto"

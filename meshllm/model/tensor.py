@@ -1,7 +1,8 @@
 """Tensors as bytes and back; knows nothing about messages.
 
-The codes are those of the wire: 1 float32, 2 bfloat16, 3 float16, in C order, little endian; and 4,
-5, 6 for the same types in 8 bits, see `meshllm.model.wire8`.
+The codes are those of the wire: 1 float32, 2 bfloat16, 3 float16, in C order, little endian; 4, 5,
+6 for the same types in 8 bits, see `meshllm.model.wire8`; and 7, 8, 9 for the same values in fewer
+bytes, see `meshllm.model.deflate`.
 """
 
 from math import prod
@@ -11,17 +12,22 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import ModelError
+from meshllm.model.deflate import deflate, inflate
 from meshllm.model.wire8 import pack, packed_size, unpack
 
 _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _IN_8_BITS = len(_CODES)  # what is added to a code
+_PACKED = 2 * len(_CODES)
 
 
-def to_payload(hidden: Tensor, *, int8: bool = False) -> tuple[int, tuple[int, ...], memoryview]:
+def to_payload(
+    hidden: Tensor, *, int8: bool = False, packed: bool = False
+) -> tuple[int, tuple[int, ...], memoryview]:
     """Show a tensor as code, shape and bytes; contiguous CPU memory is not copied.
 
-    With ``int8`` the values are rounded to 8 bits, which halves the bytes.
+    With ``int8`` the values are rounded to 8 bits, which halves the bytes. With ``packed`` they are
+    what they were in fewer bytes, where that can be.
 
     Raises:
         ModelError: the element type has no code, or a value to be rounded is not finite.
@@ -35,7 +41,10 @@ def to_payload(hidden: Tensor, *, int8: bool = False) -> tuple[int, tuple[int, .
     if int8:
         code, own = code + _IN_8_BITS, pack(own)
     data: Any = own.contiguous().view(-1).view(torch.uint8).numpy()
-    return code, tuple(hidden.shape), memoryview(data)
+    payload = memoryview(data)
+    if packed and not int8 and (fewer := deflate(payload, hidden.itemsize)) is not None:
+        code, payload = code + _PACKED, fewer
+    return code, tuple(hidden.shape), payload
 
 
 def from_payload(
@@ -44,18 +53,20 @@ def from_payload(
     """Show bytes as a tensor that shares the memory of ``payload``.
 
     A read-only or misaligned payload is copied once: torch has no read-only tensors. One in 8 bits
-    becomes the type that it was.
+    becomes the type that it was, one in fewer bytes what it was.
 
     Raises:
         ModelError: an unknown code, or bytes that do not fill ``shape``, or that nobody writes.
     """
-    int8 = code > _IN_8_BITS
-    dtype = _DTYPES.get(code - _IN_8_BITS * int8)
-    if dtype is None or _size(shape, dtype, int8=int8) != len(payload):
+    way = _PACKED if code > _PACKED else _IN_8_BITS if code > _IN_8_BITS else 0
+    dtype = _DTYPES.get(code - way)
+    if dtype is None or len(payload) not in _sizes(shape, dtype, way):
         raise ModelError(f"{len(payload)} bytes are no tensor of code {code}, shape {list(shape)}")
-    if memoryview(payload).readonly:
+    if way == _PACKED:
+        payload = inflate(payload, prod(shape), dtype.itemsize)
+    elif memoryview(payload).readonly:
         payload = bytearray(payload)
-    if int8:
+    if way == _IN_8_BITS:
         return unpack(torch.frombuffer(payload, dtype=torch.uint8), shape, dtype)
     flat = torch.frombuffer(payload, dtype=dtype)
     if flat.data_ptr() % dtype.itemsize:
@@ -63,5 +74,7 @@ def from_payload(
     return flat.view(shape)
 
 
-def _size(shape: tuple[int, ...], dtype: torch.dtype, *, int8: bool) -> int:
-    return packed_size(shape) if int8 else prod(shape) * dtype.itemsize
+def _sizes(shape: tuple[int, ...], dtype: torch.dtype, way: int) -> range:
+    count = prod(shape)
+    size = packed_size(shape) if way == _IN_8_BITS else count * dtype.itemsize
+    return range(size - count + 1, size) if way == _PACKED else range(size, size + 1)

@@ -32,13 +32,13 @@ _ERRORS: dict[FaultCode, type[MeshError]] = {
 }
 
 
-def sealed(key: SessionKey, hidden: Tensor, *, int8: bool = False) -> Blob:
-    """Seal a hidden state ``[1, T, D]`` for the next rank, in its own dtype or in 8 bits.
+def sealed(key: SessionKey, hidden: Tensor, *, int8: bool = False, packed: bool = False) -> Blob:
+    """Seal a hidden state ``[1, T, D]`` for the next rank: as it is, in 8 bits, or in fewer bytes.
 
     Raises:
         ModelError: it cannot travel so.
     """
-    code, shape, payload = to_payload(hidden, int8=int8)
+    code, shape, payload = to_payload(hidden, int8=int8, packed=packed)
     return seal(key, DType(code), shape, payload)
 
 

@@ -57,14 +57,16 @@ def check(key: SessionKey, blob: Blob) -> None:
 
 
 def check_shape(dtype: DType, shape: tuple[int, ...], length: int) -> None:
-    """Raise `PeerFault` unless ``shape`` keeps the limits and makes exactly ``length`` bytes."""
+    """Raise `PeerFault` unless ``shape`` keeps the limits and can make ``length`` bytes."""
     if not 1 <= len(shape) <= MAX_DIMS:
         raise PeerFault(f"Blob with {len(shape)} dimensions; allowed are 1 to {MAX_DIMS}")
     if not all(1 <= dim <= MAX_DIM for dim in shape):
         raise PeerFault(f"Blob of shape {list(shape)}; each dimension is 1 to {MAX_DIM}")
-    if (expected := dtype.size(shape)) != length:
+    if length not in (sizes := dtype.sizes(shape)):
+        few = "" if len(sizes) == 1 else f"{sizes.start} to "
         raise PeerFault(
-            f"Blob of shape {list(shape)} {dtype.name.lower()} is {expected} bytes, not {length}"
+            f"Blob of shape {list(shape)} {dtype.name.lower()} is {few}{sizes.stop - 1} bytes,"
+            f" not {length}"
         )
 
 

@@ -36,13 +36,25 @@ class DType(IntEnum):
     """8-bit integers, with a scale for each block of a row; they become the type before it."""
     BFLOAT16_INT8 = 5
     FLOAT16_INT8 = 6
+    FLOAT32_PACKED = 7
+    """The same values in fewer bytes: one byte of each is deflated, the others are as they were."""
+    BFLOAT16_PACKED = 8
+    FLOAT16_PACKED = 9
 
-    def size(self, shape: tuple[int, ...]) -> int:
-        """Count the bytes of a tensor; the last dimension of ``shape`` is that of a row."""
+    def sizes(self, shape: tuple[int, ...]) -> range:
+        """Tell how many bytes a tensor may have; the last dimension of ``shape`` is a row's."""
         count = prod(shape)
-        if self > DType.FLOAT16:
-            return count + count // shape[-1] * -(-shape[-1] // INT8_BLOCK) * INT8_SCALE_BYTES
-        return count * (4 if self is DType.FLOAT32 else 2)
+        match self:
+            case DType.FLOAT32_INT8 | DType.BFLOAT16_INT8 | DType.FLOAT16_INT8:
+                scales = count // shape[-1] * -(-shape[-1] // INT8_BLOCK)
+                size = count + scales * INT8_SCALE_BYTES
+            case DType.FLOAT32 | DType.FLOAT32_PACKED:
+                size = 4 * count
+            case _:
+                size = 2 * count
+        if self >= DType.FLOAT32_PACKED:
+            return range(size - count + 1, size)
+        return range(size, size + 1)
 
 
 class Flags(IntFlag):

@@ -23,6 +23,7 @@ import torch
 
 from meshllm.model.draft import Drafter
 from meshllm.model.source import Source, open_folder
+from meshllm.names import WireMode
 from meshllm.node.foresight import Speculation
 from meshllm.node.gauge import Measured
 from meshllm.node.ring import RingOptions, open_ring
@@ -80,7 +81,8 @@ async def measure(
     (nodes, rtt, mbit), (tokens, rounds) = link, sizes
     shape = Shape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
     drafting = Changing()
-    options = RingOptions(nodes=nodes, threads=1, drafting=drafting, prefix_bytes=0)
+    mode = WireMode.PLAIN  # the bound is of bytes as they are
+    options = RingOptions(nodes=nodes, threads=1, drafting=drafting, prefix_bytes=0, wire=mode)
     async with open_ring(source, options, LoopbackTransport(shape)) as ring:
         text, _ = await ask(ring, PROMPT, tokens)
         runs: dict[Guesses, list[Measured]] = {}

@@ -1,7 +1,7 @@
 """How soon a ring says the first token of an answer to a long prompt.
 
 ``python -m tests.bench.ttft [--model NAME] [--nodes N] [--prompts 128,256,512,1024,2048]
-[--rtt MS] [--mbit RATE] [--wire exact,int8] [--quant int8] [--layers N]``
+[--rtt MS] [--mbit RATE] [--wire plain,exact,int8] [--quant int8] [--layers N]``
 
 All ranks run in this process, each on a thread of its own that uses one core. Each prompt goes
 round the ring by turns in one piece and in the chunks that are best by what a layer takes here; no
@@ -31,6 +31,7 @@ from meshllm.model.speed import measure_speed
 from meshllm.model.wire8 import packed_size
 from meshllm.names import Quant, WireMode
 from meshllm.node.assembly import plan_shape
+from meshllm.node.outgoing import PACKED, pays
 from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.protocol.chunking import RingTimes, ring_times
 from meshllm.protocol.pace import Pace
@@ -39,6 +40,7 @@ from meshllm.request import Sampling
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
 
+CHUNK_ROWS = 64  # where that many are packed, all chunks are
 PLACES = 400  # of the first tokens, which tell prompts apart; there are so many in each vocabulary
 
 
@@ -127,6 +129,8 @@ async def _open(
     times = ring_times(ring.plan, offers, Links({}, way), shape)
     if wire is WireMode.INT8:
         times = replace(times, row_bytes=packed_size((shape.hidden_size,)))
+    if wire is WireMode.EXACT and pays(CHUNK_ROWS * times.row_bytes, way.bytes_per_s):
+        times = replace(times, row_bytes=round(PACKED * times.row_bytes))
     return Contestant(wire, ring, times)
 
 

@@ -72,8 +72,36 @@ def test_8_bits_become_the_type_that_they_were(
     assert torch.allclose(back.float(), hidden.float(), atol=0.05)
 
 
+@pytest.mark.parametrize("code", list(CODES))
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_packed_bytes_become_what_they_were(
+    code: int, offset: int, kind: type[bytes | bytearray]
+) -> None:
+    hidden = torch.randn(1, 3, 50).to(CODES[code])
+
+    sent, shape, payload = to_payload(hidden, packed=True)
+    message = memoryview(kind(offset * b"x" + bytes(payload)))
+    back = from_payload(sent, shape, message[offset:])
+
+    assert (sent, shape) == (code + 6, (1, 3, 50))
+    assert len(payload) < hidden.nbytes
+    assert back.dtype == hidden.dtype
+    assert torch.equal(back, hidden)
+
+
+def test_what_does_not_become_fewer_bytes_travels_as_it_is() -> None:
+    hidden = torch.tensor([[[1.5, -2e9]]])
+
+    sent = to_payload(hidden, packed=True)
+
+    assert (sent[0], len(sent[2])) == (1, 8)
+    assert torch.equal(from_payload(*sent), hidden)
+
+
 @pytest.mark.parametrize(
-    ("code", "size"), [(9, 8), (0, 8), (1, 7), (1, 9), (2, 8), (4, 3), (4, 5), (7, 4)]
+    ("code", "size"),
+    [(10, 8), (0, 8), (-1, 8), (1, 7), (1, 9), (2, 8), (4, 3), (4, 5), (7, 6), (7, 8), (8, 2)],
 )
 def test_bytes_that_do_not_fill_the_shape_are_refused(code: int, size: int) -> None:
     with pytest.raises(ModelError, match=f"{size} bytes are no tensor of code {code}, shape "):

@@ -32,10 +32,32 @@ def test_a_hidden_state_in_8_bits_comes_back_in_its_type(dtype: torch.dtype) -> 
     assert 0 < float((back.float() - HIDDEN.float()).abs().max()) < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_packed_hidden_state_comes_back_as_it_was(dtype: torch.dtype) -> None:
+    hidden = HIDDEN.to(dtype)
+
+    blob = sealed(KEY, hidden, packed=True)
+
+    assert blob.dtype.name == f"{str(dtype).removeprefix('torch.').upper()}_PACKED"
+    assert len(blob.payload) < hidden.nbytes
+    assert torch.equal(opened(KEY, blob), hidden)
+
+
+def test_well_sealed_bytes_that_cannot_be_unpacked_are_a_fault_of_the_sender() -> None:
+    payload = bytes(HIDDEN.numel() + 20)
+    blob = seal(KEY, DType.BFLOAT16_PACKED, (1, 3, 40), payload)
+
+    with pytest.raises(PeerFault, match="120 values") as caught:
+        opened(KEY, blob)
+
+    assert fault_code(caught.value) is FaultCode.RULES
+
+
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 40, 1024])
 def test_model_and_protocol_count_the_same_bytes(width: int) -> None:
     assert BLOCK == INT8_BLOCK
-    assert DType.BFLOAT16_INT8.size((1, 3, width)) == packed_size((1, 3, width))
+    size = packed_size((1, 3, width))
+    assert DType.BFLOAT16_INT8.sizes((1, 3, width)) == range(size, size + 1)
 
 
 def test_changed_bytes_are_found_before_they_are_read() -> None:

@@ -89,7 +89,7 @@ def test_a_header_comes_back() -> None:
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        (HEADER.pack(9, 1, 4, 0, 0, 0), "unknown dtype 9"),
+        (HEADER.pack(10, 1, 4, 0, 0, 0), "unknown dtype 10"),
         (HEADER.pack(1, 5, 1, 1, 1, 1), "5 dimensions"),
         (HEADER.pack(1, 1, 4, 4, 0, 0), "1 dimensions of sizes"),
     ],
@@ -124,4 +124,29 @@ def test_rows_have_one_size_for_each_way_to_travel(dtype: DType, size: int) -> N
 
 @pytest.mark.parametrize(("width", "size"), [(1, 3), (31, 33), (32, 34), (33, 37), (64, 68)])
 def test_the_last_block_of_a_row_may_be_short(width: int, size: int) -> None:
-    assert DType.BFLOAT16_INT8.size((1, 5, width)) == 5 * size
+    assert DType.BFLOAT16_INT8.sizes((1, 5, width)) == range(5 * size, 5 * size + 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"),
+    [
+        (DType.FLOAT32_PACKED, 3 * 3072 + 1, 3 * 4096 - 1),
+        (DType.BFLOAT16_PACKED, 3 * 1024 + 1, 3 * 2048 - 1),
+        (DType.FLOAT16_PACKED, 3 * 1024 + 1, 3 * 2048 - 1),
+    ],
+)
+def test_packed_rows_are_fewer_bytes_and_no_fewer_than_can_be(
+    dtype: DType, least: int, most: int
+) -> None:
+    check_shape(dtype, (1, 3, 1024), least)
+    check_shape(dtype, (1, 3, 1024), most)
+
+    for other in (least - 1, most + 1):
+        with pytest.raises(PeerFault, match=f"is {least} to {most} bytes, not {other}"):
+            check_shape(dtype, (1, 3, 1024), other)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_nobody_packs_a_single_value(length: int) -> None:
+    with pytest.raises(PeerFault, match="bfloat16_packed"):
+        check_shape(DType.BFLOAT16_PACKED, (1, 1, 1), length)
