@@ -8,19 +8,23 @@ matrix [N, K] lie together: for each input the weights of so many outputs. So a 
 vector, however many rows, threads or lanes there are: for each pair of inputs the product with the
 second is added, then that with the first. This is the order of an instruction of some processors
 that takes pairs of bfloat16 and adds twice as much at a time, which many rows wait for; a whole
-number of 8 bits is such a number.
+number of 8 bits is such a number. Some of these take more than twice as long for it, though
+(Intel's that have another unit for products of matrices, which a virtual machine may hide), so it
+is timed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache
+from itertools import product
+from time import perf_counter
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model import native
-from meshllm.model.native import Native, room
+from meshllm.model.native import Native, heard, room
 from meshllm.model.native_code import BYTE, FLOAT, HALF, INT, LANES, PAIRS_FEATURE, WORD, Code
 from meshllm.model.scratch import scratch
 
@@ -29,6 +33,7 @@ OUTPUTS = 64
 
 _MOST = 6  # rows whose sums are held in registers; twice as many where pairs are added
 _MANY = 96  # rows from which on it pays to write down what weights are in pairs
+_TRIAL_BLOCKS, _TRIAL_INPUTS, _TRIALS = 4, 512, 9  # of weights that lie in the processor's cache
 _AHEAD = 8192  # bytes of weights that are on their way: processors themselves ask for fewer
 _MULTIPLIER = "tiles", "pairs", "*weights", "*scales", "*rows", "*products", "outputs", "*scratch"
 _WIDENER = "*weights", "*scales", "*wide", "inputs", "outputs"
@@ -59,15 +64,19 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         ValueError: the rows are longer or shorter than those of the matrix, or on a GPU; there are
             more or fewer scales than outputs; or the weights do not lie one after the other.
     """
-    count, inputs = rows.shape
     _check(rows, weights, scales)
-    if not count:
+    if not len(rows):
         return rows.new_empty(0, len(scales))
-    is_half = rows.dtype == torch.bfloat16
     terms = _Terms.SINGLE
-    if is_half and adds_pairs():
-        terms = _Terms.PAIR if count < _MANY else _Terms.WRITTEN
-    threads, pairs = torch.get_num_threads(), weights.shape[1] // 2
+    if rows.dtype == torch.bfloat16 and pairs_pay():
+        terms = _Terms.PAIR if len(rows) < _MANY else _Terms.WRITTEN
+    return _multiply(rows, weights, scales, (terms, torch.get_num_threads()))
+
+
+def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, how: tuple[_Terms, int]) -> Tensor:
+    """Multiply, adding so at a time, with so many threads."""
+    (count, inputs), (terms, threads) = rows.shape, how
+    is_half, pairs = rows.dtype == torch.bfloat16, weights.shape[1] // 2
     tiles = -(-count // (2 * _MOST if terms is _Terms.PAIR else _MOST))
     each = -(-count // tiles)
     kept = torch.bfloat16 if is_half else torch.float32
@@ -101,8 +110,26 @@ def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
 
 @cache
 def adds_pairs() -> bool:
-    """Whether rows of bfloat16 are multiplied as such, many of them twice as fast as others."""
+    """Whether the processor can add pairs of bfloat16."""
     return native.can(PAIRS_FEATURE)
+
+
+@cache
+def pairs_pay() -> bool:
+    """Whether rows of bfloat16 are multiplied as such: whether that is sooner than as float32."""
+    if not adds_pairs():
+        return False
+    rows = torch.ones(2 * _MOST, _TRIAL_INPUTS, dtype=torch.bfloat16)
+    weights = torch.ones(_TRIAL_BLOCKS, _TRIAL_INPUTS, OUTPUTS, dtype=torch.int8)
+    scales = torch.ones(_TRIAL_BLOCKS * OUTPUTS)
+    seconds: dict[_Terms, list[float]] = {_Terms.SINGLE: [], _Terms.PAIR: []}
+    with heard(None):
+        for _, terms in product(range(1 + _TRIALS), seconds):
+            begin = perf_counter()
+            _multiply(rows, weights, scales, (terms, 1))
+            seconds[terms].append(perf_counter() - begin)
+    single, pair = (min(each[1:]) for each in seconds.values())  # the first one compiles
+    return pair < single
 
 
 def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:

@@ -217,6 +217,7 @@ def test_a_lesser_processor_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch)
     compiled = (
         native_attention._function,
         native_int8.adds_pairs,
+        native_int8.pairs_pay,
         native_int8._multiplier,
         native_int8._widener,
         native_norm._function,
