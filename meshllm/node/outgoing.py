@@ -10,8 +10,9 @@ it, however often it is begun again.
 
 Rows that travel exact are packed where that is worth it: where the bytes that are saved would take
 the link twice as long as packing and unpacking them takes two processors. That changes no value, so
-it is asked of every message, at the rate that the link had when rows of a prompt last left. Where
-nobody knows the rate, nothing is packed; nor is it with ``plain``.
+it is asked of every message, at the rate that the link was known to have before rows of a prompt
+last left. Where nobody knows the rate, as before the first of them, nothing is packed; nor is it
+with ``plain``.
 
 ``auto`` chooses 8 bits where bytes are what a hop waits for: where the exact bytes, as they would
 travel, take more than `SHARE` of it. A hop is the computing of this rank, one way to the next (half
@@ -39,11 +40,13 @@ from meshllm.protocol.blob import SessionKey, session_key
 from meshllm.protocol.messages import Blob
 
 SHARE = 0.2
-"""Of a hop; where bytes take less, half of them saves less than a tenth of it."""
+"""Of a hop; where bytes take less, half of them saves less than a tenth of it, and less than a
+twentieth where they would have been packed."""
 MAX_CHOSEN = 1024  # sessions remembered; a ring has eight at a time
 
 PACKED = 2 / 3
-"""Of exact bytes, packed; of bfloat16. Of other types half as much is saved, which is no loss."""
+"""Of exact bytes, packed; of bfloat16, or a little less. Of float32 half as much is saved, which is
+no loss; of float16 a quarter, which is one where packing only just pays."""
 PACKING_S = 0.0003
 """For rows of any size, on both ends."""
 PACKING_S_PER_BYTE = 8e-9
@@ -143,7 +146,7 @@ class Outgoing:
         """Remember what rows took, and their bytes when exact."""
         if self._mode is WireMode.AUTO:
             (self._steps if is_step else self._chunks).add(compute_us / 1e6, size)
-        if self._mode is WireMode.AUTO or (self._mode is WireMode.EXACT and not is_step):
+        if not is_step and self._mode in (WireMode.AUTO, WireMode.EXACT):
             self._look()
 
     def packs(self, size: int) -> bool:

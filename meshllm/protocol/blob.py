@@ -63,10 +63,10 @@ def check_shape(dtype: DType, shape: tuple[int, ...], length: int) -> None:
     if not all(1 <= dim <= MAX_DIM for dim in shape):
         raise PeerFault(f"Blob of shape {list(shape)}; each dimension is 1 to {MAX_DIM}")
     if length not in (sizes := dtype.sizes(shape)):
-        few = "" if len(sizes) == 1 else f"{sizes.start} to "
+        least, most = sizes.start, sizes.stop - 1  # len() of as many as a header can claim raises
+        few = "" if least == most else f"{least} to "
         raise PeerFault(
-            f"Blob of shape {list(shape)} {dtype.name.lower()} is {few}{sizes.stop - 1} bytes,"
-            f" not {length}"
+            f"Blob of shape {list(shape)} {dtype.name.lower()} is {few}{most} bytes, not {length}"
         )
 
 

@@ -83,8 +83,8 @@ class Controller(QuicCongestionControl):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What the path delivers; None before it is known."""
-        return max(self._rates) or None
+        """What the path delivers; None until there was once more to send than it took."""
+        return max(self._rates) if self._was_full else None
 
     @property
     def round_trip_s(self) -> float | None:
@@ -99,6 +99,7 @@ class Controller(QuicCongestionControl):
         self._trips = (math.inf, math.inf)  # the shortest of this cycle and of the last
         self._trips_at = -math.inf
         self._is_of_path = False  # what was acknowledged last
+        self._was_full = False  # in a round, so that the rate is that of the path
         self._phase, self._rounds = Phase.STARTUP, 0  # and how many it has left
         self._full, self._stalls = 0.0, 0
         self._goal = self._delivered
@@ -177,6 +178,7 @@ class Controller(QuicCongestionControl):
         if is_limited:
             self._floor = self._at_most(START_PACKETS)
             return
+        self._was_full = True
         if is_congested:
             self._rates = deque([BACK_OFF * self._rates[-1]], maxlen=RATE_ROUNDS)
         self._advance(is_congested=is_congested)

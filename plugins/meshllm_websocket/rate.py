@@ -9,12 +9,13 @@ _INFO = Struct("<7x B 152x Q")
 _APP_LIMITED = 1  # the rate says how much there was to send, not how much could have been
 
 
-def delivery_rate(sock: socket.socket) -> float | None:
+def delivery_rate(sock: socket.socket | None) -> float | None:
     """Return the bytes per second of the last time that the connection had enough to send.
 
-    None where that was never so, and where the kernel does not tell.
+    None where that was never so, and where the kernel does not tell; ``sock`` is None where a
+    connection over TLS is closed.
     """
-    if sys.platform != "linux" or sys.byteorder != "little":
+    if sock is None or sys.platform != "linux" or sys.byteorder != "little":
         return None
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)

@@ -32,6 +32,10 @@ def info(flags: int, rate: int) -> bytes:
     return pack("<7sB152sQ", b"\xff" * 7, flags, b"\xff" * 152, rate)
 
 
+def test_a_connection_over_tls_that_is_closed_tells_no_rate() -> None:
+    assert delivery_rate(None) is None  # what asyncio gives for the socket of it
+
+
 def test_the_rate_is_that_of_a_time_with_enough_to_send() -> None:
     assert told(info(0, 1_250_000)) == 1.25e6
     assert told(info(0b110, 1_250_000)) == 1.25e6  # the other flags of this byte

@@ -82,6 +82,14 @@ def test_a_shape_that_does_not_fit_is_refused_before_the_hash(
     assert not isinstance(caught.value, IntegrityFault)
 
 
+@pytest.mark.parametrize("dtype", DType)
+def test_a_shape_of_more_bytes_than_can_be_counted_is_refused(dtype: DType) -> None:
+    blob = Blob(dtype, (MAX_DIM,) * 4, Digest(bytes(32)), b"abcde")
+
+    with pytest.raises(PeerFault, match="bytes, not 5"):
+        check(KEY, blob)
+
+
 def test_a_header_comes_back() -> None:
     assert unpack_header(pack_header(DType.FLOAT32, (1, 7, 64))) == (DType.FLOAT32, (1, 7, 64))
 
