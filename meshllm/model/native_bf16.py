@@ -14,7 +14,7 @@ float32, so nothing else matters):
 
 torch turns the weights into what it adds for every few rows, or for each, again. Here they are read
 as they lie in their file, once for a few rows; for many a block of them is turned round once, so
-that each lane of a vector is an output.
+that each lane of a vector is an output. A copy may be turned round as a whole, once for ever.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,9 @@ _FEW_OUTPUTS = 16  # of a block of few rows
 _TOGETHER = 4  # outputs that share what is loaded of several rows, where there are registers
 _TILE = 6  # rows whose sums are held in registers
 _AHEAD = 2048  # weights that are on their way: processors themselves ask for fewer
+_AHEAD_OF_PAIRS = 2048  # the same of pairs of a copy
 _FEW = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
+_TURNER = "*weights", "*copy", "pairs"
 _MANY = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
     *("parts", "tiles", "room"),
@@ -50,6 +52,7 @@ class Matrix:
     """Weights [N, K] and a bias [N], bfloat16, which are read where they lie."""
 
     __slots__ = ("_bias", "_inputs", "_kept", "_outputs", "_weights")
+    _is_turned = False
 
     def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
         """Take weights whose place and shape do not change any more.
@@ -110,9 +113,9 @@ class Matrix:
         if not count:
             return products
         given = _widened(rows, tiles * each)
-        words = (part // 2 + tiles * each) * OUTPUTS
+        words = (part // 2 * (not self._is_turned) + tiles * each) * OUTPUTS
         written = scratch(2 * threads * words)
-        _many(each, bool(self._bias))(
+        _many(each, bool(self._bias), self._is_turned)(
             *(outputs // OUTPUTS, threads, self._weights, self._bias, given.data_ptr()),
             *(products.data_ptr(), written.data_ptr(), outputs, self._inputs // 2, part // 2),
             *(-(-self._inputs // part), tiles, words),
@@ -127,6 +130,32 @@ class Matrix:
         if rows.dtype != torch.bfloat16 or not rows.is_cpu:
             raise ValueError(f"rows of {rows.dtype} on {rows.device}")
         return shape[0]
+
+
+class Turned(Matrix):
+    """A copy of weights [N, K] as many rows read them: pairs of inputs [N / 64, K / 2, 64].
+
+    It has no `few`: a row by itself has the bits of a row among many.
+    """
+
+    __slots__ = ()
+    _is_turned = True
+
+    def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
+        """Copy; raise `ValueError` as `Matrix`, or if N is no multiple of `OUTPUTS`."""
+        super().__init__(weights, bias)
+        if self._outputs % OUTPUTS:
+            raise ValueError(f"{self._outputs} outputs")
+        copy, pairs = torch.empty_like(weights), self._inputs // 2
+        _turner()(
+            *(self._outputs // OUTPUTS, torch.get_num_threads()),
+            *(weights.data_ptr(), copy.data_ptr(), pairs),
+        )
+        self._kept, self._weights = (copy, bias), copy.data_ptr()
+
+    def few(self, rows: Tensor) -> Tensor:
+        """Raise: the weights do not lie so."""
+        raise NotImplementedError
 
 
 def _widened(rows: Tensor, count: int) -> Tensor:
@@ -218,22 +247,25 @@ def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
 
 
 @cache
-def _many(rows: int, has_bias: bool) -> Native:
-    """Compile it for tiles of so many rows."""
+def _many(rows: int, has_bias: bool, is_turned: bool) -> Native:
+    """Compile it for tiles of so many rows, with weights that lie as in a file, or turned."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
         do, pairs, tiles = code.do, fields["pairs"], fields["tiles"]
         first, width = do.mul(block, code.index(OUTPUTS)), code.index(OUTPUTS)
-        turned = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
-        totals = code.at(turned, do.mul(fields["part"], width), FLOAT)
+        own = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
+        behind = code.index(0) if is_turned else do.mul(fields["part"], width)
+        totals = code.at(own, behind, FLOAT)
         weights = code.at(fields["weights"], do.mul(first, pairs), WORD)
         with code.rounds(fields["parts"]) as part:
             begin = do.mul(part.index, fields["part"])
             left = do.sub(pairs, begin)
             is_last = do.icmp_unsigned("<", left, fields["part"])
             count = do.select(is_last, left, fields["part"])
-            _turn(code, code.at(weights, begin, WORD), turned, (pairs, count))
+            turned = code.at(weights, do.mul(begin, width), WORD) if is_turned else own
+            if not is_turned:
+                _turn(code, code.at(weights, begin, WORD), own, (pairs, count))
             is_first = do.icmp_unsigned("==", part.index, code.index(0))
             for column in range(0, OUTPUTS, LANES * columns):
                 places = [code.index(column + at * LANES) for at in range(columns)]
@@ -244,12 +276,13 @@ def _many(rows: int, has_bias: bool) -> Native:
                         code.at(fields["rows"], do.add(do.mul(line, pairs), begin), INT)
                         for line in lines
                     ]
-                    sums = iter(_add_pairs(code, turned, starts, count, places))
+                    asks = is_turned and not column  # for what comes later of all the line
+                    sums = iter(_add_pairs(code, turned, starts, count, (places, asks)))
                     for line in lines:
                         for place in places:
-                            at, own = do.add(do.mul(line, width), place), next(sums)
-                            total = do.fadd(code.load(FLOAT, totals, at, LANES), own)
-                            code.store(FLOAT, do.select(is_first, own, total), totals, at)
+                            at, new = do.add(do.mul(line, width), place), next(sums)
+                            total = do.fadd(code.load(FLOAT, totals, at, LANES), new)
+                            code.store(FLOAT, do.select(is_first, new, total), totals, at)
         with code.rounds(do.mul(tiles, code.index(rows))) as line:
             for place in range(0, OUTPUTS, LANES):
                 at = do.add(do.mul(line.index, width), code.index(place))
@@ -288,12 +321,14 @@ def _add_pairs(
     turned: ir.Value,
     rows: Sequence[ir.Value],
     count: ir.Value,
-    places: Sequence[ir.Value],
+    where: tuple[Sequence[ir.Value], bool],
 ) -> list[ir.Value]:
     """Add up the products of rows with so many pairs of inputs, for outputs at some places."""
-    do = code.do
+    do, (places, asks) = code.do, where
     with code.rounds(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
         line = code.at(turned, do.mul(loop.index, code.index(OUTPUTS)), WORD)
+        for place in range(0, OUTPUTS if asks else 0, 16):  # what a cache reads at a time
+            code.fetch(code.at(line, code.index(_AHEAD_OF_PAIRS + place), WORD))
         words = [code.load(WORD, line, place, LANES) for place in places]
         lows, highs = [code.low(word) for word in words], [code.high(word) for word in words]
         for row, sums in zip(rows, _chunks(loop.held, len(places)), strict=True):
@@ -302,3 +337,16 @@ def _add_pairs(
             for low, high, total in zip(lows, highs, sums, strict=True):
                 loop.then.append(code.fma(low, first, code.fma(high, second, total)))
     return loop.then
+
+
+@cache
+def _turner() -> Native:
+    """Compile what turns a copy."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        pairs = fields["pairs"]
+        first = code.do.mul(block, code.do.mul(pairs, code.index(OUTPUTS)))
+        weights, copy = (code.at(fields[name], first, WORD) for name in ("weights", "copy"))
+        _turn(code, weights, copy, (pairs, pairs))
+
+    return Native(_TURNER, write)

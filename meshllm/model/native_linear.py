@@ -11,7 +11,12 @@ come from memory, two rows three times as slow, and prompts at a fraction of wha
   share out rows, torch takes one that is left over in the order of one row; so where its own bits
   are wanted, several threads leave prompts to torch.
 
-What torch adds in no known order stays with torch. On other processors its kernels are as fast.
+What torch adds in no known order stays with torch.
+
+Some processors have such instructions, but are sooner without them (see
+`meshllm.model.native_int8`). There rows of a step have the bits of a row among many, too, and a
+copy of the weights is read, which was turned round for that: torch needs one as well to be as fast
+as it can. On other processors its kernels are as fast.
 """
 
 from collections.abc import Iterator
@@ -25,13 +30,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshllm.model import native
-from meshllm.model.native_bf16 import LANES_OF_ROW, OUTPUTS, Matrix
-from meshllm.model.native_int8 import adds_pairs
+from meshllm.model.native_bf16 import LANES_OF_ROW, OUTPUTS, Matrix, Turned
+from meshllm.model.native_int8 import adds_pairs, pairs_pay
 from meshllm.model.quant_int8 import multiplies_matrices
 from meshllm.model.specimen import specimen
 
+SMALLEST = 1 << 18  # values; a smaller matrix stays in the processor's cache as it is
 _OUTPUTS = 4096  # of a large matrix that are tried
 _PART = 768  # inputs that oneDNN takes at a time; up to twice as many are halved
+_PART_OF_PAIRS = 1024  # the same where it has instructions for pairs
+_COUNTS = 3, 5, 17, 64  # rows of a specimen that are tried
 
 
 class Bits(Enum):
@@ -90,11 +98,100 @@ class NativeLinear(nn.Linear):
         return is_stock and (torch.get_num_threads() > 1 or not x.is_contiguous())
 
 
+class TurnedLinear(nn.Linear):
+    """A linear module that multiplies a copy of its weights; torch does where its bits are wanted.
+
+    Each row has the bits of a row among many.
+    """
+
+    def __init__(self, plain: nn.Linear, part: int) -> None:
+        """Copy weights that do not change any more; ``part`` inputs are a block.
+
+        Raises:
+            ValueError: as of `Turned`.
+        """
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight, self.bias = plain.weight, plain.bias
+        self.mode = Mode()
+        self._part = part
+        bias = None if plain.bias is None else plain.bias.detach()
+        self._copy = Turned(plain.weight.detach(), bias)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
+        """Multiply [..., K] to [..., N]."""
+        if self.mode.bits is Bits.STOCK or input.dtype != torch.bfloat16:
+            return functional.linear(input, self.weight, self.bias)
+        rows = input.reshape(-1, self.in_features)
+        return self._copy.many(rows, self._part).view(*input.shape[:-1], self.out_features)
+
+
 def adopt(model: nn.Module, mode: Mode) -> None:
     """Let all modules of a model heed a mode."""
     for module in model.modules():
-        if isinstance(module, NativeLinear):
+        if isinstance(module, (NativeLinear, TurnedLinear)):
             module.mode = mode
+
+
+def turned_of(plain: nn.Linear) -> TurnedLinear | None:
+    """Make a module of a copy; None where torch has other bits, or is as fast."""
+    weight = plain.weight
+    if (
+        not turns()
+        or weight.dtype != torch.bfloat16
+        or weight.device.type != "cpu"
+        or not weight.is_contiguous()
+        or weight.numel() < SMALLEST
+        or weight.shape[0] % OUTPUTS
+        or weight.shape[1] % LANES_OF_ROW
+        or plain._forward_hooks
+        or plain._forward_pre_hooks
+    ):
+        return None
+    part = _find_part(min(weight.shape[0], _OUTPUTS), weight.shape[1], plain.bias is not None)
+    made = part and TurnedLinear(plain, part)
+    return made if made and (weight.shape[0] <= _OUTPUTS or _agree(made, plain)) else None
+
+
+def turn(model: nn.Module) -> None:
+    """Exchange all linear modules that have a `TurnedLinear`."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and (made := turned_of(module)):
+            model.set_submodule(name, made)
+
+
+@torch.inference_mode()
+def _agree(made: TurnedLinear, plain: nn.Linear) -> bool:
+    """Whether a large matrix gives the bits of torch, which a part of it does."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, plain.in_features, generator=generator).bfloat16()
+    made.mode = Mode(Bits.STEP)
+    return torch.equal(made(x), functional.linear(x, plain.weight, plain.bias))
+
+
+@cache
+def turns() -> bool:
+    """Whether this processor has instructions for bfloat16, and is sooner without them."""
+    return native.works() and adds_pairs() and not pairs_pay() and not multiplies_matrices()
+
+
+@cache
+@torch.inference_mode()
+def _find_part(outputs: int, inputs: int, has_bias: bool) -> int | None:
+    """Try a shape as `_find_orders` does, for rows among many; None is that they have no order."""
+    plain, x = specimen(nn.Linear(inputs, outputs, has_bias, device="meta", dtype=torch.bfloat16))
+    places = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
+    plain.weight.data, x = plain.weight[:, places], x[:, places]
+    matrix = Matrix(plain.weight.detach(), plain.bias.detach() if has_bias else None)
+    with _one_thread():
+        found = {count: plain(x[:count]) for count in _COUNTS}
+    parts = sorted({inputs, inputs // 2, _PART, _PART_OF_PAIRS}, reverse=True)
+    for part in parts:
+        if part % 32 == 0 and all(
+            torch.equal(rows, matrix.many(x[:count], part)) for count, rows in found.items()
+        ):
+            return part
+    return None
 
 
 def native_of(plain: nn.Linear) -> NativeLinear | None:

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.native_linear import is_native, native_of
+from meshllm.model.native_linear import SMALLEST, is_native, native_of
 from meshllm.model.specimen import MOST_ROWS, specimen
 
-SMALLEST = 1 << 18  # values; a smaller matrix stays in the processor's cache as it is
 LARGEST = 1 << 26  # values; of a larger one no second is made to try, its many outputs are enough
 ROWS = (1, 2, 5, 8, 17, MOST_ROWS)
 """Rows that are compared: of a token, a draft and a prompt, even and odd."""

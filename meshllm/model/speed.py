@@ -16,7 +16,7 @@ from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
-from meshllm.model.native_linear import Bits, Mode, adopt
+from meshllm.model.native_linear import Bits, Mode, adopt, turn
 from meshllm.model.packed import pack
 from meshllm.model.quant import quantise
 from meshllm.model.quick_norm import quicken
@@ -288,6 +288,7 @@ def _random_shard(
         quantise(model, quant, skip=skeleton.foreign(part), mapped=False)
     elif packed and device == CPU:
         pack(model, skip=skeleton.foreign(part))
+        turn(model)
         quicken(model, exact=True)
         adopt(model, Mode(Bits.PROMPT))
     return Shard(skeleton, part, device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.native_bf16 import LANES_OF_ROW, MOST_ROWS, Matrix
+from meshllm.model.native_bf16 import LANES_OF_ROW, MOST_ROWS, OUTPUTS, Matrix, Turned
 from meshllm.model.specimen import specimen
 
 FEW = [(1, 64), (7, 128), (64, 64), (100, 448), (129, 1024)]
@@ -149,3 +149,36 @@ def test_what_does_not_belong_together_is_refused() -> None:
     for outputs, part in ((63, 64), (64, 48), (64, 0), (64, -64)):
         with pytest.raises(ValueError, match="outputs in blocks"):
             multiply_many(x, weight[:outputs], part=part)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize(("outputs", "inputs", "part"), MANY)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_turned_copy_gives_the_same_bits(
+    outputs: int, inputs: int, part: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    x, weight, bias = drawn(outputs, inputs)
+    x = x.repeat(4, 1)  # more than are multiplied at once
+    bare, biased = Turned(weight), Turned(weight, bias)
+
+    for count in (0, 1, 2, 6, 7, 17, MOST_ROWS + 1, len(x)):
+        rows = x[:count]
+        assert torch.equal(bare.many(rows, part), multiply_many(rows, weight, part=part))
+        assert torch.equal(biased.many(rows, part), multiply_many(rows, weight, bias, part=part))
+
+
+def test_a_turned_copy_is_one() -> None:
+    x, weight, _ = drawn(64, 128)
+    copy, before = Turned(weight), multiply_many(x, weight, part=128)
+
+    weight.zero_()
+
+    assert torch.equal(copy.many(x, 128), before)
+    with pytest.raises(NotImplementedError):
+        copy.few(x)
+
+
+def test_a_matrix_that_fills_no_blocks_is_not_turned() -> None:
+    with pytest.raises(ValueError, match=f"{OUTPUTS + 1} outputs"):
+        Turned(drawn(OUTPUTS + 1, 64)[1])

@@ -8,7 +8,18 @@ from torch import Tensor, nn
 
 from meshllm.model import native_linear
 from meshllm.model.native_bf16 import Matrix
-from meshllm.model.native_linear import Bits, Mode, NativeLinear, is_native, native_of
+from meshllm.model.native_linear import (
+    SMALLEST,
+    Bits,
+    Mode,
+    NativeLinear,
+    TurnedLinear,
+    adopt,
+    is_native,
+    native_of,
+    turn,
+    turned_of,
+)
 from meshllm.model.packed import pack
 from meshllm.model.specimen import specimen
 
@@ -19,9 +30,13 @@ SHAPES = [(64, 64), (256, 128), (512, 896), (100, 192), (64, 2048), (64, 3072)]
 def _asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Try it on every processor, and forget what was found."""
     monkeypatch.setattr(native_linear, "suits", lambda: True)
+    monkeypatch.setattr(native_linear, "turns", lambda: True)
+    monkeypatch.setattr(native_linear, "SMALLEST", 1)
     native_linear._find_orders.cache_clear()
+    native_linear._find_part.cache_clear()
     yield
     native_linear._find_orders.cache_clear()
+    native_linear._find_part.cache_clear()
 
 
 def linear(outputs: int = 64, inputs: int = 64, *, bias: bool = False) -> nn.Linear:
@@ -189,3 +204,88 @@ def test_large_matrices_are_exchanged_on_load() -> None:
     assert model[0].weight is weight
     assert type(model[2]) is nn.Linear
     assert model[0].mode == Mode()
+
+
+def turned(plain: nn.Linear) -> TurnedLinear:
+    module = turned_of(plain)
+    if module is None:
+        pytest.skip("this processor adds in another order")
+    return module
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (256, 1024), (64, 2048), (64, 3072)])
+@torch.inference_mode()
+def test_a_turned_copy_has_the_bits_of_torch_for_many_rows(
+    outputs: int, inputs: int, bias: bool
+) -> None:
+    plain, x = mixed(outputs, inputs, bias=bias)
+    module = turned(plain)
+
+    for module.mode.bits in (Bits.PROMPT, Bits.STEP):
+        whole = module(x[None])
+        assert torch.equal(whole, plain(x)[None])
+        for count in (1, 2, 3, 17):
+            assert torch.equal(module(x[None, :count]), whole[:, :count])
+    assert module(x[:0]).shape == (0, outputs)
+    module.mode.bits = Bits.STOCK
+    assert torch.equal(module(x[None, :1]), plain(x[None, :1]))
+
+
+@torch.inference_mode()
+def test_a_turned_copy_takes_rows_of_any_shape_and_layout() -> None:
+    plain, x = mixed(128, 192, bias=True)
+    module = turned(plain)
+    module.mode.bits = Bits.STEP
+    expected = plain(x)
+
+    assert torch.equal(module(x.view(4, 16, 192)), expected.view(4, 16, 128))
+    assert torch.equal(module(torch.cat([x, x], 1)[None, :, :192]), expected[None])
+    assert torch.equal(module(x[3]), expected[3])
+
+
+@torch.inference_mode()
+def test_an_unknown_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Matrix, "many", lambda _, x, part: x.new_zeros(len(x), 64))
+
+    assert turned_of(linear(64, 64)) is None
+
+
+@torch.inference_mode()
+def test_a_large_matrix_of_another_order_than_its_part_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turned(linear(256, 64))
+    monkeypatch.setattr(native_linear, "_OUTPUTS", 64)
+    assert type(turned_of(linear(256, 64))) is TurnedLinear
+
+    monkeypatch.setattr(TurnedLinear, "forward", lambda _, x: torch.zeros(len(x), 256).bfloat16())
+
+    assert turned_of(linear(256, 64)) is None
+
+
+def test_what_is_of_another_kind_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned(linear())
+    hooked = linear()
+    hooked.register_forward_hook(lambda *_: None)
+    others = [
+        nn.Linear(64, 64), linear(65, 64), linear(64, 96), hooked,
+        nn.Linear(64, 64, device="meta", dtype=torch.bfloat16),
+    ]  # fmt: skip
+
+    assert [turned_of(other) for other in others] == [None] * 5
+    monkeypatch.setattr(native_linear, "SMALLEST", SMALLEST)
+    assert turned_of(linear()) is None
+    monkeypatch.setattr(native_linear, "turns", lambda: False)
+    assert turned_of(linear(512, 512)) is None
+
+
+def test_all_modules_are_told_what_to_compute() -> None:
+    model, mode = nn.Sequential(linear(512, 512), nn.ReLU()), Mode(Bits.STEP)
+    turned(linear(512, 512))
+
+    turn(model)
+    adopt(model, mode)
+
+    assert type(model[0]) is TurnedLinear
+    assert model[0].mode is mode
