@@ -80,7 +80,7 @@ class Settings:
     exact: bool = False
     """Compute each token as transformers does, to the last bit."""
     wire: WireName = "exact"
-    """How hidden states travel; `int8`: half the bytes, not quite the same text."""
+    """How hidden states travel; `int8`: smaller, not the same."""
     prefix_cache: str | None = None
     """Memory for earlier texts: `2GiB`, `10%` of what is free, 0."""
     system: str | None = None
