@@ -43,7 +43,11 @@ _COUNTS = 3, 5, 17, 64  # rows of a specimen that are tried
 
 
 class Bits(Enum):
-    """What rows are to have the bits of; one that comes by itself has those of a row alone."""
+    """What rows are to have the bits of.
+
+    A row that comes by itself has those of a row alone; of a `TurnedLinear`, but for `STOCK`, those
+    of a row among many.
+    """
 
     STOCK = auto()
     """Of torch."""
@@ -60,24 +64,33 @@ class Mode:
     bits: Bits = Bits.STOCK
 
 
-class NativeLinear(nn.Linear):
+class _Compiled(nn.Linear):
+    """A linear module that takes over weights, which may change no more."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight, self.bias = plain.weight, plain.bias
+        self.mode = Mode()
+
+    def _held(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight.detach(), None if self.bias is None else self.bias.detach()
+
+
+class NativeLinear(_Compiled):
     """A linear module that multiplies its weights where they lie."""
 
     def __init__(self, plain: nn.Linear, part: int | None) -> None:
-        """Take over weights, which may move no more.
+        """Take over weights, which may move no more either.
 
         Many rows are multiplied in blocks of ``part`` inputs, with 0 as one is, with None by torch.
 
         Raises:
             ValueError: as of `Matrix`.
         """
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
-        self.weight, self.bias = plain.weight, plain.bias
-        self.mode = Mode()
+        super().__init__(plain)
         self._part = part
-        bias = None if plain.bias is None else plain.bias.detach()
-        self._matrix = Matrix(plain.weight.detach(), bias)
+        self._matrix = Matrix(*self._held())
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N]."""
@@ -98,25 +111,21 @@ class NativeLinear(nn.Linear):
         return is_stock and (torch.get_num_threads() > 1 or not x.is_contiguous())
 
 
-class TurnedLinear(nn.Linear):
+class TurnedLinear(_Compiled):
     """A linear module that multiplies a copy of its weights; torch does where its bits are wanted.
 
     Each row has the bits of a row among many.
     """
 
     def __init__(self, plain: nn.Linear, part: int) -> None:
-        """Copy weights that do not change any more; ``part`` inputs are a block.
+        """Copy weights; ``part`` inputs are a block.
 
         Raises:
             ValueError: as of `Turned`.
         """
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
-        self.weight, self.bias = plain.weight, plain.bias
-        self.mode = Mode()
+        super().__init__(plain)
         self._part = part
-        bias = None if plain.bias is None else plain.bias.detach()
-        self._copy = Turned(plain.weight.detach(), bias)
+        self._copy = Turned(*self._held())
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N]."""
@@ -129,7 +138,7 @@ class TurnedLinear(nn.Linear):
 def adopt(model: nn.Module, mode: Mode) -> None:
     """Let all modules of a model heed a mode."""
     for module in model.modules():
-        if isinstance(module, (NativeLinear, TurnedLinear)):
+        if isinstance(module, _Compiled):
             module.mode = mode
 
 
@@ -151,13 +160,6 @@ def turned_of(plain: nn.Linear) -> TurnedLinear | None:
     part = _find_part(min(weight.shape[0], _OUTPUTS), weight.shape[1], plain.bias is not None)
     made = part and TurnedLinear(plain, part)
     return made if made and (weight.shape[0] <= _OUTPUTS or _agree(made, plain)) else None
-
-
-def turn(model: nn.Module) -> None:
-    """Exchange all linear modules that have a `TurnedLinear`."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and (made := turned_of(module)):
-            model.set_submodule(name, made)
 
 
 @torch.inference_mode()

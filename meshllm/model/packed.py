@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.native_linear import SMALLEST, is_native, native_of
+from meshllm.model.native_linear import SMALLEST, is_native, native_of, turned_of
 from meshllm.model.specimen import MOST_ROWS, specimen
 
 LARGEST = 1 << 26  # values; of a larger one no second is made to try, its many outputs are enough
@@ -67,6 +67,13 @@ def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
             verdicts[kind] = _choose(plain)
         if exchanged := verdicts[kind](plain):
             model.set_submodule(name, exchanged)
+
+
+def turn(model: nn.Module) -> None:
+    """Exchange all linear modules, packed ones included, that have a turned copy."""
+    for name, module in list(model.named_modules()):
+        if type(module) in (nn.Linear, PackedLinear) and (made := turned_of(module)):
+            model.set_submodule(name, made)
 
 
 @torch.inference_mode()

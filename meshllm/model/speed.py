@@ -16,8 +16,8 @@ from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
-from meshllm.model.native_linear import Bits, Mode, adopt, turn
-from meshllm.model.packed import pack
+from meshllm.model.native_linear import Bits, Mode, adopt
+from meshllm.model.packed import pack, turn
 from meshllm.model.quant import quantise
 from meshllm.model.quick_norm import quicken
 from meshllm.model.replay import SETTLED

@@ -17,10 +17,9 @@ from meshllm.model.native_linear import (
     adopt,
     is_native,
     native_of,
-    turn,
     turned_of,
 )
-from meshllm.model.packed import pack
+from meshllm.model.packed import pack, turn
 from meshllm.model.specimen import specimen
 
 SHAPES = [(64, 64), (256, 128), (512, 896), (100, 192), (64, 2048), (64, 3072)]
@@ -286,6 +285,21 @@ def test_all_modules_are_told_what_to_compute() -> None:
 
     turn(model)
     adopt(model, mode)
+    once = model[0]
+    turn(model)
 
-    assert type(model[0]) is TurnedLinear
-    assert model[0].mode is mode
+    assert type(once) is TurnedLinear
+    assert once is model[0]
+    assert once.mode is mode
+
+
+def test_a_linear_module_of_the_model_s_own_kind_is_not_exchanged() -> None:
+    class Own(nn.Linear):
+        pass
+
+    turned(linear(512, 512))
+    model = nn.Sequential(Own(512, 512, dtype=torch.bfloat16))
+
+    turn(model)
+
+    assert type(model[0]) is Own
