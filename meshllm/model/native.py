@@ -100,6 +100,7 @@ def can(*features: str) -> bool:
     return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))
 
 
+@cache
 def room() -> int:
     """Tell how many vectors of `LANES` sums its registers hold, and what else the work needs."""
     return 24 if can("avx512f") else 6  # of 32; of 16 in pairs, or of 32 in fours

@@ -25,6 +25,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.native import Native, room
+from meshllm.model.native_ahead import AHEAD, LINE, Pass, ask
 from meshllm.model.native_code import FLOAT, HALF, INT, LANES, WORD, Code
 from meshllm.model.scratch import scratch
 
@@ -37,14 +38,13 @@ MOST_ROWS = 192
 
 _FEW_OUTPUTS = 16  # of a block of few rows
 _TOGETHER = 4  # outputs that share what is loaded of several rows, where there are registers
-_TILE = 6  # rows whose sums are held in registers
+_TILE = 6  # rows whose sums are held in registers; of many, twice as many where there are more
 _AHEAD = 2048  # weights that are on their way: processors themselves ask for fewer
-_AHEAD_OF_PAIRS = 2048  # the same of pairs of a copy
 _FEW = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
 _TURNER = "*weights", "*copy", "pairs"
 _MANY = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
-    *("parts", "tiles", "room"),
+    *("parts", "tiles", "room", "threads"),
 )
 
 
@@ -107,7 +107,7 @@ class Matrix:
             raise ValueError(f"{outputs} outputs in blocks of {part} inputs")
         if count > MOST_ROWS:
             return torch.cat([self.many(each, part) for each in torch.split(rows, MOST_ROWS)])
-        tiles, part = -(-count // _TILE) or 1, min(part, self._inputs)
+        tiles, part = -(-count // max(_TILE, room() // 2)) or 1, min(part, self._inputs)
         each, threads = -(-count // tiles), torch.get_num_threads()
         products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
         if not count:
@@ -115,10 +115,10 @@ class Matrix:
         given = _widened(rows, tiles * each)
         words = (part // 2 * (not self._is_turned) + tiles * each) * OUTPUTS
         written = scratch(2 * threads * words)
-        _many(each, bool(self._bias), self._is_turned)(
+        _many(each, bool(self._bias), self._is_turned and min(tiles, 2))(
             *(outputs // OUTPUTS, threads, self._weights, self._bias, given.data_ptr()),
             *(products.data_ptr(), written.data_ptr(), outputs, self._inputs // 2, part // 2),
-            *(-(-self._inputs // part), tiles, words),
+            *(-(-self._inputs // part), tiles, words, threads),
         )
         return products[:count]
 
@@ -247,9 +247,11 @@ def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
 
 
 @cache
-def _many(rows: int, has_bias: bool, is_turned: bool) -> Native:
-    """Compile it for tiles of so many rows, with weights that lie as in a file, or turned."""
+def _many(rows: int, has_bias: bool, turned_for: int) -> Native:
+    """Compile it for tiles of so many rows, and at least so many where weights lie turned."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+    wide, is_turned = LANES * columns, turned_for > 0
+    passes = OUTPUTS // wide * turned_for
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
         do, pairs, tiles = code.do, fields["pairs"], fields["tiles"]
@@ -261,13 +263,17 @@ def _many(rows: int, has_bias: bool, is_turned: bool) -> Native:
         with code.rounds(fields["parts"]) as part:
             begin = do.mul(part.index, fields["part"])
             left = do.sub(pairs, begin)
-            is_last = do.icmp_unsigned("<", left, fields["part"])
+            is_last = do.icmp_unsigned("<=", left, fields["part"])
             count = do.select(is_last, left, fields["part"])
             turned = code.at(weights, do.mul(begin, width), WORD) if is_turned else own
             if not is_turned:
                 _turn(code, code.at(weights, begin, WORD), own, (pairs, count))
             is_first = do.icmp_unsigned("==", part.index, code.index(0))
-            for column in range(0, OUTPUTS, LANES * columns):
+            others = do.mul(do.sub(fields["threads"], code.index(1)), do.mul(pairs, width))
+            skipped = do.select(is_last, others, code.index(0))  # blocks of other threads
+            ahead = do.add(do.mul(count, width), skipped) if passes > 1 else code.index(AHEAD // 4)
+            following = code.at(turned, ahead, WORD)
+            for column in range(0, OUTPUTS, wide):
                 places = [code.index(column + at * LANES) for at in range(columns)]
                 with code.rounds(tiles) as tile:
                     top = do.mul(tile.index, code.index(rows))
@@ -276,27 +282,40 @@ def _many(rows: int, has_bias: bool, is_turned: bool) -> Native:
                         code.at(fields["rows"], do.add(do.mul(line, pairs), begin), INT)
                         for line in lines
                     ]
-                    asks = is_turned and not column  # for what comes later of all the line
-                    sums = iter(_add_pairs(code, turned, starts, count, (places, asks)))
+                    number = do.add(do.mul(tiles, code.index(column // wide)), tile.index)
+                    one = Pass(number, passes, count)
+                    asked = following if is_turned else None
+                    sums = iter(_add_pairs(code, turned, starts, (one, asked), places))
                     for line in lines:
                         for place in places:
                             at, new = do.add(do.mul(line, width), place), next(sums)
                             total = do.fadd(code.load(FLOAT, totals, at, LANES), new)
                             code.store(FLOAT, do.select(is_first, new, total), totals, at)
         with code.rounds(do.mul(tiles, code.index(rows))) as line:
-            for place in range(0, OUTPUTS, LANES):
-                at = do.add(do.mul(line.index, width), code.index(place))
-                total, output = (
-                    code.load(FLOAT, totals, at, LANES),
-                    do.add(first, code.index(place)),
-                )
-                if has_bias:
-                    bias = code.widen(code.load(HALF, fields["bias"], output, LANES))
-                    total = do.fadd(total, bias)
-                at = do.add(do.mul(line.index, fields["outputs"]), output)
-                code.store(HALF, code.narrow(total), fields["products"], at)
+            _round(code, fields, line.index, (first, totals), has_bias=has_bias)
 
     return Native(_MANY, write)
+
+
+def _round(
+    code: Code,
+    fields: Mapping[str, ir.Value],
+    line: ir.Value,
+    block: tuple[ir.Value, ir.Value],
+    *,
+    has_bias: bool,
+) -> None:
+    """Write what a line has come to in a block: its first output, and where its sums lie."""
+    do, (first, totals) = code.do, block
+    for place in range(0, OUTPUTS, LANES):
+        at, output = (
+            do.add(start, code.index(place)) for start in (do.mul(line, code.index(OUTPUTS)), first)
+        )
+        total = code.load(FLOAT, totals, at, LANES)
+        if has_bias:
+            total = do.fadd(total, code.widen(code.load(HALF, fields["bias"], output, LANES)))
+        at = do.add(do.mul(line, fields["outputs"]), output)
+        code.store(HALF, code.narrow(total), fields["products"], at)
 
 
 def _turn(
@@ -320,15 +339,18 @@ def _add_pairs(
     code: Code,
     turned: ir.Value,
     rows: Sequence[ir.Value],
-    count: ir.Value,
-    where: tuple[Sequence[ir.Value], bool],
+    way: tuple[Pass, ir.Value | None],
+    places: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Add up the products of rows with so many pairs of inputs, for outputs at some places."""
-    do, (places, asks) = code.do, where
-    with code.rounds(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
+    """Add up the products of rows with a pair of inputs a step, for outputs at some places.
+
+    ``way`` is the pass, and where the pairs lie that are passed over next, if they are waited for.
+    """
+    do, (one, following) = code.do, way
+    with code.rounds(one.steps, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
+        if following is not None:
+            ask(code, following, 4 * OUTPUTS // LINE, one, loop.index)
         line = code.at(turned, do.mul(loop.index, code.index(OUTPUTS)), WORD)
-        for place in range(0, OUTPUTS if asks else 0, 16):  # what a cache reads at a time
-            code.fetch(code.at(line, code.index(_AHEAD_OF_PAIRS + place), WORD))
         words = [code.load(WORD, line, place, LANES) for place in places]
         lows, highs = [code.low(word) for word in words], [code.high(word) for word in words]
         for row, sums in zip(rows, _chunks(loop.held, len(places)), strict=True):

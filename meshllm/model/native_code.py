@@ -81,12 +81,15 @@ class Code:
         """Store values at number ``index`` behind ``start``."""
         self.do.store(value, self.at(start, index, kind), align=_bytes(kind))
 
-    def fetch(self, place: ir.Value) -> None:
-        """Let the line of memory at ``place`` come to the processor; there need be none."""
+    def fetch(self, place: ir.Value, *, is_far: bool = False) -> None:
+        """Let the line of memory at ``place`` come to the processor; there need be none.
+
+        What is wanted later is better kept ``is_far``: in the second of its caches.
+        """
         module, name, flag = self.do.module, "llvm.prefetch.p0", ir.Constant(WORD, 0)
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), WORD, WORD, WORD])
         known = module.globals.get(name) or ir.Function(module, kind, name)
-        near, data = ir.Constant(WORD, 3), ir.Constant(WORD, 1)
+        near, data = ir.Constant(WORD, 2 if is_far else 3), ir.Constant(WORD, 1)
         self.do.call(known, [place, flag, near, data])
 
     def spread(self, value: ir.Value, lanes: int = LANES) -> ir.Value:

@@ -25,17 +25,20 @@ from torch import Tensor
 
 from meshllm.model import native
 from meshllm.model.native import Native, heard, room
+from meshllm.model.native_ahead import AHEAD, LINE, Pass, ask
 from meshllm.model.native_code import BYTE, FLOAT, HALF, INT, LANES, PAIRS_FEATURE, WORD, Code
 from meshllm.model.scratch import scratch
 
 OUTPUTS = 64
 """Of a block; a line of the processor's cache for each input."""
 
-_MOST = 6  # rows whose sums are held in registers; twice as many where pairs are added
+_MOST = 6  # rows whose sums are held in registers; twice as many where there are more
 _MANY = 96  # rows from which on it pays to write down what weights are in pairs
 _TRIAL_BLOCKS, _TRIAL_INPUTS, _TRIALS = 4, 512, 9  # of weights that lie in the processor's cache
-_AHEAD = 8192  # bytes of weights that are on their way: processors themselves ask for fewer
-_MULTIPLIER = "tiles", "pairs", "*weights", "*scales", "*rows", "*products", "outputs", "*scratch"
+_MULTIPLIER = (
+    *("tiles", "pairs", "*weights", "*scales", "*rows", "*products", "outputs", "*scratch"),
+    "threads",
+)
 _WIDENER = "*weights", "*scales", "*wide", "inputs", "outputs"
 
 Vectors = Sequence[ir.Value]
@@ -77,7 +80,7 @@ def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, how: tuple[_Terms, 
     """Multiply, adding so at a time, with so many threads."""
     (count, inputs), (terms, threads) = rows.shape, how
     is_half, pairs = rows.dtype == torch.bfloat16, weights.shape[1] // 2
-    tiles = -(-count // (2 * _MOST if terms is _Terms.PAIR else _MOST))
+    tiles = -(-count // max(_MOST, room() // 2))
     each = -(-count // tiles)
     kept = torch.bfloat16 if is_half else torch.float32
     products = torch.empty(tiles * each, len(scales), dtype=kept)
@@ -87,9 +90,10 @@ def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, how: tuple[_Terms, 
         given = torch.nn.functional.pad(given, (0, inputs % 2, 0, tiles * each - count))
     if given.data_ptr() % 4:  # a part of something, and pairs are loaded as words
         given = given.clone()
-    _multiplier(each, is_half, terms)(
+    _multiplier(each, is_half, (terms, min(tiles, 2)))(
         *(len(weights), threads, tiles, pairs, weights.data_ptr(), scales.data_ptr()),
         *(given.data_ptr(), products.data_ptr(), len(scales), written.data_ptr()),
+        threads,
     )
     if tiles * each > count:
         products = products[:count]
@@ -149,9 +153,11 @@ def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
 
 
 @cache
-def _multiplier(rows: int, is_half: bool, terms: _Terms) -> Native:
-    """Compile it for tiles of so many rows."""
-    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+def _multiplier(rows: int, is_half: bool, how: tuple[_Terms, int]) -> Native:
+    """Compile it for tiles of so many rows, and at least so many."""
+    columns, (terms, tiles) = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room()), how
+    wide = LANES * columns
+    passes = OUTPUTS // wide * tiles
     kind = INT if terms is _Terms.SINGLE else WORD  # of a pair of inputs
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
@@ -161,13 +167,19 @@ def _multiplier(rows: int, is_half: bool, terms: _Terms) -> Native:
         written = code.at(fields["scratch"], do.mul(by, line_of), WORD)
         if terms is _Terms.WRITTEN:
             _write_pairs(code, weights, written, pairs)
-        for part in range(0, OUTPUTS, LANES * columns):
+        blocks = do.mul(do.mul(line_of, code.index(2)), fields["threads"])
+        ahead = blocks if passes > 1 else code.index(AHEAD)
+        following = code.at(weights, ahead, BYTE)
+        for part in range(0, OUTPUTS, wide):
             places = [code.index(part + at * LANES) for at in range(columns)]
             with code.rounds(fields["tiles"]) as tile:
                 top = do.mul(tile.index, code.index(rows))
                 lines = [do.add(top, code.index(row)) for row in range(rows)]
                 starts = [code.at(fields["rows"], do.mul(line, pairs), kind) for line in lines]
+                number = do.add(do.mul(fields["tiles"], code.index(part // wide)), tile.index)
                 with code.rounds(pairs, *[code.floats(0.0)] * (rows * columns)) as loop:
+                    one = Pass(number, passes, pairs)
+                    ask(code, following, 2 * OUTPUTS // LINE, one, loop.index)
                     if terms is _Terms.WRITTEN:
                         line = code.at(written, do.mul(loop.index, code.index(OUTPUTS)), WORD)
                         add = _add_pair(code, [code.load(WORD, line, at, LANES) for at in places])
@@ -197,11 +209,9 @@ def _multiplier(rows: int, is_half: bool, terms: _Terms) -> Native:
 def _weights(
     code: Code, block: ir.Value, pair: ir.Value, places: Sequence[ir.Value]
 ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Load what a pair of inputs is multiplied with, and ask for what comes later."""
+    """Load what a pair of inputs is multiplied with."""
     start = code.at(block, code.do.mul(pair, code.index(2 * OUTPUTS)), BYTE)
     lines = start, code.at(start, code.index(OUTPUTS), BYTE)
-    for line in lines:
-        code.fetch(code.at(line, code.index(_AHEAD), BYTE))
     low, high = ([code.whole(code.load(BYTE, line, at, LANES)) for at in places] for line in lines)
     return low, high
 
