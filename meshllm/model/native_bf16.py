@@ -18,7 +18,7 @@ that each lane of a vector is an output. A copy may be turned round as a whole, 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from llvmlite import ir
@@ -114,7 +114,8 @@ class Matrix:
             return products
         given = _widened(rows, tiles * each)
         words = (part // 2 * (not self._is_turned) + tiles * each) * OUTPUTS
-        written = scratch(2 * threads * words)
+        make = partial(torch.empty, dtype=torch.bfloat16) if self._is_turned else scratch
+        written = make(2 * threads * words)  # a recorded step needs room of its own
         _many(each, bool(self._bias), self._is_turned and min(tiles, 2))(
             *(outputs // OUTPUTS, threads, self._weights, self._bias, given.data_ptr()),
             *(products.data_ptr(), written.data_ptr(), outputs, self._inputs // 2, part // 2),

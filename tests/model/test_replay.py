@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model import native, replay
+from meshllm.model import native, native_linear, replay
 from meshllm.model.cache import SpanCache
+from meshllm.model.native_linear import TurnedLinear
 from meshllm.model.packed import PackedLinear
 from meshllm.model.record import Op
 from meshllm.model.replay import MOST_TRIES, PROOFS, SETTLED, Replay
@@ -99,6 +100,16 @@ def test_a_record_has_the_bits_of_the_model(tmp_path: Path, family: str, quant: 
     for mine, its in zip(cache.layers, other.layers, strict=True):
         assert torch.equal(mine.keys, its.keys)
         assert torch.equal(mine.values, its.values)
+
+
+def test_turned_copies_are_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_linear, "SMALLEST", 1)
+    monkeypatch.setattr(native_linear, "turns", lambda: True)
+    runner = runner_of(tmp_path, "phi3")
+    if not any(isinstance(each, TurnedLinear) for each in runner.shard.model.modules()):
+        pytest.skip("this processor adds in another order")
+
+    check_record(runner)
 
 
 def test_what_goes_back_and_branches_goes_on_from_the_record(tmp_path: Path) -> None:
