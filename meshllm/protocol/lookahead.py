@@ -51,6 +51,7 @@ _SLOW_DECAY = 0.95  # the same of what a ring learnt, from texts of many kinds
 _SLOPE = 0.02  # of the time of one row, per further row, until it is measured
 _STEEP = 1.0  # the same where rows are computed one by one
 _MEMORY = 0.2  # of a new time in the mean
+_RISE = 0.08  # the same of a longer one: some steps also prepare for those to come
 _JUMP = 2.0  # a time is counted as at most so many times the mean: others use the machine too
 _REST = 64  # tokens without a guess until one is tried, small
 _TRIAL = 2
@@ -150,7 +151,7 @@ def _blend(mean: float | None, value: float) -> float:
     if mean is None:
         return value
     counted = min(max(value, mean / _JUMP), mean * _JUMP)
-    return mean + _MEMORY * (counted - mean)
+    return mean + (_RISE if counted > mean else _MEMORY) * (counted - mean)
 
 
 class Acceptance:

@@ -64,10 +64,19 @@ def test_one_slow_step_says_little() -> None:
 def test_a_ring_that_becomes_slower_is_noticed() -> None:
     table = times(r1=0.1)
 
-    for _ in range(40):
+    for _ in range(60):
         table.note(1, 0.3)
 
     assert abs(table.of(1) - 0.3) < 0.01
+
+
+def test_steps_that_prepare_for_others_are_soon_forgotten() -> None:
+    table = times(r1=0.25, r9=0.3)
+
+    for seconds in (0.6, 0.5, 0.5, 0.28, 0.28, 0.28):
+        table.note(9, seconds)
+
+    assert table.of(9) < 0.32
 
 
 def test_good_guesses_in_a_slow_ring_are_many() -> None:
