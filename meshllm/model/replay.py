@@ -52,6 +52,8 @@ class Replay:
 
     recorder: Recorder | None = None
     """At work, if there is one."""
+    prepared: int = 0
+    """Steps that took longer than others of as many rows will: first ones, and those recorded."""
     _known: dict[tuple[int, int], _Known] = field(default_factory=dict[tuple[int, int], _Known])
 
     def step(
@@ -71,6 +73,7 @@ class Replay:
         threads = torch.get_num_threads()
         known = self._known.setdefault((x.shape[1], threads), _Known())
         known.uses += 1
+        self.prepared += known.uses == 1
         if known.tape and not known.tape.takes(x):
             return forward(x, places)
         if known.tape and known.proofs >= PROOFS:
@@ -79,6 +82,7 @@ class Replay:
         if known.is_unfit or is_early or not native.works():
             return forward(x, places)
         known.tries += 1
+        self.prepared += 1
         known.is_unfit = known.tries > MOST_TRIES
         if known.tape:
             return self._prove(known, x, places, caches, rows, forward)

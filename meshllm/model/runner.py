@@ -93,6 +93,11 @@ class Runner:
             self._replay, self._graph = Replay(), None  # what was recorded is of no use
         self._mode.bits = Bits.PROMPT if self.is_steady else Bits.STOCK
 
+    @property
+    def prepared(self) -> int:
+        """Steps so far that took longer than others of as many rows will."""
+        return self._replay.prepared
+
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""
         return self.shard.new_cache()

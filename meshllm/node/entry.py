@@ -148,8 +148,8 @@ class EntryNode:
         start = self._prefixes.find(order.prompt, now)  # what is refused takes nothing
         foresight = None
         if self._speculation:
-            clock = asyncio.get_running_loop().time
-            foresight = Foresight(self._speculation, order.prompt, clock)
+            clock, front = asyncio.get_running_loop().time, self._ends.front
+            foresight = Foresight(self._speculation, order.prompt, clock, lambda: front.prepared)
         lane = self._outgoing.lane(session)
         generation = Generation(order, machine, self._ends, lane, now, foresight, start)
         self._sessions[session] = generation

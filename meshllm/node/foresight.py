@@ -46,17 +46,25 @@ class Foresight:
     """Guesses at what follows one text."""
 
     def __init__(
-        self, speculation: Speculation, prompt: Sequence[int], clock: Callable[[], float]
+        self,
+        speculation: Speculation,
+        prompt: Sequence[int],
+        clock: Callable[[], float],
+        prepared: Callable[[], int] = int,
     ) -> None:
-        """Begin behind a prompt; ``clock`` tells seconds."""
+        """Begin behind a prompt; ``clock`` tells seconds.
+
+        ``prepared`` tells how many steps took longer so far than others of their kind will.
+        """
         self._speculation = shared = speculation
-        self._clock = clock
+        self._clock, self._prepared = clock, prepared
         self._prompt = prompt
         self._quick = self._spoke = _Voice(shared.drafting, shared.times, shared.experience)
         self._voices = [self._quick]
         if shared.draft:
             self._voices.append(_Voice(shared.draft, shared.times, shared.draft_experience))
         self._since: float | None = None
+        self._before = 0  # what was prepared then
         self._burst, self._place = 1, 0  # steps that left together, and which of them is next
         self._is_clear = True  # nothing that was given up is still computed in front of them
 
@@ -81,6 +89,7 @@ class Foresight:
             self._burst, self._place = max(1, len(found)), 0
             self._is_clear = not job.ahead
         self._since = self._clock()  # what guesses take is no part of a step: it has its own price
+        self._before = self._prepared()
         return found
 
     def keep(self, text: Sequence[int]) -> None:
@@ -91,7 +100,9 @@ class Foresight:
 
     def _learn(self, job: Pick, right: int, seconds: float) -> None:
         times, rows = self._speculation.times, 1 + len(job.guesses)
-        if self._place == 0 and self._burst > 1:
+        if self._prepared() > self._before:
+            pass  # it says nothing about those to come
+        elif self._place == 0 and self._burst > 1:
             times.note_first(rows, seconds)
         elif self._place == 0 and self._is_clear:
             times.note(rows, seconds)

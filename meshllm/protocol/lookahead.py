@@ -6,8 +6,9 @@ gives (1 - a**(G + 1)) / (1 - a) tokens (Leviathan et al., 2023, equation 1) and
 a for each confidence of a drafter, the time of a step for each number of rows, the time of a guess
 for each drafter, looks that led to none included. The G with the most tokens per second is taken,
 which may be none. A session begins with what those before it learnt, and trusts itself more with
-every guess. What has not been tried for long is tried again, as texts and rings change; a drafter
-that takes time is not even looked at in between.
+every guess. What has not been tried for long is tried again, as texts and rings change, and times
+of steps that have become old are what those of others make likely; a drafter that takes time is not
+even looked at in between.
 
 Where trips take long, further steps of guesses may follow one that is on its way. A text goes on
 until a guess is wrong, for 1 / (1 - a) tokens. Behind the first step of these p / (1 - p) more are
@@ -51,7 +52,7 @@ _SLOW_DECAY = 0.95  # the same of what a ring learnt, from texts of many kinds
 _SLOPE = 0.02  # of the time of one row, per further row, until it is measured
 _STEEP = 1.0  # the same where rows are computed one by one
 _MEMORY = 0.2  # of a new time in the mean
-_RISE = 0.08  # the same of a longer one: some steps also prepare for those to come
+_FRESH = 64  # steps until what others of so many rows took is forgotten
 _JUMP = 2.0  # a time is counted as at most so many times the mean: others use the machine too
 _REST = 64  # tokens without a guess until one is tried, small
 _TRIAL = 2
@@ -101,13 +102,18 @@ class StepTimes:
         """Know nothing yet but whether rows are computed ``together``, and how many ranks are."""
         self._slope = _SLOPE if together else _STEEP
         self._means: dict[int, float] = {}
+        self._steps = 0
+        self._noted: dict[int, int] = {}  # at which step, by rows
         self._ring = ring
         self._first: float | None = None  # times `of`, with several steps in flight
         self._pulse: float | None = None
 
     def note(self, rows: int, seconds: float) -> None:
         """Count a step that had the ring to itself."""
-        self._means[rows] = _blend(self._means.get(rows), seconds)
+        self._steps += 1
+        self._noted[rows] = self._steps
+        means = self._means | {rows: _blend(self._means.get(rows), seconds)}
+        self._means = {at: means[at] for at in means if self._steps - self._noted[at] < _FRESH}
         if self._first:
             self._first += _DRIFT * (1 - self._first)
         if self._pulse:
@@ -151,7 +157,7 @@ def _blend(mean: float | None, value: float) -> float:
     if mean is None:
         return value
     counted = min(max(value, mean / _JUMP), mean * _JUMP)
-    return mean + (_RISE if counted > mean else _MEMORY) * (counted - mean)
+    return mean + _MEMORY * (counted - mean)
 
 
 class Acceptance:

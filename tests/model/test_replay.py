@@ -102,6 +102,20 @@ def test_a_record_has_the_bits_of_the_model(tmp_path: Path, family: str, quant: 
         assert torch.equal(mine.values, its.values)
 
 
+def test_steps_that_prepare_for_others_are_counted(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    cache, counts = filled(runner, 6), []
+
+    for seed in range(SETTLED + 2):
+        before = runner.prepared
+        runner.step(ids(3, seed), cache)
+        counts.append(runner.prepared - before)
+
+    first, recorded = counts[0], counts[SETTLED - PROOFS - 1 : SETTLED]
+    assert [first, *recorded] == [1] * (2 + PROOFS)
+    assert sum(counts) == 2 + PROOFS
+
+
 def test_turned_copies_are_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_linear, "SMALLEST", 1)
     monkeypatch.setattr(native_linear, "turns", lambda: True)

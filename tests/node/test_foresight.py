@@ -276,6 +276,19 @@ def sizes(steps: Steps) -> list[int]:
     return [len(step) for step in steps]
 
 
+def test_a_step_that_prepares_for_others_says_nothing_of_their_time() -> None:
+    speculation, clock, prepared = Speculation(Oracle(TEXT, 1.0)), Clock(), [0]
+    foresight = Foresight(speculation, TEXT[:10], clock, lambda: prepared[0])
+    foresight.after((), pick(10), ends=True)
+
+    for length, seconds, more in ((10, 0.1, 0), (11, 9.0, 1), (12, 0.1, 0), (13, 9.0, 2)):
+        clock.now += seconds
+        prepared[0] += more
+        foresight.after(TEXT[length : length + 1], pick(length))
+
+    assert speculation.times.of(1) == 0.1
+
+
 def test_many_steps_leave_together_and_each_that_was_right_makes_room_for_one_more() -> None:
     foresight = far(Oracle(TEXT, 1.0), Clock())
 
