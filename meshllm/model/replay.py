@@ -5,9 +5,10 @@ the next steps are done both ways, and the bits have to be the same. All of that
 that were wanted anyway.
 """
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -99,19 +100,20 @@ class Replay:
             whole = torch.contiguous_format
             x, places = x.clone(memory_format=whole), places.clone(memory_format=whole)
         self.recorder = recorder = Recorder([x, places])
-        try:
-            with recorder:
-                output = forward(x, places)
-        finally:
-            self.recorder = None
-        if output.isnan().any():  # such numbers are equal to none
+        with _uncollected():
+            try:
+                with recorder:
+                    output = forward(x, places)
+            finally:
+                self.recorder = None
+            if output.isnan().any():  # such numbers are equal to none
+                return output
+            try:
+                known.tape = Tape(recorder.end(output), x, threads)
+            except Exception as reason:  # foreign code meets what it was not made for
+                known.is_unfit = True
+                logger.info("steps of %d rows are not recorded: %s", x.shape[1], reason)
             return output
-        try:
-            known.tape = Tape(recorder.end(output), x, threads)
-        except Exception as reason:  # foreign code meets what it was not made for; the step is done
-            known.is_unfit = True
-            logger.info("steps of %d rows are not recorded: %s", x.shape[1], reason)
-        return output
 
     def _prove(
         self,
@@ -135,6 +137,18 @@ class Replay:
             known.tape, known.is_unfit = None, True
             logger.info("steps of %d rows are not those that were recorded", x.shape[1])
         return output
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python not look through all that it holds because a record makes many objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_shared(caches: Sequence[SpanCache]) -> bool:

@@ -57,6 +57,7 @@ _JUMP = 2.0  # a time is counted as at most so many times the mean: others use t
 _REST = 64  # tokens without a guess until one is tried, small
 _TRIAL = 2
 _PATIENCE = 4  # looks that led to no guess, until there is no look before the next trial
+_LEAST = 0.05  # acceptance below which guesses are worth less than what they take, if anything
 _CERTAIN = 0.99  # acceptance at most: no text repeats itself for ever
 _WASTE = 1.1  # times as fast several steps have to be: what is computed in vain is others' power
 _DRIFT = 0.01  # to what is likely, of what is known of several steps in flight, per trip of one
@@ -138,7 +139,14 @@ class StepTimes:
         return (self._pulse or 1 / self._ring) * self.of(rows)
 
     def of(self, rows: int) -> float:
-        """Estimate a step from what was measured of fewer rows and of more."""
+        """Estimate a step from what was measured of fewer rows and of more.
+
+        One of fewer rows takes no longer: where several are always guessed, it is not measured.
+        """
+        more = (mean for at, mean in self._means.items() if at > rows)
+        return min([self._likely(rows), *more])
+
+    def _likely(self, rows: int) -> float:
         means = self._means or {1: 1.0}
         known = sorted(means)
         at = bisect_left(known, rows)
@@ -240,7 +248,9 @@ class Lookahead:
         alone = [each for each in allowed if each.depth == 1]
         many = [each for each in allowed if each.depth > 1 and each.length <= reach]
         share = self._own.share(confidence)
-        best = max(alone, key=lambda window: self._gain(share, window))
+        best = alone[0]
+        if share >= _LEAST:
+            best = max(alone, key=lambda window: self._gain(share, window))
         self._vain = 0 if best.guesses else self._vain + 1
         if best.guesses == 0 and self._rested >= _REST:
             best = max(

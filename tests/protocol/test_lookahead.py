@@ -70,6 +70,19 @@ def test_a_ring_that_becomes_slower_is_noticed() -> None:
     assert abs(table.of(1) - 0.3) < 0.01
 
 
+def test_fewer_rows_take_no_longer() -> None:
+    table = times(r1=0.30, r3=0.26)
+
+    assert table.of(1) == table.of(2) == table.of(3) == 0.26
+
+
+def test_wrong_guesses_end_though_they_seem_to_cost_nothing() -> None:
+    chosen = wrong(Lookahead(times(r1=0.30, r3=0.26, r17=0.26)), 60)
+
+    assert any(chosen[:20])
+    assert not any(chosen[40:])
+
+
 def test_what_was_noted_long_ago_is_forgotten() -> None:
     table = times(r1=0.25, r5=0.26, r9=0.9)
 
@@ -78,7 +91,7 @@ def test_what_was_noted_long_ago_is_forgotten() -> None:
         table.note(5, 0.26)
 
     assert table.of(9) < 0.28
-    assert table.of(1) == 0.25
+    assert table.of(5) == 0.26
 
 
 def test_good_guesses_in_a_slow_ring_are_many() -> None:
