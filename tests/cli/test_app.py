@@ -1,11 +1,14 @@
 import json
+import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
 import meshllm as package
 from meshllm.cli import app, chat
+from meshllm.cli.app import RESTS, rest_soon
 from meshllm.errors import IntegrityFault, LinkLost, MeshError, ModelError, TimedOut
 from tests.cli.conftest import Invoke
 from tests.cli.fake import FakeRing
@@ -22,6 +25,41 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert HEAVY.isdisjoint(json.loads(told.stdout))
+
+
+def test_threads_that_wait_for_work_soon_rest() -> None:
+    code = """
+        import time
+        from meshllm.cli.app import rest_soon
+        rest_soon()
+        import torch
+        torch.set_num_threads(2)
+        torch.ones(1024, 1024) @ torch.ones(1024, 1024)
+        before = time.process_time()
+        time.sleep(0.2)
+        print(time.process_time() - before < 0.004)
+    """
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["True"]
+
+
+def test_who_says_how_threads_wait_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*RESTS, "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    rest_soon()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    assert os.environ["KMP_BLOCKTIME"] == RESTS["KMP_BLOCKTIME"]
+
+    monkeypatch.delenv("KMP_BLOCKTIME")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    rest_soon()
+    assert "KMP_BLOCKTIME" not in os.environ
 
 
 def test_help_imports_nothing_heavy() -> None:
