@@ -324,8 +324,9 @@ def _turn(
 ) -> None:
     """Write pairs of weights [64, K / 2] to [pairs, 64], of so many pairs."""
     do, (pairs, count) = code.do, sizes
-    for output in range(0, OUTPUTS, LANES):
-        lines = [do.mul(pairs, code.index(output + at)) for at in range(LANES)]
+    with code.rounds(code.index(OUTPUTS // LANES)) as group:
+        output = do.mul(group.index, code.index(LANES))
+        lines = [do.mul(pairs, do.add(output, code.index(at))) for at in range(LANES)]
         with code.rounds(do.udiv(count, code.index(LANES))) as loop:
             start = do.mul(loop.index, code.index(LANES))
             places = [do.mul(do.add(line, start), code.index(2)) for line in lines]
@@ -333,7 +334,7 @@ def _turn(
             square = [do.bitcast(each, ir.VectorType(WORD, LANES)) for each in halves]
             for at, column in enumerate(code.turn(square)):
                 place = do.mul(do.add(start, code.index(at)), code.index(OUTPUTS))
-                code.store(WORD, column, turned, do.add(place, code.index(output)))
+                code.store(WORD, column, turned, do.add(place, output))
 
 
 def _add_pairs(
