@@ -1,6 +1,7 @@
 """The root of the command tree and its one boundary for errors; imports nothing heavy."""
 
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
@@ -44,14 +45,17 @@ RESTS = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
 """How long threads of OpenMP, GNU's and LLVM's, keep a core awake for what may come next.
 
 A millisecond at most, longer than the pauses within a token. By themselves they do for 10 to 200,
-the cores of whoever computes next on this machine included.
+the cores of whoever computes next on this machine included. GNU's count rounds, whose time is known
+of one kind of processor only.
 """
 
 
 def rest_soon() -> None:
     """Set that, unless somebody did; torch reads it when it is loaded."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        for name, value in RESTS.items():
+    if "OMP_WAIT_POLICY" in os.environ:
+        return
+    for name, value in RESTS.items():
+        if name != "GOMP_SPINCOUNT" or platform.machine() in ("x86_64", "AMD64"):
             os.environ.setdefault(name, value)
 
 

@@ -7,6 +7,7 @@ that were wanted anyway.
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ MOST_TRIES = 16
 """Steps that are recorded or done both ways, at most; some prove nothing."""
 
 _DTYPES = torch.int64, torch.bfloat16  # of tokens, and of rows
+
+_lock = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -142,13 +145,14 @@ class Replay:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Let Python not look through all that it holds because a record makes many objects."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _lock:  # one record at a time, as there is one collector
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def _is_shared(caches: Sequence[SpanCache]) -> bool:

@@ -148,13 +148,16 @@ class EntryNode:
         start = self._prefixes.find(order.prompt, now)  # what is refused takes nothing
         foresight = None
         if self._speculation:
-            clock, front = asyncio.get_running_loop().time, self._ends.front
-            foresight = Foresight(self._speculation, order.prompt, clock, lambda: front.prepared)
+            clock = asyncio.get_running_loop().time
+            foresight = Foresight(self._speculation, order.prompt, clock, self._prepared)
         lane = self._outgoing.lane(session)
         generation = Generation(order, machine, self._ends, lane, now, foresight, start)
         self._sessions[session] = generation
         self._act(session, machine.open(now, start.base))
         return session, generation
+
+    def _prepared(self) -> int:
+        return sum(each.prepared for each in (self._ends.front, self._ends.head) if each)
 
     def _receive(self, message: SessionMessage) -> None:
         generation = self._sessions.get(message.session)

@@ -52,7 +52,7 @@ _SLOW_DECAY = 0.95  # the same of what a ring learnt, from texts of many kinds
 _SLOPE = 0.02  # of the time of one row, per further row, until it is measured
 _STEEP = 1.0  # the same where rows are computed one by one
 _MEMORY = 0.2  # of a new time in the mean
-_FRESH = 64  # steps until what others of so many rows took is forgotten
+_FRESH = 256  # steps until what others of so many rows took is forgotten
 _JUMP = 2.0  # a time is counted as at most so many times the mean: others use the machine too
 _REST = 64  # tokens without a guess until one is tried, small
 _TRIAL = 2
@@ -114,7 +114,9 @@ class StepTimes:
         self._steps += 1
         self._noted[rows] = self._steps
         means = self._means | {rows: _blend(self._means.get(rows), seconds)}
-        self._means = {at: means[at] for at in means if self._steps - self._noted[at] < _FRESH}
+        least, oldest = min(means), self._steps - _FRESH
+        # The fewest are not forgotten: where they seem too fast they are tried, see `of`.
+        self._means = {at: means[at] for at in means if at == least or self._noted[at] > oldest}
         if self._first:
             self._first += _DRIFT * (1 - self._first)
         if self._pulse:
@@ -162,7 +164,7 @@ class StepTimes:
 
 
 def _blend(mean: float | None, value: float) -> float:
-    if mean is None:
+    if not mean:
         return value
     counted = min(max(value, mean / _JUMP), mean * _JUMP)
     return mean + _MEMORY * (counted - mean)
@@ -251,6 +253,8 @@ class Lookahead:
         best = alone[0]
         if share >= _LEAST:
             best = max(alone, key=lambda window: self._gain(share, window))
+        else:
+            many = []
         self._vain = 0 if best.guesses else self._vain + 1
         if best.guesses == 0 and self._rested >= _REST:
             best = max(

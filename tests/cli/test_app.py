@@ -1,5 +1,6 @@
 import json
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -27,6 +28,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert HEAVY.isdisjoint(json.loads(told.stdout))
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="GNU's threads wait by themselves")
 def test_threads_that_wait_for_work_soon_rest() -> None:
     code = """
         import time
@@ -56,7 +58,7 @@ def test_who_says_how_threads_wait_is_heeded(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["GOMP_SPINCOUNT"] == "7"
     assert os.environ["KMP_BLOCKTIME"] == RESTS["KMP_BLOCKTIME"]
 
-    monkeypatch.delenv("KMP_BLOCKTIME")
+    del os.environ["KMP_BLOCKTIME"]  # which nobody puts back
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     rest_soon()
     assert "KMP_BLOCKTIME" not in os.environ

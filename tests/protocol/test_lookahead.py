@@ -86,12 +86,16 @@ def test_wrong_guesses_end_though_they_seem_to_cost_nothing() -> None:
 def test_what_was_noted_long_ago_is_forgotten() -> None:
     table = times(r1=0.25, r5=0.26, r9=0.9)
 
-    for _ in range(63):
-        table.note(1, 0.25)
+    for _ in range(127):
+        table.note(5, 0.26)
+        table.note(3, 0.255)
+    assert table.of(9) == 0.9
+    for _ in range(2):
         table.note(5, 0.26)
 
     assert table.of(9) < 0.28
     assert table.of(5) == 0.26
+    assert table.of(1) == 0.25
 
 
 def test_good_guesses_in_a_slow_ring_are_many() -> None:

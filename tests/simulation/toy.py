@@ -75,6 +75,7 @@ class ToyRunner:
     """Layers of the model, with or without its ends."""
 
     is_steady = True
+    prepared = 0
 
     def __init__(self, span: Span, *, embed: bool = False, head: bool = False) -> None:
         self.span = span
