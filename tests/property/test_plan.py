@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, UserError
 from meshllm.names import NodeId
 from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Shape, Terms
 from meshllm.protocol.policies import SLACK, WORTH, make_plan
@@ -109,7 +109,7 @@ def test_auto_is_the_fastest_ring_a_little_slower_for_a_faster_slowest_stage(
         case = replace(case, terms=replace(case.terms, members=min(2, len(case.offers))))
     try:
         fastest, auto = case.plan(Policy.FASTEST), case.plan(Policy.AUTO)
-    except ModelError:
+    except (ModelError, UserError):  # no room, or too few members for a client
         return
 
     before, after = measured(case, Policy.FASTEST), measured(case, Policy.AUTO)
