@@ -5,8 +5,8 @@ Theory of operation
 One row waits for the weights to come from memory; of many rows only some have room for their sums
 in the processor's registers, so each block of weights is passed over several times. Only the first
 pass over it would wait for memory, and memory would wait for all others. So every pass asks for its
-share of what is passed over next: the weights come evenly, behind the sums, and a few rows take
-hardly longer than one.
+share of what is passed over next, and the weights come evenly, behind the sums. A single pass asks
+for what lies a little ahead of itself.
 """
 
 from typing import NamedTuple
