@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
 from meshllm.model.device import CPU
 from meshllm.model.loader import load
@@ -70,6 +71,7 @@ class Shard:
         quant: Quant = Quant.NONE,
         cache: Path | None = None,
         device: torch.device = CPU,
+        outputs: range | None = None,
     ) -> Self:
         """Load a part of a model, reading only its tensors.
 
@@ -78,7 +80,8 @@ class Shard:
         too, as tied embeddings, are taken from it. ``attention`` is a name of transformers, as
         ``sdpa`` (None: its default). With ``quant`` the matrices are quantised instead, and what
         was packed is kept in the folder ``cache`` for the next start. Both are for the
-        CPU: to another ``device`` each tensor is copied from its file as it is.
+        CPU: to another ``device`` each tensor is copied from its file as it is. A head gives the
+        logits of its ``outputs`` only (None: all).
 
         Raises:
             ModelError: the span is not in the model, weights are missing or damaged, or this
@@ -89,9 +92,12 @@ class Shard:
         skeleton = build(source.config, dtype, attention)
         strip(skeleton, part)
         load(skeleton, source.folder, dtype, share.model if share else None, device)
+        names = _cut(skeleton.model, outputs) if outputs is not None else []
         mapped, unused = dtype == stored_dtype(source), skeleton.foreign(part)
         if quant is not Quant.NONE:
-            digests = digest_weights(skeleton, source.folder, cache) if cache else None
+            digests = digest_weights(skeleton, source.folder, cache) if cache else {}
+            if found := [digests[name] for name in names if name in digests]:
+                digests[names[-1]] = f"{found[-1]} {outputs}"
             quantise(
                 skeleton.model, quant, skip=unused, digests=digests, cache=cache, mapped=mapped
             )
@@ -176,6 +182,31 @@ class Shard:
         if args:
             return (self._entering, *args[1:]), kwargs
         return args, kwargs | {key(kwargs): self._entering}
+
+
+def _cut(model: Any, outputs: range) -> list[str]:
+    """Leave a part of the head, a view of it; what it is tied to stays whole.
+
+    Returns the names of the matrix that it is a part of, that of the head last.
+
+    Raises:
+        ModelError: the head is no plain linear module.
+    """
+    whole, here = model.get_output_embeddings(), slice(outputs.start, outputs.stop)
+    if type(whole) is not nn.Linear:
+        raise ModelError(f"A `{type(whole).__name__}` cannot be divided")
+    matrices = [
+        (name, matrix is whole.weight)
+        for name, matrix in model.named_parameters(remove_duplicate=False)
+    ]
+    own = next(f"{name}.weight" for name, module in model.named_modules() if module is whole)
+    bias = whole.bias is not None
+    part = nn.Linear(whole.in_features, len(outputs), bias, device="meta", dtype=whole.weight.dtype)
+    part.weight = nn.Parameter(whole.weight.detach()[here], requires_grad=False)
+    if bias:
+        part.bias = nn.Parameter(whole.bias.detach()[here], requires_grad=False)
+    model.set_output_embeddings(part)
+    return [*(name for name, is_it in matrices if is_it and name != own), own]
 
 
 def _open_gates(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:
