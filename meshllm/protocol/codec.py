@@ -27,6 +27,7 @@ from meshllm.protocol.messages import (
     Flags,
     Gap,
     Hello,
+    Logits,
     Message,
     Resume,
     Spent,
@@ -49,6 +50,7 @@ class _Kind(IntEnum):
     CLOSE = 6
     FAULT = 7
     RESUME = 8
+    LOGITS = 9
 
 
 _LAYOUTS = {  # each begins with version and kind, and goes on with the fields of its message
@@ -60,9 +62,10 @@ _LAYOUTS = {  # each begins with version and kind, and goes on with the fields o
     _Kind.CLOSE: Struct("<BB 16s I I"),  # and tallies
     _Kind.FAULT: Struct("<BB 16s I B B"),  # and a text
     _Kind.RESUME: Struct("<BB 16s I 16s I B"),
+    _Kind.LOGITS: Struct("<BB 16s I I I"),  # and a blob
 }
 _TALLY = Struct("<Q Q Q I Q I")
-_OPEN_ENDED = {_Kind.DATA, _Kind.CLOSE, _Kind.FAULT}
+_OPEN_ENDED = {_Kind.DATA, _Kind.CLOSE, _Kind.FAULT, _Kind.LOGITS}
 
 _ALL_FLAGS = sum(Flags)
 _DATA_BYTES = _LAYOUTS[_Kind.DATA].size
@@ -74,6 +77,8 @@ def encode(message: Message) -> list[Buffer]:
     match message:
         case Data():
             return _pack_data(message)
+        case Logits(session, epoch, gen, pos, blob):
+            return _pack_blob(_pack(_Kind.LOGITS, session, epoch, gen, pos), blob)
         case Close(session, epoch, keep, tallies):
             return [_pack(_Kind.CLOSE, session, epoch, keep) + b"".join(map(_pack_tally, tallies))]
         case Fault(session, epoch, code, rank, text):
@@ -127,6 +132,10 @@ def _build(kind: _Kind, fields: list[Any], rest: memoryview) -> Message:
             return Beat(*fields)
         case _Kind.DATA:
             return _data(fields, rest)
+        case _Kind.LOGITS:
+            session, epoch, gen, pos = fields
+            _bounded("pos", pos, 0, MAX_POSITION - 1)
+            return Logits(SessionId(session), epoch, gen, pos, _blob(rest))
         case _Kind.FAULT:
             return _fault(fields, rest)
         case _:
@@ -207,8 +216,10 @@ def _pack(kind: _Kind, *fields: bytes | int) -> bytes:
 
 def _pack_data(data: Data) -> list[Buffer]:
     head = _pack(_Kind.DATA, data.session, data.epoch, data.gen, data.pos, data.rows, data.flags)
-    if (blob := data.blob) is None:
-        return [head]
+    return [head] if data.blob is None else _pack_blob(head, data.blob)
+
+
+def _pack_blob(head: bytes, blob: Blob) -> list[Buffer]:
     return [head + pack_header(blob.dtype, blob.shape) + blob.digest, blob.payload]
 
 

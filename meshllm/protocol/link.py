@@ -23,21 +23,11 @@ gets one `BEAT` more.
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import get_args
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
-from meshllm.protocol.messages import (
-    Beat,
-    Cancel,
-    Close,
-    Data,
-    Fault,
-    Gap,
-    Hello,
-    Message,
-    Resume,
-    SessionMessage,
-)
+from meshllm.protocol.messages import Beat, Hello, Message, SessionMessage
 
 BEAT = 0.5  # s; six chances to be heard before SILENCE
 MEASURE = 5.0  # s; ten beats: a path that moves from relay to direct shows within seconds
@@ -55,7 +45,7 @@ class State(Enum):
 
 _NEXT: dict[State, dict[type[Message], State]] = {
     State.DIALING: {Hello: State.OPEN},
-    State.OPEN: dict.fromkeys((Beat, Data, Resume, Gap, Cancel, Close, Fault), State.OPEN),
+    State.OPEN: dict.fromkeys((Beat, *get_args(SessionMessage)), State.OPEN),
 }
 
 

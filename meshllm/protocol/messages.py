@@ -64,6 +64,8 @@ class Flags(IntFlag):
     """The rows are a chunk of the prompt."""
     NEED_ROW = auto()
     """Rows are to come back: the last one of a chunk, each of a decode step; else none does."""
+    HELP = auto()
+    """The last rank may send its part of the logits, too, behind the rows of a decode step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,21 @@ class Data:
     blob: Blob | None
     """``[1, rows, D]`` from rank to rank; what comes back to the entry is ``[1, 1, D]`` for a chunk
     with NEED_ROW, None for one without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """The last rank's part of the logits of a step at ``pos``, right behind its rows.
+
+    Nothing is owed: an entry that has to wait too long computes them itself.
+    """
+
+    session: SessionId
+    epoch: int
+    gen: int
+    pos: int
+    blob: Blob
+    """``[rows, blocks, outputs of a block]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +244,7 @@ class Fault:
     text: str
 
 
-SessionMessage = Data | Resume | Gap | Cancel | Close | Fault
+SessionMessage = Data | Logits | Resume | Gap | Cancel | Close | Fault
 """What goes from rank to rank, round the ring."""
 
 Message = Hello | Beat | SessionMessage
@@ -241,5 +258,5 @@ class Forward:
 
     @property
     def control(self) -> bool:
-        """Whether it may overtake waiting Data; everything that is no Data may."""
-        return not isinstance(self.message, Data)
+        """Whether it may overtake waiting Data; everything without rows may."""
+        return not isinstance(self.message, Data | Logits)

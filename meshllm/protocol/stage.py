@@ -51,6 +51,7 @@ from meshllm.protocol.messages import (
     Flags,
     Forward,
     Gap,
+    Logits,
     Resume,
     SessionMessage,
     Spent,
@@ -61,6 +62,7 @@ from meshllm.protocol.shelf import Shelf
 MAX_PENDING = 16  # Data of one session that wait; an entry never has more in flight
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
+_ASKS = Flags.NEED_ROW | Flags.HELP
 _NOTHING = Tally(Spent(0, 0, 0), 0, 0, 0)
 
 
@@ -81,6 +83,9 @@ class Compute:
     """``[1, rows, D]``."""
     is_step: bool
     """Rows of a decode step: each is to be computed as if it were alone."""
+    helps: int | None = None
+    """Generation of a step behind whose row this rank's part of the logits may follow, where it
+    has one: tell ``helped``, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class Stage:
         """Round trip to the next rank, for the tallies; the driver keeps it current."""
         self._rank = rank
         self._is_last = rank == ring - 1
-        self._epoch = epoch
+        self.epoch = epoch
         self._max_sessions = max_sessions
         self._idle_s = idle_s
         self._shelf = shelf or Shelf(0)
@@ -160,7 +165,7 @@ class Stage:
         Raises:
             PeerFault: the message breaks the rules; no session was changed.
         """
-        if message.epoch < self._epoch:
+        if message.epoch < self.epoch:
             return []
         match message:
             case Data():
@@ -173,8 +178,8 @@ class Stage:
                 if session in self._sessions:
                     self._sessions[session].raise_gen(gen)
                 return [Forward(message)]
-            case Gap() | Fault():
-                return [Forward(message)]
+            case Gap() | Fault() | Logits():
+                return [_onward(message)]
             case _:
                 assert_never(message)
 
@@ -209,6 +214,11 @@ class Stage:
             return []
         return [*self._end(session), self._fault(state.running, code, text)]
 
+    def helped(self, logits: Logits) -> list[Action]:
+        """Take this rank's part of the logits of a step; what nobody waits for goes no further."""
+        state = self._sessions.get(logits.session)
+        return [Forward(logits)] if state and state.gen <= logits.gen else []
+
     @property
     def deadline(self) -> float | None:
         """When the next idle session is freed; None while every session computes."""
@@ -234,8 +244,8 @@ class Stage:
         session, blob = data.session, data.blob
         if session in self._closed:
             return []
-        if data.epoch > self._epoch:
-            text = f"Rank {self._rank} is at epoch {self._epoch}, not {data.epoch}"
+        if data.epoch > self.epoch:
+            text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
         if blob is None or len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
             shape = blob and list(blob.shape)
@@ -256,12 +266,13 @@ class Stage:
             self._keep(data),
             blob,
             is_step=not data.flags & Flags.PREFILL,
+            helps=data.gen if self._is_last and data.rows == 1 and data.flags == _ASKS else None,
         )
         return self._queue(self._sessions[session], data, compute)
 
     def _resume(self, resume: Resume, now: float) -> list[Action]:
         session, base, length = resume.session, resume.base, resume.length
-        if resume.epoch != self._epoch or session in self._closed or session in self._sessions:
+        if resume.epoch != self.epoch or session in self._closed or session in self._sessions:
             return []
         if len(self._sessions) >= self._max_sessions:
             return []
@@ -317,6 +328,12 @@ class Stage:
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:
         return Forward(Fault(data.session, data.epoch, code, self._rank, text))
+
+
+def _onward(message: Gap | Fault | Logits) -> Forward:
+    if isinstance(message, Logits):
+        raise PeerFault("Logits from a rank that is not the last")
+    return Forward(message)
 
 
 def _gap(data: Data, kv_len: int) -> Forward:

@@ -20,6 +20,7 @@ from meshllm.protocol.messages import (
     Flags,
     Gap,
     Hello,
+    Logits,
     Message,
     Resume,
     SessionMessage,
@@ -71,6 +72,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     data(),
     st.builds(Gap, sessions, u32, u32, st.integers(0, MAX_POSITION)),
     st.builds(Cancel, sessions, u32, u32),
+    st.builds(Logits, sessions, u32, u32, st.integers(0, MAX_POSITION - 1), blobs()),
     st.builds(Resume, sessions, u32, sessions, st.integers(1, MAX_POSITION), st.booleans()),
     closes,
     faults,
@@ -99,6 +101,7 @@ few_messages: st.SearchStrategy[SessionMessage] = st.one_of(
     rows_of_few(),
     st.builds(Gap, few_sessions, few_epochs, few_gens, st.integers(0, 6)),
     st.builds(Cancel, few_sessions, few_epochs, few_gens),
+    st.builds(Logits, few_sessions, few_epochs, few_gens, st.integers(0, 6), blobs()),
     st.builds(Resume, few_sessions, few_epochs, few_sessions, st.integers(1, 9), st.booleans()),
     st.builds(
         Close, few_sessions, few_epochs, st.integers(0, 9), st.lists(tallies, max_size=2).map(tuple)

@@ -18,6 +18,7 @@ from meshllm.protocol.messages import (
     Flags,
     Gap,
     Hello,
+    Logits,
     Message,
     Resume,
     Spent,
@@ -40,6 +41,7 @@ MESSAGES: list[Message] = [
     Close(SESSION, 3, 17, (TALLY, TALLY)),
     Resume(SESSION, 3, BASE, 40, whole=True),
     Resume(SESSION, 3, BASE, 1, whole=False),
+    Logits(SESSION, 3, 1, 7, BLOB),
     FAULT,
 ]
 NAMES = [
@@ -53,6 +55,7 @@ NAMES = [
     "closed",
     "resume",
     "branch",
+    "logits",
     "fault",
 ]
 
@@ -112,6 +115,7 @@ def test_another_version_is_refused_with_a_way_out() -> None:
         (Data(SESSION, 0, 0, MAX_POSITION, 1, Flags(0), None), "pos"),
         (Data(SESSION, 0, 0, 0, 1, Flags(128), None), "128 flags"),
         (Gap(SESSION, 0, 0, MAX_POSITION + 1), "kv_len"),
+        (Logits(SESSION, 0, 0, MAX_POSITION, BLOB), "pos"),
         (Resume(SESSION, 0, BASE, 0, whole=True), "0 length"),
         (Resume(SESSION, 0, BASE, MAX_POSITION + 1, whole=True), "length"),
         (Close(SESSION, 0, MAX_POSITION + 1), "keep"),
@@ -131,6 +135,7 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
         (b"\x01\x63", "unknown kind 99"),
         (b"\x01\x01abc", "Hello of 5 bytes"),
         (packed(DATA)[:40], "header takes"),
+        (packed(Logits(SESSION, 3, 1, 7, BLOB))[:30], "Blob of 0 bytes"),
         (packed(DATA)[:-2], "is 16 bytes, not 14"),
         (packed(FAULT)[:24] + b"\xff", "no UTF-8"),
         (packed(FAULT)[:22] + b"\x63\x00", "unknown code 99"),

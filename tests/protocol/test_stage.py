@@ -19,6 +19,7 @@ from meshllm.protocol.messages import (
     Flags,
     Forward,
     Gap,
+    Logits,
     Resume,
     SessionMessage,
     Spent,
@@ -73,6 +74,54 @@ def test_what_was_computed_goes_on_under_the_same_header() -> None:
 
     assert actions == [Forward(replace(data(4), blob=out))]
     assert not Forward(data(4)).control
+
+
+ASKS = Flags.NEED_ROW | Flags.HELP
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "helps"),
+    [
+        (2, ASKS, 7),
+        (1, ASKS, None),
+        (2, Flags.NEED_ROW, None),
+        (2, Flags.HELP, None),
+        (2, ASKS | Flags.PREFILL, None),
+    ],
+    ids=["asked", "not the last rank", "not asked", "for no row", "for a prompt"],
+)
+def test_the_last_rank_helps_with_a_step_where_it_is_asked(
+    rank: int, flags: Flags, helps: int | None
+) -> None:
+    stage = Stage(rank, 3, epoch=EPOCH)
+
+    (action,) = stage.receive(data(0, gen=7, flags=flags), 0.0)
+
+    assert isinstance(action, Compute)
+    assert action.helps == helps
+    assert stage.epoch == EPOCH
+
+
+def test_logits_of_a_step_go_to_the_entry_while_somebody_waits_for_them() -> None:
+    stage, logits = filled(4), Logits(ONE, EPOCH, 1, 4, blob(1))
+
+    assert stage.helped(logits) == [Forward(logits)]
+    assert not Forward(logits).control
+    stage.receive(Cancel(ONE, EPOCH, 2), 1.0)
+    assert stage.helped(logits) == []
+    assert middle().helped(logits) == []
+
+
+def test_logits_for_another_rank_than_the_entry_break_the_rules() -> None:
+    with pytest.raises(PeerFault, match="not the last"):
+        filled(4).receive(Logits(ONE, EPOCH, 0, 4, blob(1)), 1.0)
+
+
+def test_nobody_helps_with_several_rows() -> None:
+    (action,) = Stage(2, 3, epoch=EPOCH).receive(data(0, rows=2, flags=ASKS), 0.0)
+
+    assert isinstance(action, Compute)
+    assert action.helps is None
 
 
 def test_a_write_below_the_end_crops() -> None:
