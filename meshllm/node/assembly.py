@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from blake3 import blake3
 from meshllm.errors import UserError
 from meshllm.model.capacity import ModelShape, free_memory
 from meshllm.model.device import CPU, free_bytes
+from meshllm.model.head import Parts
 from meshllm.model.runner import Runner
 from meshllm.names import NodeId, Span
 from meshllm.node.entry import EntryNode, Seat
@@ -38,6 +40,8 @@ class Shards:
 
     ends: HeldEnds
     behind: tuple[Runner, ...]
+    help: Runner | None = None
+    """The last rank's part of the head, where the entry may ask for it."""
 
 
 def local_plan(model: ModelShape, nodes: int, ends: Ends, device: torch.device = CPU) -> Plan:
@@ -76,15 +80,27 @@ def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
     )
 
 
-def load(plan: Plan, run: Callable[..., Runner], context: int) -> Shards:
-    """Load what every rank of a plan holds; ``run`` loads a span, as `Shard.load` does."""
+def load(
+    plan: Plan, run: Callable[..., Runner], context: int, parts: Parts | None = None
+) -> Shards:
+    """Load what every rank of a plan holds; ``run`` loads a span, as `Shard.load` does.
+
+    The last rank helps with a head that is in two ``parts``.
+    """
     first, *others = plan.stages
     alone = not others
     front = run(first.span, embed=True, head=alone)
     end = Span(plan.layers, plan.layers)
-    head = None if alone else run(end, embed=False, head=True, share=front.shard)
+    if alone:
+        return Shards(HeldEnds(front, None, context), ())
+    theirs, ours = parts or (None, None)
+    tail = partial(run, end, embed=False, head=True, share=front.shard)
     behind = tuple(run(stage.span, embed=False, head=False) for stage in others)
-    return Shards(HeldEnds(front, head, context), behind)
+    if theirs is None:
+        return Shards(HeldEnds(front, tail(), context), behind)
+    ends = HeldEnds(front, tail(outputs=ours), context, helped=tail(outputs=theirs))
+    # Once more: two threads may not run the same one, and processes would have one each.
+    return Shards(ends, behind, help=tail(outputs=theirs))
 
 
 async def connect(plan: Plan, transport: Transport, stack: AsyncExitStack) -> list[Neighbours]:
@@ -131,6 +147,7 @@ def seat(
             workers[rank],
             neighbours[rank],
             place.wire,
+            shards.help if rank == ring - 1 else None,
         )
         for rank, runner in enumerate(shards.behind, start=1)
     ]

@@ -11,6 +11,7 @@ of a hop.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import zip_longest
 from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -23,6 +24,10 @@ Run = Callable[[Sequence[Job]], Iterator[Sequence[Any]]]
 """Does jobs; yields what became of each, a value or an exception, once for each phase."""
 Tell = Callable[[Any], None]
 """Hears of a value or an exception, on the event loop."""
+
+
+def _nobody(_: Any) -> None:
+    """Hear of a phase that a job does not have, and another one of the turn does."""
 
 
 class Batch(Generic[Job]):
@@ -53,7 +58,10 @@ class Batch(Generic[Job]):
             await self._worker.run(int)  # behind it
 
     def submit(self, job: Job, *tells: Tell) -> None:
-        """Add a job to the next turn; each of ``tells`` hears what became of one phase of it."""
+        """Add a job to the next turn; each of ``tells`` hears what became of one phase of it.
+
+        There are as many phases as any job of the turn has tells.
+        """
         if self._is_left:
             return
         with self._lock:
@@ -77,7 +85,7 @@ class Batch(Generic[Job]):
         """Do all that waits; runs on the compute thread."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        phases = list(zip(*(tells for _, tells in waiting), strict=True))
+        phases = list(zip_longest(*(tells for _, tells in waiting), fillvalue=_nobody))
         told = 0
         try:
             for tells, results in zip(phases, self._run([job for job, _ in waiting]), strict=True):

@@ -1,7 +1,10 @@
 """The model of one node: what it holds for the plan in force; knows no links and no requests."""
 
+import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,16 +12,18 @@ from meshllm.errors import ModelError
 from meshllm.model.cache import slack_of
 from meshllm.model.capacity import ModelShape, room_for, shape_of
 from meshllm.model.check import check
-from meshllm.model.device import choose
+from meshllm.model.device import CPU, choose
 from meshllm.model.draft import Drafting, SuffixDrafting
 from meshllm.model.draft_model import Draft, ModelDrafting, find_draft
+from meshllm.model.head import Parts, find_parts, parts_of
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
-from meshllm.model.speed import prefix_budget
+from meshllm.model.speed import memory_budget, prefix_budget
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
 from meshllm.names import NodeId, Quant, Span, WireMode
+from meshllm.node.assembly import CONTEXT
 from meshllm.node.outgoing import settle
 from meshllm.node.session import Ends as HeldEnds
 from meshllm.node.worker import Worker
@@ -30,8 +35,11 @@ from meshllm.protocol.plan import Ends, Plan
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
+logger = logging.getLogger(__name__)
+
 _HEADER_BYTES = 256  # more than a message has beside its rows, sealed
 _WIDEST = 4  # bytes of an element on the wire
+_HELP_SHARE = 0.25  # of what is free beside the layers, at most, for a part of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ class Held:
     """On every other rank."""
     draft: ModelDrafting | None = None
     """On the entry, where a model guesses."""
+    help: Runner | None = None
+    """On the last rank: its part of the head, where the entry may ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,8 @@ class Decoding:
     """For what finished sessions leave; None is a share of what is free."""
     device: str = "cpu"
     """Where layers are computed, as `model.device.choose` reads it."""
+    memory_bytes: int | None = None
+    """For weights and states; None is what is free."""
 
 
 class Engine:
@@ -91,6 +103,7 @@ class Engine:
         self.slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
         """How many tokens caches can go back; None is any number."""
         self._exact, self._prefix_bytes = decoding.exact, decoding.prefix_bytes
+        self._memory_bytes = decoding.memory_bytes
         self._steps = STEPS if verdict.croppable and not decoding.exact else ()
         guesses = self._steps and decoding.speculation
         self.drafting: Drafting | None = SuffixDrafting() if guesses else None
@@ -100,6 +113,7 @@ class Engine:
         self._cache = decoding.cache
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: Held | None = None
+        self._tried: list[Parts | None] | None = None  # how the head is divided, once it is known
         self._text: Text | None = None
 
     @classmethod
@@ -162,11 +176,13 @@ class Engine:
             raise ModelError("A mesh keeps the ends on the entry")
         span, alone = plan.stages[rank].span, len(plan.stages) == 1
         held = self._held
-        if held and held.span == span and self._fits(held, rank, alone):
-            return held
-        self._held = held = None
-        self._held = await self.worker.run(self._load, span, rank == 0, alone)
-        return self._held
+        if not (held and held.span == span and self._fits(held, rank, alone)):
+            self._held = held = None
+            self._held = held = await self.worker.run(self._load, span, rank == 0, alone)
+        if 0 < rank == len(plan.stages) - 1 and held.help is None:
+            part = await self.worker.run(self._help_beside, span)
+            self._held = held = replace(held, help=part) if part else held
+        return held
 
     def room(self, span: Span) -> int:
         """Count the tokens of finished sessions for which there is room beside a span."""
@@ -196,22 +212,53 @@ class Engine:
         front = self._run(span, embed=True, head=alone)
         if alone:
             return Held(span, HeldEnds(front, None, self.context), None, draft)
-        end = Span(self.shape.layers, self.shape.layers)
-        head = self._run(end, head=True, share=front.shard)
-        return Held(span, HeldEnds(front, head, self.context), None, draft)
+        theirs, ours = self._parts() or (None, None)
+        run = partial(self._run, self._end, head=True, share=front.shard)
+        head, helped = run(outputs=ours), run(outputs=theirs) if theirs else None
+        return Held(span, HeldEnds(front, head, self.context, helped), None, draft)
 
-    def _run(
-        self, span: Span, *, embed: bool = False, head: bool = False, share: Shard | None = None
-    ) -> Runner:
+    def _help_beside(self, span: Span) -> Runner | None:
+        try:
+            return self._load_help(span)
+        except Exception as error:  # it only helps; whatever is wrong, the layers can be served
+            logger.info("no part of the head beside layers %s: %s", span, error)
+            return None
+
+    def _load_help(self, span: Span) -> Runner | None:
+        """Load the last rank's part of the head, where there is one, and room for it."""
+        shape, here = self.shape, slice(span.start, span.stop)
+        if not (parts := parts_of(shape.vocab_size, shape.hidden_size)):
+            return None
+        size = len(parts[0]) * shape.hidden_size * shape.itemsize
+        room = memory_budget(share=_HELP_SHARE)
+        if self._memory_bytes is not None:
+            states = sum(shape.kv_bytes_per_token[here]) * min(self.context, CONTEXT)
+            room = min(room, self._memory_bytes - sum(shape.layer_bytes[here]) - states)
+        if size > room or not self._parts():
+            return None
+        return self._run(self._end, head=True, outputs=parts[0])
+
+    def _parts(self) -> Parts | None:
+        """Say how the head is divided; the same on every node that does not leave it whole."""
+        if self._tried is None:
+            is_fit = self._steps and self.device == CPU
+            self._tried = [find_parts(self.source, self.shape) if is_fit else None]
+        return self._tried[0]
+
+    @property
+    def _end(self) -> Span:
+        return Span(self.shape.layers, self.shape.layers)
+
+    def _run(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
         shard = Shard.load(
             self.source,
             span,
             embed=embed,
             head=head,
             dtype=self._dtype,
-            share=share,
             quant=self.quant,
             cache=self._cache,
             device=self.device,
+            **more,
         )
         return Runner(shard, self._steps)

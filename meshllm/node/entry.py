@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
@@ -13,6 +13,7 @@ from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch, value_of
 from meshllm.node.foresight import Foresight, Speculation
+from meshllm.node.helper import Helper, Wish
 from meshllm.node.outgoing import Outgoing
 from meshllm.node.peers import Neighbours
 from meshllm.node.prefixes import MIN_SHARED, Missed, Prefixes
@@ -24,7 +25,7 @@ from meshllm.node.worker import Worker
 from meshllm.protocol.codec import size
 from meshllm.protocol.entry import Entry
 from meshllm.protocol.lookahead import MAX_DEPTH, StepTimes
-from meshllm.protocol.messages import Blob, Data, Flags, Forward, SessionMessage, Tally
+from meshllm.protocol.messages import Blob, Data, Flags, Forward, Logits, SessionMessage, Tally
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import shelf_for
 from meshllm.protocol.task import Action, Closed, Embed, Pick, Task
@@ -76,7 +77,10 @@ class EntryNode:
                 seat.drafting, times, draft=seat.draft, depth=seat.depth
             )
         self._jobs = asyncio.TaskGroup()
-        self._turns = Batch(worker, partial(take_turns, ends), self._jobs)
+        self._helper: Helper | None = None
+        if ends.head and ends.helped:
+            self._helper = Helper(ends.helped, ends.head)
+        self._turns = Batch(worker, partial(take_turns, ends, self._helper), self._jobs)
         self._outgoing = Outgoing(seat.wire, neighbours)
         shelf = shelf_for(seat.room, seat.slack)
         self._prefixes = Prefixes(shelf, seat.slack, ends.front.new_cache)
@@ -157,11 +161,15 @@ class EntryNode:
         return session, generation
 
     def _prepared(self) -> int:
-        return sum(each.prepared for each in (self._ends.front, self._ends.head) if each)
+        return sum(each.prepared for each in self._ends.runners)
 
     def _receive(self, message: SessionMessage) -> None:
         generation = self._sessions.get(message.session)
         if generation is None:
+            return
+        if isinstance(message, Logits):
+            if message.epoch == self._seat.epoch and generation.wish:
+                generation.wish.hear(message)
             return
         if isinstance(message, Data):
             generation.gauge.returned(self._now(), message.pos + message.rows)
@@ -190,6 +198,9 @@ class EntryNode:
         message = action.message
         if isinstance(message, Data) and not message.flags & Flags.PREFILL:
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
+            if message.rows == 1 and self.sessions == 1 and self._helper and self._helper.asks():
+                generation.wish = Wish(message.gen, message.pos)
+                action = Forward(replace(message, flags=message.flags | Flags.HELP))
         self._neighbours.forward(action)
 
     def _close(self, session: SessionId, tallies: tuple[Tally, ...]) -> None:
@@ -221,7 +232,7 @@ class EntryNode:
         is_lone = self._neighbours is not None and self.sessions == 1
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
-        turn = Turn(generation, job, Stopwatch(), Stopwatch())
+        turn = Turn(generation, job, Stopwatch(), Stopwatch(), generation.wish_for(job))
         ahead = generation.ahead = Ahead(turn.watch_ahead)
         picked = partial(self._picked, session, generation, turn)
         self._turns.submit(turn, picked, ahead.hear)

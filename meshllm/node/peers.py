@@ -39,6 +39,11 @@ class Peer:
         """Rate of the way to the neighbour; None where the transport does not know it."""
         return self._link.statistics.bytes_per_s
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows wait to be sent."""
+        return bool(self._data)
+
     def post(self, action: Forward) -> None:
         """Send a message, or queue it; the session machines bound how many there can be.
 
@@ -168,6 +173,11 @@ class Neighbours:
     def bytes_per_s(self) -> float | None:
         """Rate of the way to the rank after; None where the transport does not know it."""
         return self._after.bytes_per_s
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows wait for the rank after to take them."""
+        return self._after.is_waiting
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
         """Carry until one of them is gone, close both links, and return why."""

@@ -88,6 +88,7 @@ class Preparation:
             draft=draft,
             prefix_bytes=options.prefix_bytes,
             device=options.device,
+            memory_bytes=options.memory_bytes,
         )
         return await Engine.open(source, self.worker, dtype, decoding)
 

@@ -16,9 +16,10 @@ import torch
 from meshllm.model.cache import slack_of
 from meshllm.model.capacity import ModelShape, room_for, shape_of
 from meshllm.model.check import check
-from meshllm.model.device import choose
+from meshllm.model.device import CPU, choose
 from meshllm.model.draft import Drafting, SuffixDrafting
 from meshllm.model.draft_model import ModelDrafting, find_draft
+from meshllm.model.head import find_parts
 from meshllm.model.loader import list_weights
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
@@ -155,7 +156,7 @@ async def open_ring(
         elif options.chunk is not None or options.exact:
             pace = _always(min(options.chunk or most, most), ring)
         steps = STEPS if verdict.croppable and not options.exact else ()
-        shards = await worker.run(_load, source, plan, options, context, steps)
+        shards = await worker.run(_load, source, shape, plan, options, context, steps)
         neighbours = []
         if ring > 1:
             transport = transport or Registry.discover().load(options.transport)
@@ -209,7 +210,12 @@ def _load_draft(source: Source, options: RingOptions) -> ModelDrafting | None:
 
 
 def _load(
-    source: Source, plan: Plan, options: RingOptions, context: int, steps: Sequence[int]
+    source: Source,
+    shape: ModelShape,
+    plan: Plan,
+    options: RingOptions,
+    context: int,
+    steps: Sequence[int],
 ) -> Shards:
     """Load what every rank holds; runs on the compute thread."""
 
@@ -225,4 +231,7 @@ def _load(
         )
         return Runner(shard, steps)
 
-    return load(plan, run, context)
+    is_apart = options.own_threads and torch.device(options.device) == CPU
+    is_apart = is_apart and options.ends is Ends.ENTRY  # a client shows nobody a token
+    parts = find_parts(source, shape) if is_apart and steps and len(plan.stages) > 1 else None
+    return load(plan, run, context, parts)

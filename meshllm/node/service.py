@@ -255,7 +255,9 @@ class Service:
                 raise PeerFault(f"Rank {rank} of a ring of {ring} holds nothing")
             shelf = shelf_for(engine.room(held.span), engine.slack)
             machine = Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS, shelf=shelf)
-            node = StageNode(machine, held.runner, engine.worker, neighbours, engine.wire)
+            node = StageNode(
+                machine, held.runner, engine.worker, neighbours, engine.wire, held.help
+            )
         try:
             running = asyncio.ensure_future(node.run())
             await asyncio.sleep(0)  # after its first step it takes work

@@ -15,10 +15,12 @@ from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
 from meshllm.node.foresight import Foresight, Steps
 from meshllm.node.gauge import Gauge, Measured
+from meshllm.node.helper import Wish
 from meshllm.node.outgoing import Lane
 from meshllm.node.prefixes import Missed, Start, go_back
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import error_of, opened
+from meshllm.protocol.blob import SessionKey
 from meshllm.protocol.entry import Entry
 from meshllm.protocol.messages import Blob
 from meshllm.protocol.task import Done, Embed, Emit, Failed, Pick, Progress
@@ -66,6 +68,24 @@ class Ends:
     """The head apart from the layers; None when the front has it."""
     context: int
     """Most tokens that the model takes, prompt included."""
+    helped: Runner | None = None
+    """The tokens before those of the head, where that is a part of it: the last rank's to help."""
+
+    @property
+    def runners(self) -> list[Runner]:
+        """All that is held."""
+        return [each for each in (self.front, self.helped, self.head) if each]
+
+    def logits(self, rows: list[Tensor]) -> Sequence[Tensor]:
+        """Compute the logits [1, T, V] of rows [1, T, D]; those of a whole model are logits."""
+        if self.head is None:
+            return rows
+        nothing = [None] * len(rows)
+        logits = self.head.step_many(rows, nothing)
+        if self.helped is None:
+            return logits
+        before = self.helped.step_many(rows, nothing)
+        return [torch.cat(parts, -1) for parts in zip(before, logits, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +142,8 @@ class Generation:
         self.ahead: Ahead | None = None
         self.depth = 1
         """Steps in flight at most, from the next Pick on."""
+        self.wish: Wish | None = None
+        """What the last rank was asked for with the last step."""
         self._order = order
         self._ends = ends
         self._lane = lane
@@ -139,6 +161,11 @@ class Generation:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self._order.prompt)
+
+    def wish_for(self, job: Pick) -> Wish | None:
+        """Return what the last rank was asked for, if it is for this job."""
+        wish = self.wish
+        return wish if wish and (wish.gen, wish.pos + 1) == (job.gen, job.pos) else None
 
     def take_ahead(self, job: Embed | None) -> Ahead | None:
         """Return what runs ahead, if it is this job; forget it otherwise."""
@@ -191,6 +218,11 @@ class Generation:
         blob = self._lane.seal(output, watch.spent.compute_us, is_step=self._is_step(job))
         watch.serialised()
         return blob
+
+    @property
+    def key(self) -> SessionKey:
+        """What its blobs are sealed with."""
+        return self._lane.key
 
     def open(self, job: Pick, watch: Stopwatch) -> Tensor:
         """Return the rows [1, 1 + G, D] for the head; alone in the ring they are logits."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
 from meshllm.model.cache import SpanCache
+from meshllm.model.head import BLOCK
 from meshllm.model.runner import Runner
 from meshllm.names import SessionId, WireMode
 from meshllm.node.alarm import Alarm
@@ -19,9 +20,9 @@ from meshllm.node.outgoing import Lane, Outgoing
 from meshllm.node.peers import Neighbours
 from meshllm.node.prefixes import Missed, go_back
 from meshllm.node.stopwatch import Stopwatch
-from meshllm.node.wire import fault_code, opened
+from meshllm.node.wire import fault_code, opened, sealed
 from meshllm.node.worker import Worker
-from meshllm.protocol.messages import Blob, Forward, SessionMessage
+from meshllm.protocol.messages import Blob, Forward, Logits, SessionMessage
 from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,11 @@ class StageNode:
         worker: Worker,
         neighbours: Neighbours,
         wire: WireMode = WireMode.EXACT,
+        head: Runner | None = None,
     ) -> None:
+        """Serve; ``head`` is this rank's part of it, where it has one."""
         self._machine = machine
+        self._head = head
         self._runner = runner
         self._neighbours = neighbours
         self._outgoing = Outgoing(wire, neighbours)
@@ -86,12 +90,8 @@ class StageNode:
                     self._neighbours.forward(action)
                 case Compute():
                     self._serve(action, Stopwatch())
-                case Free(session):
-                    self._steps.alone(partial(self._free, session))
-                case Keep(session):
-                    self._steps.alone(partial(self._keep, session))
-                case Adopt():
-                    self._steps.alone(partial(self._adopt, action))
+                case Free() | Keep() | Adopt():
+                    self._steps.alone(partial(self._change, action))
                 case _:
                     assert_never(action)
         self._alarm.reset()
@@ -99,7 +99,9 @@ class StageNode:
     def _serve(self, job: Compute, watch: Stopwatch) -> None:
         served = partial(self._served, job, watch)
         if job.is_step:
-            self._steps.submit((job, watch), served)
+            self._steps.submit(
+                (job, watch), served, *([self._helped] if self._is_asked(job) else [])
+            )
         else:
             self._steps.alone(partial(self._prefill, job, watch), served)
 
@@ -113,15 +115,32 @@ class StageNode:
                 actions = self._machine.computed(job.session, blob, self._now(), watch.spent)
         self._act(actions)
 
+    def _is_asked(self, job: Compute) -> bool:
+        return self._head is not None and job.helps is not None
+
+    def _helped(self, result: Logits | Exception | None) -> None:
+        match result:
+            case Exception():  # nobody waits for it for long
+                logger.warning("no logits for the entry: %s", result)
+            case Logits() if (
+                not self._neighbours.is_waiting
+            ):  # else they would be late, and in the way
+                self._act(self._machine.helped(result))
+            case _:
+                pass
+
     # On the compute thread.
 
-    def _free(self, session: SessionId) -> None:
-        self._held.pop(session, None)
-        self._kept.pop(session, None)
-
-    def _keep(self, session: SessionId) -> None:
-        if held := self._held.pop(session, None):
-            self._kept[session] = held.cache
+    def _change(self, action: Free | Keep | Adopt) -> None:
+        match action:
+            case Free(session):
+                self._held.pop(session, None)
+                self._kept.pop(session, None)
+            case Keep(session):
+                if held := self._held.pop(session, None):
+                    self._kept[session] = held.cache
+            case Adopt():
+                self._adopt(action)
 
     def _adopt(self, job: Adopt) -> None:
         """Take or copy what was kept; the first rows find out where there is nothing."""
@@ -148,10 +167,25 @@ class StageNode:
             return [(held, output) for (held, _), output in zip(opened, outputs, strict=True)]
 
         ran = through(run, [attempt(self._opened, *step) for step in steps])
-        yield [
+        sent = [
             result if isinstance(result, Exception) else attempt(self._sealed, job, *result, watch)
             for result, (job, watch) in zip(ran, steps, strict=True)
         ]
+        yield sent
+        if any(self._is_asked(job) for job, _ in steps):
+            yield [
+                attempt(self._help, job, rows) for rows, (job, _) in zip(sent, steps, strict=True)
+            ]
+
+    def _help(self, job: Compute, sent: Blob | Exception | None) -> Logits | None:
+        """Compute this rank's part of the logits, if it was asked for, while the rows travel."""
+        if self._head is None or job.helps is None or not isinstance(sent, Blob):
+            return None
+        key = self._held[job.session].lane.key
+        rows = opened(key, sent)  # [1, T, D], as the entry will see them: they may be rounded
+        logits = self._head.step(rows, None)  # [1, T, V']
+        blob = sealed(key, logits.view(rows.shape[1], -1, BLOCK))
+        return Logits(job.session, self._machine.epoch, job.helps, job.pos, blob)
 
     def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_Held, Tensor]:
         """Return the session and its rows [1, T, D]."""

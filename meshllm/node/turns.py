@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshllm.model.cache import SpanCache
 from meshllm.node.batch import attempt, through
+from meshllm.node.helper import Helper, Wish
 from meshllm.node.session import Ends, Generation
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.protocol.task import Embed, Pick
@@ -23,15 +24,17 @@ class Turn:
     """Of the Pick."""
     watch_ahead: Stopwatch
     """Of the Embed."""
+    wish: Wish | None = None
+    """What the last rank was asked for."""
 
 
-def take_turns(ends: Ends, turns: Sequence[Turn]) -> Iterator[Sequence[Any]]:
+def take_turns(ends: Ends, helper: Helper | None, turns: Sequence[Turn]) -> Iterator[Sequence[Any]]:
     """Yield what was picked, then what was embedded; an Embed follows before anybody is told.
 
     Runs on the compute thread.
     """
     rows = [attempt(turn.generation.open, turn.job, turn.watch) for turn in turns]
-    logits = through(lambda good: _heads(ends, good), rows)  # [1, 1 + G, V] each
+    logits = through(lambda good: _heads(ends, helper, turns, good), rows)  # [1, 1 + G, V] each
     picked = [
         each
         if isinstance(each, Exception)
@@ -54,8 +57,14 @@ def take_turns(ends: Ends, turns: Sequence[Turn]) -> Iterator[Sequence[Any]]:
     ]
 
 
-def _heads(ends: Ends, rows: list[Tensor]) -> Sequence[Tensor]:
-    return ends.head.step_many(rows, [None] * len(rows)) if ends.head else rows
+def _heads(
+    ends: Ends, helper: Helper | None, turns: Sequence[Turn], rows: list[Tensor]
+) -> Sequence[Tensor]:
+    """Compute logits; several sessions do not wait for what one of them asked for."""
+    first = turns[0]
+    if helper and len(turns) == 1 and rows[0].shape[1] == 1:
+        return [helper.logits(rows[0], first.wish, first.generation.key)]
+    return ends.logits(rows)
 
 
 def _fronts(ends: Ends, steps: list[tuple[Embed, Tensor, SpanCache]]) -> list[tuple[Embed, Tensor]]:

@@ -80,6 +80,18 @@ async def test_what_waits_is_done_in_one_turn() -> None:
     assert recorder.turns == [[0, 1, 2, 3, 4], [7]]
 
 
+async def test_jobs_of_one_turn_may_have_fewer_phases_than_others() -> None:
+    async with recording() as (worker, recorder):
+        gate, short = busy(worker), asyncio.Future[int]()
+        recorder.batch.submit(1, _settling(short))
+        whole = recorder.submit(2)
+        gate.set()
+
+        assert [await future for future in (short, *whole)] == [2, 4, 8]
+
+    assert recorder.turns == [[1, 2]]
+
+
 async def test_a_job_that_fails_fails_alone() -> None:
     async with recording() as (worker, recorder):
         gate = busy(worker)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import ModelError
+from meshllm.model import head
 from meshllm.model.source import Source, resolve
 from meshllm.names import NodeId, Span
 from meshllm.node.engine import Decoding, Engine
@@ -82,6 +83,68 @@ async def test_a_span_that_loses_its_head_is_loaded_again(engine: Engine) -> Non
     assert await engine.hold(other, A) is not first
     engine.release()
     assert engine._held is None
+
+
+async def test_the_last_rank_holds_a_part_of_a_large_head(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    two, three = plan_of("0:2", "2:6"), plan_of("0:2", "2:4", "4:6")
+
+    assert (await engine.hold(plan_of("0:6"), A)).help is None
+    ends = (await engine.hold(two, A)).ends
+    middle = await engine.hold(three, B)
+    last = await engine.hold(three, C)
+
+    assert ends is not None
+    assert [each.shard.model.lm_head.out_features for each in ends.runners[1:]] == [64, 64]
+    assert middle.help is None
+    assert last.help is not None
+    assert await engine.hold(three, C) is last
+
+
+async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    before = await engine.hold(plan_of("0:2", "2:4", "4:6"), B)
+    after = await engine.hold(
+        replace(plan_of("0:2"), stages=(Stage(A, Span(0, 2)), Stage(B, Span(2, 4)))), B
+    )
+
+    assert after.runner is before.runner
+    assert (before.help, after.help is None) == (None, False)
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["enough", "a byte too few"])
+async def test_help_takes_no_memory_that_was_not_given(
+    llama: Path, missing: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    shape, part = engine.shape, 64 * 64 * 4
+    states = sum(shape.kv_bytes_per_token[2:]) * shape.context
+    decoding = Decoding(memory_bytes=sum(shape.layer_bytes[2:]) + states + part - missing)
+    engine = await Engine.open(resolve(str(llama)), Worker(InlineExecutor()), None, decoding)
+
+    held = await engine.hold(plan_of("0:2", "2:6"), B)
+
+    assert (held.help is None) is bool(missing)
+
+
+async def test_a_part_of_the_head_that_cannot_be_loaded_keeps_no_rank_from_serving(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Span) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "_load_help", fail)
+    held = await engine.hold(plan_of("0:2", "2:6"), B)
+
+    assert held.runner is not None
+    assert held.help is None
 
 
 @pytest.mark.parametrize("spans", [("0:6",), ("0:2", "2:6")])
