@@ -35,9 +35,11 @@ UNASKED = 8
 """Steps without a question before the first one, to learn what the head takes; the last count."""
 PROOFS = 2
 """Answers that are compared before one counts."""
-CREDIT, MISS, MOST_CREDIT = 3, 2, 8
-"""Of a ring: at first, what help that gains nothing costs, and the most; other help earns 1."""
-REST, MOST_REST = 256, 1 << 14
+CREDIT, MISS, MOST_CREDIT = 8, 2, 8
+"""Of a ring: at first, what help that gains nothing costs, and the most; other help earns 1.
+
+The first answers are late: the last rank records how it computes them."""
+REST, MOST_REST = 64, 1 << 14
 """Steps without a question when there is no credit left; twice as many each time, and at most."""
 
 _PATIENCE = 0.5  # of the time that the entry's own part took
