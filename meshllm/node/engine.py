@@ -221,7 +221,8 @@ class Engine:
         try:
             return self._load_help(span)
         except Exception as error:  # it only helps; whatever is wrong, the layers can be served
-            logger.info("no part of the head beside layers %s: %s", span, error)
+            name = type(error).__name__
+            logger.warning("no part of the head beside layers %s: %s: %s", span, name, error)
             return None
 
     def _load_help(self, span: Span) -> Runner | None:

@@ -65,7 +65,7 @@ class Flags(IntFlag):
     NEED_ROW = auto()
     """Rows are to come back: the last one of a chunk, each of a decode step; else none does."""
     HELP = auto()
-    """The last rank may send its part of the logits, too, behind the rows of a decode step."""
+    """The last rank may send its part of the logits, too, behind the row of a step of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The last rank's part of the logits of a step at ``pos``, right behind its rows.
+    """The last rank's part of the logits of the row at ``pos``, right behind that row.
 
     Nothing is owed: an entry that has to wait too long computes them itself.
     """
@@ -127,7 +127,7 @@ class Logits:
     gen: int
     pos: int
     blob: Blob
-    """``[rows, blocks, outputs of a block]``."""
+    """``[1, blocks, outputs of a block]``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ So nothing is ever rolled back by message: a rejected or repeated row is undone 
 its position. Gap, Fault, Cancel, Resume and Close go on round the ring to the entry, which alone
 decides. What a Close says to keep waits on the shelf for a Resume, see `meshllm.protocol.shelf`.
 
+The last rank may have a part of the head. Where a step of one row asks for help, its logits follow
+that row, as long as the step is not given up; that they never come is no fault.
+
 Invariant: while nothing runs, ``kv_len`` is what the driver's cache holds. While rows run it is
 where they are written; a session takes one `Compute` at a time and the driver answers each with
 ``computed``, ``missed`` or ``failed``. The driver does its actions in order, `Free` and `Keep`

@@ -135,7 +135,7 @@ async def test_help_takes_no_memory_that_was_not_given(
 
 
 async def test_a_part_of_the_head_that_cannot_be_loaded_keeps_no_rank_from_serving(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: Span) -> None:
         raise MemoryError
@@ -145,6 +145,7 @@ async def test_a_part_of_the_head_that_cannot_be_loaded_keeps_no_rank_from_servi
 
     assert held.runner is not None
     assert held.help is None
+    assert "MemoryError" in caplog.text
 
 
 @pytest.mark.parametrize("spans", [("0:6",), ("0:2", "2:6")])
