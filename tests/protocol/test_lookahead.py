@@ -264,8 +264,8 @@ def test_a_step_is_cut_as_it_was_chosen() -> None:
 def test_what_fills_no_step_is_cut_into_shorter_ones() -> None:
     window = Window(guesses=16, depth=8)
 
-    assert [len(step) for step in window.cut(range(30), is_open=True)] == [16, 9, 5]
-    assert [len(step) for step in window.cut(range(16), is_open=False)] == [9, 5, 2]
+    assert [len(step) for step in window.cut(range(30), is_open=True)] == [16, 12, 2]
+    assert [len(step) for step in window.cut(range(16), is_open=False)] == [12, 3]
     assert window.cut([7], is_open=True) == ((7,),)
     assert window.cut([7], is_open=False) == ()
     assert window.cut([], is_open=True) == ()
