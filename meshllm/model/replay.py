@@ -2,7 +2,7 @@
 
 What depends on the place in a text, other than by operations on what came in, is not on record. So
 the next steps are done both ways, and the bits have to be the same. All of that happens at steps
-that were wanted anyway.
+that were wanted anyway, or before any is, where there is time.
 """
 
 import gc
@@ -91,6 +91,12 @@ class Replay:
         if known.tape:
             return self._prove(known, x, places, caches, rows, forward)
         return self._record(known, threads, x, places, forward)
+
+    def expect(self, rows: int) -> bool:
+        """Record steps of so many rows from the next one on; say whether there is more to do."""
+        known = self._known.setdefault((rows, torch.get_num_threads()), _Known())
+        known.uses = max(known.uses, PATIENCE)
+        return not known.is_unfit and (known.tape is None or known.proofs < PROOFS)
 
     def paused(self) -> AbstractContextManager[None]:
         """Record nothing for a while."""

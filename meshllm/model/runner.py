@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from meshllm.model import native
 from meshllm.model.attention import attend_alone, attend_chunk
 from meshllm.model.bundle import Bundle
 from meshllm.model.cache import SpanCache, WindowLayer
@@ -34,7 +35,7 @@ from meshllm.model.device import CPU, fetch, fetch_all, lacks, put, put_all
 from meshllm.model.graph import Graph
 from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.quant_attention import NAME as SHARED_KEYS
-from meshllm.model.replay import Replay
+from meshllm.model.replay import PROOFS, Replay
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import build
 from meshllm.model.steady import find_floors, loosen, steady
@@ -48,6 +49,7 @@ MOST_ROWS = 17
 
 _ALIKE = 0.25  # of the norm of a row: what rounding may change in a deep model of random weights
 _BEFORE, _TRIED = 24, 5  # rows of a trial: of its prompt, and behind it
+_REHEARSALS = 2 * (1 + PROOFS)  # of a step at most; a text has more tries, if that is not enough
 _KINDS = {"full_attention", "sliding_attention"}
 _KNOWN = {
     "cache_position",
@@ -112,6 +114,27 @@ class Runner:
         if self.is_steady and self.shard.device == CPU and (cache.length or self._is_quantised):
             return self._chunk(x, cache, rows)
         return fetch(self.shard.forward(put(x, self.shard.device), cache, rows=rows))
+
+    @torch.inference_mode()
+    def rehearsal(self) -> Iterator[None]:
+        """Record the steps that this runner is for; each ``next`` does one, of rows of no text.
+
+        The first one reads a prompt for them. Others may be done in between, on the same thread.
+        """
+        can_record = self.is_steady and self._records and native.works()
+        if not (can_record and any(map(self._replay.expect, self._counts))):
+            return
+        rows, cache = self._rows(), self.new_cache() if self.shard.span else None
+        if cache is not None:
+            self.shard.forward(rows[:, :_BEFORE], cache, rows=1)
+        for count in sorted(self._counts):
+            for number in range(_REHEARSALS):
+                if not self._replay.expect(count):
+                    break
+                yield
+                self._steady(rows.roll(number, 1)[:, :count], cache)
+            if cache is not None:
+                cache.crop(_BEFORE)
 
     def _chunk(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run rows of a prompt where stock attention takes longer: many, or behind others."""

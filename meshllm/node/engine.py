@@ -56,6 +56,11 @@ class Held:
     help: Runner | None = None
     """On the last rank: its part of the head, where the entry may ask for it."""
 
+    @property
+    def runners(self) -> list[Runner]:
+        """Whatever runs steps of several rows."""
+        return self.ends.runners if self.ends else [self.runner] if self.runner else []
+
 
 @dataclass(frozen=True, slots=True)
 class Decoding:

@@ -5,7 +5,7 @@ Knows nothing about where a request comes from.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from meshllm.node.assembly import MAX_SESSIONS, Shards, connect, load, local_pla
 from meshllm.node.entry import EntryNode, Seat
 from meshllm.node.generate import answer
 from meshllm.node.outgoing import settle
+from meshllm.node.rehearsal import Rehearsal
 from meshllm.node.session import Order, Token
 from meshllm.node.stage import StageNode
 from meshllm.node.worker import Worker, calibrate, compute_thread
@@ -92,6 +93,7 @@ class Ring:
         worker: Worker,
         entry: EntryNode,
         stages: Sequence[StageNode],
+        rehearsal: Rehearsal,
     ) -> None:
         self.source = source
         self.plan = plan
@@ -99,6 +101,13 @@ class Ring:
         self.entry = entry
         self.stages = stages
         """The ranks behind the entry."""
+        self.rehearsal = rehearsal
+        """Under way while nobody asks for anything."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Let all ranks work."""
+        ranks = (self.entry.run(), *(stage.run() for stage in self.stages))
+        return running(*ranks, self.rehearsal.run())
 
     @cached_property
     def text(self) -> Text:
@@ -181,9 +190,22 @@ async def open_ring(
             draft,
             options.depth,
         )
-        entry, stages = seat(shards, plan, workers, neighbours, place, rooms)
-        await stack.enter_async_context(running(entry.run(), *(node.run() for node in stages)))
-        yield Ring(source, plan, worker, entry, stages)
+        formed = Ring(
+            source,
+            plan,
+            worker,
+            *seat(shards, plan, workers, neighbours, place, rooms),
+            _rehearsal(shards, workers, drafting),
+        )
+        await stack.enter_async_context(formed.running())
+        yield formed
+
+
+def _rehearsal(shards: Shards, workers: Sequence[Worker], drafting: Drafting | None) -> Rehearsal:
+    """Let each rank rehearse on its worker, where anybody guesses: one row needs none."""
+    held = [shards.ends.runners, *([runner] for runner in shards.behind)] if drafting else []
+    pairs = zip(workers, held, strict=False)
+    return Rehearsal([(worker, runner) for worker, runners in pairs for runner in runners])
 
 
 def _rooms(shape: ModelShape, plan: Plan, options: RingOptions) -> list[int]:

@@ -20,6 +20,7 @@ from meshllm.names import NodeId
 from meshllm.node.engine import Engine, Held
 from meshllm.node.entry import EntryNode, Seat
 from meshllm.node.peers import Neighbours, Peer
+from meshllm.node.rehearsal import Rehearsal
 from meshllm.node.stage import StageNode
 from meshllm.protocol.chunking import RingTimes
 from meshllm.protocol.codec import decode, encode
@@ -258,8 +259,11 @@ class Service:
             node = StageNode(
                 machine, held.runner, engine.worker, neighbours, engine.wire, held.help
             )
+        runners = held.runners if engine.drafting else []
+        rehearsal = Rehearsal([(engine.worker, runner) for runner in runners])
         try:
             running = asyncio.ensure_future(node.run())
+            rehearsing = asyncio.ensure_future(rehearsal.run())
             await asyncio.sleep(0)  # after its first step it takes work
             if self.plan == plan:
                 self._at_work(node)
@@ -267,7 +271,8 @@ class Service:
         finally:
             self._at_work(None)
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            rehearsing.cancel()
+            await asyncio.gather(running, rehearsing, return_exceptions=True)
 
     def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:
         """Ask anew for each prompt: what the nodes offer may change."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 
@@ -27,18 +28,40 @@ class Worker:
         self.cores = cores
         """What torch would use by itself."""
         self._executor = executor
+        self._latest: Callable[[], Future[Any] | None] = lambda: None
+        self._asked = 0.0  # when a function was, or was seen at work; in the time of the event loop
+        self._spare = asyncio.Lock()
 
-    def start(self, function: Callable[..., object], *args: Any) -> Future[object]:
+    def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Let a function run that tells by itself what became of it, exceptions included."""
-        return self._executor.submit(function, *args)
+        self._asked = asyncio.get_running_loop().time()
+        future = self._executor.submit(function, *args)
+        self._latest = ref(future)  # what it gave may be the weights of a model, and let go
+        return future
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait for the result of a function.
 
         If cancelled, the function still runs to its end when it has begun.
         """
+        return await asyncio.wrap_future(self.start(lambda: function(*args, **kwargs)))
+
+    async def spare(self, quiet_s: float, function: Callable[..., T], *args: Any) -> T:
+        """Wait for the result of a function that nobody waits for.
+
+        It runs when nothing else did for ``quiet_s`` seconds; one such function at a time.
+        """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        async with self._spare:
+            while (left := self._busy_until(loop.time()) + quiet_s - loop.time()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(left)
+            return await loop.run_in_executor(self._executor, function, *args)
+
+    def _busy_until(self, now: float) -> float:
+        """Say when something ran last, as far as that was seen."""
+        if (latest := self._latest()) and not latest.done():
+            self._asked = now
+        return self._asked
 
 
 @asynccontextmanager

@@ -1,10 +1,11 @@
 """How near a ring on slow links comes to what physics allows.
 
 ``python -m tests.bench.links [--model NAME] [--nodes 2,3] [--rtt 1,20,100] [--mbit 10,100,1000]
-[--acceptance 0,0.5,0.7,0.85] [--depth 1,8]``
+[--acceptance 0,0.5,0.7,0.85] [--depth 1,8] [--threads 1]``
 
-All ranks run in this process on shaped in-process links, one thread computes. Without guesses a
-token cannot take less than the computing of all ranks and one way on each link. With guesses, each
+All ranks run in this process on shaped in-process links and compute in turn, on as many cores as a
+node of this machine would use, or on ``--threads``. Without guesses a token cannot take less than
+the computing of all ranks and one way on each link. With guesses, each
 right with probability a, a trip gives 1 / (1 - a) tokens at most; ``--depth`` says how many steps
 of up to 17 tokens may be in flight. The guesses are those of an oracle: the text of the run before,
 with a share of wrong tokens, as the text of random weights says nothing about drafters. What a ring
@@ -75,15 +76,18 @@ async def measure(
     source: Source,
     link: tuple[int, float, float],
     kinds: Sequence[Guesses],
-    sizes: list[int],
+    sizes: tuple[int, int, int | None],
 ) -> list[Cell]:
     """Measure one ring: plain, then with each kind of guesses, in turns."""
-    (nodes, rtt, mbit), (tokens, rounds) = link, sizes
+    (nodes, rtt, mbit), (tokens, rounds, threads) = link, sizes
     shape = Shape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
     drafting = Changing()
     mode = WireMode.PLAIN  # the bound is of bytes as they are
-    options = RingOptions(nodes=nodes, threads=1, drafting=drafting, prefix_bytes=0, wire=mode)
+    options = RingOptions(
+        nodes=nodes, threads=threads, drafting=drafting, prefix_bytes=0, wire=mode
+    )
     async with open_ring(source, options, LoopbackTransport(shape)) as ring:
+        await ring.rehearsal.is_over.wait()
         text, _ = await ask(ring, PROMPT, tokens)
         runs: dict[Guesses, list[Measured]] = {}
         learnt: dict[Guesses, Speculation] = {}
@@ -131,8 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", default="1,8", help="steps in flight at most")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--threads", type=int, help="of all ranks; as a node would choose if left out"
+    )
     options = parser.parse_args(arguments)
-    report = Report(options, threads=1)
+    report = Report(options)
     depths = [int(depth) for depth in _numbers(options.depth)]
     guesses = list(product(_numbers(options.acceptance), depths))
     kinds = product(_numbers(options.nodes), _numbers(options.rtt), _numbers(options.mbit))
@@ -140,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with random_model(options.model, torch.bfloat16) as folder:
         source = open_folder(options.model, folder)
         for nodes, rtt, mbit in kinds:
-            sizes = [options.tokens, options.rounds]
+            sizes = options.tokens, options.rounds, options.threads
             cells += asyncio.run(measure(source, (int(nodes), rtt, mbit), guesses, sizes))
             new = cells[-len(guesses) - 1 :]
             report.say(*_lines(new, is_first=len(new) == len(cells)))

@@ -62,8 +62,8 @@ class Log:
         def run_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
             return run(worker, logged(worker, function, *args))
 
-        def start_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> None:
-            start(worker, logged(worker, function, *args))
+        def start_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
+            return start(worker, logged(worker, function, *args))
 
         patch.setattr(Worker, "run", run_logged)
         patch.setattr(Worker, "start", start_logged)

@@ -5,7 +5,7 @@ layers, a layer left out or run twice, a row lost, repeated or out of place chan
 A row between two spans also tells through how many layers it went, and is refused anywhere else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -76,6 +76,10 @@ class ToyRunner:
 
     is_steady = True
     prepared = 0
+
+    def rehearsal(self) -> Iterator[None]:
+        """Record nothing."""
+        return iter(())
 
     def __init__(self, span: Span, *, embed: bool = False, head: bool = False) -> None:
         self.span = span
