@@ -2,9 +2,9 @@
 
 A stock norm is six operations, each of which takes longer to call than to compute, four norms in a
 layer. Whether a module is what it looks like is tried, on rows of several sizes: beside quantised
-matrices it has to give the same numbers but for a unit in the last place; beside plain ones the
-same bits, of so many numbers that another order of adding would show in some. On a GPU torch has a
-norm in one call; it rounds once where stock code may round twice.
+matrices it has to give the same numbers but for two units in the last place, as each is rounded
+twice; beside plain ones the same bits, of so many numbers that another order of adding would show
+in some. On a GPU torch has a norm in one call; it rounds once where stock code may round twice.
 """
 
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def quicken(model: nn.Module, *, exact: bool = False) -> int:
         kind = type(module), quick.weight.shape[0], eps
         if exact and kind not in verdicts:
             verdicts[kind] = all(_agree(module, quick, *many) for many in _draws(kind[1]))
-        most, mean = (0.0, 0.0) if exact else (_UNIT, _ALIKE)
+        most, mean = (0.0, 0.0) if exact else (2 * _UNIT, _ALIKE)
         if verdicts.get(kind, True) and _agree(module, quick, _ROWS, 0, most=most, mean=mean):
             model.set_submodule(name, quick)
             count += 1

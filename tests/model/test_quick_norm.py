@@ -48,7 +48,7 @@ def test_a_norm_is_exchanged(kind: Any, width: int) -> None:
     assert isinstance(quick, QuickNorm)
     assert list(quick.state_dict()) == ["weight"]
     assert quick(x).shape == x.shape
-    assert torch.allclose(quick(x).float(), plain(x).float(), rtol=2**-7, atol=0)
+    assert torch.allclose(quick(x).float(), plain(x).float(), rtol=2**-6, atol=0)
     assert (quick(x) == plain(x)).float().mean() > 0.95
 
 
