@@ -117,12 +117,28 @@ class Code:
         both = [self.do.bitcast(each, _HALVES) for each in (pairs, others)]
         return self.do.call(known, [added, *both])
 
-    def pair(self, low: ir.Value, high: ir.Value) -> ir.Value:
-        """Put float32 that are bfloat16, to the last bit, into the halves of words."""
-        kind = ir.VectorType(WORD, LANES)
-        sixteen = ir.Constant(kind, [16] * LANES)
-        halves = self.do.lshr(self.do.bitcast(low, kind), sixteen)
-        return self.do.or_(halves, self.do.bitcast(high, kind))
+    def multiply_pairs(
+        self, pairs: ir.Value, others: ir.Value, added: ir.Value, *, at_once: bool
+    ) -> ir.Value:
+        """Multiply pairs of whole numbers of 16 bits and add both products: words of 32 bits.
+
+        Nothing is rounded, so it is the same number however it is done. ``at_once`` is how x86 has
+        instructions for it; others have some that multiply and add one by one.
+        """
+        do, wide = self.do, ir.VectorType(WORD, LANES)
+        if at_once:
+            long = ir.VectorType(WORD, 2 * LANES)
+            products = do.mul(do.sext(pairs, long), do.sext(others, long))
+            return do.add(added, do.add(*self.parted(products)))
+        for one, other in zip(self.parted(pairs), self.parted(others), strict=True):
+            added = do.add(added, do.mul(do.sext(one, wide), do.sext(other, wide)))
+        return added
+
+    def parted(self, vector: ir.Value) -> list[ir.Value]:
+        """Part the lanes of even numbers from those of odd ones."""
+        lanes = vector.type.count
+        parts = range(0, lanes, 2), range(1, lanes, 2)
+        return [self.do.shuffle_vector(vector, vector, _mask(part)) for part in parts]
 
     def low(self, words: ir.Value) -> ir.Value:
         """Turn the lower halves of words, which are bfloat16, into float32."""
@@ -211,10 +227,19 @@ class Code:
         return self.do.trunc(self.do.lshr(rounded, sixteen), ir.VectorType(HALF, lanes))
 
     def whole(self, numbers: ir.Value) -> ir.Value:
-        """Turn whole numbers with a sign into float32."""
-        lanes = numbers.type.count
-        wide = self.do.sext(numbers, ir.VectorType(WORD, lanes))
-        return self.do.sitofp(wide, ir.VectorType(FLOAT, lanes))
+        """Turn whole numbers with a sign, of 32 bits at most, into float32, rounded once."""
+        return self.do.sitofp(numbers, ir.VectorType(FLOAT, numbers.type.count))
+
+    def most(self, words: ir.Value) -> ir.Value:
+        """Find the largest of the lanes, whole numbers without a sign; they are a power of 2."""
+        while words.type.count > 1:
+            one, other = self.halves(words)
+            words = self.larger(one, other)
+        return self.do.extract_element(words, ir.Constant(WORD, 0))
+
+    def larger(self, one: ir.Value, other: ir.Value) -> ir.Value:
+        """Take the larger of whole numbers without a sign, in each lane."""
+        return self.do.select(self.do.icmp_unsigned(">", one, other), one, other)
 
     @contextmanager
     def rounds(self, count: ir.Value, *start: ir.Value) -> Iterator[Loop]:

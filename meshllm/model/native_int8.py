@@ -2,98 +2,86 @@
 
 Theory of operation
 -------------------
+Processors multiply pairs of whole numbers of 16 bits, and add the products up in 32, twice as fast
+as float32; those that have no instruction for all of it are no slower. So a row [K] becomes such
+numbers first: each `GROUP` of its inputs has a scale, the power of two with which the largest needs
+15 bits and a sign. What is bfloat16 and at least a 128th of the largest stays exactly what it is,
+what is smaller is off by a 32,768th of that at most; a sum over a group is exact. So it does
+not matter what is added first, and a row has the same bits in any company, with any number of
+threads, on any processor. The sums of the groups, times their scales, are added in float32, in
+order.
+
 A few rows wait for the weights to come from memory: these are read once, in the order in which
-they lie there, become float32 in the processor's registers, and meet all rows. `OUTPUTS` of a
-matrix [N, K] lie together: for each input the weights of so many outputs. So a sum is one lane of a
-vector, however many rows, threads or lanes there are: for each pair of inputs the product with the
-second is added, then that with the first. This is the order of an instruction of some processors
-that takes pairs of bfloat16 and adds twice as much at a time, which many rows wait for; a whole
-number of 8 bits is such a number. Some of these take more than twice as long for it, though
-(Intel's that have another unit for products of matrices, which a virtual machine may hide), so it
-is timed.
+they lie there, become 16 bits in the processor's registers, and meet all rows. `OUTPUTS` of a
+matrix [N, K] lie together: for each pair of inputs two weights of so many outputs. Of rows, those
+that meet the weights in one pass, a tile, do: for each pair of inputs two numbers of each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
+import platform
+from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import product
-from time import perf_counter
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model import native
-from meshllm.model.native import Native, heard, room
+from meshllm.model.native import Native, room
 from meshllm.model.native_ahead import AHEAD, LINE, Pass, ask
-from meshllm.model.native_code import BYTE, FLOAT, HALF, INT, LANES, PAIRS_FEATURE, WORD, Code
-from meshllm.model.scratch import scratch
+from meshllm.model.native_code import BYTE, FLOAT, HALF, LANES, WORD, Code
 
 OUTPUTS = 64
-"""Of a block; a line of the processor's cache for each input."""
+"""Of a block; two lines of the processor's cache for each pair of inputs."""
+GROUP = 128
+"""Inputs of a row that have a scale."""
 
 _MOST = 6  # rows whose sums are held in registers; twice as many where there are more
-_MANY = 96  # rows from which on it pays to write down what weights are in pairs
-_TRIAL_BLOCKS, _TRIAL_INPUTS, _TRIALS = 4, 512, 9  # of weights that lie in the processor's cache
+_FEW = 1 << 16  # numbers that one thread turns into whole ones as soon as several do
+_LARGEST = 32767.0  # of a whole number; what is rounded up beyond becomes so much
+_EXPONENT, _BIAS, _ENDLESS = 23, 127, 255  # of a float32 (IEEE 754-2019, 3.4)
+_LEAST = 27  # exponent, with its bias, of the largest of a group; if it is smaller, as if it were
+_NOTHING = 0x7FC00000  # no number
+_ROUND = 1.5 * 2**23  # added to a small number it leaves the nearest whole one in the lowest bits
+_ROUNDER = "*given", "*whole", "*sizes", "groups", "rows", "each"
 _MULTIPLIER = (
-    *("tiles", "pairs", "*weights", "*scales", "*rows", "*products", "outputs", "*scratch"),
-    "threads",
+    *("tiles", "pairs", "groups", "*weights", "*scales", "*whole", "*sizes", "*products"),
+    *("outputs", "threads"),
 )
-_WIDENER = "*weights", "*scales", "*wide", "inputs", "outputs"
-
-Vectors = Sequence[ir.Value]
-Add = Callable[[ir.Value, Vectors], Vectors]
-"""Adds the products with a pair of inputs, at an address, to the sums of a row."""
-
-
-class _Terms(Enum):
-    """What is added at a time."""
-
-    SINGLE = auto()
-    """A product of float32."""
-    PAIR = auto()
-    """Products of two bfloat16."""
-    WRITTEN = auto()
-    """The same, for so many rows that a block of weights is turned into pairs once for all."""
+_WIDENER = "*weights", "*scales", "*wide", "pairs", "outputs"
 
 
 def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
-    """Multiply rows [M, K] by weights [N / 64, K, 64], int8: [M, N], in the dtype of the rows.
+    """Multiply rows [M, K] by weights [N / 64, K / 2, 64, 2], int8: [M, N], in the dtype of rows.
 
     Where K is odd the weights have one input more, of zeros. ``scales`` [N], float32, are what the
-    sums, float32 too, are multiplied with before they are rounded.
+    sums, float32 too, are multiplied with before they are rounded. A row with what is no number, or
+    none of these that ends, comes to what is no number.
 
     Raises:
         ValueError: the rows are longer or shorter than those of the matrix, or on a GPU; there are
             more or fewer scales than outputs; or the weights do not lie one after the other.
     """
     _check(rows, weights, scales)
-    if not len(rows):
+    count, inputs = rows.shape
+    if not count:
         return rows.new_empty(0, len(scales))
-    terms = _Terms.SINGLE
-    if rows.dtype == torch.bfloat16 and pairs_pay():
-        terms = _Terms.PAIR if len(rows) < _MANY else _Terms.WRITTEN
-    return _multiply(rows, weights, scales, (terms, torch.get_num_threads()))
-
-
-def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, how: tuple[_Terms, int]) -> Tensor:
-    """Multiply, adding so at a time, with so many threads."""
-    (count, inputs), (terms, threads) = rows.shape, how
-    is_half, pairs = rows.dtype == torch.bfloat16, weights.shape[1] // 2
+    is_half, threads = rows.dtype == torch.bfloat16, torch.get_num_threads()
     tiles = -(-count // max(_MOST, room() // 2))
-    each = -(-count // tiles)
+    each, groups = -(-count // tiles), -(-inputs // GROUP)
+    given = (rows if is_half else rows.float()).contiguous()
+    if inputs % GROUP:
+        given = torch.nn.functional.pad(given, (0, -inputs % GROUP))
+    whole = torch.empty(tiles, groups * GROUP // 2, each, 2, dtype=torch.int16)
+    sizes = torch.empty(tiles, groups, each, dtype=torch.float32)
+    _rounder(is_half)(
+        *(tiles, threads if given.numel() > _FEW else 1),
+        *(given.data_ptr(), whole.data_ptr(), sizes.data_ptr(), groups, count, each),
+    )
     kept = torch.bfloat16 if is_half else torch.float32
     products = torch.empty(tiles * each, len(scales), dtype=kept)
-    written = scratch(threads * pairs * OUTPUTS * 2 if terms is _Terms.WRITTEN else 0)
-    given = (rows.float() if terms is _Terms.SINGLE else rows).contiguous()
-    if inputs % 2 or tiles * each > count:
-        given = torch.nn.functional.pad(given, (0, inputs % 2, 0, tiles * each - count))
-    if given.data_ptr() % 4:  # a part of something, and pairs are loaded as words
-        given = given.clone()
-    _multiplier(each, is_half, (terms, min(tiles, 2)))(
-        *(len(weights), threads, tiles, pairs, weights.data_ptr(), scales.data_ptr()),
-        *(given.data_ptr(), products.data_ptr(), len(scales), written.data_ptr()),
-        threads,
+    _multiplier(each, is_half, min(tiles, 2))(
+        *(len(weights), threads, tiles, weights.shape[1], groups, weights.data_ptr()),
+        *(scales.data_ptr(), whole.data_ptr(), sizes.data_ptr(), products.data_ptr()),
+        *(len(scales), threads),
     )
     if tiles * each > count:
         products = products[:count]
@@ -103,164 +91,191 @@ def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, how: tuple[_Terms, 
 def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
     if weights.dtype != torch.int8 or scales.dtype != torch.float32 or not weights.is_contiguous():
         raise ValueError(f"weights of {weights.dtype}, scales of {scales.dtype}, or with gaps")
-    if len(scales) != OUTPUTS * len(weights):
-        raise ValueError(f"{len(scales)} scales for {OUTPUTS * len(weights)} outputs")
+    if weights.shape[2:] != (OUTPUTS, 2) or len(scales) != OUTPUTS * len(weights):
+        raise ValueError(f"{len(scales)} scales for weights of {list(weights.shape)}")
     inputs = rows.shape[1]
-    if inputs + inputs % 2 != weights.shape[1] or rows.device != weights.device:
+    if inputs + inputs % 2 != 2 * weights.shape[1] or rows.device != weights.device:
         raise ValueError(
-            f"rows of {inputs} numbers on {rows.device} for a matrix of {weights.shape[1]} inputs"
+            f"rows of {inputs} numbers on {rows.device} for {2 * weights.shape[1]} inputs"
         )
 
 
-@cache
-def adds_pairs() -> bool:
-    """Whether the processor can add pairs of bfloat16."""
-    return native.can(PAIRS_FEATURE)
-
-
-@cache
-def pairs_pay() -> bool:
-    """Whether rows of bfloat16 are multiplied as such: whether that is sooner than as float32."""
-    if not adds_pairs():
-        return False
-    rows = torch.ones(2 * _MOST, _TRIAL_INPUTS, dtype=torch.bfloat16)
-    weights = torch.ones(_TRIAL_BLOCKS, _TRIAL_INPUTS, OUTPUTS, dtype=torch.int8)
-    scales = torch.ones(_TRIAL_BLOCKS * OUTPUTS)
-    seconds: dict[_Terms, list[float]] = {_Terms.SINGLE: [], _Terms.PAIR: []}
-    with heard(None):
-        for _, terms in product(range(1 + _TRIALS), seconds):
-            begin = perf_counter()
-            _multiply(rows, weights, scales, (terms, 1))
-            seconds[terms].append(perf_counter() - begin)
-    single, pair = (min(each[1:]) for each in seconds.values())  # the first one compiles
-    return pair < single
-
-
 def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
-    """Write weights [B, K, 64], int8, times their scales to ``wide`` [K, 64 B], bfloat16.
+    """Write weights [B, K / 2, 64, 2], int8, times their scales to ``wide`` [K, 64 B], bfloat16.
 
     Raises:
         ValueError: ``wide`` or ``scales`` have the shape of another matrix.
     """
-    blocks, inputs, outputs = weights.shape
-    if wide.shape != (inputs, blocks * outputs) or len(scales) != wide.shape[1]:
+    blocks, pairs, outputs, _ = weights.shape
+    if wide.shape != (2 * pairs, blocks * outputs) or len(scales) != wide.shape[1]:
         raise ValueError(f"no room of {list(wide.shape)} for weights of {list(weights.shape)}")
     _widener()(
-        len(weights),
-        torch.get_num_threads(),
-        *(weights.data_ptr(), scales.data_ptr(), wide.data_ptr(), *wide.shape),
+        *(blocks, torch.get_num_threads(), weights.data_ptr(), scales.data_ptr()),
+        *(wide.data_ptr(), pairs, wide.shape[1]),
     )
 
 
 @cache
-def _multiplier(rows: int, is_half: bool, how: tuple[_Terms, int]) -> Native:
+def _rounder(is_half: bool) -> Native:
+    """Compile what turns a tile into whole numbers of 16 bits, and says what these are of."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], tile: ir.Value, _: ir.Value) -> None:
+        do, groups, each = code.do, fields["groups"], fields["each"]
+        top = do.mul(tile, each)
+        left = do.sub(fields["rows"], top)
+        count = do.select(do.icmp_unsigned("<", left, each), left, each)
+        with code.rounds(count) as row, code.rounds(groups) as group:
+            first = do.add(do.mul(do.add(top, row.index), groups), group.index)
+            first = do.mul(first, code.index(GROUP))
+            numbers = []
+            for at in range(0, GROUP, LANES):
+                place = do.add(first, code.index(at))
+                number = code.load(HALF if is_half else FLOAT, fields["given"], place, LANES)
+                numbers.append(code.widen(number) if is_half else number)
+            whole, size = _rounded(code, numbers)
+            number = do.add(do.mul(tile, groups), group.index)
+            code.store(WORD, size, fields["sizes"], do.add(do.mul(number, each), row.index))
+            place = do.add(do.mul(do.mul(number, code.index(GROUP // 2)), each), row.index)
+            for shorts in whole:
+                pairs = do.bitcast(shorts, ir.VectorType(WORD, LANES // 2))
+                for at in range(LANES // 2):
+                    pair = do.extract_element(pairs, _word(at))
+                    code.store(WORD, pair, fields["whole"], place)
+                    place = do.add(place, each)
+
+    return Native(_ROUNDER, write)
+
+
+def _rounded(code: Code, numbers: Sequence[ir.Value]) -> tuple[list[ir.Value], ir.Value]:
+    """Round float32 to whole numbers of 16 bits; the bits of what these are of come second."""
+    do, words = code.do, ir.VectorType(WORD, LANES)
+    positive = ir.Constant(words, [0x7FFFFFFF] * LANES)
+    most, *others = [do.and_(do.bitcast(number, words), positive) for number in numbers]
+    for other in others:
+        most = code.larger(most, other)
+    exponent = code.larger(do.lshr(code.most(most), _word(_EXPONENT)), _word(_LEAST))
+    # The largest becomes 2^14 to 2^15: times 2^14, divided by the power of two in it.
+    up = do.shl(do.sub(_word(2 * _BIAS + 14), exponent), _word(_EXPONENT))
+    down = do.shl(do.sub(exponent, _word(14)), _word(_EXPONENT))
+    is_endless = do.icmp_unsigned("==", exponent, _word(_ENDLESS))
+    factor, largest = code.spread(do.bitcast(up, FLOAT)), code.floats(_LARGEST)
+    whole = []
+    for number in numbers:
+        grown = do.fmul(number, factor)
+        grown = do.select(do.fcmp_ordered(">", grown, largest), largest, grown)
+        bits = do.bitcast(do.fadd(grown, code.floats(_ROUND)), words)
+        whole.append(do.trunc(bits, ir.VectorType(HALF, LANES)))
+    return whole, do.select(is_endless, _word(_NOTHING), down)
+
+
+def _word(value: int) -> ir.Constant:
+    return ir.Constant(WORD, value)
+
+
+@cache
+def _multiplier(rows: int, is_half: bool, tiles: int) -> Native:
     """Compile it for tiles of so many rows, and at least so many."""
-    columns, (terms, tiles) = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room()), how
+    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
     wide = LANES * columns
     passes = OUTPUTS // wide * tiles
-    kind = INT if terms is _Terms.SINGLE else WORD  # of a pair of inputs
 
-    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
-        do, pairs = code.do, fields["pairs"]
-        first, line_of = do.mul(block, code.index(OUTPUTS)), do.mul(pairs, code.index(OUTPUTS))
-        weights = code.at(fields["weights"], do.mul(block, do.mul(line_of, code.index(2))), BYTE)
-        written = code.at(fields["scratch"], do.mul(by, line_of), WORD)
-        if terms is _Terms.WRITTEN:
-            _write_pairs(code, weights, written, pairs)
-        blocks = do.mul(do.mul(line_of, code.index(2)), fields["threads"])
-        ahead = blocks if passes > 1 else code.index(AHEAD)
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do, pairs, groups = code.do, fields["pairs"], fields["groups"]
+        first, size = do.mul(block, code.index(OUTPUTS)), do.mul(pairs, code.index(2 * OUTPUTS))
+        weights = code.at(fields["weights"], do.mul(block, size), BYTE)
+        ahead = do.mul(size, fields["threads"]) if passes > 1 else code.index(AHEAD)
         following = code.at(weights, ahead, BYTE)
         for part in range(0, OUTPUTS, wide):
-            places = [code.index(part + at * LANES) for at in range(columns)]
+            columns_at = range(part, part + wide, LANES)
             with code.rounds(fields["tiles"]) as tile:
                 top = do.mul(tile.index, code.index(rows))
-                lines = [do.add(top, code.index(row)) for row in range(rows)]
-                starts = [code.at(fields["rows"], do.mul(line, pairs), kind) for line in lines]
                 number = do.add(do.mul(fields["tiles"], code.index(part // wide)), tile.index)
-                with code.rounds(pairs, *[code.floats(0.0)] * (rows * columns)) as loop:
-                    one = Pass(number, passes, pairs)
-                    ask(code, following, 2 * OUTPUTS // LINE, one, loop.index)
-                    if terms is _Terms.WRITTEN:
-                        line = code.at(written, do.mul(loop.index, code.index(OUTPUTS)), WORD)
-                        add = _add_pair(code, [code.load(WORD, line, at, LANES) for at in places])
-                    else:
-                        lows, highs = _weights(code, weights, loop.index, places)
-                        add = (
-                            _add_pair(code, list(map(code.pair, lows, highs)))
-                            if terms is _Terms.PAIR
-                            else _add_both(code, lows, highs)
-                        )
-                    for at, start in enumerate(starts):
-                        sums = loop.held[at * columns : (at + 1) * columns]
-                        loop.then += add(code.at(start, loop.index, kind), sums)
-                sums_left = iter(loop.then)
-                for row in lines:
-                    start = do.add(do.mul(row, fields["outputs"]), first)
-                    for at in places:
-                        scale = code.load(FLOAT, fields["scales"], do.add(first, at), LANES)
-                        product = do.fmul(next(sums_left), scale)
-                        kept = code.narrow(product) if is_half else product
-                        place = do.add(start, at)
+                one = Pass(number, passes, pairs)
+                with code.rounds(groups, *[code.floats(0.0)] * (rows * columns)) as loop:
+                    at = do.add(do.mul(tile.index, groups), loop.index)
+                    given = code.at(
+                        fields["whole"], do.mul(at, code.index(GROUP // 2 * rows)), WORD
+                    )
+                    ours, theirs = (weights, columns_at), (given, rows)
+                    found = _add(code, ours, theirs, (loop.index, pairs), (one, following))
+                    sums, totals = iter(found), iter(loop.held)
+                    sizes = code.at(fields["sizes"], do.mul(at, code.index(rows)), FLOAT)
+                    for row in range(rows):
+                        scale = code.spread(code.load(FLOAT, sizes, code.index(row)))
+                        loop.then += [
+                            code.fma(code.whole(next(sums)), scale, next(totals))
+                            for _ in columns_at
+                        ]
+                totals = iter(loop.then)
+                for row in range(rows):
+                    start = do.mul(do.add(top, code.index(row)), fields["outputs"])
+                    for column in columns_at:
+                        output = do.add(first, code.index(column))
+                        scale = code.load(FLOAT, fields["scales"], output, LANES)
+                        total, place = do.fmul(next(totals), scale), do.add(start, output)
+                        kept = code.narrow(total) if is_half else total
                         code.store(HALF if is_half else FLOAT, kept, fields["products"], place)
 
     return Native(_MULTIPLIER, write)
 
 
-def _weights(
-    code: Code, block: ir.Value, pair: ir.Value, places: Sequence[ir.Value]
-) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Load what a pair of inputs is multiplied with."""
-    start = code.at(block, code.do.mul(pair, code.index(2 * OUTPUTS)), BYTE)
-    lines = start, code.at(start, code.index(OUTPUTS), BYTE)
-    low, high = ([code.whole(code.load(BYTE, line, at, LANES)) for at in places] for line in lines)
-    return low, high
+def _add(
+    code: Code,
+    block: tuple[ir.Value, range],
+    tile: tuple[ir.Value, int],
+    group: tuple[ir.Value, ir.Value],
+    way: tuple[Pass, ir.Value],
+) -> list[ir.Value]:
+    """Add up the products of a group of the inputs of a tile with a block's weights.
 
-
-def _write_pairs(code: Code, block: ir.Value, written: ir.Value, pairs: ir.Value) -> None:
-    places = [code.index(at) for at in range(0, OUTPUTS, LANES)]
-    with code.rounds(pairs) as loop:
-        line = code.at(written, code.do.mul(loop.index, code.index(OUTPUTS)), WORD)
-        lows, highs = _weights(code, block, loop.index, places)
-        for at, low, high in zip(places, lows, highs, strict=True):
-            code.store(WORD, code.pair(low, high), line, at)
-
-
-def _add_pair(code: Code, weights: Vectors) -> Add:
-    def add(pair: ir.Value, sums: Vectors) -> Vectors:
-        both = code.spread(code.load(WORD, pair, code.index(0)))
-        return [code.dot(each, both, total) for each, total in zip(weights, sums, strict=True)]
-
-    return add
-
-
-def _add_both(code: Code, lows: Vectors, highs: Vectors) -> Add:
-    def add(pair: ir.Value, sums: Vectors) -> Vectors:
-        low_input, high_input = (
-            code.spread(code.load(FLOAT, pair, code.index(at))) for at in range(2)
-        )
-        return [
-            code.fma(low, low_input, code.fma(high, high_input, total))
-            for low, high, total in zip(lows, highs, sums, strict=True)
+    ``block`` is its weights, and which of its outputs are wanted; ``tile`` the group's numbers, and
+    how many rows; ``group`` its own number, and the pairs of all; ``way`` is the pass, and where
+    the weights lie that are passed over next.
+    """
+    do, (weights, columns), (given, rows), (one, following) = code.do, block, tile, way
+    each, shorts = code.index(GROUP // 2), ir.VectorType(HALF, 2 * LANES)
+    begin = do.mul(group[0], each)
+    left = do.sub(group[1], begin)
+    count = do.select(do.icmp_unsigned("<", left, each), left, each)
+    nothing = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
+    at_once = platform.machine() in {"x86_64", "AMD64"}
+    with code.rounds(count, *[nothing] * (rows * len(columns))) as loop:
+        pair = do.add(begin, loop.index)
+        ask(code, following, 2 * OUTPUTS // LINE, one, pair)
+        line = code.at(weights, do.mul(pair, code.index(2 * OUTPUTS)), BYTE)
+        own = [
+            do.sext(code.load(BYTE, line, code.index(2 * column), 2 * LANES), shorts)
+            for column in columns
         ]
-
-    return add
+        start, sums = do.mul(loop.index, code.index(rows)), iter(loop.held)
+        for row in range(rows):
+            word = code.load(WORD, given, do.add(start, code.index(row)))
+            both = do.bitcast(code.spread(word), shorts)
+            loop.then += [
+                code.multiply_pairs(weight, both, next(sums), at_once=at_once) for weight in own
+            ]
+    return loop.then
 
 
 @cache
 def _widener() -> Native:
+    eight = ir.Constant(ir.VectorType(HALF, LANES), [8] * LANES)
+
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         do = code.do
         first = do.mul(block, code.index(OUTPUTS))
-        weights = code.at(fields["weights"], do.mul(first, fields["inputs"]), BYTE)
+        weights = code.at(fields["weights"], do.mul(first, fields["pairs"]), HALF)
         places = [code.index(at) for at in range(0, OUTPUTS, LANES)]
         scales = [code.load(FLOAT, fields["scales"], do.add(first, at), LANES) for at in places]
-        with code.rounds(fields["inputs"]) as loop:
-            source = code.at(weights, do.mul(loop.index, code.index(OUTPUTS)), BYTE)
-            line = do.add(do.mul(loop.index, fields["outputs"]), first)
+        with code.rounds(fields["pairs"]) as loop:
+            source = code.at(weights, do.mul(loop.index, code.index(OUTPUTS)), HALF)
+            line = do.mul(do.add(loop.index, loop.index), fields["outputs"])
             for at, scale in zip(places, scales, strict=True):
-                weight = code.whole(code.load(BYTE, source, at, LANES))
-                code.store(
-                    HALF, code.narrow(do.fmul(weight, scale)), fields["wide"], do.add(line, at)
-                )
+                both = code.load(HALF, source, at, LANES)
+                place = do.add(do.add(line, first), at)
+                for weight in (do.ashr(do.shl(both, eight), eight), do.ashr(both, eight)):
+                    kept = code.narrow(do.fmul(code.whole(weight), scale))
+                    code.store(HALF, kept, fields["wide"], place)
+                    place = do.add(place, fields["outputs"])
 
     return Native(_WIDENER, write)

@@ -14,7 +14,7 @@ come from memory, two rows three times as slow, and prompts at a fraction of wha
 What torch adds in no known order stays with torch.
 
 Some processors have such instructions, but are sooner without them (see
-`meshllm.model.native_int8`). There rows of a step have the bits of a row among many, too, and a
+`meshllm.model.native_pairs`). There rows of a step have the bits of a row among many, too, and a
 copy of the weights is read, which was turned round for that: torch needs one as well to be as fast
 as it can. On other processors its kernels are as fast.
 """
@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from meshllm.model import native
 from meshllm.model.native_bf16 import LANES_OF_ROW, OUTPUTS, Matrix, Turned
-from meshllm.model.native_int8 import adds_pairs, pairs_pay
+from meshllm.model.native_pairs import adds_pairs, pairs_pay
 from meshllm.model.quant_int8 import multiplies_matrices
 from meshllm.model.specimen import specimen
 

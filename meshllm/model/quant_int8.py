@@ -2,11 +2,11 @@
 
 Theory of operation
 -------------------
-Weights have one scale per output; activations stay as they are, so an outlier among them costs the
-others nothing. `meshllm.model.native_int8` multiplies them: it reads each weight once for a few
-rows and gives each row the same bits in any company. A prompt waits for the multiplying: where the
-processor multiplies whole matrices of 16-bit numbers, some weights at a time are multiplied with
-their scales, rounded to these, and go to torch.
+Weights have one scale per output; activations keep 16 bits, so an outlier among them costs the
+others next to nothing. `meshllm.model.native_int8` multiplies them: it reads each weight once for a
+few rows and gives each row the same bits in any company. A prompt waits for the multiplying: where
+the processor multiplies whole matrices of 16-bit numbers, some weights at a time are multiplied
+with their scales, rounded to these, and go to torch.
 """
 
 from functools import cache
@@ -45,7 +45,8 @@ class Int8Matrix:
         return products if products.shape[1] == outputs else products[:, :outputs]
 
     def _widened(self, rows: Tensor) -> Tensor:
-        blocks, inputs, outputs = self._data.shape
+        blocks, pairs, outputs, _ = self._data.shape
+        inputs = 2 * pairs
         if rows.shape[1] < inputs:
             rows = torch.nn.functional.pad(rows, (0, 1))
         most = max(1, WIDE_BYTES // (2 * inputs * outputs))
@@ -70,16 +71,16 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     """Pack a matrix [N, K]; beside the result, a few rows are held."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // OUTPUTS)
-    data = torch.zeros(blocks, inputs + inputs % 2, OUTPUTS, dtype=torch.int8)
+    data = torch.zeros(blocks, -(-inputs // 2), OUTPUTS, 2, dtype=torch.int8)
     scales = torch.zeros(blocks * OUTPUTS, dtype=torch.float32)
     for at in range(0, outputs, CHUNK_ROWS):
         part = weight[at : at + CHUNK_ROWS].float()
         scale = part.abs().amax(1).clamp_min_(_TINY).div_(127)
         whole = (part / scale[:, None]).round_()
-        whole = torch.nn.functional.pad(whole, (0, 0, 0, -len(whole) % OUTPUTS))
+        whole = torch.nn.functional.pad(whole, (0, inputs % 2, 0, -len(whole) % OUTPUTS))
         first = at // OUTPUTS
-        blocked = whole.view(-1, OUTPUTS, inputs).transpose(1, 2)
-        data[first : first + len(blocked), :inputs] = blocked
+        blocked = whole.view(-1, OUTPUTS, data.shape[1], 2).transpose(1, 2)
+        data[first : first + len(blocked)] = blocked
         scales[at : at + len(scale)] = scale
     return {"data": data, "scale": scales}
 
@@ -88,11 +89,11 @@ def form(shape: Shape, _dtype: torch.dtype) -> Form:
     """Tell what `pack` makes of a matrix."""
     blocks = -(-shape[0] // OUTPUTS)
     return {
-        "data": ((blocks, shape[1] + shape[1] % 2, OUTPUTS), torch.int8),
+        "data": ((blocks, -(-shape[1] // 2), OUTPUTS, 2), torch.int8),
         "scale": ((blocks * OUTPUTS,), torch.float32),
     }
 
 
 def order(_shape: Shape) -> str:
     """Name the order of the bytes, the same on every processor."""
-    return f"blocks of {OUTPUTS}"
+    return f"pairs in blocks of {OUTPUTS}"

@@ -1,5 +1,6 @@
 """Products with bytes, each row as it would be alone."""
 
+import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model import native_int8
-from meshllm.model.native_int8 import OUTPUTS, multiply, widen
+from meshllm.model.native_int8 import GROUP, OUTPUTS, multiply, widen
 
 SHAPES = [(64, 1), (64, 77), (192, 576), (1024, 100)]
 
@@ -25,7 +26,7 @@ def matrix(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(outputs * inputs)
     whole = torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8)
     even = torch.nn.functional.pad(whole, (0, inputs % 2))
-    blocks = even.view(-1, OUTPUTS, even.shape[1]).transpose(1, 2).contiguous()
+    blocks = even.view(-1, OUTPUTS, even.shape[1] // 2, 2).transpose(1, 2).contiguous()
     return whole, blocks, 2.0 ** torch.randint(-3, 4, (outputs,), generator=generator)
 
 
@@ -57,24 +58,89 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int], dtype: t
     assert alone.dtype == dtype
 
 
-@pytest.mark.skipif(not native_int8.adds_pairs(), reason="this processor adds no pairs")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pairs_are_added_in_the_order_of_single_numbers(
+def test_processors_without_one_instruction_for_it_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     _, blocks, scales = matrix(*shape)
-    x = torch.randn(130, shape[1], generator=torch.Generator().manual_seed(2))
-    x = (x * torch.logspace(-6, 6, 130)[:, None]).bfloat16()
-    x[3, 0], x[5, -1] = torch.inf, torch.nan
-    monkeypatch.setattr(native_int8, "pairs_pay", lambda: True)
-    in_pairs = [multiply(x[:rows], blocks, scales) for rows in (40, 130)]
-    monkeypatch.setattr(native_int8, "pairs_pay", lambda: False)
+    x = torch.randn(17, shape[1]) * torch.logspace(-6, 6, 17)[:, None]
+    found = []
+    for machine in ("x86_64", "aarch64"):
+        native_int8._multiplier.cache_clear()
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        found += [[multiply(x[:rows], blocks, scales) for rows in (1, 6, 17)]]
+    native_int8._multiplier.cache_clear()
 
-    alone = multiply(x, blocks, scales)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
-    for found in in_pairs:
-        assert torch.equal(found.isnan(), alone[: len(found)].isnan())
-        assert torch.equal(found.nan_to_num(), alone[: len(found)].nan_to_num())
+
+def diagonal(inputs: int) -> tuple[Tensor, Tensor]:
+    """Make a matrix that gives each input back."""
+    blocks = torch.zeros(inputs // OUTPUTS, inputs // 2, OUTPUTS, 2, dtype=torch.int8)
+    for at in range(inputs):
+        blocks[at // OUTPUTS, at // 2, at % OUTPUTS, at % 2] = 1
+    return blocks, torch.ones(inputs)
+
+
+@pytest.mark.parametrize("size", [1e-30, 0.37, 1.0, 250.0, 1e30])
+def test_numbers_near_the_largest_stay_and_others_are_off_by_little(size: float) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = (torch.randn(9, 3 * GROUP, generator=generator).exp() ** 4 * size).bfloat16()
+    x *= torch.where(torch.rand(x.shape, generator=generator) < 0.5, -1, 1).bfloat16()
+
+    y = multiply(x.float(), *diagonal(3 * GROUP))
+
+    largest = x.float().abs().view(9, 3, GROUP).amax(2).repeat_interleave(GROUP, 1)
+    is_near = x.float().abs() * 128 >= largest
+    assert 0.05 < is_near.float().mean() < 0.95
+    assert torch.equal(y[is_near], x.float()[is_near])
+    assert ((y - x.float()).abs() <= largest / 2**15).all()
+
+
+def test_the_largest_number_of_float32_is_rounded_within_16_bits() -> None:
+    x = torch.full((1, GROUP), 2 - 2**-23)  # 32,768 of its scale, if it had so many
+    x[0, 1] = -x[0, 1]
+
+    y = multiply(x, *diagonal(GROUP))
+
+    assert torch.equal(y.sign(), x.sign())
+    assert ((y - x).abs() <= 2**-14).all()
+
+
+def test_an_outlier_costs_the_rest_of_its_group_little_and_other_groups_nothing() -> None:
+    x = torch.randn(1, 3 * GROUP, generator=torch.Generator().manual_seed(2))
+    before = multiply(x, *diagonal(3 * GROUP))
+    x[0, 5] = 200 * x.abs().max()
+
+    after = multiply(x, *diagonal(3 * GROUP))
+
+    assert torch.equal(after[:, GROUP:], before[:, GROUP:])
+    others = slice(6, GROUP)
+    assert (after - before)[:, others].norm() < 0.01 * before[:, others].norm()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_no_number_spoils_its_row_alone(bad: float, dtype: torch.dtype) -> None:
+    _, blocks, scales = matrix(192, 576)
+    x = torch.randn(8, 576).to(dtype)
+    clean = multiply(x, blocks, scales)
+    x[3, 575] = bad
+
+    y = multiply(x, blocks, scales)
+
+    assert y[3].isnan().all()
+    assert torch.equal(y[:3], clean[:3])
+    assert torch.equal(y[4:], clean[4:])
+
+
+@pytest.mark.parametrize("number", [0.0, 1e-45, -1e-40, 1e-35, 3.4e38])
+def test_the_smallest_and_the_largest_come_to_about_what_they_are(number: float) -> None:
+    x = torch.full((2, GROUP), number)
+
+    y = multiply(x, *diagonal(GROUP))
+
+    assert torch.allclose(y, x, rtol=2**-14, atol=1e-33)
 
 
 @pytest.mark.usefixtures("_threads")
@@ -109,7 +175,7 @@ def test_nothing_is_written_beside_the_weights() -> None:
 def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
     whole, blocks, scales = matrix(*shape)
     scales = scales * 1.1
-    wide = torch.empty(blocks.shape[1], shape[0], dtype=torch.bfloat16)
+    wide = torch.empty(2 * blocks.shape[1], shape[0], dtype=torch.bfloat16)
 
     widen(blocks, scales, wide)
 
@@ -119,16 +185,18 @@ def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
 def test_what_does_not_belong_together_is_refused() -> None:
     _, blocks, scales = matrix(64, 32)
 
-    with pytest.raises(ValueError, match="rows of 30 numbers on cpu for a matrix of 32 inputs"):
+    with pytest.raises(ValueError, match="rows of 30 numbers on cpu for 32 inputs"):
         multiply(torch.zeros(1, 30), blocks, scales)
     with pytest.raises(ValueError, match="with gaps"):
-        multiply(torch.zeros(1, 32), blocks[:, :1].expand(1, 32, 64), scales)
+        multiply(torch.zeros(1, 32), blocks[:, :1].expand(1, 16, 64, 2), scales)
     with pytest.raises(ValueError, match=r"scales of torch.bfloat16"):
         multiply(torch.zeros(1, 32), blocks, scales.bfloat16())
-    with pytest.raises(ValueError, match="64 scales for 128 outputs"):
+    with pytest.raises(ValueError, match=r"64 scales for weights of \[2, 16, 64, 2\]"):
         multiply(torch.zeros(1, 32), torch.cat([blocks, blocks]), scales)
+    with pytest.raises(ValueError, match=r"64 scales for weights of \[1, 32, 64\]"):
+        multiply(torch.zeros(1, 32), blocks.view(1, 32, 64), scales)
     for wide in (torch.zeros(32, 128), torch.zeros(31, 64)):
-        with pytest.raises(ValueError, match=r"for weights of \[1, 32, 64\]"):
+        with pytest.raises(ValueError, match=r"for weights of \[1, 16, 64, 2\]"):
             widen(blocks, scales, wide.bfloat16())
     with pytest.raises(ValueError, match="no room of"):
         widen(blocks, scales[:5], torch.zeros(32, 64).bfloat16())

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from meshllm.model import native
-from meshllm.model.native_int8 import OUTPUTS
+from meshllm.model.native_int8 import OUTPUTS, widen
 from meshllm.model.native_ops import calls_for
 from meshllm.model.native_program import Call, Program
-from meshllm.model.quant_int8 import Int8Matrix, pack
+from meshllm.model.quant_int8 import pack
 
 aten = torch.ops.aten
 
@@ -34,10 +34,10 @@ def test_threads_share_a_call(
 ) -> None:
     if not has_team:
         monkeypatch.setattr(native, "team", lambda: None)
-    weight, calls = torch.randn(8 * OUTPUTS, 96), list[Call]()
-    matrix, x = Int8Matrix(pack(weight), (8 * OUTPUTS, 96)), torch.randn(1, 96)
+    packed, calls = pack(torch.randn(8 * OUTPUTS, 96)), list[Call]()
+    y = torch.empty(96, 8 * OUTPUTS, dtype=torch.bfloat16)
     with native.heard(lambda *call: calls.append(Call.of(*call))):
-        y = matrix(x)
+        widen(packed["data"], packed["scale"], y)
     expected = y.clone()
     program = Program(calls)
 
