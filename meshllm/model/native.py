@@ -152,8 +152,6 @@ def _machine() -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     cpu, features = processor()
-    if can("avx512vnni", "avxvnni"):
-        features += ",+fast-dpwssd"  # no two instructions for one: what is added up is not awaited
     return binding.Target.from_default_triple().create_target_machine(
         cpu=cpu, features=features, opt=3, jit=True
     )

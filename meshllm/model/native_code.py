@@ -19,11 +19,12 @@ FLOAT = ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
 PAIRS_FEATURE = "avx512bf16"
 """What processors that have `Code.dot` call it."""
+ROUND = 1.5 * 2**23
+"""Added to a number that is small beside it, it leaves the nearest whole one in the lowest bits."""
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
 _SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
-_ROUND = 1.5 * 2**23  # added to a small number it leaves the nearest whole one in the lowest bits
 _LEAST = -87.0  # of an exponent; what is less becomes so little
 
 
@@ -185,8 +186,8 @@ class Code:
         """
         do, given, least = self.do, x, self.floats(_LEAST)
         x = do.select(do.fcmp_ordered("<", x, least), least, x)
-        shifted = self.fma(x, self.floats(_LOG2_E), self.floats(_ROUND))
-        whole = do.fsub(shifted, self.floats(_ROUND))
+        shifted = self.fma(x, self.floats(_LOG2_E), self.floats(ROUND))
+        whole = do.fsub(shifted, self.floats(ROUND))
         for part in _LN_2:
             x = self.fma(whole, self.floats(-part), x)
         power = self.floats(_SERIES[0])

@@ -8,8 +8,8 @@ numbers first: each `GROUP` of its inputs has a scale, the power of two with whi
 15 bits and a sign. What is bfloat16 and at least a 128th of the largest stays exactly what it is,
 what is smaller is off by a 32,768th of that at most; a sum over a group is exact. So it does
 not matter what is added first, and a row has the same bits in any company, with any number of
-threads, on any processor. The sums of the groups, times their scales, are added in float32, in
-order.
+threads, on any processor. The sums of the groups, each rounded to float32, times their scales are
+added as such, in order.
 
 A few rows wait for the weights to come from memory: these are read once, in the order in which
 they lie there, become 16 bits in the processor's registers, and meet all rows. `OUTPUTS` of a
@@ -18,7 +18,7 @@ that meet the weights in one pass, a tile, do: for each pair of inputs two numbe
 """
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from meshllm.model.native import Native, room
 from meshllm.model.native_ahead import AHEAD, LINE, Pass, ask
-from meshllm.model.native_code import BYTE, FLOAT, HALF, LANES, WORD, Code
+from meshllm.model.native_code import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
 
 OUTPUTS = 64
 """Of a block; two lines of the processor's cache for each pair of inputs."""
@@ -36,12 +36,11 @@ GROUP = 128
 
 _MOST = 6  # rows whose sums are held in registers; twice as many where there are more
 _FEW = 1 << 16  # numbers that one thread turns into whole ones as soon as several do
-_LARGEST = 32767.0  # of a whole number; what is rounded up beyond becomes so much
+_LARGEST = 32767.0  # of a whole number, or the smallest; what is rounded beyond becomes so much
 _EXPONENT, _BIAS, _ENDLESS = 23, 127, 255  # of a float32 (IEEE 754-2019, 3.4)
-_LEAST = 27  # exponent, with its bias, of the largest of a group; if it is smaller, as if it were
+_LEAST = 15  # exponent, with its bias, that leaves a scale one that is not denormal
 _NOTHING = 0x7FC00000  # no number
-_ROUND = 1.5 * 2**23  # added to a small number it leaves the nearest whole one in the lowest bits
-_ROUNDER = "*given", "*whole", "*sizes", "groups", "rows", "each"
+_ROUNDER = "*given", "*whole", "*sizes", "inputs", "groups", "rows", "each"
 _MULTIPLIER = (
     *("tiles", "pairs", "groups", "*weights", "*scales", "*whole", "*sizes", "*products"),
     *("outputs", "threads"),
@@ -57,8 +56,8 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     none of these that ends, comes to what is no number.
 
     Raises:
-        ValueError: the rows are longer or shorter than those of the matrix, or on a GPU; there are
-            more or fewer scales than outputs; or the weights do not lie one after the other.
+        ValueError: the rows are longer or shorter than those of the matrix, of no numbers, or on a
+            GPU; there are more or fewer scales than outputs; or the weights have gaps.
     """
     _check(rows, weights, scales)
     count, inputs = rows.shape
@@ -68,13 +67,11 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     tiles = -(-count // max(_MOST, room() // 2))
     each, groups = -(-count // tiles), -(-inputs // GROUP)
     given = (rows if is_half else rows.float()).contiguous()
-    if inputs % GROUP:
-        given = torch.nn.functional.pad(given, (0, -inputs % GROUP))
     whole = torch.empty(tiles, groups * GROUP // 2, each, 2, dtype=torch.int16)
     sizes = torch.empty(tiles, groups, each, dtype=torch.float32)
     _rounder(is_half)(
-        *(tiles, threads if given.numel() > _FEW else 1),
-        *(given.data_ptr(), whole.data_ptr(), sizes.data_ptr(), groups, count, each),
+        *(tiles, threads if tiles > 1 and given.numel() > _FEW else 1),
+        *(given.data_ptr(), whole.data_ptr(), sizes.data_ptr(), inputs, groups, count, each),
     )
     kept = torch.bfloat16 if is_half else torch.float32
     products = torch.empty(tiles * each, len(scales), dtype=kept)
@@ -94,7 +91,7 @@ def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
     if weights.shape[2:] != (OUTPUTS, 2) or len(scales) != OUTPUTS * len(weights):
         raise ValueError(f"{len(scales)} scales for weights of {list(weights.shape)}")
     inputs = rows.shape[1]
-    if inputs + inputs % 2 != 2 * weights.shape[1] or rows.device != weights.device:
+    if not inputs or inputs + inputs % 2 != 2 * weights.shape[1] or not rows.is_cpu:
         raise ValueError(
             f"rows of {inputs} numbers on {rows.device} for {2 * weights.shape[1]} inputs"
         )
@@ -119,36 +116,57 @@ def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
 def _rounder(is_half: bool) -> Native:
     """Compile what turns a tile into whole numbers of 16 bits, and says what these are of."""
 
+    kind = HALF if is_half else FLOAT
+
     def write(code: Code, fields: Mapping[str, ir.Value], tile: ir.Value, _: ir.Value) -> None:
         do, groups, each = code.do, fields["groups"], fields["each"]
+        with do.goto_entry_block():
+            padded = do.bitcast(do.alloca(kind, GROUP), ir.PointerType())
         top = do.mul(tile, each)
         left = do.sub(fields["rows"], top)
         count = do.select(do.icmp_unsigned("<", left, each), left, each)
-        with code.rounds(count) as row, code.rounds(groups) as group:
-            first = do.add(do.mul(do.add(top, row.index), groups), group.index)
-            first = do.mul(first, code.index(GROUP))
-            numbers = []
-            for at in range(0, GROUP, LANES):
-                place = do.add(first, code.index(at))
-                number = code.load(HALF if is_half else FLOAT, fields["given"], place, LANES)
-                numbers.append(code.widen(number) if is_half else number)
-            whole, size = _rounded(code, numbers)
-            number = do.add(do.mul(tile, groups), group.index)
-            code.store(WORD, size, fields["sizes"], do.add(do.mul(number, each), row.index))
-            place = do.add(do.mul(do.mul(number, code.index(GROUP // 2)), each), row.index)
-            for shorts in whole:
-                pairs = do.bitcast(shorts, ir.VectorType(WORD, LANES // 2))
-                for at in range(LANES // 2):
-                    pair = do.extract_element(pairs, _word(at))
-                    code.store(WORD, pair, fields["whole"], place)
-                    place = do.add(place, each)
+        with code.rounds(count) as row:
+            start = do.mul(do.add(top, row.index), fields["inputs"])
+            given = code.at(fields["given"], start, kind)
+            is_whole = _pad(code, kind, given, padded, fields["inputs"])
+            with code.rounds(groups) as group:
+                number = do.add(do.mul(tile, groups), group.index)
+                here = code.at(given, do.mul(group.index, code.index(GROUP)), kind)
+                is_last = do.icmp_unsigned("==", do.add(group.index, code.index(1)), groups)
+                here = do.select(do.and_(is_last, do.not_(is_whole)), padded, here)
+                numbers = [
+                    code.load(kind, here, code.index(at), LANES) for at in range(0, GROUP, LANES)
+                ]
+                whole, size = _rounded(code, map(code.widen, numbers) if is_half else numbers)
+                code.store(WORD, size, fields["sizes"], do.add(do.mul(number, each), row.index))
+                place = do.add(do.mul(do.mul(number, code.index(GROUP // 2)), each), row.index)
+                for shorts in whole:
+                    pairs = do.bitcast(shorts, ir.VectorType(WORD, LANES // 2))
+                    for at in range(LANES // 2):
+                        pair = do.extract_element(pairs, _word(at))
+                        code.store(WORD, pair, fields["whole"], place)
+                        place = do.add(place, each)
 
     return Native(_ROUNDER, write)
 
 
-def _rounded(code: Code, numbers: Sequence[ir.Value]) -> tuple[list[ir.Value], ir.Value]:
+def _pad(code: Code, kind: ir.Type, row: ir.Value, padded: ir.Value, inputs: ir.Value) -> ir.Value:
+    """Copy the last group of a row, with zeros behind it, unless it is whole; say whether it is."""
+    do = code.do
+    left = do.urem(inputs, code.index(GROUP))
+    is_whole = do.icmp_unsigned("==", left, code.index(0))
+    with do.if_then(do.not_(is_whole)):
+        last = code.at(row, do.sub(inputs, left), kind)
+        with code.rounds(code.index(GROUP)) as loop:
+            code.store(kind, ir.Constant(kind, 0), padded, loop.index)
+        with code.rounds(left) as loop:
+            code.store(kind, code.load(kind, last, loop.index), padded, loop.index)
+    return is_whole
+
+
+def _rounded(code: Code, numbers: Iterable[ir.Value]) -> tuple[list[ir.Value], ir.Value]:
     """Round float32 to whole numbers of 16 bits; the bits of what these are of come second."""
-    do, words = code.do, ir.VectorType(WORD, LANES)
+    do, words, numbers = code.do, ir.VectorType(WORD, LANES), list(numbers)
     positive = ir.Constant(words, [0x7FFFFFFF] * LANES)
     most, *others = [do.and_(do.bitcast(number, words), positive) for number in numbers]
     for other in others:
@@ -158,12 +176,14 @@ def _rounded(code: Code, numbers: Sequence[ir.Value]) -> tuple[list[ir.Value], i
     up = do.shl(do.sub(_word(2 * _BIAS + 14), exponent), _word(_EXPONENT))
     down = do.shl(do.sub(exponent, _word(14)), _word(_EXPONENT))
     is_endless = do.icmp_unsigned("==", exponent, _word(_ENDLESS))
-    factor, largest = code.spread(do.bitcast(up, FLOAT)), code.floats(_LARGEST)
+    factor = code.spread(do.bitcast(up, FLOAT))
+    least, largest = code.floats(-_LARGEST), code.floats(_LARGEST)
     whole = []
     for number in numbers:
         grown = do.fmul(number, factor)
         grown = do.select(do.fcmp_ordered(">", grown, largest), largest, grown)
-        bits = do.bitcast(do.fadd(grown, code.floats(_ROUND)), words)
+        grown = do.select(do.fcmp_ordered("<", grown, least), least, grown)
+        bits = do.bitcast(do.fadd(grown, code.floats(ROUND)), words)
         whole.append(do.trunc(bits, ir.VectorType(HALF, LANES)))
     return whole, do.select(is_endless, _word(_NOTHING), down)
 

@@ -20,7 +20,7 @@ from meshllm.model.quant_form import Form, Packed, Shape
 from meshllm.model.scratch import scratch
 
 CHUNK_ROWS = 4096  # of a matrix rounded at a time
-MANY = 48  # rows from which on widening pays
+MANY = 48  # rows from which on widening paid beside products in float32
 WIDE_BYTES = 2 << 20  # of weights that are widened at a time: they stay in the processor's cache
 _FAST = "amx-bf16", "bf16"  # what processors call multiplying matrices of 16-bit numbers
 _TINY = 1e-30  # instead of the largest weight of an output without any
