@@ -2,14 +2,14 @@
 
 Theory of operation
 -------------------
-Processors multiply pairs of whole numbers of 16 bits, and add the products up in 32, twice as fast
-as float32; those that have no instruction for all of it are no slower. So a row [K] becomes such
-numbers first: each `GROUP` of its inputs has a scale, the power of two with which the largest needs
-15 bits and a sign. What is bfloat16 and at least a 128th of the largest stays exactly what it is,
-what is smaller is off by a 32,768th of that at most; a sum over a group is exact. So it does
-not matter what is added first, and a row has the same bits in any company, with any number of
-threads, on any processor. The sums of the groups, each rounded to float32, times their scales are
-added as such, in order.
+Processors with VNNI multiply pairs of whole numbers of 16 bits and add the products up in 32, twice
+as fast as float32; others take more than one instruction for it. So a row [K] becomes such numbers
+first: each `GROUP` of its inputs has a scale, the power of two with which the largest needs 15 bits
+and a sign. What is bfloat16 and at least a 128th of the largest stays exactly what it is, what is
+smaller is off by a 32,768th of that at most; a sum over a group is exact. So it does not matter
+what is added first, and a row has the same bits in any company, with any number of threads, on any
+processor. The sums of the groups, each rounded to float32, times their scales are added as such, in
+order.
 
 A few rows wait for the weights to come from memory: these are read once, in the order in which
 they lie there, become 16 bits in the processor's registers, and meet all rows. `OUTPUTS` of a
@@ -115,7 +115,6 @@ def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
 @cache
 def _rounder(is_half: bool) -> Native:
     """Compile what turns a tile into whole numbers of 16 bits, and says what these are of."""
-
     kind = HALF if is_half else FLOAT
 
     def write(code: Code, fields: Mapping[str, ir.Value], tile: ir.Value, _: ir.Value) -> None:

@@ -25,6 +25,7 @@ _SIZES = (0.01, 1.0, 100.0)
 _ROWS = 4
 _MANY = 1 << 19  # numbers; of these an order of adding changes some ten by rounding
 _UNIT = 2**-7  # of the last place of a bfloat16 number, relative to it
+_UNITS = 2  # that rounding twice may change
 _ALIKE = 2**-10  # of all numbers together
 _MOST_UNITS = 4  # that rounding otherwise, three times, may change
 
@@ -99,7 +100,7 @@ def quicken(model: nn.Module, *, exact: bool = False) -> int:
         kind = type(module), quick.weight.shape[0], eps
         if exact and kind not in verdicts:
             verdicts[kind] = all(_agree(module, quick, *many) for many in _draws(kind[1]))
-        most, mean = (0.0, 0.0) if exact else (2 * _UNIT, _ALIKE)
+        most, mean = (0.0, 0.0) if exact else (_UNITS * _UNIT, _ALIKE)
         if verdicts.get(kind, True) and _agree(module, quick, _ROWS, 0, most=most, mean=mean):
             model.set_submodule(name, quick)
             count += 1
