@@ -6,9 +6,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
 from typing import Protocol, TypeAlias
 
-from meshllm.cli.options import prefix_bytes
+from meshllm.cli.options import inference_config
 from meshllm.config import Settings, state_path
-from meshllm.names import Quant, WireMode
 from meshllm.request import Event, Request
 
 
@@ -38,32 +37,20 @@ async def open_local(settings: Settings) -> AsyncIterator[Answers]:
 
 def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
     """Do what takes seconds, torch first, away from the event loop."""
-    import torch
-
-    from meshllm.model.draft import SuffixDrafting
     from meshllm.model.source import resolve
-    from meshllm.node.ring import RingOptions, open_ring
+    from meshllm.node.local_ring import RingOptions, open_local_ring
     from meshllm.protocol.plan import Ends
 
     options = RingOptions(
-        nodes=settings.nodes,
-        transport=settings.transport,
-        ends=Ends(settings.ends),
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        threads=settings.threads,
-        drafting=SuffixDrafting() if settings.speculation == "auto" else None,
-        draft=None if settings.draft is None else resolve(settings.draft),
-        quant=Quant(settings.quant),
-        cache=state_path(settings) / "cache",
-        exact=settings.exact,
-        wire=WireMode(settings.wire),
-        prefix_bytes=prefix_bytes(settings),
-        device=settings.device,
+        settings.nodes,
+        settings.transport,
+        Ends(settings.ends),
+        inference=inference_config(settings, cache=state_path(settings) / "cache"),
     )
-    return open_ring(resolve(settings.model), options)
+    return open_local_ring(resolve(settings.model), options)
 
 
-def import_heavy(module: str = "meshllm.node.ring") -> None:
+def import_heavy(module: str = "meshllm.node.local_ring") -> None:
     """Import what takes seconds here and now: Ctrl-C stops it in the main thread only.
 
     Modules stay, so the collector of garbage need not look at them: with those of torch that takes

@@ -14,12 +14,12 @@ import typer
 from meshllm.cli import complete, render
 from meshllm.cli.local import import_heavy
 from meshllm.cli.news import News, news
-from meshllm.cli.options import memory_bytes, prefix_bytes, refuse_idle_draft, takes
+from meshllm.cli.options import inference_config, refuse_idle_draft, takes
 from meshllm.cli.spec import listed
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import UserError
 from meshllm.log import event, setup
-from meshllm.names import Span, WireMode
+from meshllm.names import Span
 
 if TYPE_CHECKING:
     from meshllm.api.door import Door
@@ -48,10 +48,7 @@ Carrier = Annotated[
 ]
 
 _SOON_S = 0.02
-_AS_GIVEN = (
-    "model", "join", "name", "policy", "members", "dtype",
-    "quant", "threads", "draft", "exact", "discovery", "context",
-)  # fmt: skip
+_AS_GIVEN = ("model", "join", "name", "policy", "members", "discovery", "context")
 _SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
     "members", "exclude", "prefer", "dtype", "quant", "device", "threads", "speculation", "draft",
@@ -210,13 +207,9 @@ def _options(config: Config) -> "NodeOptions":
     given: dict[str, Any] = {
         name: current(chosen, name) for name in _AS_GIVEN if config.origins[name] != DEFAULT
     }
-    if given.get("dtype") == "auto":
-        given["dtype"] = None
     return NodeOptions(
         state=state_path(chosen),
-        memory_bytes=None if chosen.memory is None else memory_bytes(chosen.memory, chosen),
-        prefix_bytes=prefix_bytes(chosen),
-        device=chosen.device,
+        inference=inference_config(chosen, of_mesh=config.origins["quant"] == DEFAULT),
         layers=None if chosen.layers is None else Span.parse(chosen.layers),
         transports=transports_of(config),
         listen=listed(chosen.listen) or (),
@@ -224,8 +217,6 @@ def _options(config: Config) -> "NodeOptions":
         relays=listed(chosen.relay) or (),
         exclude=listed(chosen.exclude),
         prefer=listed(chosen.prefer),
-        speculation=chosen.speculation == "auto",
-        wire=WireMode(chosen.wire),
         **given,
     )
 

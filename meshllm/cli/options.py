@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, TypeVar, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
 
@@ -17,8 +18,11 @@ from meshllm.cli import complete
 from meshllm.cli.render import plain
 from meshllm.config import Key, Scalar, Settings, keys, load
 from meshllm.errors import UserError
-from meshllm.names import Quant
+from meshllm.names import Quant, WireMode
 from meshllm.request import Request
+
+if TYPE_CHECKING:
+    from meshllm.node.options import InferenceConfig
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -109,12 +113,34 @@ def _free_bytes(chosen: Settings) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def prefix_bytes(chosen: Settings) -> int | None:
-    """Read how much memory is for earlier texts; None is left to who holds them."""
-    text = chosen.prefix_cache
-    if text is None:
-        return None
-    return 0 if text == "0" else memory_bytes(text, chosen)
+def inference_config(
+    chosen: Settings, *, cache: Path | None = None, of_mesh: bool = False
+) -> "InferenceConfig":
+    """Tell how a model is to be run; ``of_mesh`` leaves the form of the weights to the mesh.
+
+    Raises:
+        UserError: an amount of memory that cannot be read.
+    """
+    from meshllm.node.options import InferenceConfig
+
+    prefixes = chosen.prefix_cache
+    return InferenceConfig(
+        dtype=None if chosen.dtype == "auto" else chosen.dtype,
+        quant=None if of_mesh else Quant(chosen.quant),
+        device=chosen.device,
+        threads=chosen.threads,
+        exact=chosen.exact,
+        speculation=chosen.speculation == "auto",
+        draft=chosen.draft,
+        wire=WireMode(chosen.wire),
+        memory_bytes=_amount(chosen.memory, chosen),
+        prefix_bytes=0 if prefixes == "0" else _amount(prefixes, chosen),
+        cache=cache,
+    )
+
+
+def _amount(text: str | None, chosen: Settings) -> int | None:
+    return None if text is None else memory_bytes(text, chosen)
 
 
 def _option(key: Key) -> inspect.Parameter:

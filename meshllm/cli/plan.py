@@ -91,7 +91,7 @@ def plan(
 def _shape(model: str, context: int) -> "Shape":
     from meshllm.model.capacity import shape_of
     from meshllm.model.source import resolve
-    from meshllm.node.assembly import plan_shape
+    from meshllm.node.shape import plan_shape
 
     return plan_shape(shape_of(resolve(model)), context)
 

@@ -264,7 +264,7 @@ class NodeDoor:
         if own.standing.plan and own.standing.plan.rank(node) is not None:
             if state.is_loaded:
                 return "serving", ""
-            return "loading", own.standing.trouble if node == own.me else ""
+            return "loading", str(own.standing.trouble or "") if node == own.me else ""
         reasons = {each.node: each.reason for each in agreement.standbys} if agreement else {}
         return "standby", reasons.get(node, "")
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import ModelShape
 from meshllm.names import Digest, NodeId, Quant
-from meshllm.node.assembly import CONTEXT, plan_shape
 from meshllm.node.options import NodeOptions
+from meshllm.node.shape import CONTEXT, plan_shape
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.identity import parse_node, show
 from meshllm.protocol.messages import DType
@@ -28,7 +28,7 @@ def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest
         shape=plan_shape(shape, options.context or CONTEXT),
         dtype=DType[shape.dtype.upper()],
         config_digest=config_digest,
-        quant=Quant(options.quant or Quant.NONE),
+        quant=options.inference.quant or Quant.NONE,
     )
 
 
@@ -59,7 +59,7 @@ def amend(
 
 
 def refuse_other(
-    charter: Charter, model: str, config_digest: Digest, quant: str | None = None
+    charter: Charter, model: str, config_digest: Digest, quant: Quant | None = None
 ) -> None:
     """Raise `ModelError` when a model is not the one of the mesh, or to be held otherwise."""
     if quant is not None and quant != charter.quant:

@@ -176,10 +176,10 @@ class MeshNode:
 
     async def ring(self, link: SecureLink) -> None:
         """Take a link of the rank before."""
-        if self.standing.service is None:
+        if self.standing.runtime is None:
             await link.close()
         else:
-            await self.standing.service.arrive(link, link.peer)
+            await self.standing.runtime.arrive(link, link.peer)
 
     def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
         """Take a message about a request."""
@@ -231,19 +231,19 @@ class MeshNode:
         asyncio.get_running_loop().call_later(SETTLE_S, self._follow, plan)
 
     def _follow(self, plan: Plan | None) -> None:
-        if plan == self._considered and self.standing.service:
-            self.standing.service.follow(plan)
+        if plan == self._considered and self.standing.runtime:
+            self.standing.runtime.follow(plan)
             self.standing.publish()
 
     def _amend(self) -> None:
         """Change the charter when a node appears that the options call by name."""
-        charter, engine = self.machine.charter, self.standing.engine
-        if not self._unknown or charter is None or engine is None:
+        charter, model = self.machine.charter, self.standing.model
+        if not self._unknown or charter is None or model is None:
             return
         still = unknown(self._options, self.machine.profiles)
         if still != self._unknown:
             self._unknown = still
-            longest = engine.shape.context
+            longest = model.shape.context
             amended = amend(charter, self._options, self.machine.profiles, longest)
             if amended != charter:
                 self._tell(charter=amended)
@@ -277,23 +277,23 @@ class MeshNode:
         """Look at the model, tell what this node offers, and serve."""
         machine, preparation = self.machine, self._preparation
         if machine.charter is None and self._own.is_founder:
-            engine, charter = await preparation.found()
+            model, charter = await preparation.found()
         else:
             await self._charter_known.wait()
             assert machine.charter is not None  # it is never forgotten
-            engine, charter = await preparation.join(machine.charter, dict(machine.profiles))
+            model, charter = await preparation.join(machine.charter, dict(machine.profiles))
         if charter != machine.charter:
             self._tell(charter=charter)
         self._unknown = unknown(self._options, machine.profiles)
         for name in self._unknown:
             logger.warning("no node is called `%s` yet", name)
-        offered = await preparation.offer(engine, self._profile)
+        offered = await preparation.offer(model, self._profile)
         self._profile = replace(offered, addresses=self.place.addresses)  # it may have moved
         self._tell(profile=self._profile)
-        service = self.standing.begin(engine)
+        runtime = self.standing.begin(model)
         self._considered = None  # what was agreed on before is to be followed now
         self.changed()
-        await service.run()
+        await runtime.run()
 
     def _moved(self) -> None:
         """Tell the others where this node is reached now."""
@@ -384,7 +384,7 @@ async def open_node(
     async with AsyncExitStack() as stack:
         stack.enter_context(keyring.locked())
         if worker is None:
-            worker = await stack.enter_async_context(compute_thread(options.threads or 1))
+            worker = await stack.enter_async_context(compute_thread(options.inference.threads or 1))
         place = await stack.enter_async_context(open_place(options, keyring.key, transport))
         own = await enter(keyring, options, place.transports)
         preparation = prepare(options, worker, keyring.folder / "cache")

@@ -1,9 +1,45 @@
-"""How a node is to be run; knows nothing about how it is asked for."""
+"""How a node and its model are to be run; knows nothing about how it is asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshllm.names import Span, WireMode
+from meshllm.model.draft import Drafting
+from meshllm.names import Quant, Span, WireMode
+from meshllm.protocol.lookahead import MAX_DEPTH
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceConfig:
+    """How a model is held and run; the same record for a node and for a ring in one process."""
+
+    dtype: str | None = None
+    """As ``bfloat16``; None is as stored."""
+    quant: Quant | None = None
+    """How weights are held; None is that of the mesh, as stored in a new one."""
+    device: str = "cpu"
+    """Where layers are computed: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    threads: int | None = None
+    """Cores that torch may use; measured when None."""
+    exact: bool = False
+    """Compute each token as transformers does, to the last bit, without speculation."""
+    speculation: bool = True
+    """Draft tokens and verify several in one step, where the model allows it."""
+    draft: str | None = None
+    """A model that drafts too, on the entry: `builtin`, a folder or a Hugging Face name."""
+    drafting: Drafting | None = None
+    """Drafts in place of the suffix tree over this session and past ones."""
+    depth: int = MAX_DEPTH
+    """Steps with drafts in flight at most; 1 waits for each before the next."""
+    chunk: int | None = None
+    """Rows of a prefill chunk; chosen by the length of the prompt when None."""
+    wire: WireMode = WireMode.EXACT
+    """How hidden states travel to the next rank."""
+    memory_bytes: int | None = None
+    """Memory for weights and states; None is a share of what is free."""
+    prefix_bytes: int | None = None
+    """Memory for the prefix cache; None is a share of what is free."""
+    cache: Path | None = None
+    """Folder in which quantised matrices are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +48,7 @@ class NodeOptions:
 
     state: Path
     """Folder of key, mesh and door."""
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
     model: str | None = None
     """`builtin`, a folder or a Hugging Face name; None is the model of the mesh."""
     transports: tuple[str, ...] = ("websocket", "quic")
@@ -24,8 +61,6 @@ class NodeOptions:
     join: str | None = None
     """Ticket."""
     name: str | None = None
-    memory_bytes: int | None = None
-    """Memory for models; None is a share of what is free."""
     layers: Span | None = None
     """Hold exactly these."""
     policy: str | None = None
@@ -33,24 +68,6 @@ class NodeOptions:
     exclude: tuple[str, ...] | None = None
     """Names or ids of nodes."""
     prefer: tuple[str, ...] | None = None
-    dtype: str | None = None
-    """As ``bfloat16``; None is as stored."""
-    quant: str | None = None
-    """As ``int8``; None is that of the mesh, as stored in a new one."""
-    threads: int | None = None
-    """Cores that torch may use; measured when None."""
-    speculation: bool = True
-    """Guess at tokens, so that several are computed at once."""
-    draft: str | None = None
-    """A model that guesses too, when this node is the entry; named as ``model`` is."""
-    exact: bool = False
-    """Compute each token as transformers does, to the last bit; nobody guesses then."""
-    wire: WireMode = WireMode.EXACT
-    """How this node sends hidden states to the next one."""
-    prefix_bytes: int | None = None
-    """Memory for what finished sessions leave; None is a share of what is free."""
-    device: str = "cpu"
-    """Where layers are computed: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     discovery: bool = True
     context: int | None = None
     """Tokens of one session for which there is to be room."""

@@ -8,11 +8,11 @@ import torch
 from meshllm.model.manifest import config_digest, manifest
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed, memory_budget
-from meshllm.names import Digest, NodeId, Quant
-from meshllm.node.engine import Decoding, Engine
+from meshllm.names import Digest, NodeId
 from meshllm.node.founding import amend, found_charter, refuse_other
-from meshllm.node.options import NodeOptions
-from meshllm.node.worker import Worker, calibrate
+from meshllm.node.model_runtime import ModelRuntime
+from meshllm.node.options import InferenceConfig, NodeOptions
+from meshllm.node.worker import Worker
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.records import Profile
 
@@ -28,22 +28,20 @@ class Preparation:
     cache: Path
     """Folder for digests and measurements that are not made twice."""
 
-    async def found(self) -> tuple[Engine, Charter]:
+    async def found(self) -> tuple[ModelRuntime, Charter]:
         """Choose the model of a new mesh, and write its charter.
 
         Raises:
             ModelError: the model is not here, or cannot be run.
         """
         source = await self._resolve(self.options.model or FIRST_MODEL)
-        name = self.options.dtype
-        dtype: torch.dtype | None = None if name in (None, "auto") else getattr(torch, name)
-        engine = await self._open(source, dtype, Quant(self.options.quant or Quant.NONE))
-        charter = found_charter(self.options, engine.shape, await self._digest(source))
-        return engine, amend(charter, self.options, {}, engine.shape.context)
+        model = await self._open(source, self.options.inference)
+        charter = found_charter(self.options, model.shape, await self._digest(source))
+        return model, amend(charter, self.options, {}, model.shape.context)
 
     async def join(
         self, charter: Charter, profiles: dict[NodeId, Profile]
-    ) -> tuple[Engine, Charter]:
+    ) -> tuple[ModelRuntime, Charter]:
         """Take the model of the mesh; return its charter with what the options change in it.
 
         Raises:
@@ -51,46 +49,35 @@ class Preparation:
             UserError: the options name a node that nobody knows.
         """
         source = await self._resolve(self.options.model or charter.shape.name)
-        refuse_other(charter, source.name, await self._digest(source), self.options.quant)
-        dtype: torch.dtype = getattr(torch, charter.dtype.name.lower())
-        engine = await self._open(source, dtype, charter.quant)
-        return engine, amend(charter, self.options, profiles, engine.shape.context)
+        own = self.options.inference
+        refuse_other(charter, source.name, await self._digest(source), own.quant)
+        config = replace(own, dtype=charter.dtype.name.lower(), quant=charter.quant)
+        model = await self._open(source, config)
+        return model, amend(charter, self.options, profiles, model.shape.context)
 
-    async def offer(self, engine: Engine, profile: Profile) -> Profile:
+    async def offer(self, model: ModelRuntime, profile: Profile) -> Profile:
         """Measure what this node has for the ring, and fill it into its profile."""
-        run, shape = self.worker.run, engine.shape
-        dtype: torch.dtype = getattr(torch, shape.dtype)
-        if self.options.threads is None and engine.device.type == "cpu":
-            await run(calibrate, self.worker.cores, shape.hidden_size, dtype)
-        weights = await run(manifest, engine.source, self.cache)
-        what = engine.source, dtype, self.cache, engine.quant, engine.device
+        run, options = self.worker.run, self.options
+        await model.calibrate()
+        weights = await run(manifest, model.source, self.cache)
+        dtype: torch.dtype = getattr(torch, model.shape.dtype)
+        what = model.source, dtype, self.cache, model.quant, model.device
         speed = await run(measure_speed, *what)
-        memory = memory_budget(limit=self.options.memory_bytes, device=engine.device)
+        memory = memory_budget(limit=options.inference.memory_bytes, device=model.device)
         return replace(
             profile,
-            memory_bytes=max(0, memory - (engine.draft.bytes if engine.draft else 0)),
+            memory_bytes=max(0, memory - (model.draft.bytes if model.draft else 0)),
             layer_s=speed.layer_s,
             head_s=speed.head_s,
-            span=self.options.layers,
-            model=engine.source.name,
+            span=options.layers,
+            model=model.source.name,
             weights=weights,
         )
 
-    async def _open(self, source: Source, dtype: torch.dtype | None, quant: Quant) -> Engine:
-        options = self.options
-        draft = await self._resolve(options.draft) if options.draft else None
-        decoding = Decoding(
-            quant,
-            self.cache,
-            options.exact,
-            options.speculation,
-            wire=options.wire,
-            draft=draft,
-            prefix_bytes=options.prefix_bytes,
-            device=options.device,
-            memory_bytes=options.memory_bytes,
-        )
-        return await Engine.open(source, self.worker, dtype, decoding)
+    async def _open(self, source: Source, config: InferenceConfig) -> ModelRuntime:
+        draft = await self._resolve(config.draft) if config.draft else None
+        config = replace(config, cache=self.cache)
+        return await ModelRuntime.open(source, self.worker, config, draft)
 
     async def _resolve(self, model: str) -> Source:
         return await self.worker.run(resolve, model, offline=True)

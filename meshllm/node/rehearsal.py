@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 class Rehearsal:
     """Of runners, each on its compute thread."""
 
-    def __init__(self, ranks: Sequence[tuple[Worker, Runner]]) -> None:
-        """Begin nothing yet."""
+    def __init__(self, ranks: Sequence[tuple[Worker, Runner]], over: asyncio.Event) -> None:
+        """Begin nothing yet; set ``over`` at the end."""
         self._ranks = ranks
-        self.is_over = asyncio.Event()
+        self._over = over
 
     async def run(self) -> None:
         """Rehearse until nothing is left, which may take as long as texts are written."""
@@ -36,4 +36,4 @@ class Rehearsal:
             except Exception as error:  # foreign code; steps are recorded when they come, or never
                 logger.warning("no rehearsal: %s: %s", type(error).__name__, error)
                 logger.debug("its traceback", exc_info=error)
-        self.is_over.set()
+        self._over.set()

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-The service says when this node has loaded its span and when it is at work; the records of the
+The runtime says when this node has loaded its span and when it is at work; the records of the
 others say the same of them, each of the plan that it follows: what was loaded for the last one says
 nothing of the next. A ring is formed when all its nodes have loaded, and stands when they are at
 work. While an entry answers requests, it asks that the plan stay as it is, and for a short
@@ -13,14 +13,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from meshllm.errors import LinkLost, UserError
+from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import NodeId
-from meshllm.node.engine import Engine
 from meshllm.node.entry import EntryNode
 from meshllm.node.generate import answer
 from meshllm.node.links import Links
+from meshllm.node.model_runtime import ModelRuntime
+from meshllm.node.runtime import RingRuntime
 from meshllm.node.secure import SecureLink
-from meshllm.node.service import Service
 from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.chunking import RingTimes, ring_times
 from meshllm.protocol.identity import short
@@ -37,14 +37,14 @@ class Standing:
     """The state of one node in the ring of the mesh."""
 
     def __init__(self, machine: Mesh, links: Links, why: Callable[[], str]) -> None:
-        self.engine: Engine | None = None
-        self.service: Service | None = None
+        self.model: ModelRuntime | None = None
+        self.runtime: RingRuntime | None = None
         self.agreement: Agreement | None = None
         """The latest, with what its nodes offer."""
         self.has_left = False
         """Its last word is said."""
-        self.trouble = ""
-        """What keeps this node from serving its span; empty when nothing does."""
+        self.trouble: MeshError | None = None
+        """What keeps this node from serving its span."""
         self._machine = machine
         self._links = links
         self._why = why
@@ -58,17 +58,17 @@ class Standing:
     @property
     def plan(self) -> Plan | None:
         """The plan that this node serves, or stands by for."""
-        return self.service.plan if self.service else None
+        return self.runtime.plan if self.runtime else None
 
     @property
     def sessions(self) -> int:
         """Count the sessions under way on this rank."""
-        return self.service.sessions if self.service else 0
+        return self.runtime.sessions if self.runtime else 0
 
-    def begin(self, engine: Engine) -> Service:
+    def begin(self, model: ModelRuntime) -> RingRuntime:
         """Be ready to serve a model."""
-        self.engine, self.service = engine, Service(self._machine.me, engine, self)
-        return self.service
+        self.model, self.runtime = model, RingRuntime(self._machine.me, model, self)
+        return self.runtime
 
     def publish(self) -> None:
         """Tell the others what this node does, when that changed; wake who waits for a change."""
@@ -77,7 +77,7 @@ class Standing:
         if self.plan:  # the last one is told while there is none, so that epochs never go back
             self._followed = self.plan.encode()
         state = State(
-            lifecycle=Lifecycle.SERVING if self.service else Lifecycle.JOIN,
+            lifecycle=Lifecycle.SERVING if self.runtime else Lifecycle.JOIN,
             followed=self._followed,
             is_loaded=self.plan is not None and self._loaded == self.plan,
             may_change=self._is_calm,
@@ -85,6 +85,8 @@ class Standing:
         if state != self._state:
             self._state = state
             self._links.act(self._machine.publish(state=state, now=self._now()))
+        if self.runtime and self.plan:
+            self.runtime.formed(is_formed=self._is_formed(self.plan))
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -97,11 +99,11 @@ class Standing:
 
     def standing_entry(self) -> NodeId | None:
         """Name the entry of the ring where it stands, as far as this node knows; else None."""
-        if self.service is None or self.plan is None:
+        if self.runtime is None or self.plan is None:
             return None
         entry = self.plan.stages[0].node
         if entry == self._machine.me:
-            return entry if self.service.entry else None
+            return entry if self.runtime.entry else None
         return entry if self._is_formed(self.plan) and entry in self._links.lines else None
 
     # What the desk asks.
@@ -117,7 +119,7 @@ class Standing:
     def reason(self) -> str:
         """Say why there is no ring."""
         if self.trouble or self.plan is None:
-            return self.trouble or self._why()
+            return str(self.trouble or self._why())
         nodes = [stage.node for stage in self.plan.stages]
         if gone := [self._name(node) for node in nodes if node not in self._machine.alive]:
             return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
@@ -131,18 +133,18 @@ class Standing:
         """
         self._occupy(1)
         try:
-            entry, plan, engine = await self._own_ring()
-            text = await engine.text()
-            events_of = answer(entry, engine.worker, text, plan, request)
+            entry, plan, model = await self._own_ring()
+            text = await model.text()
+            events_of = answer(entry, model.worker, text, plan, request)
             async with aclosing(events_of) as events:
                 async for event in events:
                     yield event
         finally:
             self._occupy(-1)
 
-    # What the service asks.
+    # What the runtime asks.
 
-    def loaded(self, is_loaded: bool, trouble: str) -> None:
+    def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
         """Tell the others how far this node is."""
         self._loaded, self.trouble = self.plan if is_loaded else None, trouble
         self.publish()
@@ -150,14 +152,6 @@ class Standing:
     def at_work(self) -> None:
         """Hear that this node began or ceased to be at work in a ring."""
         self.publish()
-
-    async def together(self, plan: Plan) -> None:
-        """Wait until every node of a plan has loaded its span."""
-        while True:
-            news = self._news
-            if self._is_formed(plan):
-                return
-            await news.wait()
 
     def times(self, plan: Plan) -> RingTimes | None:
         """Tell what the ranks of a plan take, by the latest offers."""
@@ -184,14 +178,14 @@ class Standing:
         told = (states.get(stage.node) for stage in plan.stages)
         return all(state and state.is_loaded and state.followed == followed for state in told)
 
-    async def _own_ring(self) -> tuple[EntryNode, Plan, Engine]:
+    async def _own_ring(self) -> tuple[EntryNode, Plan, ModelRuntime]:
         """Wait for the ring of which this node is the entry; it has loaded, others may not."""
         try:
             async with asyncio.timeout(FORM_S):
                 while (plan := self.plan) and plan.stages[0].node == self._machine.me:
                     news = self._news
-                    if self.engine and self.service and (entry := self.service.entry):
-                        return entry, plan, self.engine
+                    if self.model and self.runtime and (entry := self.runtime.entry):
+                        return entry, plan, self.model
                     await news.wait()
         except TimeoutError:
             raise LinkLost("The ring does not stand") from None

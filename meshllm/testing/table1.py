@@ -26,7 +26,8 @@ from meshllm.model.skeleton import quiet
 from meshllm.model.source import BUILTIN, Source, resolve
 from meshllm.model.text import Text
 from meshllm.names import Quant
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.worker import compute_thread
 from meshllm.request import Request, Sampling
 from meshllm.testing.fleet import Fleet, open_fleet
@@ -201,7 +202,7 @@ def _run(begin: float, stamps: Sequence[float]) -> Run:
     return Run((stamps[0] - begin) * 1e3, later * 1e3)
 
 
-async def _ring(ring: Ring, prompts: Sequence[list[int]], new_tokens: int, number: int) -> Run:
+async def _ring(ring: LocalRing, prompts: Sequence[list[int]], new_tokens: int, number: int) -> Run:
     begin = time.perf_counter()
     tokens = ring.tokens(prompts[number], Sampling(), new_tokens)
     return _run(begin, [time.perf_counter() async for _ in tokens])
@@ -250,16 +251,16 @@ async def _rings(
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
         told(f"a {each.name} loads")
-        options = RingOptions(
-            nodes=each.nodes,
-            threads=threads,
-            dtype=case.dtype,
-            drafting=None,
+        inference = InferenceConfig(
+            dtype=str(case.dtype).removeprefix("torch."),
             quant=each.quant,
-            cache=source.folder / PACKED,
             device=case.device,
+            threads=threads,
+            speculation=False,
+            cache=source.folder / PACKED,
         )
-        ring = await stack.enter_async_context(open_ring(source, options))
+        options = RingOptions(each.nodes, inference=inference)
+        ring = await stack.enter_async_context(open_local_ring(source, options))
         rings[each] = partial(_ring, ring, prompts, case.new_tokens)
     return prompts, rings
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from meshllm.node.gauge import Measured
-from meshllm.node.ring import Ring
+from meshllm.node.local_ring import LocalRing
 from meshllm.node.session import Ended, Order, Token
 from meshllm.request import Sampling
 
 
-async def ask(ring: Ring, prompt: Sequence[int], tokens: int) -> tuple[list[int], Measured]:
+async def ask(ring: LocalRing, prompt: Sequence[int], tokens: int) -> tuple[list[int], Measured]:
     """Let a ring write so many tokens; return them and where the time went."""
     order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
     text: list[int] = []

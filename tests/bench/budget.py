@@ -10,7 +10,8 @@ from itertools import product
 import torch
 
 from meshllm.model.source import Source, resolve
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.protocol.plan import Ends
 from meshllm.request import Sampling
 from meshllm.testing.counting import CountingTransport
@@ -36,8 +37,10 @@ class Row:
 async def count(source: Source, nodes: int, ends: Ends, tokens: int) -> tuple[int, int]:
     """Return Data messages and their bytes for an answer of so many tokens."""
     transport = CountingTransport(LoopbackTransport())
-    options = RingOptions(nodes=nodes, ends=ends, threads=1, drafting=None)
-    async with open_ring(source, options, transport) as ring:
+    options = RingOptions(
+        nodes=nodes, ends=ends, inference=InferenceConfig(threads=1, speculation=False)
+    )
+    async with open_local_ring(source, options, transport) as ring:
         async for _ in ring.tokens([1, 2, 3], Sampling(), tokens):
             pass
     sizes = [size for channel, size in transport.sent if channel is Channel.DATA]

@@ -19,7 +19,8 @@ from random import Random
 import torch
 
 from meshllm.model.source import Source, open_folder
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from tests.bench.asking import ask
 from tests.bench.report import Report, counts, parser_of
@@ -55,9 +56,14 @@ async def measure(source: Source, nodes: int, options: argparse.Namespace) -> li
     async with AsyncExitStack() as stack:
         kept, plain = [
             await stack.enter_async_context(
-                open_ring(
+                open_local_ring(
                     source,
-                    RingOptions(nodes=nodes, threads=1, drafting=None, prefix_bytes=budget),
+                    RingOptions(
+                        nodes=nodes,
+                        inference=InferenceConfig(
+                            threads=1, speculation=False, prefix_bytes=budget
+                        ),
+                    ),
                 )
             )
             for budget in (None, 0)

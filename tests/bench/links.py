@@ -27,7 +27,8 @@ from meshllm.model.source import Source, open_folder
 from meshllm.names import WireMode
 from meshllm.node.foresight import Speculation
 from meshllm.node.gauge import Measured
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.testing.oracle import Oracle
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
@@ -84,10 +85,11 @@ async def measure(
     drafting = Changing()
     mode = WireMode.PLAIN  # the bound is of bytes as they are
     options = RingOptions(
-        nodes=nodes, threads=threads, drafting=drafting, prefix_bytes=0, wire=mode
+        nodes=nodes,
+        inference=InferenceConfig(threads=threads, drafting=drafting, prefix_bytes=0, wire=mode),
     )
-    async with open_ring(source, options, LoopbackTransport(shape)) as ring:
-        await ring.rehearsal.is_over.wait()
+    async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
+        await ring.warmed_up()
         text, _ = await ask(ring, PROMPT, tokens)
         runs: dict[Guesses, list[Measured]] = {}
         learnt: dict[Guesses, Speculation] = {}

@@ -18,7 +18,8 @@ from time import perf_counter
 import torch
 
 from meshllm.model.source import Source, open_folder
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.request import Sampling
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
@@ -44,8 +45,10 @@ async def measure(source: Source, options: Namespace) -> list[Row]:
     shape = Shape(delay_s=options.rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
     sizes: tuple[int, ...] = options.sessions
     runs: dict[int, list[tuple[float, float]]] = {count: [] for count in sizes}
-    ring_options = RingOptions(nodes=options.nodes, threads=1, drafting=None, prefix_bytes=0)
-    async with open_ring(source, ring_options, LoopbackTransport(shape)) as ring:
+    ring_options = RingOptions(
+        nodes=options.nodes, inference=InferenceConfig(threads=1, speculation=False, prefix_bytes=0)
+    )
+    async with open_local_ring(source, ring_options, LoopbackTransport(shape)) as ring:
         texts: dict[int, list[int]] = {}
         for round_ in range(options.rounds + 1):
             for count in sizes:
@@ -71,7 +74,7 @@ async def measure(source: Source, options: Namespace) -> list[Row]:
     ]
 
 
-async def _ask(ring: Ring, number: int, tokens: int) -> tuple[list[int], float]:
+async def _ask(ring: LocalRing, number: int, tokens: int) -> tuple[list[int], float]:
     """Return a text and its mean seconds per token."""
     prompt = [(11 * number + 7 * place + 3) % 500 for place in range(PROMPT_TOKENS)]
     stamps, text = [], []

@@ -30,9 +30,10 @@ from meshllm.model.source import Source, open_folder
 from meshllm.model.speed import measure_speed
 from meshllm.model.wire8 import packed_size
 from meshllm.names import Quant, WireMode
-from meshllm.node.assembly import plan_shape
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.outgoing import PACKED, pays
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.shape import plan_shape
 from meshllm.protocol.chunking import RingTimes, ring_times
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Links, Offer, Wire
@@ -67,7 +68,7 @@ class Contestant:
     """A ring on one kind of wire, and what it takes for a layer here."""
 
     wire: WireMode
-    ring: Ring
+    ring: LocalRing
     times: RingTimes
 
     async def first_token_s(self, pace: Pace, tokens: int, number: int) -> float:
@@ -114,14 +115,12 @@ async def _open(
     quant = Quant(asked.quant)
     options = RingOptions(
         nodes=asked.nodes,
-        threads=1,
         own_threads=True,
-        drafting=None,
-        wire=wire,
-        prefix_bytes=0,
-        quant=quant,
+        inference=InferenceConfig(
+            threads=1, speculation=False, wire=wire, prefix_bytes=0, quant=quant
+        ),
     )
-    ring = await stack.enter_async_context(open_ring(source, options, transport))
+    ring = await stack.enter_async_context(open_local_ring(source, options, transport))
     folder = Path(stack.enter_context(TemporaryDirectory()))  # nothing is remembered there
     speed = await ring.worker.run(measure_speed, source, torch.bfloat16, folder, quant)
     offers = [Offer(stage.node, 0, speed.layer_s, speed.head_s) for stage in ring.plan.stages]

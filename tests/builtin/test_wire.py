@@ -6,7 +6,8 @@ import torch
 
 from meshllm.model.source import resolve
 from meshllm.names import Quant, WireMode
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.request import Sampling
 from tests.bench.quality import NODES, WIRE, Speaker
 from tests.builtin.score import Case, load
@@ -36,8 +37,8 @@ async def test_a_ring_of_three_gives_mostly_the_same_answers() -> None:
     prompts = [speaker.prompt([{"role": "user", "content": case.turns[0]}]) for case in cases()[:4]]
 
     async def answers(mode: WireMode) -> list[list[int]]:
-        options = RingOptions(nodes=NODES, threads=1, wire=mode)
-        async with open_ring(resolve("builtin"), options) as ring:
+        options = RingOptions(nodes=NODES, inference=InferenceConfig(threads=1, wire=mode))
+        async with open_local_ring(resolve("builtin"), options) as ring:
             return [
                 [token async for token in ring.tokens(prompt, Sampling(), TOKENS)]
                 for prompt in prompts

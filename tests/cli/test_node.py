@@ -20,7 +20,7 @@ from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
 from meshllm.model import device
 from meshllm.names import NodeId, Span, WireMode
-from meshllm.node.options import NodeOptions
+from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.credential import Role
 from meshllm.protocol.ticket import Ticket
 from tests.cli.conftest import Invoke
@@ -216,7 +216,9 @@ def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
 def test_what_is_not_set_is_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
     meshllm("node", "--state", "here", "--dtype", "auto")
 
-    assert node.options == NodeOptions(state=Path.cwd() / "here", device="auto")
+    assert node.options == NodeOptions(
+        state=Path.cwd() / "here", inference=InferenceConfig(device="auto")
+    )
 
 
 def test_what_is_set_is_passed_on(
@@ -239,15 +241,15 @@ def test_what_is_set_is_passed_on(
         listen=("quic://0.0.0.0:7701",),
         relays=("quic://relay.example:8790",),
         name="attic",
-        memory_bytes=4 << 30,
+        inference=InferenceConfig(
+            device="cpu", memory_bytes=4 << 30, wire=WireMode.AUTO, draft="org/small"
+        ),
         layers=Span(2, 5),
         exclude=("desk", "laptop"),
         members=3,
         join=TICKET,
         discovery=False,
         policy="auto",
-        wire=WireMode.AUTO,
-        draft="org/small",
     )
 
 
@@ -269,7 +271,7 @@ def test_memory_may_be_a_share(
     meshllm("node", "--memory", "25%")
 
     assert node.options
-    assert node.options.memory_bytes == 250
+    assert node.options.inference.memory_bytes == 250
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,7 @@ def test_memory_for_earlier_texts_may_be_none_a_size_or_a_share(
     meshllm("node", *(("--prefix-cache", *words) if words else ()))
 
     assert node.options
-    assert node.options.prefix_bytes == expected
+    assert node.options.inference.prefix_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -308,8 +310,8 @@ def test_a_share_is_of_the_memory_of_the_device(
     meshllm("node", "--memory", "50%", *words)
 
     assert node.options
-    assert node.options.memory_bytes == memory
-    assert node.options.device == (words[1] if words else "auto")
+    assert node.options.inference.memory_bytes == memory
+    assert node.options.inference.device == (words[1] if words else "auto")
 
 
 @pytest.mark.parametrize(

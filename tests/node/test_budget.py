@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshllm.model.source import resolve
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.protocol.plan import Ends
 from meshllm.request import Sampling
 from meshllm.testing.counting import CountingTransport
@@ -21,9 +22,11 @@ async def sent_for(
     folder: Path, nodes: int, tokens: int, ends: Ends = Ends.ENTRY
 ) -> list[tuple[Channel, int]]:
     transport = CountingTransport(LoopbackTransport())
-    async with open_ring(
+    async with open_local_ring(
         resolve(str(folder)),
-        RingOptions(nodes=nodes, threads=1, ends=ends, drafting=None),
+        RingOptions(
+            nodes=nodes, ends=ends, inference=InferenceConfig(threads=1, speculation=False)
+        ),
         transport,
     ) as ring:
         assert len([t async for t in ring.tokens(PROMPT, Sampling(), tokens)]) == tokens

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from meshllm.model.source import Source, resolve
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import usual_pace
@@ -30,7 +31,7 @@ def order(prompt: list[int], tokens: int) -> Order:
     return Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
 
 
-async def answer(ring: Ring, asked: Order) -> list[int]:
+async def answer(ring: LocalRing, asked: Order) -> list[int]:
     return [o.id async for o in ring.entry.generate(asked) if isinstance(o, Token)]
 
 
@@ -96,9 +97,11 @@ async def test_a_long_prompt_lets_the_steps_of_others_pass(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Log(monkeypatch)
-    options = RingOptions(nodes=2, threads=1, own_threads=True, chunk=2, drafting=None)
+    options = RingOptions(
+        nodes=2, own_threads=True, inference=InferenceConfig(threads=1, chunk=2, speculation=False)
+    )
     async with (
-        open_ring(resolve(str(llama)), options) as ring,
+        open_local_ring(resolve(str(llama)), options) as ring,
         aclosing(ring.entry.generate(order([3, 1, 4], 120))) as steps,
     ):
         while not isinstance(await anext(steps), Token):
@@ -121,8 +124,10 @@ async def test_ranks_on_threads_of_their_own_say_the_same(source: Source, nodes:
     orders = [order([5, 9, 13, 5, 9, 13, 7 + number], 24) for number in range(4)]
     texts = []
     for own_threads in (False, True):
-        options = RingOptions(nodes=nodes, threads=1, own_threads=own_threads, chunk=3)
-        async with open_ring(source, options) as ring:
+        options = RingOptions(
+            nodes=nodes, own_threads=own_threads, inference=InferenceConfig(threads=1, chunk=3)
+        )
+        async with open_local_ring(source, options) as ring:
             names = [thread.name for thread in threading.enumerate()]
             assert sum(name.startswith("compute") for name in names) <= (
                 nodes if own_threads else 1
@@ -136,7 +141,9 @@ async def test_ranks_on_threads_of_their_own_say_the_same(source: Source, nodes:
 async def test_a_prompt_goes_in_the_usual_chunks(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_ring(resolve(str(llama)), RingOptions(nodes=3, threads=1)) as ring:
+    async with open_local_ring(
+        resolve(str(llama)), RingOptions(nodes=3, inference=InferenceConfig(threads=1))
+    ) as ring:
         paces = [ring.entry.pace(prompt, 0) for prompt in (10, 100, 2000)]
         asked: list[tuple[int, int]] = []
 

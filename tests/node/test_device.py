@@ -15,19 +15,19 @@ from meshllm.model.shard import Shard
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed
 from meshllm.names import NodeId, Quant, Span
-from meshllm.node import engine as engine_module
+from meshllm.node import model_runtime
 from meshllm.node import preparation as preparation_module
-from meshllm.node import ring as ring_module
-from meshllm.node.engine import Decoding, Engine
-from meshllm.node.options import NodeOptions
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.model_runtime import ModelRuntime
+from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
-from meshllm.node.ring import RingOptions, open_ring
 from meshllm.node.worker import Worker
 from meshllm.protocol.plan import Ends, Plan, Stage
 from meshllm.protocol.records import Profile
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor
 from tests.model.gpu import GPU, ONCE, OTHER_CPU, graphs_pretended, needs_gpu, pretended
+from tests.node.wishes import node_options
 
 FREE = 64 << 20
 SAMPLING = Sampling(temperature=0.8, seed=3)
@@ -58,8 +58,9 @@ def choosing(found: torch.device, asked: list[object]) -> Callable[..., torch.de
 
 
 async def write(source: Source, **options: Any) -> list[int]:
-    options = {"nodes": 2, "threads": 1} | options
-    async with open_ring(source, RingOptions(**options)) as ring:
+    nodes = options.pop("nodes", 2)
+    config = InferenceConfig(**{"threads": 1} | options)
+    async with open_local_ring(source, RingOptions(nodes, inference=config)) as ring:
         return [token async for token in ring.tokens(PROMPT, SAMPLING, 12)]
 
 
@@ -72,7 +73,7 @@ async def test_a_device_that_is_not_there_is_told(
     with pytest.raises(UserError, match=f"`{device}` is"):
         await write(source, device=device)
     with pytest.raises(UserError, match=f"`{device}` is"):
-        await Engine.open(source, Worker(InlineExecutor()), None, Decoding(device=device))
+        await ModelRuntime.open(source, Worker(InlineExecutor()), InferenceConfig(device=device))
 
 
 @pytest.mark.usefixtures("free")
@@ -80,11 +81,11 @@ async def test_a_node_holds_its_layers_on_its_device(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(engine_module, "choose", choosing(GPU, asked))
+    monkeypatch.setattr(model_runtime, "choose", choosing(GPU, asked))
     monkeypatch.setattr(Runner, "_exchange", lambda _: False)  # which would try some rows
     worker = Worker(InlineExecutor())
 
-    engine = await Engine.open(source, worker, None, Decoding(device="auto", draft=source))
+    engine = await ModelRuntime.open(source, worker, InferenceConfig(device="auto"), source)
     held = await engine.hold(PLAN, ME)
     with pretended(monkeypatch) as traffic:
         entry = await engine.hold(PLAN, OTHER)
@@ -111,10 +112,10 @@ async def test_a_node_offers_what_its_device_has(
         measured.append(what[-1])
         return measure_speed(*what[:-1])
 
-    monkeypatch.setattr(engine_module, "choose", choosing(GPU, asked))
+    monkeypatch.setattr(model_runtime, "choose", choosing(GPU, asked))
     monkeypatch.setattr(preparation_module, "measure_speed", measure)
-    monkeypatch.setattr(preparation_module, "calibrate", None)
-    options = NodeOptions(state=tmp_path / "state", model=str(llama), device="cuda:1")
+    monkeypatch.setattr(model_runtime, "calibrate", None)
+    options = node_options(tmp_path / "state", model=str(llama), device="cuda:1")
     preparation = Preparation(options, Worker(InlineExecutor()), tmp_path / "cache")
 
     engine, _ = await preparation.found()
@@ -133,7 +134,7 @@ async def test_another_device_writes_the_same_text(
 ) -> None:
     expected = await write(source, nodes=nodes, dtype=dtype)
     asked: list[object] = []
-    monkeypatch.setattr(ring_module, "choose", choosing(OTHER_CPU, asked))
+    monkeypatch.setattr(model_runtime, "choose", choosing(OTHER_CPU, asked))
 
     with pretended(monkeypatch):
         text = await write(source, nodes=nodes, dtype=dtype, device="cuda")
@@ -157,7 +158,7 @@ async def test_graphs_write_the_text_of_steps_without_guesses(
     source: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, speculation: bool
 ) -> None:
     expected = await write(source, nodes=nodes)
-    monkeypatch.setattr(ring_module, "choose", choosing(OTHER_CPU, []))
+    monkeypatch.setattr(model_runtime, "choose", choosing(OTHER_CPU, []))
     recorded: list[Graph] = []
     record = Graph.record
 

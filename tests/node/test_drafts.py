@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import ModelError
 from meshllm.model.draft import SuffixDrafting
-from meshllm.model.source import Source, open_folder, resolve
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.model.source import Source, open_folder
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ended, Order, Token
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
@@ -62,7 +63,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Source:
 async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> list[Answer]:
     """Answer the prompt greedily, with chance, and greedily again."""
     found = []
-    async with open_ring(source, options, LoopbackTransport(shape)) as ring:
+    async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
         for sampling in (GREEDY, SAMPLED, GREEDY):
             order = Order(PROMPT, sampling, TOKENS, is_last=lambda _: False)
             outputs = [output async for output in ring.entry.generate(order)]
@@ -76,7 +77,7 @@ async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> 
 @pytest.fixture(scope="module")
 def texts(source: Source) -> list[list[int]]:
     """What is said when nobody guesses."""
-    plain = RingOptions(nodes=1, threads=1, drafting=None)
+    plain = RingOptions(nodes=1, inference=InferenceConfig(threads=1, speculation=False))
     return [answer.tokens for answer in asyncio.run(answers(source, plain))]
 
 
@@ -91,13 +92,17 @@ def test_a_text_is_the_same_with_a_good_and_a_bad_draft(
 ) -> None:
     guessing = request.getfixturevalue(draft)
     drafting = SILENT if is_alone else SuffixDrafting()
-    options = RingOptions(nodes=1, threads=1, drafting=drafting, draft=guessing)
+    options = RingOptions(
+        nodes=1, inference=InferenceConfig(threads=1, drafting=drafting, draft=str(guessing.folder))
+    )
 
     assert [answer.tokens for answer in asyncio.run(answers(source, options))] == texts
 
 
 def test_a_good_draft_saves_trips(source: Source, texts: list[list[int]]) -> None:
-    options = RingOptions(nodes=3, threads=1, drafting=SILENT, draft=source)
+    options = RingOptions(
+        nodes=3, inference=InferenceConfig(threads=1, drafting=SILENT, draft=str(source.folder))
+    )
 
     found = run_virtual(answers(source, options, FAR))
 
@@ -108,7 +113,9 @@ def test_a_good_draft_saves_trips(source: Source, texts: list[list[int]]) -> Non
 def test_a_bad_draft_is_of_no_use_and_no_harm(
     source: Source, stranger: Source, texts: list[list[int]]
 ) -> None:
-    options = RingOptions(nodes=3, threads=1, drafting=SILENT, draft=stranger)
+    options = RingOptions(
+        nodes=3, inference=InferenceConfig(threads=1, drafting=SILENT, draft=str(stranger.folder))
+    )
 
     found = run_virtual(answers(source, options, FAR))
 
@@ -117,7 +124,7 @@ def test_a_bad_draft_is_of_no_use_and_no_harm(
 
 
 def test_a_draft_with_other_tokens_is_refused(source: Source) -> None:
-    options = RingOptions(nodes=1, threads=1, draft=resolve("builtin"))
+    options = RingOptions(nodes=1, inference=InferenceConfig(threads=1, draft="builtin"))
 
     with pytest.raises(ModelError, match="`builtin` cannot guess for `qwen3`"):
         asyncio.run(answers(source, options))

@@ -16,6 +16,7 @@ from meshllm.protocol.identity import NodeKey, show
 from meshllm.protocol.messages import DType
 from meshllm.protocol.plan import Policy
 from meshllm.protocol.records import Profile
+from tests.node.wishes import node_options
 from tests.protocol.meshes import CONFIG, charter
 
 A, B, C = (NodeKey(bytes([n]) * 32).node for n in range(3))
@@ -25,7 +26,7 @@ PROFILES = {A: Profile("desk", "1", (), 0), B: Profile("attic", "1", (), 0),
 
 
 def options(**wishes: Any) -> NodeOptions:
-    return NodeOptions(state=Path("unused"), **wishes)
+    return node_options(Path("unused"), **wishes)
 
 
 @pytest.mark.parametrize(("context", "told"), [(None, 128), (77, 77)])
@@ -43,13 +44,13 @@ def test_a_first_charter_names_the_model(llama: Path, context: int | None, told:
 def test_how_weights_are_held_is_a_matter_of_the_mesh(llama: Path) -> None:
     shape = shape_of(resolve(str(llama)), None, Quant.INT8)
 
-    made = found_charter(options(quant="int8"), shape, CONFIG)
+    made = found_charter(options(quant=Quant.INT8), shape, CONFIG)
 
     assert made.quant is Quant.INT8
-    refuse_other(made, "llama", CONFIG, "int8")
+    refuse_other(made, "llama", CONFIG, Quant.INT8)
     refuse_other(made, "llama", CONFIG, None)
     with pytest.raises(ModelError, match="as `--quant int8`, not `none`"):
-        refuse_other(made, "llama", CONFIG, "none")
+        refuse_other(made, "llama", CONFIG, Quant.NONE)
 
 
 def test_who_wants_nothing_changes_nothing() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.model.source import resolve
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.request import (
     Answer,
     Event,
@@ -23,18 +24,20 @@ ASKED = Request(turns=(Turn(role="user", content="Tell me a story about a fox"),
 
 
 @pytest.fixture
-async def ring() -> AsyncIterator[Ring]:
-    async with open_ring(resolve("builtin"), RingOptions(nodes=2, threads=1)) as ring:
+async def ring() -> AsyncIterator[LocalRing]:
+    async with open_local_ring(
+        resolve("builtin"), RingOptions(nodes=2, inference=InferenceConfig(threads=1))
+    ) as ring:
         yield ring
 
 
-async def events_of(ring: Ring, request: Request) -> tuple[list[Event], Answer]:
+async def events_of(ring: LocalRing, request: Request) -> tuple[list[Event], Answer]:
     events = [event async for event in ring.generate(request)]
     assert isinstance(events[-1], Answer)
     return events, events[-1]
 
 
-async def test_the_pieces_are_the_text(ring: Ring) -> None:
+async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
     events, answer = await events_of(ring, ASKED)
 
     assert answer.text == "".join(event.text for event in events if isinstance(event, Piece))
@@ -43,7 +46,7 @@ async def test_the_pieces_are_the_text(ring: Ring) -> None:
     assert events[0].total == answer.prompt_tokens
 
 
-async def test_an_answer_ends_at_its_length_or_its_end_token(ring: Ring) -> None:
+async def test_an_answer_ends_at_its_length_or_its_end_token(ring: LocalRing) -> None:
     _, short = await events_of(ring, replace(ASKED, max_tokens=3))
     _, whole = await events_of(ring, replace(ASKED, max_tokens=1000))
 
@@ -53,7 +56,7 @@ async def test_an_answer_ends_at_its_length_or_its_end_token(ring: Ring) -> None
     assert len(whole.tokens) < 1000
 
 
-async def test_a_stop_text_ends_the_answer_and_is_not_in_it(ring: Ring) -> None:
+async def test_a_stop_text_ends_the_answer_and_is_not_in_it(ring: LocalRing) -> None:
     _, whole = await events_of(ring, ASKED)
     stop = whole.text[10:14]
 
@@ -63,7 +66,7 @@ async def test_a_stop_text_ends_the_answer_and_is_not_in_it(ring: Ring) -> None:
     assert cut.finish_reason is FinishReason.STOP
 
 
-async def test_figures_come_with_the_answer(ring: Ring) -> None:
+async def test_figures_come_with_the_answer(ring: LocalRing) -> None:
     _, answer = await events_of(ring, ASKED)
 
     assert answer.ttft_ms > 0
@@ -73,7 +76,7 @@ async def test_figures_come_with_the_answer(ring: Ring) -> None:
     assert [hop.span for hop in answer.hops] == [stage.span for stage in ring.plan.stages]
 
 
-async def test_the_parts_of_a_token_are_no_more_than_it(ring: Ring) -> None:
+async def test_the_parts_of_a_token_are_no_more_than_it(ring: LocalRing) -> None:
     _, answer = await events_of(ring, ASKED)
 
     parts = [
@@ -88,7 +91,7 @@ async def test_the_parts_of_a_token_are_no_more_than_it(ring: Ring) -> None:
     assert sum(parts) <= answer.ms_per_token
 
 
-async def test_a_raw_prompt_is_used_as_it_is(ring: Ring) -> None:
+async def test_a_raw_prompt_is_used_as_it_is(ring: LocalRing) -> None:
     _, answer = await events_of(ring, Request(raw="Once upon a time", max_tokens=5))
 
     assert answer.prompt_tokens == len(ring.text.encode("Once upon a time"))
@@ -103,7 +106,7 @@ async def test_a_raw_prompt_is_used_as_it_is(ring: Ring) -> None:
         replace(ASKED, max_tokens=0),
     ],
 )
-async def test_what_cannot_be_served_is_refused(ring: Ring, request_: Request) -> None:
+async def test_what_cannot_be_served_is_refused(ring: LocalRing, request_: Request) -> None:
     with pytest.raises(UserError):
         await events_of(ring, request_)
 

@@ -21,7 +21,8 @@ from meshllm.names import Digest, SessionId, WireMode
 from meshllm.node import helper as module
 from meshllm.node import stage
 from meshllm.node.helper import CREDIT, MISS, PROOFS, REST, UNASKED, Helper, Wish
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Order, Token
 from meshllm.node.wire import sealed
 from meshllm.protocol.blob import SessionKey, session_key
@@ -196,13 +197,18 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @asynccontextmanager
-async def ring_of(folder: Path, nodes: int = 2, **options: Any) -> AsyncIterator[Ring]:
-    chosen = RingOptions(nodes=nodes, threads=1, **{"own_threads": True, **options})
-    async with open_ring(resolve(str(folder)), chosen) as ring:
+async def ring_of(folder: Path, nodes: int = 2, **options: Any) -> AsyncIterator[LocalRing]:
+    own_threads = options.pop("own_threads", True)
+    ends = options.pop("ends", Ends.ENTRY)
+    config = InferenceConfig(threads=1, **options)
+    chosen = RingOptions(nodes, ends=ends, own_threads=own_threads, inference=config)
+    async with open_local_ring(resolve(str(folder)), chosen) as ring:
         yield ring
 
 
-async def ask(ring: Ring, temperature: float = 0.0, prompt: Sequence[int] = PROMPT) -> list[int]:
+async def ask(
+    ring: LocalRing, temperature: float = 0.0, prompt: Sequence[int] = PROMPT
+) -> list[int]:
     sampling = Sampling(temperature=temperature, seed=1)
     order = Order(tuple(prompt), sampling, TOKENS, is_last=lambda _: False)
     return [o.id async for o in ring.entry.generate(order) if isinstance(o, Token)]
@@ -213,7 +219,7 @@ async def plain(folder: Path, temperature: float = 0.0) -> list[int]:
         return await ask(ring, temperature)
 
 
-def helper_of(ring: Ring) -> Helper:
+def helper_of(ring: LocalRing) -> Helper:
     helper = ring.entry._helper
     assert helper is not None
     return helper

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.source import resolve
-from meshllm.node.node import MeshNode, NodeOptions, open_node
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.node import MeshNode, open_node
+from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
-from meshllm.node.ring import RingOptions, open_ring
 from meshllm.node.thin import open_thin
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.credential import Role
@@ -22,6 +23,7 @@ from meshllm.protocol.records import Profile
 from meshllm.request import Answer, Piece, Request
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
+from tests.node.wishes import node_options
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
 PATIENCE_S = 40.0
@@ -38,9 +40,7 @@ class Mesh:
         self._lives: dict[str, AsyncExitStack] = {}
 
     async def start(self, name: str, **wishes: Any) -> MeshNode:
-        options = NodeOptions(
-            state=self.folder / name, name=name, threads=1, discovery=False, **wishes
-        )
+        options = node_options(self.folder / name, name=name, threads=1, discovery=False, **wishes)
         life = self._lives[name] = await self._stack.enter_async_context(AsyncExitStack())
         return await life.enter_async_context(open_node(options, self.network, self.worker))
 
@@ -81,7 +81,9 @@ async def ask(node: Any, request: Request = QUESTION) -> str:
 
 
 async def reference() -> str:
-    async with open_ring(resolve("builtin"), RingOptions(nodes=1, threads=1)) as ring:
+    async with open_local_ring(
+        resolve("builtin"), RingOptions(nodes=1, inference=InferenceConfig(threads=1))
+    ) as ring:
         return await ask(ring)
 
 

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshllm.model.source import Source, resolve
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.request import Sampling
 
 HELDOUT = Path(__file__).parents[1] / "builtin" / "heldout.toml"
@@ -18,7 +19,7 @@ SIZES = (1, 2, 3, 4)
 TOKENS = 12
 
 
-def prompts(ring: Ring) -> list[list[int]]:
+def prompts(ring: LocalRing) -> list[list[int]]:
     cases = tomllib.loads(HELDOUT.read_text(encoding="utf-8"))["case"]
     return [
         ring.text.encode_chat([{"role": "user", "content": case["turns"][0]}]) for case in cases
@@ -41,8 +42,8 @@ def reference(source: Source, prompts: Sequence[Sequence[int]]) -> list[list[int
 
 
 async def texts(nodes: int, sampling: Sampling, most: int | None = None) -> list[list[int]]:
-    options = RingOptions(nodes=nodes, dtype=torch.float32, threads=1)
-    async with open_ring(resolve("builtin"), options) as ring:
+    options = RingOptions(nodes=nodes, inference=InferenceConfig(dtype="float32", threads=1))
+    async with open_local_ring(resolve("builtin"), options) as ring:
         return [
             [token async for token in ring.tokens(prompt, sampling, TOKENS)]
             for prompt in prompts(ring)[:most]
@@ -50,7 +51,9 @@ async def texts(nodes: int, sampling: Sampling, most: int | None = None) -> list
 
 
 async def encoded() -> list[list[int]]:
-    async with open_ring(resolve("builtin"), RingOptions(threads=1)) as ring:
+    async with open_local_ring(
+        resolve("builtin"), RingOptions(inference=InferenceConfig(threads=1))
+    ) as ring:
         return prompts(ring)
 
 

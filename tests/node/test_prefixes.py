@@ -12,8 +12,9 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model.cache import SpanCache
 from meshllm.model.source import resolve
 from meshllm.names import SessionId
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.prefixes import MIN_SHARED, Prefixes
-from meshllm.node.ring import Ring, RingOptions, open_ring
 from meshllm.node.session import Ended, Order, Token
 from meshllm.protocol.messages import Close, Data, Resume
 from meshllm.protocol.shelf import IDLE_S, Shelf
@@ -28,13 +29,18 @@ TOKENS = 6
 
 
 @asynccontextmanager
-async def ring_of(folder: Path, nodes: int = 2, **options: int | bool) -> AsyncIterator[Ring]:
-    chosen = RingOptions(nodes=nodes, threads=1, drafting=None, **options)  # type: ignore[arg-type]
-    async with open_ring(resolve(str(folder)), chosen) as ring:
+async def ring_of(folder: Path, nodes: int = 2, **options: int | bool) -> AsyncIterator[LocalRing]:
+    chosen = RingOptions(
+        nodes=nodes,
+        inference=InferenceConfig(threads=1, speculation=False, **options),  # type: ignore[arg-type]
+    )
+    async with open_local_ring(resolve(str(folder)), chosen) as ring:
         yield ring
 
 
-async def ask(ring: Ring, prompt: Sequence[int], tokens: int = TOKENS) -> tuple[list[int], int]:
+async def ask(
+    ring: LocalRing, prompt: Sequence[int], tokens: int = TOKENS
+) -> tuple[list[int], int]:
     """Return the answer, and how many tokens of the prompt were there already."""
     text: list[int] = []
     order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
@@ -159,8 +165,8 @@ async def test_a_ring_with_room_for_nothing_keeps_nothing(llama: Path) -> None:
 
 async def test_one_message_goes_ahead_of_the_rows(llama: Path) -> None:
     counting = CountingTransport(LoopbackTransport())
-    options = RingOptions(nodes=2, threads=1, drafting=None)
-    async with open_ring(resolve(str(llama)), options, counting) as ring:
+    options = RingOptions(nodes=2, inference=InferenceConfig(threads=1, speculation=False))
+    async with open_local_ring(resolve(str(llama)), options, counting) as ring:
         first, _ = await ask(ring, PROMPT)
         before = len(counting.sent)
         await ask(ring, (*PROMPT, *first, *MORE), tokens=1)

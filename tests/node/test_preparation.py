@@ -11,19 +11,19 @@ from meshllm.model.capacity import shape_of
 from meshllm.model.source import resolve
 from meshllm.names import Digest, Span, WireMode
 from meshllm.node import preparation as module
-from meshllm.node.options import NodeOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.worker import Worker
 from meshllm.protocol.messages import DType
 from meshllm.protocol.records import ENDS, Profile
 from meshllm.testing.clock import InlineExecutor
 from meshllm.testing.models import tiny_model
+from tests.node.wishes import node_options
 
 EMPTY = Profile("desk", "1", (), 0)
 
 
 def prepare(folder: Path, **wishes: Any) -> Preparation:
-    options = NodeOptions(state=folder / "state", **({"threads": 1} | wishes))
+    options = node_options(folder / "state", **({"threads": 1} | wishes))
     return Preparation(options, Worker(InlineExecutor()), folder / "cache")
 
 
@@ -42,9 +42,9 @@ async def test_a_mesh_begins_with_the_small_model(tmp_path: Path) -> None:
     assert charter.shape.name == shape_of(resolve("builtin"), None).name
 
 
-@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", DType.BFLOAT16), ("auto", DType.FLOAT32)])
+@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", DType.BFLOAT16), (None, DType.FLOAT32)])
 async def test_the_founder_chooses_the_dtype(
-    llama: Path, tmp_path: Path, dtype: str, told: DType
+    llama: Path, tmp_path: Path, dtype: str | None, told: DType
 ) -> None:
     _, charter = await prepare(tmp_path, model=str(llama), dtype=dtype).found()
 

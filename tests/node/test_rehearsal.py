@@ -16,8 +16,9 @@ from meshllm.model import native
 from meshllm.model.runner import Runner
 from meshllm.model.source import Source
 from meshllm.node import rehearsal
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.rehearsal import Rehearsal
-from meshllm.node.ring import RingOptions, open_ring
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
@@ -52,7 +53,8 @@ def tiny(tmp_path: Path) -> Source:
 @asynccontextmanager
 async def begin(*runners: Rehearsed) -> AsyncIterator[tuple[Rehearsal, Worker]]:
     async with compute_thread() as worker:
-        yield Rehearsal([(worker, cast("Runner", runner)) for runner in runners]), worker
+        ranks = [(worker, cast("Runner", runner)) for runner in runners]
+        yield Rehearsal(ranks, asyncio.Event()), worker
 
 
 async def test_all_runners_do_all_of_their_steps() -> None:
@@ -61,7 +63,7 @@ async def test_all_runners_do_all_of_their_steps() -> None:
     async with begin(*runners) as (whole, _):
         await whole.run()
 
-    assert whole.is_over.is_set()
+    assert whole._over.is_set()
     assert [each.done for each in runners] == [3, 0, 5]
 
 
@@ -105,7 +107,7 @@ async def test_what_comes_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyP
     assert begun > 0
     assert after <= begun + 1
     assert task.cancelled()
-    assert not whole.is_over.is_set()
+    assert not whole._over.is_set()
 
 
 async def test_what_was_computed_is_let_go() -> None:
@@ -126,7 +128,7 @@ async def test_what_goes_wrong_ends_no_other(caplog: pytest.LogCaptureFixture) -
         async with begin(*runners) as (whole, _):
             await whole.run()
 
-    assert whole.is_over.is_set()
+    assert whole._over.is_set()
     assert "ValueError: strange code" in caplog.text
     assert runners[1].done == 1
 
@@ -137,16 +139,18 @@ async def test_what_goes_wrong_ends_no_other(caplog: pytest.LogCaptureFixture) -
 async def test_a_ring_that_rehearsed_prepares_nothing_for_its_first_text(
     tiny: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, own_threads: bool
 ) -> None:
-    options = RingOptions(nodes=nodes, threads=1, own_threads=own_threads)
+    options = RingOptions(
+        nodes=nodes, own_threads=own_threads, inference=InferenceConfig(threads=1)
+    )
 
     async def answer(*, is_rehearsed: bool) -> tuple[list[int], int]:
         monkeypatch.setattr(rehearsal, "QUIET_S", QUIET_S if is_rehearsed else 99.0)
-        async with open_ring(tiny, options) as ring:
+        async with open_local_ring(tiny, options) as ring:
             runners = [*ring.entry._ends.runners, *(stage._runner for stage in ring.stages)]
             if not all(runner.is_steady for runner in runners):
                 pytest.skip("this processor adds in another order")
             if is_rehearsed:
-                await ring.rehearsal.is_over.wait()
+                await ring.warmed_up()
             before = sum(runner.prepared for runner in runners)
             tokens = [token async for token in ring.tokens([5, 6, 7] * 6, Sampling(), 60)]
             return tokens, sum(runner.prepared for runner in runners) - before
@@ -159,12 +163,14 @@ async def test_a_ring_that_rehearsed_prepares_nothing_for_its_first_text(
     assert late > 0
 
 
-@pytest.mark.parametrize("options", [{"exact": True}, {"drafting": None}])
+@pytest.mark.parametrize("options", [{"exact": True}, {"speculation": False}])
 async def test_a_ring_in_which_nobody_guesses_rehearses_nothing(
     tiny: Source, options: dict[str, Any]
 ) -> None:
-    async with open_ring(tiny, RingOptions(nodes=2, threads=1, **options)) as ring:
+    async with open_local_ring(
+        tiny, RingOptions(nodes=2, inference=InferenceConfig(threads=1, **options))
+    ) as ring:
         before = ring.entry._ends.front.prepared
-        await ring.rehearsal.is_over.wait()
+        await ring.warmed_up()
 
         assert ring.entry._ends.front.prepared == before

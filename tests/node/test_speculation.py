@@ -13,7 +13,8 @@ from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, resolve
 from meshllm.names import Quant, Span
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ended, Order
 from meshllm.protocol.lookahead import STEPS
 from meshllm.request import FinishReason, Sampling
@@ -41,9 +42,12 @@ async def answer(
     shape: Shape | None = None,
     order: Order | None = None,
 ) -> tuple[list[int], Ended]:
-    options = RingOptions(nodes=nodes, threads=1, drafting=drafting)
+    options = RingOptions(
+        nodes=nodes,
+        inference=InferenceConfig(threads=1, speculation=drafting is not None, drafting=drafting),
+    )
     order = order or Order(PROMPT, sampling, TOKENS, is_last=lambda _: False)
-    async with open_ring(source, options, LoopbackTransport(shape or Shape())) as ring:
+    async with open_local_ring(source, options, LoopbackTransport(shape or Shape())) as ring:
         outputs = [output async for output in ring.entry.generate(order)]
     ended = outputs[-1]
     assert isinstance(ended, Ended)
@@ -160,8 +164,8 @@ def test_an_end_token_among_the_guesses_is_the_last(source: Source) -> None:
 
 def test_two_sessions_share_what_they_learn_and_nothing_else(source: Source) -> None:
     async def both() -> list[list[int]]:
-        options = RingOptions(nodes=2, threads=1)
-        async with open_ring(source, options) as ring:
+        options = RingOptions(nodes=2, inference=InferenceConfig(threads=1))
+        async with open_local_ring(source, options) as ring:
 
             async def one(prompt: Sequence[int]) -> list[int]:
                 return [token async for token in ring.tokens(prompt, SAMPLINGS[1], TOKENS)]
@@ -179,7 +183,9 @@ def test_many_sessions_compute_together_and_each_has_its_text(source: Source, no
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:2], (*PROMPT, *PROMPT), (1,), (2, 2), (3,), (4, 1)]
 
     async def texts(*, at_once: bool) -> list[list[int]]:
-        async with open_ring(source, RingOptions(nodes=nodes, threads=1)) as ring:
+        async with open_local_ring(
+            source, RingOptions(nodes=nodes, inference=InferenceConfig(threads=1))
+        ) as ring:
 
             async def one(prompt: Sequence[int], seed: int) -> list[int]:
                 sampling = Sampling(temperature=seed % 2 * 0.8, seed=seed)
@@ -197,9 +203,16 @@ def test_a_quantised_text_is_the_same_on_every_ring(tmp_path: Path, quant: Quant
 
     async def text(nodes: int, drafting: Drafting | None) -> list[int]:
         options = RingOptions(
-            nodes=nodes, threads=1, quant=quant, cache=tmp_path / "cache", drafting=drafting
+            nodes=nodes,
+            inference=InferenceConfig(
+                threads=1,
+                quant=quant,
+                cache=tmp_path / "cache",
+                speculation=drafting is not None,
+                drafting=drafting,
+            ),
         )
-        async with open_ring(source, options) as ring:
+        async with open_local_ring(source, options) as ring:
             return [token async for token in ring.tokens(PROMPT, SAMPLINGS[1], TOKENS)]
 
     alone = asyncio.run(text(1, None))

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, ModelError
 from meshllm.node import standing as module
 from meshllm.node.standing import CALM_S, FORM_S, Standing
 from meshllm.protocol.agreement import Agreement
@@ -50,20 +50,24 @@ class Place:
         )  # fmt: skip
         self.links = SimpleNamespace(lines=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
         self.standing = Standing(cast("Any", machine), cast("Any", self.links), lambda: "nobody")
-        self.service = SimpleNamespace(plan=None, entry=None, sessions=3)
+        self.formed: list[bool] = []
+        self.runtime = SimpleNamespace(plan=None, entry=None, sessions=3, formed=self.form)
 
     def publish(self, *, state: State, now: float) -> list[Any]:
         self.told.append(state)
         return []
 
+    def form(self, *, is_formed: bool) -> None:
+        self.formed.append(is_formed)
+
     def serve(self, plan: Plan | None = PLAN) -> None:
-        self.standing.service = cast("Any", self.service)
-        self.service.plan = plan
+        self.standing.runtime = cast("Any", self.runtime)
+        self.runtime.plan = plan
         self.standing.publish()
 
     def work(self, entry: object = "entry") -> None:
-        self.standing.engine = cast("Any", SimpleNamespace(worker="worker", text=text))
-        self.service.entry = entry
+        self.standing.model = cast("Any", SimpleNamespace(worker="worker", text=text))
+        self.runtime.entry = entry
         self.standing.at_work()
 
 
@@ -100,8 +104,8 @@ def test_what_changed_is_told_once() -> None:
         place = Place()
         place.serve()
         place.standing.publish()
-        place.standing.loaded(True, "")
-        place.standing.loaded(True, "")
+        place.standing.loaded(True, None)
+        place.standing.loaded(True, None)
         assert [(state.lifecycle, state.is_loaded) for state in place.told] == [
             (Lifecycle.SERVING, False), (Lifecycle.SERVING, True),
         ]  # fmt: skip
@@ -116,7 +120,7 @@ def test_the_last_plan_is_told_while_there_is_none() -> None:
         place = Place()
         place.serve()
         place.serve(None)
-        place.standing.loaded(True, "")
+        place.standing.loaded(True, None)
         assert place.told[-1].followed == PLAN.encode()
 
     run(story)
@@ -126,8 +130,8 @@ def test_what_was_loaded_for_the_last_plan_is_not_told_of_the_next() -> None:
     async def story() -> None:
         place = Place()
         place.serve(ALONE)
-        place.standing.loaded(True, "")
-        place.serve(PLAN)  # told before the service begins to load
+        place.standing.loaded(True, None)
+        place.serve(PLAN)  # told before the runtime begins to load
         assert [(state.followed, state.is_loaded) for state in place.told] == [
             (ALONE.encode(), False), (ALONE.encode(), True), (PLAN.encode(), False),
         ]  # fmt: skip
@@ -164,7 +168,7 @@ def test_trouble_is_the_reason() -> None:
         place = Place()
         place.serve()
         assert place.standing.reason() == "its nodes load and link up"
-        place.standing.loaded(False, "no memory")
+        place.standing.loaded(False, ModelError("no memory"))
         assert place.standing.reason() == "no memory"
 
     run(story)
@@ -218,17 +222,15 @@ def test_another_entry_is_named_when_all_have_loaded_and_it_is_linked() -> None:
     run(story)
 
 
-def test_a_ring_waits_until_all_have_loaded() -> None:
+def test_the_runtime_hears_when_all_have_loaded() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        waiting = asyncio.ensure_future(place.standing.together(PLAN))
         for node in (ENTRY, STAGE):
-            await asyncio.sleep(1)
-            assert not waiting.done()
+            assert not any(place.formed)
             place.states[node] = loaded()
             place.standing.publish()
-        await waiting
+        assert place.formed[-1]
         assert await place.standing.dial(C) == C  # type: ignore[comparison-overlap]  # made up
 
     run(story)
@@ -339,12 +341,12 @@ def test_what_ranks_take_follows_from_the_latest_offers() -> None:
     assert (unknown, without_charter, gone) == (None, None, None)
 
 
-def test_beginning_makes_a_service() -> None:
+def test_beginning_makes_a_runtime() -> None:
     async def story() -> None:
         place = Place()
-        engine: Any = SimpleNamespace()
-        service = place.standing.begin(engine)
-        assert (place.standing.service, place.standing.engine) == (service, engine)
-        assert service.plan is None
+        model: Any = SimpleNamespace()
+        runtime = place.standing.begin(model)
+        assert (place.standing.runtime, place.standing.model) == (runtime, model)
+        assert runtime.plan is None
 
     run(story)

@@ -13,7 +13,8 @@ import torch
 
 from meshllm.model.draft import Drafting
 from meshllm.model.source import Source
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ahead, Ended, Generation, Order, Token
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.protocol.lookahead import DEPTHS, GUESSES, Lookahead, Window
@@ -84,7 +85,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
 
 
-async def told(ring: Ring, order: Order) -> tuple[list[int], Ended]:
+async def told(ring: LocalRing, order: Order) -> tuple[list[int], Ended]:
     outputs = [output async for output in ring.entry.generate(order)]
     ended = outputs[-1]
     assert isinstance(ended, Ended)
@@ -112,8 +113,13 @@ async def answers(
     shape: Shape = ROUGH,
     at_once: bool = False,
 ) -> list[tuple[list[int], Ended]]:
-    options = RingOptions(nodes=nodes, threads=1, drafting=drafting, depth=depth)
-    async with open_ring(source, options, LoopbackTransport(shape)) as ring:
+    options = RingOptions(
+        nodes=nodes,
+        inference=InferenceConfig(
+            threads=1, speculation=drafting is not None, drafting=drafting, depth=depth
+        ),
+    )
+    async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
         asked = [told(ring, order) for order in orders]
         return list(await asyncio.gather(*asked)) if at_once else [await each for each in asked]
 

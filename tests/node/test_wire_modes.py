@@ -14,7 +14,8 @@ from meshllm.model.draft import Drafting
 from meshllm.model.runner import Runner
 from meshllm.model.source import Source, resolve
 from meshllm.names import WireMode
-from meshllm.node.ring import RingOptions, open_ring
+from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.protocol.link import MEASURE
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
@@ -42,8 +43,13 @@ async def answer(
     drafting: Drafting | None = None,
     chunk: int = 256,
 ) -> list[int]:
-    options = RingOptions(nodes=3, threads=1, drafting=drafting, chunk=chunk, wire=mode)
-    async with open_ring(source, options, transport or LoopbackTransport()) as ring:
+    options = RingOptions(
+        nodes=3,
+        inference=InferenceConfig(
+            threads=1, speculation=drafting is not None, drafting=drafting, chunk=chunk, wire=mode
+        ),
+    )
+    async with open_local_ring(source, options, transport or LoopbackTransport()) as ring:
         return [token async for token in ring.tokens(prompt, Sampling(), TOKENS)]
 
 
@@ -80,8 +86,8 @@ def test_8_bits_give_the_same_text_in_chunks(llama: Path, chunk: int) -> None:
 
 
 async def test_8_bits_give_the_same_text_in_company(source: Source, text: list[int]) -> None:
-    options = RingOptions(nodes=3, threads=1, wire=WireMode.INT8)
-    async with open_ring(source, options) as ring:
+    options = RingOptions(nodes=3, inference=InferenceConfig(threads=1, wire=WireMode.INT8))
+    async with open_local_ring(source, options) as ring:
 
         async def one(prompt: Sequence[int]) -> list[int]:
             return [token async for token in ring.tokens(prompt, Sampling(), TOKENS)]
@@ -132,10 +138,12 @@ def test_packed_rows_give_the_same_text_with_guesses_in_chunks_and_when_late(
 
 def test_auto_learns_what_a_slow_link_is_and_changes_no_session_under_way(source: Source) -> None:
     transport = CountingTransport(LoopbackTransport(Shape(bytes_per_s=1000)))
-    options = RingOptions(nodes=3, threads=1, drafting=None, wire=WireMode.AUTO)
+    options = RingOptions(
+        nodes=3, inference=InferenceConfig(threads=1, speculation=False, wire=WireMode.AUTO)
+    )
 
     async def both() -> tuple[list[int], list[int]]:
-        async with open_ring(source, options, transport) as ring:
+        async with open_local_ring(source, options, transport) as ring:
             _ = [token async for token in ring.tokens(PROMPT, Sampling(), TOKENS)]
             first = data_of(transport)
             assert asyncio.get_running_loop().time() > 2 * MEASURE  # all is known by now
@@ -151,10 +159,12 @@ def test_auto_learns_what_a_slow_link_is_and_changes_no_session_under_way(source
 def test_a_mixture_in_a_ring_stays_exact(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "qwen3_moe")
     transport = CountingTransport(LoopbackTransport(Shape(bytes_per_s=1000)))
-    options = RingOptions(nodes=2, threads=1, drafting=None, wire=WireMode.AUTO)
+    options = RingOptions(
+        nodes=2, inference=InferenceConfig(threads=1, speculation=False, wire=WireMode.AUTO)
+    )
 
     async def answers() -> None:
-        async with open_ring(source, options, transport) as ring:
+        async with open_local_ring(source, options, transport) as ring:
             for start in (0, 1):
                 _ = [token async for token in ring.tokens(PROMPT[start:], Sampling(), 4)]
                 await asyncio.sleep(2 * MEASURE)

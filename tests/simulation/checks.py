@@ -116,9 +116,9 @@ class Checks:
                 return f"{number} follows a plan with nodes that are not here"
             if node.standing.standing_entry() is None:
                 return f"{number} sees no ring"
-            service = node.standing.service
+            runtime = node.standing.runtime
             is_rank = plan.rank(node.me) is not None
-            if not service or is_rank is not bool(service.entry or service.stage):
+            if not runtime or is_rank is not bool(runtime.entry or runtime.stage):
                 return f"{number} {'is not' if is_rank else 'is'} at work"
         return None
 

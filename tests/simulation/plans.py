@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 from meshllm.names import NodeId, Span
 from meshllm.node import node, standing
-from meshllm.node.service import Service
+from meshllm.node.runtime import RingRuntime
 from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.candidates import View
 from meshllm.protocol.identity import short
@@ -77,17 +77,17 @@ class Plans:
         """Look at every plan of the nodes that run in the context."""
         agree: Callable[[View, Agreement | None], Agreement] = vars(node)["agree"]
         answer: Callable[..., AsyncGenerator[Event, None]] = vars(standing)["answer"]
-        follow = Service.follow
+        follow = RingRuntime.follow
 
         def agreeing(view: View, before: Agreement | None = None) -> Agreement:
             agreement = agree(view, before)
             self._agreed(view, agreement.plan)
             return agreement
 
-        def following(service: Service, plan: Plan | None) -> None:
-            if plan != service.plan:
-                self._follows(service._me, service.plan, plan)
-            follow(service, plan)
+        def following(runtime: RingRuntime, plan: Plan | None) -> None:
+            if plan != runtime.plan:
+                self._follows(runtime._me, runtime.plan, plan)
+            follow(runtime, plan)
 
         async def answering(*given: Any) -> AsyncGenerator[Event, None]:
             plan = next(each for each in given if isinstance(each, Plan))
@@ -100,7 +100,7 @@ class Plans:
 
         with (
             patch.object(node, "agree", agreeing),
-            patch.object(Service, "follow", following),
+            patch.object(RingRuntime, "follow", following),
             patch.object(standing, "answer", answering),
         ):
             yield

@@ -9,19 +9,19 @@ import pytest
 
 from meshllm.names import MeshId, NodeId, Span
 from meshllm.node import generate
-from meshllm.node.engine import Held
 from meshllm.node.gauge import Measured
+from meshllm.node.model_runtime import LoadedSpan
 from meshllm.node.secure import SecureLink
-from meshllm.node.service import Service, _Waiting
 from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
 from meshllm.protocol.credential import Credential, Removals, Role, check
+from meshllm.protocol.forming import Forming
 from meshllm.protocol.plan import Plan
 from meshllm.request import HopReport
 from tests.simulation import toy
 from tests.simulation.machines import process_here
 from tests.simulation.node_world import shortcuts, simulate
-from tests.simulation.toy import ToyEngine
+from tests.simulation.toy import ToyModel
 
 MOST = 60  # schedules until a mutant is to be found
 
@@ -70,20 +70,22 @@ def agree_on_epoch_1(view: View, before: Agreement | None = None) -> Agreement:
     return change(agree(view, before), lambda plan: replace(plan, epoch=1))
 
 
-def load_one_more(engine: ToyEngine, span: Span, is_entry: bool, alone: bool) -> Held:
+def load_one_more(
+    engine: ToyModel, span: Span, is_entry: bool, alone: bool, is_divided: bool
+) -> LoadedSpan:
     start = span.start if is_entry else span.start - 1
-    return LOAD(engine, Span(start, span.stop), is_entry, alone)
+    return LOAD(engine, Span(start, span.stop), is_entry, alone, is_divided)
 
 
-LOAD, HOPS = ToyEngine._load, generate._hops
+LOAD, HOPS = ToyModel._load, generate._hops
 
 
-async def always(_: _Waiting) -> bool:
-    return True
+def sweep_nothing(_: Forming, __: float) -> list[object]:
+    return []
 
 
-async def sweep_nothing(_: Service, __: float) -> None:
-    pass
+def see_no_end(_: Forming, __: int, ___: float) -> list[object]:
+    return []
 
 
 async def stay_open(_: SecureLink) -> None:
@@ -130,7 +132,7 @@ MUTANTS = {
         dict.fromkeys(LATE, nod), "a ticket that has expired lets somebody in"
     ),
     "a layer runs twice": Mutant(
-        {"tests.simulation.toy.ToyEngine._load": load_one_more}, "a row behind"
+        {"tests.simulation.toy.ToyModel._load": load_one_more}, "a row behind"
     ),
     "other layers are told": Mutant(
         {"meshllm.node.generate._hops": tell_layer_0}, "are not the stages of"
@@ -140,10 +142,12 @@ MUTANTS = {
         {"meshllm.node.secure.SecureLink.close": stay_open}, "links, of the ring and others"
     ),
     "links of the last plan stay": Mutant(
-        {"meshllm.node.service.Service._sweep": sweep_nothing}, "links, of the ring and others", 323
+        {"meshllm.protocol.forming.Forming._sweep": sweep_nothing},
+        "links, of the ring and others",
+        323,
     ),
     "links are not looked at": Mutant(
-        {"meshllm.node.service._Waiting.stands": always}, "sees no ring", 143
+        {"meshllm.protocol.forming.Forming.gone": see_no_end}, "sees no ring", 143
     ),
 }
 

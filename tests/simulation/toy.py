@@ -23,8 +23,8 @@ from meshllm.model.source import Source
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
 from meshllm.names import Digest, NodeId, Span
-from meshllm.node.engine import Engine, Held
 from meshllm.node.founding import amend, found_charter
+from meshllm.node.model_runtime import LoadedSpan, ModelRuntime
 from meshllm.node.preparation import Preparation
 from meshllm.node.session import Ends
 from meshllm.node.worker import Worker
@@ -137,41 +137,42 @@ class ToyText(Text):
         return "".join(chr(ord("@") + token) for token in tokens)
 
 
-class ToyEngine(Engine):
+class ToyModel(ModelRuntime):
     """Holds spans of the toy model."""
 
     def __init__(self, worker: Worker) -> None:
         verdict = Verdict("toy", equal=True, reason="", chunkable=True, croppable=True)
         source = Source("toy", Path(), cast("PreTrainedConfig", None))
         super().__init__(source, worker, SHAPE, verdict)
+        self.divides_head = False
         self._text = ToyText()
 
-    def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:
+    def _load(self, span: Span, is_entry: bool, alone: bool, is_divided: bool) -> LoadedSpan:
         shard = cast("Runner", ToyRunner(span, embed=is_entry, head=alone))
         if not is_entry:
-            return Held(span, None, shard)
+            return LoadedSpan(span, None, shard)
         head = None if alone else cast("Runner", ToyRunner(Span(LAYERS, LAYERS), head=True))
-        return Held(span, Ends(shard, head, self.context), None)
+        return LoadedSpan(span, Ends(shard, head, self.context), None)
 
 
 class ToyPreparation(Preparation):
     """Takes the toy model, at once."""
 
-    async def found(self) -> tuple[Engine, Charter]:
-        engine = ToyEngine(self.worker)
+    async def found(self) -> tuple[ModelRuntime, Charter]:
+        engine = ToyModel(self.worker)
         charter = found_charter(self.options, engine.shape, CONFIG)
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
     async def join(
         self, charter: Charter, profiles: dict[NodeId, Profile]
-    ) -> tuple[Engine, Charter]:
-        engine = ToyEngine(self.worker)
+    ) -> tuple[ModelRuntime, Charter]:
+        engine = ToyModel(self.worker)
         return engine, amend(charter, self.options, profiles, engine.shape.context)
 
-    async def offer(self, engine: Engine, profile: Profile) -> Profile:
+    async def offer(self, engine: ModelRuntime, profile: Profile) -> Profile:
         return replace(
             profile,
-            memory_bytes=self.options.memory_bytes or 0,
+            memory_bytes=self.options.inference.memory_bytes or 0,
             layer_s=((1, 0.05),),  # s; far more than a round trip, so that rings do not flap
             head_s=0.001,
             model="toy",

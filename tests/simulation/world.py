@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.node.node import MeshNode, open_node
-from meshllm.node.options import NodeOptions
+from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.node.worker import Worker
 from meshllm.protocol.credential import Role
 from meshllm.protocol.identity import show
@@ -122,9 +122,8 @@ class World:
         options = NodeOptions(
             self.members.folder(number),
             name=f"n{number}",
-            memory_bytes=memory_for(self.capacity[number]),
+            inference=InferenceConfig(threads=1, memory_bytes=memory_for(self.capacity[number])),
             discovery=False,
-            threads=1,
             join=ticket.text if ticket else None,
             policy=self.policy if number == 0 else None,
             members=self.ring_size if number == 0 else None,

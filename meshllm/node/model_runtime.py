@@ -1,14 +1,13 @@
-"""The model of one node: what it holds for the plan in force; knows no links and no requests."""
+"""The model of one node: what it holds for the plan in force, and how it is run."""
 
 import logging
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from meshllm.errors import ModelError
 from meshllm.model.cache import slack_of
 from meshllm.model.capacity import ModelShape, room_for, shape_of
 from meshllm.model.check import check
@@ -22,11 +21,12 @@ from meshllm.model.source import Source
 from meshllm.model.speed import memory_budget, prefix_budget
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
-from meshllm.names import NodeId, Quant, Span, WireMode
-from meshllm.node.assembly import CONTEXT
+from meshllm.names import NodeId, Quant, Span
+from meshllm.node.options import InferenceConfig
 from meshllm.node.outgoing import settle
 from meshllm.node.session import Ends as HeldEnds
-from meshllm.node.worker import Worker
+from meshllm.node.shape import CONTEXT
+from meshllm.node.worker import Worker, calibrate
 from meshllm.protocol.chunking import RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.lookahead import STEPS
@@ -34,6 +34,8 @@ from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Ends, Plan
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
+
+DEFAULTS = InferenceConfig()
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ _HELP_SHARE = 0.25  # of what is free beside the layers, at most, for a part of 
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LoadedSpan:
     """What a node holds as a rank of a plan."""
 
     span: Span
@@ -62,30 +64,7 @@ class Held:
         return self.ends.runners if self.ends else [self.runner] if self.runner else []
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """How a model is held and run."""
-
-    quant: Quant = Quant.NONE
-    cache: Path | None = None
-    """Folder in which quantised matrices are kept."""
-    exact: bool = False
-    """Compute each token as transformers does."""
-    speculation: bool = True
-    """Guess at tokens, where that is allowed."""
-    wire: WireMode = WireMode.EXACT
-    """How hidden states leave for the next rank."""
-    draft: Source | None = None
-    """A model that guesses too, held as stored."""
-    prefix_bytes: int | None = None
-    """For what finished sessions leave; None is a share of what is free."""
-    device: str = "cpu"
-    """Where layers are computed, as `model.device.choose` reads it."""
-    memory_bytes: int | None = None
-    """For weights and states; None is what is free."""
-
-
-class Engine:
+class ModelRuntime:
     """Loads spans of one model, one at a time, on the compute thread."""
 
     def __init__(
@@ -94,7 +73,7 @@ class Engine:
         worker: Worker,
         shape: ModelShape,
         verdict: Verdict,
-        decoding: Decoding = Decoding(),
+        config: InferenceConfig = DEFAULTS,
         draft: Draft | None = None,
     ) -> None:
         """Hold nothing yet."""
@@ -102,22 +81,22 @@ class Engine:
         self.worker = worker
         self.shape = shape
         self.verdict = verdict
-        self.quant = decoding.quant
-        self.device = torch.device(decoding.device)
-        self.wire = decoding.wire
+        self.config = config
+        self.quant = config.quant or Quant.NONE
+        self.device = torch.device(config.device)
+        self.wire = config.wire
         self.slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
         """How many tokens caches can go back; None is any number."""
-        self._exact, self._prefix_bytes = decoding.exact, decoding.prefix_bytes
-        self._memory_bytes = decoding.memory_bytes
-        self._steps = STEPS if verdict.croppable and not decoding.exact else ()
-        guesses = self._steps and decoding.speculation
-        self.drafting: Drafting | None = SuffixDrafting() if guesses else None
-        """Who guesses at tokens; None is nobody."""
+        self._steps = STEPS if verdict.croppable and not config.exact else ()
+        drafts = self._steps and config.speculation
+        self.drafting: Drafting | None = config.drafting or SuffixDrafting() if drafts else None
+        """Drafter for speculative decoding; None disables it."""
         self.draft = draft
-        """Who guesses too when this node is the entry."""
-        self._cache = decoding.cache
+        """A model that drafts too when this node is the entry."""
+        self.divides_head = bool(self._steps) and self.device == CPU
+        """Whether the last rank may compute a part of the logits."""
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
-        self._held: Held | None = None
+        self._held: LoadedSpan | None = None
         self._tried: list[Parts | None] | None = None  # how the head is divided, once it is known
         self._text: Text | None = None
 
@@ -126,31 +105,46 @@ class Engine:
         cls,
         source: Source,
         worker: Worker,
-        dtype: torch.dtype | None,
-        decoding: Decoding = Decoding(),
-    ) -> "Engine":
-        """Look at a model; nothing of it is loaded yet.
+        config: InferenceConfig = DEFAULTS,
+        draft: Source | None = None,
+    ) -> "ModelRuntime":
+        """Look at a model, and at the one that drafts for it; nothing of it is loaded yet.
 
         Raises:
-            ModelError: it cannot be run, or not on that device, or the draft cannot guess for it.
+            ModelError: it cannot be run, or not on that device, or the draft is not for it.
             UserError: there is no such device.
         """
         verdict = await worker.run(check, source.config)
         verdict.require(1)
-        shape = await worker.run(shape_of, source, dtype, decoding.quant)
+        dtype: torch.dtype | None = getattr(torch, config.dtype) if config.dtype else None
+        quant = config.quant or Quant.NONE
+        shape = await worker.run(shape_of, source, dtype, quant)
         kind: torch.dtype = getattr(torch, shape.dtype)
-        device = await worker.run(choose, decoding.device, kind, decoding.quant)
-        draft = None
-        if decoding.draft:
-            draft = await worker.run(find_draft, decoding.draft, source)
-        wire = await worker.run(settle, decoding.wire, source.config, kind)
-        decoding = replace(decoding, wire=wire, device=str(device))
-        return cls(source, worker, shape, verdict, decoding, draft)
+        device = await worker.run(choose, config.device, kind, quant)
+        drafts = await worker.run(find_draft, draft, source) if draft else None
+        wire = await worker.run(settle, config.wire, source.config, kind)
+        config = replace(config, wire=wire, device=str(device))
+        return cls(source, worker, shape, verdict, config, drafts)
+
+    def rank(self, worker: Worker, *, divides_head: bool, **changes: Any) -> Self:
+        """Return a runtime of the same model for another rank in this process."""
+        other = copy(self)
+        other.worker, other.config, other._held = worker, replace(self.config, **changes), None
+        other.divides_head = self.divides_head and divides_head
+        return other
+
+    async def calibrate(self) -> None:
+        """Choose the number of threads by measurement, where nobody chose it."""
+        if self.config.threads is None and self.device == CPU:
+            await self.worker.run(calibrate, self.worker.cores, self.shape.hidden_size, self._dtype)
 
     def pace(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
         """Choose how a prompt is fed to a ring beside so many others, by its times where known."""
-        if self._exact or not self.verdict.chunkable:  # transformers takes a prompt whole
-            return Pace(chunk=self._most_rows, window=min(ring, MAX_PENDING))
+        chunk = self.config.chunk
+        if self.config.exact or not self.verdict.chunkable:  # transformers takes a prompt whole
+            chunk = chunk if self.verdict.chunkable and chunk else self._most_rows
+        if chunk is not None:
+            return Pace(min(chunk, self._most_rows), window=min(ring, MAX_PENDING))
         if times is None:
             return usual_pace(prompt, ring, self._most_rows)
         return times.best_pace(prompt, others, self._most_rows)
@@ -168,7 +162,7 @@ class Engine:
             self._text = await self.worker.run(Text.load, self.source.folder)
         return self._text
 
-    async def hold(self, plan: Plan, me: NodeId) -> Held:
+    async def hold(self, plan: Plan, me: NodeId) -> LoadedSpan:
         """Load what the plan gives this node; what it held before is let go first.
 
         Raises:
@@ -177,23 +171,24 @@ class Engine:
         rank = plan.rank(me)
         assert rank is not None  # the caller asks for its own place
         self.verdict.require(len(plan.stages))
-        if plan.ends is not Ends.ENTRY:
-            raise ModelError("A mesh keeps the ends on the entry")
         span, alone = plan.stages[rank].span, len(plan.stages) == 1
+        is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client shows nobody a token
         held = self._held
         if not (held and held.span == span and self._fits(held, rank, alone)):
             self._held = held = None
-            self._held = held = await self.worker.run(self._load, span, rank == 0, alone)
-        if 0 < rank == len(plan.stages) - 1 and held.help is None:
+            self._held = held = await self.worker.run(
+                self._load, span, rank == 0, alone, is_divided
+            )
+        if is_divided and 0 < rank == len(plan.stages) - 1 and held.help is None:
             part = await self.worker.run(self._help_beside, span)
             self._held = held = replace(held, help=part) if part else held
         return held
 
     def room(self, span: Span) -> int:
         """Count the tokens of finished sessions for which there is room beside a span."""
-        if self._exact or not self.verdict.chunkable:
+        if self.config.exact or not self.verdict.chunkable:
             return 0
-        return room_for(self.shape, span, prefix_budget(self._prefix_bytes, self.device))
+        return room_for(self.shape, span, prefix_budget(self.config.prefix_bytes, self.device))
 
     def release(self) -> None:
         """Let go of what is held."""
@@ -205,22 +200,22 @@ class Engine:
         return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
 
     @staticmethod
-    def _fits(held: Held, rank: int, alone: bool) -> bool:
+    def _fits(held: LoadedSpan, rank: int, alone: bool) -> bool:
         if rank > 0:
             return held.runner is not None
         return held.ends is not None and (held.ends.head is None) is alone
 
-    def _load(self, span: Span, is_entry: bool, alone: bool) -> Held:
+    def _load(self, span: Span, is_entry: bool, alone: bool, is_divided: bool) -> LoadedSpan:
         if not is_entry:
-            return Held(span, None, self._run(span))
+            return LoadedSpan(span, None, self._run(span))
         draft = self.draft.load(self.device) if self.draft else None
         front = self._run(span, embed=True, head=alone)
         if alone:
-            return Held(span, HeldEnds(front, None, self.context), None, draft)
-        theirs, ours = self._parts() or (None, None)
+            return LoadedSpan(span, HeldEnds(front, None, self.context), None, draft)
+        theirs, ours = (is_divided and self._parts()) or (None, None)
         run = partial(self._run, self._end, head=True, share=front.shard)
         head, helped = run(outputs=ours), run(outputs=theirs) if theirs else None
-        return Held(span, HeldEnds(front, head, self.context, helped), None, draft)
+        return LoadedSpan(span, HeldEnds(front, head, self.context, helped), None, draft)
 
     def _help_beside(self, span: Span) -> Runner | None:
         try:
@@ -237,9 +232,9 @@ class Engine:
             return None
         size = len(parts[0]) * shape.hidden_size * shape.itemsize
         room = memory_budget(share=_HELP_SHARE)
-        if self._memory_bytes is not None:
+        if self.config.memory_bytes is not None:
             states = sum(shape.kv_bytes_per_token[here]) * min(self.context, CONTEXT)
-            room = min(room, self._memory_bytes - sum(shape.layer_bytes[here]) - states)
+            room = min(room, self.config.memory_bytes - sum(shape.layer_bytes[here]) - states)
         if size > room or not self._parts():
             return None
         return self._run(self._end, head=True, outputs=parts[0])
@@ -247,8 +242,7 @@ class Engine:
     def _parts(self) -> Parts | None:
         """Say how the head is divided; the same on every node that does not leave it whole."""
         if self._tried is None:
-            is_fit = self._steps and self.device == CPU
-            self._tried = [find_parts(self.source, self.shape) if is_fit else None]
+            self._tried = [find_parts(self.source, self.shape)]
         return self._tried[0]
 
     @property
@@ -263,7 +257,7 @@ class Engine:
             head=head,
             dtype=self._dtype,
             quant=self.quant,
-            cache=self._cache,
+            cache=self.config.cache,
             device=self.device,
             **more,
         )

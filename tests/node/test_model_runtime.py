@@ -11,7 +11,8 @@ from meshllm.errors import ModelError
 from meshllm.model import head
 from meshllm.model.source import Source, resolve
 from meshllm.names import NodeId, Span
-from meshllm.node.engine import Decoding, Engine
+from meshllm.node.model_runtime import ModelRuntime
+from meshllm.node.options import InferenceConfig
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_ROWS
@@ -28,27 +29,27 @@ def plan_of(*spans: str, epoch: int = 1) -> Plan:
 
 
 @pytest.fixture
-async def engine(llama: Path) -> Engine:
-    return await Engine.open(resolve(str(llama)), Worker(InlineExecutor()), None)
+async def model(llama: Path) -> ModelRuntime:
+    return await ModelRuntime.open(resolve(str(llama)), Worker(InlineExecutor()))
 
 
-async def test_nothing_is_loaded_at_first(engine: Engine) -> None:
-    assert engine._held is None
-    assert (engine.shape.layers, engine.shape.dtype, engine.context) == (6, "float32", 128)
+async def test_nothing_is_loaded_at_first(model: ModelRuntime) -> None:
+    assert model._held is None
+    assert (model.shape.layers, model.shape.dtype, model.context) == (6, "float32", 128)
 
 
-async def test_a_node_alone_holds_everything(engine: Engine) -> None:
-    held = await engine.hold(plan_of("0:6"), A)
+async def test_a_node_alone_holds_everything(model: ModelRuntime) -> None:
+    held = await model.hold(plan_of("0:6"), A)
 
     assert (held.span, held.runner) == (Span(0, 6), None)
     assert held.ends is not None
     assert held.ends.head is None
 
 
-async def test_each_rank_holds_its_part(engine: Engine) -> None:
+async def test_each_rank_holds_its_part(model: ModelRuntime) -> None:
     plan = plan_of("0:2", "2:6")
 
-    entry, stage = await engine.hold(plan, A), await engine.hold(plan, B)
+    entry, stage = await model.hold(plan, A), await model.hold(plan, B)
 
     assert (entry.span, entry.runner) == (Span(0, 2), None)
     assert entry.ends is not None
@@ -69,48 +70,48 @@ async def test_each_rank_holds_its_part(engine: Engine) -> None:
     ],
 )
 async def test_what_is_held_is_loaded_once(
-    engine: Engine, before: Plan, after: Plan, me: NodeId, is_kept: bool
+    model: ModelRuntime, before: Plan, after: Plan, me: NodeId, is_kept: bool
 ) -> None:
-    first = await engine.hold(before, me)
+    first = await model.hold(before, me)
 
-    assert (await engine.hold(after, me) is first) is is_kept
+    assert (await model.hold(after, me) is first) is is_kept
 
 
-async def test_a_span_that_loses_its_head_is_loaded_again(engine: Engine) -> None:
-    first = await engine.hold(plan_of("0:6"), A)
+async def test_a_span_that_loses_its_head_is_loaded_again(model: ModelRuntime) -> None:
+    first = await model.hold(plan_of("0:6"), A)
     other = replace(plan_of("0:6"), stages=(Stage(B, Span(0, 3)), Stage(A, Span(3, 6))))
 
-    assert await engine.hold(other, A) is not first
-    engine.release()
-    assert engine._held is None
+    assert await model.hold(other, A) is not first
+    model.release()
+    assert model._held is None
 
 
 async def test_the_last_rank_holds_a_part_of_a_large_head(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     two, three = plan_of("0:2", "2:6"), plan_of("0:2", "2:4", "4:6")
 
-    assert (await engine.hold(plan_of("0:6"), A)).help is None
-    ends = (await engine.hold(two, A)).ends
-    middle = await engine.hold(three, B)
-    last = await engine.hold(three, C)
+    assert (await model.hold(plan_of("0:6"), A)).help is None
+    ends = (await model.hold(two, A)).ends
+    middle = await model.hold(three, B)
+    last = await model.hold(three, C)
 
     assert ends is not None
     assert [each.shard.model.lm_head.out_features for each in ends.runners[1:]] == [64, 64]
     assert middle.help is None
     assert last.help is not None
-    assert await engine.hold(three, C) is last
+    assert await model.hold(three, C) is last
 
 
 async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
-    before = await engine.hold(plan_of("0:2", "2:4", "4:6"), B)
-    after = await engine.hold(
+    before = await model.hold(plan_of("0:2", "2:4", "4:6"), B)
+    after = await model.hold(
         replace(plan_of("0:2"), stages=(Stage(A, Span(0, 2)), Stage(B, Span(2, 4)))), B
     )
 
@@ -120,28 +121,28 @@ async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
 
 @pytest.mark.parametrize("missing", [0, 1], ids=["enough", "a byte too few"])
 async def test_help_takes_no_memory_that_was_not_given(
-    llama: Path, missing: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    llama: Path, missing: int, model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
-    shape, part = engine.shape, 64 * 64 * 4
+    shape, part = model.shape, 64 * 64 * 4
     states = sum(shape.kv_bytes_per_token[2:]) * shape.context
-    decoding = Decoding(memory_bytes=sum(shape.layer_bytes[2:]) + states + part - missing)
-    engine = await Engine.open(resolve(str(llama)), Worker(InlineExecutor()), None, decoding)
+    config = InferenceConfig(memory_bytes=sum(shape.layer_bytes[2:]) + states + part - missing)
+    model = await ModelRuntime.open(resolve(str(llama)), Worker(InlineExecutor()), config)
 
-    held = await engine.hold(plan_of("0:2", "2:6"), B)
+    held = await model.hold(plan_of("0:2", "2:6"), B)
 
     assert (held.help is None) is bool(missing)
 
 
 async def test_a_part_of_the_head_that_cannot_be_loaded_keeps_no_rank_from_serving(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: Span) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(engine, "_load_help", fail)
-    held = await engine.hold(plan_of("0:2", "2:6"), B)
+    monkeypatch.setattr(model, "_load_help", fail)
+    held = await model.hold(plan_of("0:2", "2:6"), B)
 
     assert held.runner is not None
     assert held.help is None
@@ -151,85 +152,91 @@ async def test_a_part_of_the_head_that_cannot_be_loaded_keeps_no_rank_from_servi
 @pytest.mark.parametrize("spans", [("0:6",), ("0:2", "2:6")])
 async def test_a_draft_is_loaded_by_the_entry_only(llama: Path, spans: tuple[str, ...]) -> None:
     source = resolve(str(llama))
-    decoding = Decoding(draft=source)
-    engine = await Engine.open(source, Worker(InlineExecutor()), None, decoding)
+    model = await ModelRuntime.open(source, Worker(InlineExecutor()), draft=source)
 
-    assert (await engine.hold(plan_of(*spans), A)).draft is not None
-    assert (await engine.hold(plan_of("0:2", "2:6"), B)).draft is None
+    assert (await model.hold(plan_of(*spans), A)).draft is not None
+    assert (await model.hold(plan_of("0:2", "2:6"), B)).draft is None
 
 
 async def test_a_draft_that_cannot_guess_is_refused_before_anything_is_loaded(llama: Path) -> None:
-    decoding = Decoding(draft=resolve("builtin"))
+    source, builtin = resolve(str(llama)), resolve("builtin")
 
     with pytest.raises(ModelError, match="`builtin` cannot guess for"):
-        await Engine.open(resolve(str(llama)), Worker(InlineExecutor()), None, decoding)
+        await ModelRuntime.open(source, Worker(InlineExecutor()), draft=builtin)
 
 
 async def test_what_cannot_be_loaded_leaves_nothing_held(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await engine.hold(plan_of("0:2", "2:6"), A)
+    await model.hold(plan_of("0:2", "2:6"), A)
 
     def damaged(*_: object) -> None:
         raise ModelError("damaged")
 
-    monkeypatch.setattr(engine, "_load", damaged)
+    monkeypatch.setattr(model, "_load", damaged)
     with pytest.raises(ModelError, match="damaged"):
-        await engine.hold(plan_of("0:3", "3:6"), A)
+        await model.hold(plan_of("0:3", "3:6"), A)
 
-    assert engine._held is None
+    assert model._held is None
 
 
-async def test_ends_elsewhere_are_refused(engine: Engine) -> None:
+async def test_a_client_holds_the_ends_and_no_layers(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     plan = Plan(1, "tiny", Ends.CLIENT, (Stage(C, Span(0, 0)), Stage(A, Span(0, 6))))
 
-    with pytest.raises(ModelError, match="ends on the entry"):
-        await engine.hold(plan, A)
+    client, last = await model.hold(plan, C), await model.hold(plan, A)
+
+    assert client.ends is not None
+    assert client.ends.helped is None  # no other node sees a token
+    assert last.help is None
 
 
 async def test_a_model_that_cannot_be_split_is_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(engine, "verdict", SimpleNamespace(require=asked.append, chunkable=True))
+    monkeypatch.setattr(model, "verdict", SimpleNamespace(require=asked.append, chunkable=True))
 
-    await engine.hold(plan_of("0:2", "2:6"), A)
+    await model.hold(plan_of("0:2", "2:6"), A)
 
     assert asked == [2]
 
 
 async def test_the_tokenizer_is_read_once(llama: Path) -> None:
-    engine = await Engine.open(resolve("builtin"), Worker(InlineExecutor()), None)
+    model = await ModelRuntime.open(resolve("builtin"), Worker(InlineExecutor()))
 
-    assert await engine.text() is await engine.text()
+    assert await model.text() is await model.text()
 
 
-async def test_a_prompt_goes_in_the_best_chunks(engine: Engine) -> None:
+async def test_a_prompt_goes_in_the_best_chunks(model: ModelRuntime) -> None:
     ranks = tuple(RankTimes(offer(A, 2, ms=100), 2.0, Wire(0.5)) for _ in range(3))
     times = RingTimes(ranks, 0.0, 8)
 
-    assert engine.pace(3, 2000, 0, None) == usual_pace(2000, 3)
-    alone, beside = (engine.pace(3, 2000, others, times) for others in (0, 1))
+    assert model.pace(3, 2000, 0, None) == usual_pace(2000, 3)
+    alone, beside = (model.pace(3, 2000, others, times) for others in (0, 1))
     assert [alone, beside] == [times.best_pace(2000, others) for others in (0, 1)]
     assert alone.chunk > beside.chunk
 
 
 async def test_where_there_are_no_chunks_a_prompt_goes_whole(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "verdict", SimpleNamespace(chunkable=False))
+    monkeypatch.setattr(model, "verdict", SimpleNamespace(chunkable=False))
 
-    pace = engine.pace(3, 10, 0, None)
+    pace = model.pace(3, 10, 0, None)
 
     assert (pace.chunk, pace.window) == (MAX_ROWS, 3)
-    assert engine.pace(10_000, 10, 0, None).window == MAX_PENDING
+    assert model.pace(10_000, 10, 0, None).window == MAX_PENDING
 
 
-async def test_no_chunk_is_longer_than_a_message(engine: Engine) -> None:
-    engine.shape = replace(engine.shape, hidden_size=MAX_MESSAGE_BYTES // 400)
+async def test_no_chunk_is_longer_than_a_message(model: ModelRuntime) -> None:
+    model.shape = replace(model.shape, hidden_size=MAX_MESSAGE_BYTES // 400)
     times = RingTimes((RankTimes(offer(A, 2, ms=1e-3), 1.0, Wire(0.0)),), 0.0, 8)
 
-    assert [engine.pace(1, 2000, 0, each).chunk for each in (None, times)] == [99, 99]
+    assert [model.pace(1, 2000, 0, each).chunk for each in (None, times)] == [99, 99]
 
 
 async def test_a_prompt_in_one_message_has_the_limit_of_messages(llama: Path) -> None:
@@ -237,8 +244,8 @@ async def test_a_prompt_in_one_message_has_the_limit_of_messages(llama: Path) ->
     width = MAX_MESSAGE_BYTES // 400
     shape: Any = SimpleNamespace(context=1 << 20, hidden_size=width, dtype="float32")
     verdict: Any = SimpleNamespace(chunkable=False, croppable=False)
-    engine = Engine(source, Worker(InlineExecutor()), shape, verdict)
+    model = ModelRuntime(source, Worker(InlineExecutor()), shape, verdict)
 
-    assert engine.context == 99
+    assert model.context == 99
     verdict.chunkable = True
-    assert engine.context == 1 << 20
+    assert model.context == 1 << 20

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshllm.errors import LinkLost, ModelError
+from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.source import resolve
 from meshllm.names import NodeId, Span
-from meshllm.node.engine import Engine
-from meshllm.node.service import Service, _Waiting
+from meshllm.node.model_runtime import ModelRuntime
+from meshllm.node.runtime import RingRuntime, _IdleLink
 from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import RankTimes, RingTimes, usual_pace
@@ -44,29 +44,32 @@ async def test_a_link_that_waits_hands_on_what_is_offered() -> None:
         other = await anext(aiter(listener.links()))
     silent = SimpleNamespace(send=one.send, receive=one.receive, close=one.close, statistics=None)
 
-    assert _Waiting(one).offer([b"now"], Channel.CONTROL)
-    assert not _Waiting(silent).offer([b"never"])
+    assert _IdleLink(one).offer([b"now"], Channel.CONTROL)
+    assert not _IdleLink(silent).offer([b"never"])
     assert await other.receive() == (Channel.CONTROL, b"now")
 
 
 class Place:
     """A service, and the node around it."""
 
-    def __init__(self, world: "World", me: NodeId, engine: Engine) -> None:
+    def __init__(self, world: "World", me: NodeId, model: ModelRuntime) -> None:
         self.world, self.me = world, me
         self.told: list[tuple[bool, str]] = []
+        world.places[me] = self
         self.known: RingTimes | None = None
-        self.service = Service(me, engine, self)
+        self.runtime = RingRuntime(me, model, self)
 
-    def loaded(self, is_loaded: bool, trouble: str) -> None:
-        self.told.append((is_loaded, trouble))
+    def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
+        self.told.append((is_loaded, str(trouble or "")))
+        self.world.changed()
 
     def at_work(self) -> None:
         """Hear nothing of interest."""
 
-    async def together(self, plan: Plan) -> None:
-        while not all(self.world.has_loaded(stage.node) for stage in plan.stages):  # noqa: ASYNC110  # no time passes
-            await asyncio.sleep(0.05)
+    def look(self) -> None:
+        if plan := self.runtime.plan:
+            is_formed = all(self.world.has_loaded(stage.node) for stage in plan.stages)
+            self.runtime.formed(is_formed=is_formed)
 
     def times(self, plan: Plan) -> RingTimes | None:
         return self.known if plan.rank(self.me) == 0 else None
@@ -81,7 +84,7 @@ class Place:
             async for link in listener.links():
                 _, peer = await link.receive()
                 self.world.links.append(link)
-                await self.service.arrive(link, NodeId(bytes(peer)))
+                await self.runtime.arrive(link, NodeId(bytes(peer)))
 
 
 class World:
@@ -92,18 +95,23 @@ class World:
         self.transport = LoopbackTransport(Shape(delay_s=0.01))
         self.places: dict[NodeId, Place] = {}
         self.links: list[Link] = []
+        self.hidden: set[NodeId] = set()
+
+    def changed(self) -> None:
+        for place in self.places.values():
+            place.look()
 
     def has_loaded(self, node: NodeId) -> bool:
         place = self.places.get(node)
-        return place is None or bool(place.told and place.told[-1][0])
+        return place is None or node in self.hidden or bool(place.told and place.told[-1][0])
 
     @asynccontextmanager
     async def serving(self, *nodes: NodeId) -> AsyncIterator[list[Place]]:
         for node in nodes:
-            engine = await Engine.open(resolve(str(self.llama)), Worker(InlineExecutor()), None)
-            self.places[node] = Place(self, node, engine)
+            model = await ModelRuntime.open(resolve(str(self.llama)), Worker(InlineExecutor()))
+            Place(self, node, model)
         places = list(self.places.values())
-        jobs = [job for place in places for job in (place.service.run(), place.listen())]
+        jobs = [job for place in places for job in (place.runtime.run(), place.listen())]
         running = [asyncio.ensure_future(job) for job in jobs]
         try:
             yield places
@@ -115,7 +123,7 @@ class World:
 
     def follow(self, plan: Plan | None) -> None:
         for place in self.places.values():
-            place.service.follow(plan)
+            place.runtime.follow(plan)
 
 
 @pytest.fixture
@@ -124,7 +132,7 @@ def world(llama: Path) -> World:
 
 
 async def tokens(place: Place) -> list[int]:
-    entry = place.service.entry
+    entry = place.runtime.entry
     assert entry is not None
     order = Order((3, 1, 4, 1, 5), Sampling(), 6, lambda _: False)
     return [out.id async for out in entry.generate(order) if isinstance(out, Token)]
@@ -137,7 +145,7 @@ async def until(claim: Callable[[], object]) -> None:
 
 
 def at_work(*places: Place) -> bool:
-    return all(place.service.entry or place.service.stage for place in places)
+    return all(place.runtime.entry or place.runtime.stage for place in places)
 
 
 def test_two_nodes_write_what_one_writes(world: World) -> None:
@@ -149,7 +157,7 @@ def test_two_nodes_write_what_one_writes(world: World) -> None:
             world.follow(plan_of((A, "0:2"), (B, "2:6"), epoch=2))
             await until(lambda: at_work(a, b))
             assert await tokens(a) == alone
-            assert (a.service.sessions, b.service.stage is not None) == (0, True)
+            assert (a.runtime.sessions, b.runtime.stage is not None) == (0, True)
             world.follow(None)
             await asyncio.sleep(1)
             assert not at_work(a)
@@ -164,7 +172,7 @@ def test_prompts_go_at_the_pace_that_the_latest_times_allow(world: World) -> Non
         async with world.serving(A) as (a,):
             world.follow(ALONE)
             await until(lambda: at_work(a))
-            entry = a.service.entry
+            entry = a.runtime.entry
             assert entry is not None
             before = entry.pace(2000, 0)
             a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, Wire(0.0)),), 0.0, 8)
@@ -192,9 +200,9 @@ def test_a_ring_that_breaks_is_linked_again(world: World) -> None:
 def test_who_follows_another_plan_is_at_work_no_more(world: World) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
-            a.service.follow(ALONE)
+            a.runtime.follow(ALONE)
             await until(lambda: at_work(a))
-            a.service.follow(BOTH)
+            a.runtime.follow(BOTH)
             assert not at_work(a)
 
     run_virtual(main())
@@ -203,12 +211,13 @@ def test_who_follows_another_plan_is_at_work_no_more(world: World) -> None:
 def test_a_neighbour_that_is_late_is_waited_for(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, b):
-            a.service.follow(BOTH)
-            world.places.pop(B)  # nobody can tell how far it is
+            a.runtime.follow(BOTH)
+            world.hidden.add(B)  # nobody can tell how far it is
+            world.changed()
             await asyncio.sleep(20)
             assert a.told[-1] == (True, "")
             assert not at_work(a)
-            b.service.follow(BOTH)
+            b.runtime.follow(BOTH)
             await until(lambda: at_work(a, b))
             assert len(await tokens(a)) == 6
 
@@ -218,22 +227,22 @@ def test_a_neighbour_that_is_late_is_waited_for(world: World) -> None:
 def test_what_cannot_be_loaded_is_told(world: World) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
-            a.service.follow(plan_of((A, "0:7")))
+            a.runtime.follow(plan_of((A, "0:7")))
             await asyncio.sleep(1)
             assert not a.told[-1][0]
             assert a.told[-1][1]
-            a.service.follow(ALONE)
+            a.runtime.follow(ALONE)
             await until(lambda: at_work(a))
 
     with pytest.MonkeyPatch.context() as patch:
-        load = Engine._load
+        load = ModelRuntime._load
 
-        def refuse(self: Engine, span: Span, *rest: bool) -> object:
+        def refuse(self: ModelRuntime, span: Span, *rest: bool) -> object:
             if span.stop > 6:
                 raise ModelError("there are 6 layers")
             return load(self, span, *rest)
 
-        patch.setattr(Engine, "_load", refuse)
+        patch.setattr(ModelRuntime, "_load", refuse)
         run_virtual(main())
 
 
@@ -246,7 +255,7 @@ HELLO = Hello(B, 1, BOTH.digest)
 def test_a_link_that_is_of_no_use_is_closed(world: World, first: Message | bytes | None) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
-            a.service.follow(BOTH)
+            a.runtime.follow(BOTH)
             link = await world.transport.dial(NAMES[A])
             await link.send([B], Channel.CONTROL)
             if first is not None:
@@ -255,7 +264,7 @@ def test_a_link_that_is_of_no_use_is_closed(world: World, first: Message | bytes
             await asyncio.sleep(SILENCE + 1)
             with pytest.raises(LinkLost):
                 await link.send([b""])
-            assert a.service._arrivals == {}
+            assert a.runtime._machine._arrivals == {}
 
     run_virtual(main())
 
@@ -271,7 +280,7 @@ def test_the_later_of_two_links_stays(world: World) -> None:
                 await asyncio.sleep(1)
             with pytest.raises(LinkLost):
                 await links[0].receive()
-            assert set(a.service._arrivals) == {B}
+            assert set(a.runtime._machine._arrivals) == {B}
         with pytest.raises(LinkLost):
             await links[1].receive()  # nobody took it
 
@@ -290,10 +299,10 @@ def test_links_of_an_old_plan_are_closed(world: World) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
             link = await knock(world, HELLO)
-            assert set(a.service._arrivals) == {B}
-            a.service.follow(plan_of((A, "0:6"), epoch=2))
+            assert set(a.runtime._machine._arrivals) == {B}
+            a.runtime.follow(plan_of((A, "0:6"), epoch=2))
             await asyncio.sleep(1)
-            assert a.service._arrivals == {}
+            assert a.runtime._machine._arrivals == {}
             with pytest.raises(LinkLost):
                 await link.receive()
 
@@ -317,7 +326,7 @@ def test_a_rank_before_with_a_later_plan_is_not_taken(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, _):
             await knock(world, Hello(B, 9, BOTH.digest))
-            a.service.follow(BOTH)
+            a.runtime.follow(BOTH)
             await asyncio.sleep(20)
             assert not at_work(a)
 

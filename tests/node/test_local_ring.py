@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.errors import IntegrityFault, LinkLost, ModelError, PeerFault, UserError
 from meshllm.model.source import resolve
-from meshllm.node import assembly
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node import local_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ended, Order, Token
 from meshllm.protocol.plan import Ends
 from meshllm.request import FinishReason, Prefilled, Sampling
@@ -34,7 +35,7 @@ def order(prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, seed: int = 0) -
     return Order(tuple(prompt), sampling, tokens, is_last=lambda _: False)
 
 
-async def answer(ring: Ring, asked: Order) -> list[int]:
+async def answer(ring: LocalRing, asked: Order) -> list[int]:
     return [o.id async for o in ring.entry.generate(asked) if isinstance(o, Token)]
 
 
@@ -86,14 +87,14 @@ class _Tampered:
         return self._inner.statistics
 
 
-PLAIN = RingOptions(nodes=3, threads=1, drafting=None)
+PLAIN = RingOptions(nodes=3, inference=InferenceConfig(threads=1, speculation=False))
 """Each trip gives one token."""
 
 
 @asynccontextmanager
-async def ring_of(folder: Path, nodes: int, chunk: int = 256) -> AsyncIterator[Ring]:
-    options = RingOptions(nodes=nodes, threads=1, chunk=chunk)
-    async with open_ring(resolve(str(folder)), options) as ring:
+async def ring_of(folder: Path, nodes: int, chunk: int = 256) -> AsyncIterator[LocalRing]:
+    options = RingOptions(nodes=nodes, inference=InferenceConfig(threads=1, chunk=chunk))
+    async with open_local_ring(resolve(str(folder)), options) as ring:
         yield ring
 
 
@@ -171,25 +172,35 @@ async def test_a_corrupted_blob_ends_one_session_and_not_the_ring(
     def flip(number: int, message: bytes) -> bytes:
         return message[:-1] + bytes([message[-1] ^ 1]) if number == 7 else message
 
-    async with open_ring(resolve(str(llama)), PLAIN, Tampering(flip)) as ring:
+    async with open_local_ring(resolve(str(llama)), PLAIN, Tampering(flip)) as ring:
         with pytest.raises(IntegrityFault, match="rank 2: Blob of 256 bytes"):
             await answer(ring, order())
 
         assert await answer(ring, order()) == reference
 
 
-async def test_a_cut_link_is_a_typed_error_now_and_later(llama: Path) -> None:
-    def cut(number: int, message: bytes) -> bytes | None:
-        return None if number == 8 else message
+async def test_a_cut_link_is_a_typed_error_and_the_ring_forms_again(
+    llama: Path, reference: list[int]
+) -> None:
+    cuts = [8]
 
-    async with open_ring(resolve(str(llama)), RingOptions(nodes=3), Tampering(cut)) as ring:
+    def cut(number: int, message: bytes) -> bytes | None:
+        if number not in cuts:
+            return message
+        cuts.clear()
+        return None
+
+    async with open_local_ring(resolve(str(llama)), RingOptions(nodes=3), Tampering(cut)) as ring:
         with pytest.raises(LinkLost):
             await answer(ring, order())
         with pytest.raises(LinkLost):
             await answer(ring, order())
         for _ in range(100):  # passes of the loop; the ranks notice one after the other
             await asyncio.sleep(0)
+        await ring.formed()
 
+        assert await answer(ring, order()) == reference
+        await ring.worker.run(int)  # what was queued before is done
         assert [stage.sessions for stage in ring.stages] == [0, 0]
 
 
@@ -208,8 +219,8 @@ async def test_a_bug_ends_its_session_and_not_the_others(
 
 
 async def test_the_head_apart_gives_the_same_text(llama: Path, reference: list[int]) -> None:
-    options = RingOptions(nodes=2, threads=1, ends=Ends.CLIENT)
-    async with open_ring(resolve(str(llama)), options) as ring:
+    options = RingOptions(nodes=2, ends=Ends.CLIENT, inference=InferenceConfig(threads=1))
+    async with open_local_ring(resolve(str(llama)), options) as ring:
         assert await answer(ring, order()) == reference
 
 
@@ -217,7 +228,9 @@ async def test_a_type_that_runs_whole_only_is_not_split_by_its_ends(tmp_path: Pa
     source = tiny_model(tmp_path, "inkling2_text")
 
     with pytest.raises(ModelError, match="cannot be split"):
-        async with open_ring(source, RingOptions(threads=1, ends=Ends.CLIENT)):
+        async with open_local_ring(
+            source, RingOptions(ends=Ends.CLIENT, inference=InferenceConfig(threads=1))
+        ):
             pass
 
 
@@ -225,13 +238,15 @@ async def test_garbage_on_the_wire_drops_the_link(llama: Path) -> None:
     def garble(number: int, message: bytes) -> bytes:
         return b"\xff" * 40 if number == 5 else message
 
-    async with open_ring(resolve(str(llama)), RingOptions(nodes=2), Tampering(garble)) as ring:
+    async with open_local_ring(
+        resolve(str(llama)), RingOptions(nodes=2), Tampering(garble)
+    ) as ring:
         with pytest.raises((LinkLost, PeerFault)):
             await answer(ring, order())
 
 
 async def test_figures_name_every_hop(llama: Path) -> None:
-    async with open_ring(resolve(str(llama)), PLAIN) as ring:
+    async with open_local_ring(resolve(str(llama)), PLAIN) as ring:
         outputs = [output async for output in ring.entry.generate(order())]
 
     ended = outputs[-1]
@@ -245,7 +260,7 @@ async def test_figures_name_every_hop(llama: Path) -> None:
 def test_a_token_takes_one_way_per_hop_and_nothing_else(llama: Path) -> None:
     async def times() -> list[float]:
         transport = LoopbackTransport(Shape(delay_s=0.050))
-        async with open_ring(resolve(str(llama)), PLAIN, transport) as ring:
+        async with open_local_ring(resolve(str(llama)), PLAIN, transport) as ring:
             clock = asyncio.get_running_loop().time
             return [clock() async for o in ring.entry.generate(order()) if isinstance(o, Token)]
 
@@ -259,8 +274,8 @@ def test_a_token_takes_one_way_per_hop_and_nothing_else(llama: Path) -> None:
 def test_jitter_and_loss_change_no_token(llama: Path, reference: list[int], seed: int) -> None:
     async def tokens() -> list[int]:
         shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
-        options = RingOptions(nodes=3, threads=1, chunk=4)
-        async with open_ring(resolve(str(llama)), options, LoopbackTransport(shape)) as ring:
+        options = RingOptions(nodes=3, inference=InferenceConfig(threads=1, chunk=4))
+        async with open_local_ring(resolve(str(llama)), options, LoopbackTransport(shape)) as ring:
             return await answer(ring, order())
 
     assert run_virtual(tokens()) == reference
@@ -269,8 +284,8 @@ def test_jitter_and_loss_change_no_token(llama: Path, reference: list[int], seed
 def test_chunks_fill_the_ring_without_waiting(llama: Path) -> None:
     async def first_token(chunk: int) -> float:
         transport = LoopbackTransport(Shape(delay_s=0.050))
-        options = RingOptions(nodes=3, chunk=chunk)
-        async with open_ring(resolve(str(llama)), options, transport) as ring:
+        options = RingOptions(nodes=3, inference=InferenceConfig(chunk=chunk))
+        async with open_local_ring(resolve(str(llama)), options, transport) as ring:
             begin = asyncio.get_running_loop().time()
             async with aclosing(ring.entry.generate(order())) as outputs:
                 async for output in outputs:
@@ -300,7 +315,7 @@ async def test_more_nodes_than_layers_are_refused(llama: Path) -> None:
 async def test_a_model_larger_than_the_memory_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "free_memory", lambda: 200_000)
+    monkeypatch.setattr(local_ring, "free_memory", lambda: 200_000)
 
     with pytest.raises(ModelError, match="lacks"):
         async with ring_of(llama, 2):

@@ -1,0 +1,25 @@
+"""What the planner needs to know of a model."""
+
+import torch
+
+from meshllm.model.capacity import ModelShape
+from meshllm.protocol.plan import Shape
+
+CONTEXT = 4096
+"""Tokens of one session for which a plan leaves room, where the model takes as many."""
+
+
+def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
+    """Describe a model to the planner, with sessions of up to ``context`` tokens."""
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return Shape(
+        name=model.name,
+        layer_bytes=model.layer_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        embed_bytes=model.embed_bytes,
+        head_bytes=model.head_bytes,
+        tied=model.tied,
+        hidden_size=model.hidden_size,
+        itemsize=dtype.itemsize,
+        context=min(context, model.context or context),
+    )
