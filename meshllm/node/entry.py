@@ -13,13 +13,13 @@ from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch, value_of
 from meshllm.node.foresight import Foresight, Speculation
-from meshllm.node.helper import Helper, Wish
 from meshllm.node.outgoing import Outgoing
 from meshllm.node.peers import Neighbours
 from meshllm.node.prefixes import MIN_SHARED, Missed, Prefixes
 from meshllm.node.session import Ahead, Ended, Ends, Generation, Order, Output, Picked
+from meshllm.node.split_head import HeadParts, LogitsRequest
 from meshllm.node.stopwatch import Stopwatch
-from meshllm.node.turns import Turn, take_turns
+from meshllm.node.turns import Turn, begin_split, take_turns
 from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
 from meshllm.protocol.codec import size
@@ -77,10 +77,10 @@ class EntryNode:
                 seat.drafting, times, draft=seat.draft, depth=seat.depth
             )
         self._jobs = asyncio.TaskGroup()
-        self._helper: Helper | None = None
+        self._head: HeadParts | None = None
         if ends.head and ends.helped:
-            self._helper = Helper(ends.helped, ends.head)
-        self._turns = Batch(worker, partial(take_turns, ends, self._helper), self._jobs)
+            self._head = HeadParts(ends.helped, ends.head)
+        self._turns = Batch(worker, partial(take_turns, ends, self._head), self._jobs)
         self._outgoing = Outgoing(seat.wire, neighbours)
         shelf = shelf_for(seat.room, seat.slack)
         self._prefixes = Prefixes(shelf, seat.slack, ends.front.new_cache)
@@ -168,8 +168,8 @@ class EntryNode:
         if generation is None:
             return
         if isinstance(message, Logits):
-            if message.epoch == self._seat.epoch and generation.wish:
-                generation.wish.hear(message)
+            if message.epoch == self._seat.epoch and generation.asked:
+                generation.asked.receive(message)
             return
         if isinstance(message, Data):
             generation.gauge.returned(self._now(), message.pos + message.rows)
@@ -198,8 +198,9 @@ class EntryNode:
         message = action.message
         if isinstance(message, Data) and not message.flags & Flags.PREFILL:
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
-            if message.rows == 1 and self.sessions == 1 and self._helper and self._helper.asks():
-                generation.wish = Wish(message.gen, message.pos)
+            is_lone = message.rows == 1 and self.sessions == 1
+            if is_lone and self._head and self._head.control.asks():
+                generation.asked = LogitsRequest(message.gen, message.pos)
                 action = Forward(replace(message, flags=message.flags | Flags.HELP))
         self._neighbours.forward(action)
 
@@ -232,10 +233,22 @@ class EntryNode:
         is_lone = self._neighbours is not None and self.sessions == 1
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
-        turn = Turn(generation, job, Stopwatch(), Stopwatch(), generation.wish_for(job))
+        turn = Turn(generation, job, Stopwatch(), Stopwatch())
         ahead = generation.ahead = Ahead(turn.watch_ahead)
         picked = partial(self._picked, session, generation, turn)
-        self._turns.submit(turn, picked, ahead.hear)
+        submit = partial(self._turns.submit, turn, picked, ahead.hear)
+        if self._head is None:
+            submit()
+            return
+        head, split = self._head, self._head.begin(generation.asked_for(job))
+        turn.split = split
+        if split.request is None:
+            submit()
+        else:
+            self._turns.alone(
+                partial(begin_split, head, turn),
+                lambda error: picked(error) if error else head.wait(split, submit),
+            )
 
     def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
         """Run tokens, where they did not run ahead."""
@@ -269,6 +282,8 @@ class EntryNode:
     def _picked(
         self, session: SessionId, generation: Generation, turn: Turn, result: Picked | Exception
     ) -> None:
+        if turn.split and self._head:
+            self._head.learn(turn.split)
         if session not in self._sessions:
             return
         try:

@@ -15,9 +15,9 @@ from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
 from meshllm.node.foresight import Foresight, Steps
 from meshllm.node.gauge import Gauge, Measured
-from meshllm.node.helper import Wish
 from meshllm.node.outgoing import Lane
 from meshllm.node.prefixes import Missed, Start, go_back
+from meshllm.node.split_head import LogitsRequest
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import error_of, opened
 from meshllm.protocol.blob import SessionKey
@@ -142,7 +142,7 @@ class Generation:
         self.ahead: Ahead | None = None
         self.depth = 1
         """Steps in flight at most, from the next Pick on."""
-        self.wish: Wish | None = None
+        self.asked: LogitsRequest | None = None
         """What the last rank was asked for with the last step."""
         self._order = order
         self._ends = ends
@@ -162,10 +162,10 @@ class Generation:
         """Tokens of the prompt."""
         return len(self._order.prompt)
 
-    def wish_for(self, job: Pick) -> Wish | None:
+    def asked_for(self, job: Pick) -> LogitsRequest | None:
         """Return what the last rank was asked for, if it is for this job."""
-        wish = self.wish
-        return wish if wish and (wish.gen, wish.pos + 1) == (job.gen, job.pos) else None
+        asked = self.asked
+        return asked if asked and (asked.gen, asked.pos + 1) == (job.gen, job.pos) else None
 
     def take_ahead(self, job: Embed | None) -> Ahead | None:
         """Return what runs ahead, if it is this job; forget it otherwise."""

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from meshllm.model.cache import SpanCache
 from meshllm.node.batch import attempt, through
-from meshllm.node.helper import Helper, Wish
 from meshllm.node.session import Ends, Generation
+from meshllm.node.split_head import HeadParts, SplitStep
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.protocol.task import Embed, Pick
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
     """A Pick of one session, and the Embed behind it that nobody has asked for yet."""
 
@@ -24,17 +24,28 @@ class Turn:
     """Of the Pick."""
     watch_ahead: Stopwatch
     """Of the Embed."""
-    wish: Wish | None = None
-    """What the last rank was asked for."""
+    split: SplitStep | None = None
+    """Where the head is in two parts."""
+    rows: Tensor | None = None  # [1, 1 + G, D], once they are opened
 
 
-def take_turns(ends: Ends, helper: Helper | None, turns: Sequence[Turn]) -> Iterator[Sequence[Any]]:
+def begin_split(head: HeadParts, turn: Turn) -> None:
+    """Compute what the last rank was not asked for; runs on the compute thread."""
+    rows = _rows(turn)
+    if rows.shape[1] == 1 and turn.split:
+        head.compute(rows, turn.split)
+    turn.watch.computed()
+
+
+def take_turns(
+    ends: Ends, head: HeadParts | None, turns: Sequence[Turn]
+) -> Iterator[Sequence[Any]]:
     """Yield what was picked, then what was embedded; an Embed follows before anybody is told.
 
     Runs on the compute thread.
     """
-    rows = [attempt(turn.generation.open, turn.job, turn.watch) for turn in turns]
-    logits = through(lambda good: _heads(ends, helper, turns, good), rows)  # [1, 1 + G, V] each
+    rows = [attempt(_rows, turn) for turn in turns]
+    logits = through(lambda good: _heads(ends, head, turns, good), rows)  # [1, 1 + G, V] each
     picked = [
         each
         if isinstance(each, Exception)
@@ -58,13 +69,22 @@ def take_turns(ends: Ends, helper: Helper | None, turns: Sequence[Turn]) -> Iter
 
 
 def _heads(
-    ends: Ends, helper: Helper | None, turns: Sequence[Turn], rows: list[Tensor]
+    ends: Ends, head: HeadParts | None, turns: Sequence[Turn], rows: list[Tensor]
 ) -> Sequence[Tensor]:
-    """Compute logits; several sessions do not wait for what one of them asked for."""
+    """Compute logits; for several sessions in one pass, whatever one of them asked for."""
     first = turns[0]
-    if helper and len(turns) == 1 and rows[0].shape[1] == 1:
-        return [helper.logits(rows[0], first.wish, first.generation.key)]
+    if head and first.split and len(turns) == 1 and rows[0].shape[1] == 1:
+        return [head.finish(rows[0], first.split, first.generation.key)]
     return ends.logits(rows)
+
+
+def _rows(turn: Turn) -> Tensor:
+    """Return the rows [1, 1 + G, D] of a Pick."""
+    if turn.rows is None:
+        turn.rows = turn.generation.open(turn.job, turn.watch)
+    else:
+        turn.watch.queued()  # for the answer of the last rank
+    return turn.rows
 
 
 def _fronts(ends: Ends, steps: list[tuple[Embed, Tensor, SpanCache]]) -> list[tuple[Embed, Tensor]]:

@@ -59,6 +59,8 @@ def choosing(found: torch.device, asked: list[object]) -> Callable[..., torch.de
 
 async def write(source: Source, **options: Any) -> list[int]:
     nodes = options.pop("nodes", 2)
+    if dtype := options.pop("dtype", None):
+        options["dtype"] = str(dtype).removeprefix("torch.")
     config = InferenceConfig(**{"threads": 1} | options)
     async with open_local_ring(source, RingOptions(nodes, inference=config)) as ring:
         return [token async for token in ring.tokens(PROMPT, SAMPLING, 12)]
@@ -167,7 +169,7 @@ async def test_graphs_write_the_text_of_steps_without_guesses(
         recorded.append(graph)
 
     monkeypatch.setattr(Graph, "record", noting)
-    options: dict[str, Any] = {} if speculation else {"drafting": None}
+    options: dict[str, Any] = {} if speculation else {"speculation": False}
 
     with graphs_pretended(monkeypatch):
         text = await write(source, nodes=nodes, device="cuda", **options)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from meshllm.model import head
-from meshllm.model.draft import SuffixDrafting
 from meshllm.model.runner import Runner
 from meshllm.model.source import resolve
 from meshllm.names import Digest, SessionId, WireMode
-from meshllm.node import helper as module
 from meshllm.node import stage
-from meshllm.node.helper import CREDIT, MISS, PROOFS, REST, UNASKED, Helper, Wish
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Order, Token
+from meshllm.node.split_head import HeadParts, LogitsRequest, SplitStep
 from meshllm.node.wire import sealed
+from meshllm.protocol import split_head as control
 from meshllm.protocol.blob import SessionKey, session_key
 from meshllm.protocol.messages import Blob, Logits
 from meshllm.protocol.plan import Ends
+from meshllm.protocol.split_head import PROOFS, UNASKED
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
 
@@ -54,83 +54,66 @@ class Part:
 
 
 class Asking:
-    """A helper for two tokens, beside an entry with three."""
+    """A head whose first two outputs are asked for, beside three of the entry."""
 
     def __init__(self) -> None:
         self.theirs, self.ours = Part(1.0, 2.0), Part(3.0, 4.0, 5.0)
-        self.helper = Helper(cast("Runner", self.theirs), cast("Runner", self.ours))
+        self.head = HeadParts(cast("Runner", self.theirs), cast("Runner", self.ours))
         for _ in range(UNASKED):
-            assert not self.helper.asks()
-            assert self.helper.logits(ROW, None, KEY).tolist() == [[[1.0, 2.0, 3.0, 4.0, 5.0]]]
-        self.helper._whole_s = inf  # any answer gains time
+            step = self.head.begin(None)
+            assert self.head.finish(ROW, step, KEY).tolist() == WHOLE
+            self.head.learn(step)
         self.theirs.calls = 0
 
-    def step(self, *answer: float) -> list[float]:
+    async def step(self, answer: Blob | None = None) -> list[Any]:
         """Compute the logits of a step, with an answer that has come if there is one."""
-        wish = Wish(0, 0)
+        request = LogitsRequest(0, 0)
+        step = self.head.begin(request)
+        self.head.compute(ROW, step)
         if answer:
-            wish.hear(logits_of(sealed(KEY, torch.tensor([[answer]]))))
-        logits: list[float] = self.helper.logits(ROW, wish, KEY)[0, 0].tolist()
+            request.receive(logits_of(answer))
+        done = asyncio.Event()
+        self.head.wait(step, done.set)
+        await done.wait()
+        logits: list[Any] = self.head.finish(ROW, step, KEY).tolist()
+        self.head.learn(step)
         return logits
 
-    def prove(self) -> None:
+    async def prove(self) -> None:
         for _ in range(PROOFS):
-            assert self.step(1.0, 2.0) == [1.0, 2.0, 3.0, 4.0, 5.0]
+            assert await self.step(RIGHT) == WHOLE
 
 
-def test_what_is_proven_is_not_computed_again() -> None:
+WHOLE = [[[1.0, 2.0, 3.0, 4.0, 5.0]]]
+RIGHT = sealed(KEY, torch.tensor([[[1.0, 2.0]]]))
+
+
+async def test_what_is_proven_is_not_computed_again() -> None:
     asking = Asking()
-    asking.prove()
+    await asking.prove()
     assert asking.theirs.calls == PROOFS
 
-    assert asking.step(1.0, 2.0) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert await asking.step(RIGHT) == WHOLE
     assert asking.theirs.calls == PROOFS
-    assert asking.helper.asks()
+    assert not asking.head.control.is_disabled
 
 
 @pytest.mark.parametrize("proofs", range(PROOFS))
-def test_other_bits_count_for_nothing_and_end_the_asking(proofs: int) -> None:
+async def test_other_bits_count_for_nothing_and_disable_it(proofs: int) -> None:
     asking = Asking()
     for _ in range(proofs):
-        asking.step(1.0, 2.0)
+        await asking.step(RIGHT)
 
-    assert asking.step(1.0, 2.5) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert not any(asking.helper.asks() for _ in range(2 * REST))
+    assert await asking.step(sealed(KEY, torch.tensor([[[1.0, 2.5]]]))) == WHOLE
+    assert asking.head.control.is_disabled
 
 
-def test_an_answer_that_is_late_is_done_without() -> None:
+async def test_a_late_answer_is_computed_here() -> None:
     asking = Asking()
-    asking.prove()
+    await asking.prove()
 
-    assert asking.step() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert await asking.step() == WHOLE
     assert asking.theirs.calls == PROOFS + 1
-
-
-def test_who_is_late_too_often_is_asked_again_after_a_while() -> None:
-    asking = Asking()
-    for _ in range(-(-CREDIT // MISS)):
-        assert asking.helper.asks()
-        asking.step()
-
-    assert [asking.helper.asks() for _ in range(REST)] == [False] * (REST - 1) + [True]
-
-
-def test_answers_in_time_make_up_for_one_that_is_late() -> None:
-    asking = Asking()
-    for number in range(4 * REST):
-        assert asking.helper.asks()
-        asking.step(*(() if number % (MISS + 1) == MISS else (1.0, 2.0)))
-
-
-def test_who_is_in_time_and_gains_nothing_is_asked_again_after_a_while() -> None:
-    asking = Asking()
-    asking.prove()
-    asking.helper._whole_s = 0.0
-    while asking.helper.asks():
-        assert asking.step(1.0, 2.0) == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-    assert asking.theirs.calls == PROOFS
-    assert [asking.helper.asks() for _ in range(REST - 1)] == [False] * (REST - 2) + [True]
 
 
 @pytest.mark.parametrize(
@@ -144,39 +127,65 @@ def test_who_is_in_time_and_gains_nothing_is_asked_again_after_a_while() -> None
     ids=["too few", "too many", "another dtype", "changed on the way"],
 )
 @pytest.mark.parametrize("is_proven", [False, True])
-def test_what_is_no_answer_ends_the_asking_and_nothing_else(
+async def test_what_is_no_answer_disables_it_and_changes_nothing_else(
     answer: Blob, words: str, is_proven: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     asking = Asking()
     if is_proven:
-        asking.prove()
-    wish = Wish(0, 0)
-    wish.hear(logits_of(answer))
+        await asking.prove()
 
-    given = asking.helper.logits(ROW, wish, KEY)
-
-    assert given.tolist() == [[[1.0, 2.0, 3.0, 4.0, 5.0]]]
-    assert not asking.helper.asks()
+    assert await asking.step(answer) == WHOLE
+    assert asking.head.control.is_disabled
     assert words in caplog.text
 
 
 @pytest.mark.parametrize("place", [(1, 0), (0, 1)], ids=["generation", "position"])
-def test_an_answer_to_another_question_is_not_heard(place: tuple[int, int]) -> None:
-    wish = Wish(*place)
-    wish.hear(logits_of(sealed(KEY, ROW)))
+def test_an_answer_to_another_question_is_not_taken(place: tuple[int, int]) -> None:
+    request, heard = LogitsRequest(*place), list[Blob]()
+    request.then(heard.append)
 
-    assert wish.take(0.0) is None
+    request.receive(logits_of(RIGHT))
+
+    assert heard == []
 
 
-def test_only_the_first_answer_counts() -> None:
-    wish = Wish(0, 0)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_only_the_first_answer_counts(is_early: bool) -> None:
+    request, heard = LogitsRequest(0, 0), list[Blob]()
+    if not is_early:
+        request.then(heard.append)
     for value in (1.0, 2.0):
-        wish.hear(logits_of(sealed(KEY, torch.tensor([value]))))
+        request.receive(logits_of(sealed(KEY, torch.tensor([value]))))
+    if is_early:
+        request.then(heard.append)
 
-    first = wish.take(0.0)
-    assert first is not None
-    assert first.payload == sealed(KEY, torch.tensor([1.0])).payload
-    assert wish.take(0.0) is None
+    assert [each.payload for each in heard] == [sealed(KEY, torch.tensor([1.0])).payload]
+
+
+async def test_the_compute_thread_is_free_while_an_answer_travels(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(control, "UNASKED", 1)
+    monkeypatch.setattr(control, "PATIENCE", 1e9)
+    monkeypatch.setattr(control, "LONGEST_S", 60.0)
+    async with ring_of(tiny, speculation=False) as ring:
+        await ask(ring)
+        ring.stages[-1]._head = None  # it never answers
+        asked, stock = asyncio.Event(), HeadParts.wait
+
+        def wait(self: HeadParts, step: SplitStep, go_on: Callable[[], None]) -> None:
+            stock(self, step, go_on)
+            asked.set()
+
+        monkeypatch.setattr(HeadParts, "wait", wait)
+        text = asyncio.ensure_future(ask(ring))
+        async with asyncio.timeout(30):
+            await asked.wait()
+            assert await ring.worker.run(int) == 0
+        text.cancel()
+        await asyncio.wait([text])
 
 
 @pytest.fixture
@@ -184,10 +193,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide the head of a tiny model, and wait for answers as if it took long."""
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
-    monkeypatch.setattr(module, "_PATIENCE", 1e6)
-    monkeypatch.setattr(module, "_LONGEST_S", 60.0)
-    monkeypatch.setattr(module, "UNASKED", 1)
-    monkeypatch.setattr(module, "median", lambda _: inf)  # any answer gains time
+    monkeypatch.setattr(control, "PATIENCE", 1e6)
+    monkeypatch.setattr(control, "LONGEST_S", 60.0)
+    monkeypatch.setattr(control, "UNASKED", 1)
+    monkeypatch.setattr(control, "median", lambda _: inf)  # any answer gains time
 
 
 @pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -219,10 +228,10 @@ async def plain(folder: Path, temperature: float = 0.0) -> list[int]:
         return await ask(ring, temperature)
 
 
-def helper_of(ring: LocalRing) -> Helper:
-    helper = ring.entry._helper
-    assert helper is not None
-    return helper
+def head_of(ring: LocalRing) -> HeadParts:
+    parts = ring.entry._head
+    assert parts is not None
+    return parts
 
 
 @pytest.mark.usefixtures("patient")
@@ -232,20 +241,20 @@ def helper_of(ring: LocalRing) -> Helper:
 async def test_help_changes_no_text(
     tiny: Path, nodes: int, temperature: float, guesses: bool
 ) -> None:
-    async with ring_of(tiny, nodes, drafting=SuffixDrafting() if guesses else None) as ring:
+    async with ring_of(tiny, nodes, speculation=guesses) as ring:
         texts = [await ask(ring, temperature) for _ in range(3)]
 
         assert texts == [await plain(tiny, temperature)] * 3
-        assert guesses or helper_of(ring)._proofs == PROOFS
+        assert guesses or head_of(ring).control._proofs == PROOFS
 
 
 @pytest.mark.usefixtures("patient")
 async def test_the_last_rank_computes_what_it_was_asked_for(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ring_of(tiny, drafting=None) as ring:
+    async with ring_of(tiny, speculation=False) as ring:
         await ask(ring)
-        part, rows = helper_of(ring)._theirs, list[Tensor]()
+        part, rows = head_of(ring)._theirs, list[Tensor]()
         stock = part.step
 
         def step(row: Tensor, cache: None) -> Tensor:
@@ -260,14 +269,14 @@ async def test_the_last_rank_computes_what_it_was_asked_for(
 
 @pytest.mark.usefixtures("patient")
 async def test_rows_that_are_rounded_on_their_way_have_the_same_logits(tiny: Path) -> None:
-    async with ring_of(tiny, drafting=None, wire=WireMode.INT8) as ring:
+    async with ring_of(tiny, speculation=False, wire=WireMode.INT8) as ring:
         first, second = await ask(ring), await ask(ring)
-        helper = helper_of(ring)
+        helper = head_of(ring).control
 
-        assert (helper._proofs, helper._differs) == (PROOFS, False)
+        assert (helper._proofs, helper.is_disabled) == (PROOFS, False)
         assert first == second
 
-    async with ring_of(tiny, own_threads=False, drafting=None, wire=WireMode.INT8) as ring:
+    async with ring_of(tiny, own_threads=False, speculation=False, wire=WireMode.INT8) as ring:
         assert await ask(ring) == first
 
 
@@ -275,8 +284,8 @@ async def test_rows_that_are_rounded_on_their_way_have_the_same_logits(tiny: Pat
 async def test_sessions_at_once_ask_for_nothing(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ring_of(tiny, drafting=None) as ring:
-        helper, asked = helper_of(ring), list[int]()
+    async with ring_of(tiny, speculation=False) as ring:
+        helper, asked = head_of(ring).control, list[int]()
         stock = helper.asks
 
         def asks() -> bool:
@@ -296,8 +305,8 @@ async def test_bad_help_changes_no_text(
     tiny: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kind != "differs":
-        monkeypatch.setattr(module, "_PATIENCE", 0.0)
-    async with ring_of(tiny, drafting=None) as ring:
+        monkeypatch.setattr(control, "PATIENCE", 0.0)
+    async with ring_of(tiny, speculation=False) as ring:
         part = ring.stages[-1]._head
         assert part is not None
         stock = part.step
@@ -312,8 +321,8 @@ async def test_bad_help_changes_no_text(
         monkeypatch.setattr(part, "step", step)
 
         assert [await ask(ring) for _ in range(2)] == [await plain(tiny)] * 2
-        assert helper_of(ring)._differs is (kind == "differs")
-        assert (helper_of(ring)._rest > 0) is (kind != "differs")
+        assert head_of(ring).control.is_disabled is (kind == "differs")
+        assert (head_of(ring).control._rest > 0) is (kind != "differs")
         assert ("no logits for the entry: no memory" in caplog.text) is (kind == "fails")
 
 
@@ -325,26 +334,26 @@ async def test_logits_that_were_changed_on_their_way_change_no_text(
         return replace(sealed(key, hidden), digest=Digest(bytes(32)))
 
     monkeypatch.setattr(stage, "sealed", changed)
-    async with ring_of(tiny, drafting=None) as ring:
+    async with ring_of(tiny, speculation=False) as ring:
         assert await ask(ring) == await plain(tiny)
-        assert helper_of(ring)._differs
+        assert head_of(ring).control.is_disabled
 
 
 @pytest.mark.usefixtures("patient")
 async def test_who_has_no_part_of_the_head_is_asked_in_vain(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.0)
-    async with ring_of(tiny, drafting=None) as ring:
+    monkeypatch.setattr(control, "PATIENCE", 0.0)
+    async with ring_of(tiny, speculation=False) as ring:
         ring.stages[-1]._head = None
 
         assert [await ask(ring) for _ in range(2)] == [await plain(tiny)] * 2
-        assert helper_of(ring)._rest
+        assert head_of(ring).control._rest
 
 
 async def test_a_small_head_stays_whole(tiny: Path) -> None:
     async with ring_of(tiny) as ring:
-        assert ring.entry._helper is None
+        assert ring.entry._head is None
 
 
 @pytest.mark.usefixtures("patient")
@@ -355,4 +364,4 @@ async def test_who_could_not_gain_by_it_asks_for_nothing(
     tiny: Path, options: dict[str, Any]
 ) -> None:
     async with ring_of(tiny, **options) as ring:
-        assert ring.entry._helper is None
+        assert ring.entry._head is None
