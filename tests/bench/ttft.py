@@ -32,9 +32,9 @@ from meshllm.model.wire8 import packed_size
 from meshllm.names import Quant, WireMode
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.node.outgoing import PACKED, pays
 from meshllm.node.shape import plan_shape
 from meshllm.protocol.chunking import RingTimes, ring_times
+from meshllm.protocol.compression import PACKED, pays
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Links, Offer, Wire
 from meshllm.request import Sampling
