@@ -246,6 +246,8 @@ async def open_local_ring(
             model.rank(each, divides_head=options.own_threads, prefix_bytes=share)
             for each in workers
         ]
+        for stage, each in zip(plan.stages, models, strict=True):
+            await each.hold(plan, stage.node)  # one by one: transformers builds one at a time
         formed = LocalRing(plan, models, listeners, transport)
         await stack.enter_async_context(formed.running())
         yield formed

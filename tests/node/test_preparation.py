@@ -10,7 +10,7 @@ from meshllm.errors import ModelError
 from meshllm.model.capacity import shape_of
 from meshllm.model.source import resolve
 from meshllm.names import Digest, Span, WireMode
-from meshllm.node import preparation as module
+from meshllm.node import model_runtime
 from meshllm.node.preparation import Preparation
 from meshllm.node.worker import Worker
 from meshllm.protocol.messages import DType
@@ -116,7 +116,7 @@ async def test_an_offer_is_measured(
     llama: Path, tmp_path: Path, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibrated: list[object] = []
-    monkeypatch.setattr(module, "calibrate", lambda *asked: calibrated.append(asked))
+    monkeypatch.setattr(model_runtime, "calibrate", lambda *asked: calibrated.append(asked))
     wishes = {"threads": threads, "memory_bytes": 1 << 20, "layers": Span(1, 3)}
     preparation = prepare(tmp_path, model=str(llama), **wishes)
     engine, charter = await preparation.found()

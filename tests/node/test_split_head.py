@@ -162,14 +162,10 @@ def test_only_the_first_answer_counts(is_early: bool) -> None:
     assert [each.payload for each in heard] == [sealed(KEY, torch.tensor([1.0])).payload]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_the_compute_thread_is_free_while_an_answer_travels(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
-    monkeypatch.setattr(control, "UNASKED", 1)
-    monkeypatch.setattr(control, "PATIENCE", 1e9)
-    monkeypatch.setattr(control, "LONGEST_S", 60.0)
     async with ring_of(tiny, speculation=False) as ring:
         await ask(ring)
         ring.stages[-1]._head = None  # it never answers
