@@ -19,9 +19,9 @@ from meshllm.api.door import Door
 from meshllm.api.respond import Stream, patiently, read
 from meshllm.errors import MeshError, ModelError
 from meshllm.node.asking import error_to_json
-from meshllm.node.fields import WrongField
 from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, Turn
 from meshllm.request import Request as Asked
+from meshllm.strict_json import WrongField
 
 KEEP_ALIVE_S = 10.0  # proxies hang up after 30 to 60 s of silence
 MAX_STOPS = 4  # OpenAI API reference

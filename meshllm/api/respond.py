@@ -20,7 +20,7 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.node.asking import REQUEST_BYTES, error_to_fields
-from meshllm.node.fields import build, parse
+from meshllm.strict_json import build, parse
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
-from meshllm.node.fields import WrongField, build, lay_out, parse
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
 EVENT_BYTES = 4 << 20  # an answer carries every token id

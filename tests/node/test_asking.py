@@ -30,8 +30,8 @@ from meshllm.node.asking import (
     request_from_json,
     request_to_json,
 )
-from meshllm.node.fields import WrongField
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling, Turn
+from meshllm.strict_json import WrongField
 from tests.cli.fake import answer_of
 
 EVENTS: list[Event] = [Prefilled(1, 2), Piece("a\u2028\nb"), answer_of("hello", 2)]

@@ -1,11 +1,12 @@
-"""JSON of strangers to frozen dataclasses and back, strictly; knows nothing about what they mean.
+"""JSON of strangers to frozen dataclasses and back, strictly.
 
 What a field may hold is its annotation, and what may be left out has a default: nothing is written
-twice, and nothing is accepted that nobody declared.
+twice, and nothing is accepted that nobody declared. A field whose metadata has a `json` is called
+that in JSON.
 """
 
 import json
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from math import isfinite
@@ -68,9 +69,12 @@ def parse(data: bytes) -> object:
     return found
 
 
-def build(kind: type[T], value: object, name: str = "") -> T:
-    """Make a dataclass of what `parse` found; raise `WrongField` for whatever does not fit."""
-    return cast("T", _build(kind, value, name))
+def build(kind: type[T], value: object, name: str = "", *, ignores_unknown: bool = False) -> T:
+    """Make a dataclass of what `parse` found; raise `WrongField` for whatever does not fit.
+
+    Unknown fields are refused, unless what was sent may come from a newer version.
+    """
+    return cast("T", _Builder(ignores_unknown).build(kind, value, name))
 
 
 def lay_out(value: object) -> Any:
@@ -80,30 +84,76 @@ def lay_out(value: object) -> Any:
             return str(value)
         case tuple():
             return [lay_out(each) for each in value]
+        case dict():
+            return {name: lay_out(each) for name, each in value.items()}
         case _ if is_dataclass(value):
-            return {each.name: lay_out(getattr(value, each.name)) for each in fields(value)}
+            return {
+                _called_in_json(each): lay_out(getattr(value, each.name)) for each in fields(value)
+            }
         case _:
             return value
 
 
 class _Member(NamedTuple):
+    attribute: str
     kind: Any
     is_needed: bool
 
 
-def _build(kind: Any, value: object, name: str) -> object:
-    origin = get_origin(kind)
-    if origin is UnionType:
-        return _build(_alternative(kind, value, name), value, name)
-    if kind is Span or origin is Literal or (isinstance(kind, type) and issubclass(kind, StrEnum)):
-        return _word(kind, value, name)
-    if not _fits(kind, value):
-        raise _wrong(name, value, _called(kind))
-    if isinstance(value, list):
-        return _tuple(get_args(kind)[0], value, name)
-    if isinstance(value, dict):
-        return _object(kind, value, name)
-    return float(cast("float", value)) if kind is float else value
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    ignores_unknown: bool
+
+    def build(self, kind: Any, value: object, name: str) -> object:
+        origin = get_origin(kind)
+        if origin is UnionType:
+            return self.build(_alternative(kind, value, name), value, name)
+        if (
+            kind is Span
+            or origin is Literal
+            or (isinstance(kind, type) and issubclass(kind, StrEnum))
+        ):
+            return _word(kind, value, name)
+        if not _fits(kind, value):
+            raise _wrong(name, value, _called(kind))
+        if isinstance(value, list):
+            return self._tuple(get_args(kind), value, name)
+        if isinstance(value, dict):
+            return self._object(kind, value, name)
+        return float(cast("float", value)) if kind is float else value
+
+    def _tuple(self, kinds: Any, values: list[object], name: str) -> tuple[object, ...]:
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(values)
+        if len(values) != len(kinds):
+            raise WrongField(name, f"`{name}` has {len(values)} items, not {len(kinds)}")
+        if len(values) > MAX_ITEMS and kinds[0] is not int:
+            raise WrongField(name, f"`{name}` has {len(values)} items, not at most {MAX_ITEMS}")
+        items = enumerate(zip(kinds, values, strict=True))
+        return tuple(self.build(kind, each, f"{name}[{place}]") for place, (kind, each) in items)
+
+    def _object(self, kind: Any, values: dict[str, object], name: str) -> object:
+        prefix = f"{name}." if name else ""
+        if get_origin(kind) is dict:
+            of = get_args(kind)[1]
+            return {
+                each: self.build(of, value, f"{prefix}{each}") for each, value in values.items()
+            }
+        members = _members(kind)
+        for unknown in () if self.ignores_unknown else values.keys() - members.keys():
+            where = f"{prefix}{unknown[:100]}"
+            hint = f"one of {_list(members)}"
+            raise WrongField(where, f"`{where}` is not supported", hint=hint)
+        for needed, member in members.items():
+            if member.is_needed and needed not in values:
+                raise WrongField(f"{prefix}{needed}", f"`{prefix}{needed}` is missing")
+        return kind(
+            **{
+                member.attribute: self.build(member.kind, values[each], f"{prefix}{each}")
+                for each, member in members.items()
+                if each in values
+            }
+        )
 
 
 def _alternative(kind: Any, value: object, name: str) -> Any:
@@ -127,39 +177,22 @@ def _word(kind: Any, value: object, name: str) -> object:
     return value if get_origin(kind) is Literal else kind(value)
 
 
-def _tuple(kind: Any, values: list[object], name: str) -> tuple[object, ...]:
-    if len(values) > MAX_ITEMS and kind is not int:
-        raise WrongField(name, f"`{name}` has {len(values)} items, not at most {MAX_ITEMS}")
-    return tuple(_build(kind, each, f"{name}[{place}]") for place, each in enumerate(values))
-
-
-def _object(kind: Any, values: dict[str, object], name: str) -> object:
-    members = _members(kind)
-    prefix = f"{name}." if name else ""
-    for unknown in values.keys() - members.keys():
-        where = f"{prefix}{unknown[:100]}"
-        raise WrongField(where, f"`{where}` is not supported", hint=f"one of {_list(members)}")
-    for needed in members.keys() - values.keys():
-        if members[needed].is_needed:
-            raise WrongField(f"{prefix}{needed}", f"`{prefix}{needed}` is missing")
-    return kind(
-        **{
-            each: _build(members[each].kind, value, f"{prefix}{each}")
-            for each, value in values.items()
-        }
-    )
-
-
 @cache
 def _members(kind: Any) -> dict[str, _Member]:
     """Name the members of a dataclass or a TypedDict."""
     hints = get_type_hints(kind)
     if is_typeddict(kind):
-        return {name: _Member(hint, is_needed=True) for name, hint in hints.items()}
+        return {name: _Member(name, hint, is_needed=True) for name, hint in hints.items()}
     return {
-        each.name: _Member(hints[each.name], each.default is each.default_factory is MISSING)
+        _called_in_json(each): _Member(
+            each.name, hints[each.name], each.default is each.default_factory is MISSING
+        )
         for each in fields(kind)
     }
+
+
+def _called_in_json(field: Field[Any]) -> str:
+    return str(field.metadata.get("json", field.name))
 
 
 def _fits(kind: Any, value: object) -> bool:
@@ -169,9 +202,12 @@ def _fits(kind: Any, value: object) -> bool:
 
 def _form(kind: Any) -> type:
     """Tell what JSON makes of a type."""
+    if kind is Span or (isinstance(kind, type) and issubclass(kind, StrEnum)):
+        return str
     if get_origin(kind) is tuple:
         return list
-    return dict if is_dataclass(kind) or is_typeddict(kind) else cast("type", kind)
+    is_object = is_dataclass(kind) or is_typeddict(kind) or get_origin(kind) is dict
+    return dict if is_object else cast("type", kind)
 
 
 def _called(kind: Any) -> str:

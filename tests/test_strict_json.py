@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import UserError
 from meshllm.names import Span
-from meshllm.node.fields import MAX_ITEMS, WrongField, build, lay_out, parse
+from meshllm.strict_json import MAX_ITEMS, WrongField, build, lay_out, parse
 
 
 class Colour(StrEnum):

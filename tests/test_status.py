@@ -1,0 +1,134 @@
+"""What a node reports keeps its names in JSON, and is read as strictly as it has to be."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.names import Span
+from meshllm.status import (
+    Change,
+    Members,
+    MeshStatus,
+    Named,
+    NetworkStatus,
+    NodeState,
+    Removed,
+    RingState,
+    Unplaced,
+    from_json,
+    to_json,
+)
+from tests.builders.status import member, node_id, status_of, with_node, with_ring
+
+NETWORK = NetworkStatus("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:1", "registered"),))
+FULL = with_ring(
+    replace(status_of(2), networks=(NETWORK,), warnings=("no room",)),
+    standbys=(Unplaced("abc", "barn", "its link adds 40 ms"),),
+    refused=(Unplaced("def", "loft", "layer 3 differs"),),
+)
+
+RING = {"state", "reason", "epoch", "digest", "policy", "entry", "stages", "predicted", "measured",
+        "advice", "standbys", "refused"}  # fmt: skip
+NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory_bytes", "layers",
+        "rank", "self", "incarnation", "version", "link", "execution"}  # fmt: skip
+LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
+        "heard_s", "clock_s"}  # fmt: skip
+STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
+          "networks", "since_s", "warnings"}  # fmt: skip
+
+
+def sent(value: object) -> Any:
+    return json.loads(json.dumps(to_json(value)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        FULL,
+        with_node(status_of(1, measured=False), 0, layers=None, rank=None),
+        Members((member(0), member(1, role="client", state="linked"))),
+        Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),)),
+        Change("changed", RingState.FORMING, 3, "4f2a", {node_id(0): NodeState.LOADING}),
+    ],
+)
+def test_what_is_sent_is_read_again(value: object) -> None:
+    assert from_json(type(value), {"schema": 1, **sent(value)}) == value
+
+
+def test_the_names_in_json_stay_what_they_are() -> None:
+    status = sent(FULL)
+
+    assert status.keys() == STATUS
+    assert status["ring"].keys() == RING
+    assert all(each.keys() == NODE for each in status["nodes"])
+    assert status["nodes"][1]["link"].keys() == LINK
+    assert [each["self"] for each in status["nodes"]] == [True, False]
+    assert status["model"].keys() == {"name", "layers", "hidden_size", "dtype", "quant"}
+    assert status["sessions"].keys() == {"active", "waiting", "served", "failed", "tokens"}
+    assert status["ring"]["stages"][1] == {
+        "rank": 1, "node": node_id(1), "name": "desk", "layers": "10:20", "room_tokens": None,
+    }  # fmt: skip
+    assert status["ring"]["predicted"].keys() == {"ms_per_token", "ttft_ms", "head_ms", "hops"}
+    assert status["ring"]["predicted"]["hops"][0].keys() == {"rank", "compute_ms", "wire_ms"}
+    assert status["ring"]["measured"].keys() == {"ms_per_token", "ttft_ms", "tokens", "hops"}
+    assert status["ring"]["measured"]["hops"][0].keys() == {
+        "rank", "node", "layers", "compute_ms", "serialise_ms", "queue_ms", "wire_ms",
+        "bytes_per_token",
+    }  # fmt: skip
+    assert status["networks"][0] == {
+        "nat": "none", "line": "no NAT", "observed": ["192.0.2.1:7700"],
+        "relays": [["192.0.2.9:1", "registered"]],
+    }  # fmt: skip
+    assert sent(member(0)).keys() == {"node", "short", "name", "role", "state", "self", "hosts"}
+
+
+def test_what_a_newer_node_adds_is_ignored() -> None:
+    status = sent(FULL)
+    status["ring"]["stages"][0]["heat_c"] = 70
+
+    assert from_json(MeshStatus, status) == FULL
+
+
+def test_what_an_older_node_does_not_tell_has_a_default() -> None:
+    status = sent(FULL)
+    del status["warnings"], status["ring"]["stages"][0]["room_tokens"]
+
+    assert from_json(MeshStatus, status) == replace(FULL, warnings=())
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("ring",), None, "`ring` is null, not an object"),
+        (("ring", "state"), "dancing", "`ring.state` is `dancing`"),
+        (("ring", "stages"), [{}], r"`ring.stages\[0\].rank` is missing"),
+        (("nodes",), {}, "`nodes` is an object, not a list"),
+        (("model", "layers"), "28", "`model.layers` is text, not a whole number"),
+        (("since_s",), "long", "`since_s` is text, not a number"),
+        (("networks",), [{**to_json(NETWORK), "relays": [["a"]]}], "has 1 items, not 2"),
+        (("schema",), 2, "answers in schema 2"),
+    ],
+)
+def test_what_cannot_be_read_is_named(place: tuple[str, ...], value: object, message: str) -> None:
+    status = at = sent(FULL)
+    *way, last = place
+    for name in way:
+        at = at[name]
+    at[last] = value
+
+    with pytest.raises(PeerFault, match=message):
+        from_json(MeshStatus, status)
+
+
+def test_a_report_must_be_an_object() -> None:
+    with pytest.raises(PeerFault, match="a list, not an object"):
+        from_json(MeshStatus, [])
+
+
+def test_a_stage_names_its_layers() -> None:
+    assert [stage.layers for stage in from_json(MeshStatus, sent(FULL)).ring.stages] == [
+        Span(0, 10), Span(10, 20),
+    ]  # fmt: skip
