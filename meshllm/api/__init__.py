@@ -1,1 +1,1 @@
-"""The door of a node: one HTTP application for the command line and every client."""
+"""The face of a node: one HTTP application for the command line and every client."""

@@ -1,4 +1,4 @@
-"""The routes of the door as one ASGI application; knows nothing about sockets."""
+"""The routes of a node as one ASGI application; knows nothing about sockets."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 from meshllm.api import mesh, openai
-from meshllm.api.door import Door
+from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
 from meshllm.errors import MeshError
 
 
-def application(door: Door, *, hosts: Sequence[str] = ()) -> Starlette:
+def application(node: NodePort, *, hosts: Sequence[str] = ()) -> Starlette:
     """Make the application over a node.
 
     ``hosts`` are the names under which it may be called. A unix socket needs none; on TCP a web
@@ -22,7 +22,7 @@ def application(door: Door, *, hosts: Sequence[str] = ()) -> Starlette:
     """
     guards = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)]
     return Starlette(
-        routes=[*mesh.routes(door), *openai.routes(door)],
+        routes=[*mesh.routes(node), *openai.routes(node)],
         middleware=guards if hosts else [],
         exception_handlers=dict.fromkeys(
             (MeshError, HTTPException, ClientDisconnect, Exception), on_error

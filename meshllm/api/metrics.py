@@ -4,11 +4,11 @@ https://prometheus.io/docs/instrumenting/exposition_formats/ (text format 0.0.4)
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-NODE_STATES = ("serving", "loading", "standby", "joining", "down", "left", "refused")
-RING_STATES = ("serving", "forming", "waiting")
+from meshllm.status import LinkStatus, MeshStatus, NodeState, NodeStatus, RingState, RingStatus
+
 _PARTS = (
     ("compute", "Time in the model"),
     ("serialise", "Time between bytes and tensors"),
@@ -30,84 +30,82 @@ class _Family(NamedTuple):
     samples: list[_Sample]
 
 
-def exposition(status: Mapping[str, Any]) -> str:
+def exposition(status: MeshStatus) -> str:
     """Write a status as Prometheus text: figures and names of nodes, never a word of a prompt."""
     lines = [line for family in _families(status) for line in _write(family)]
     return "\n".join(lines) + "\n"
 
 
-def _families(status: Mapping[str, Any]) -> Iterator[_Family]:
-    yield _gauge("info", "Version of this node.", _one(1, version=status["version"]))
-    yield _gauge("up_seconds", "Time since this node started.", _one(status["since_s"]))
-    states = Counter(node["state"] for node in status["nodes"])
+def _families(status: MeshStatus) -> Iterator[_Family]:
+    yield _gauge("info", "Version of this node.", _one(1, version=status.version))
+    yield _gauge("up_seconds", "Time since this node started.", _one(status.since_s))
+    states = Counter(node.state for node in status.nodes)
     yield _gauge(
         "nodes",
         "Nodes of the mesh by state.",
-        [_Sample({"state": s}, states[s]) for s in NODE_STATES],
+        [_Sample({"state": s}, states[s]) for s in NodeState],
     )
-    yield from _ring(status["ring"])
-    yield from _links(status["nodes"])
-    sessions = status["sessions"]
+    yield from _ring(status.ring)
+    yield from _links(status.nodes)
+    counts = status.sessions
     yield _gauge(
         "sessions",
         "Answers that are being made or wait for their turn.",
-        [_Sample({"state": state}, sessions[state]) for state in ("active", "waiting")],
+        _one(counts.active, state="active") + _one(counts.waiting, state="waiting"),
     )
     yield _counter(
         "sessions_total",
         "Answers that ended, by how.",
-        [_Sample({"result": result}, sessions[result]) for result in ("served", "failed")],
+        _one(counts.served, result="served") + _one(counts.failed, result="failed"),
     )
-    yield _counter("tokens_total", "Tokens of the answers.", _one(sessions["tokens"]))
+    yield _counter("tokens_total", "Tokens of the answers.", _one(counts.tokens))
 
 
-def _ring(ring: Mapping[str, Any]) -> Iterator[_Family]:
+def _ring(ring: RingStatus) -> Iterator[_Family]:
     yield _gauge(
         "ring_state",
         "1 for the state of the ring.",
-        [_Sample({"state": state}, float(state == ring["state"])) for state in RING_STATES],
+        [_Sample({"state": state}, float(state == ring.state)) for state in RingState],
     )
-    yield _gauge("ring_epoch", "Epoch of the plan.", _one(ring["epoch"]))
-    measured, predicted = ring["measured"] or {}, ring["predicted"] or {}
+    yield _gauge("ring_epoch", "Epoch of the plan.", _one(ring.epoch))
+    measured, predicted = ring.measured, ring.predicted
     yield _gauge(
         "token_seconds",
         "Time of one token after the first.",
         [
-            _Sample({"source": "measured"}, _seconds(measured.get("ms_per_token"))),
-            _Sample({"source": "predicted"}, _seconds(predicted.get("ms_per_token"))),
+            *_one(measured.ms_per_token / 1e3 if measured else None, source="measured"),
+            *_one(predicted.ms_per_token / 1e3 if predicted else None, source="predicted"),
         ],
     )
     yield _gauge(
-        "first_token_seconds", "Time to the first token.", _one(_seconds(measured.get("ttft_ms")))
+        "first_token_seconds",
+        "Time to the first token.",
+        _one(measured.ttft_ms / 1e3 if measured else None),
     )
-    hops = measured.get("hops", [])
     for name, text in _PARTS:
         samples = [
-            _Sample({"rank": hop["rank"], "node": hop["node"]}, _seconds(hop[f"{name}_ms"]))
-            for hop in hops
+            _Sample({"rank": hop.rank, "node": hop.node}, getattr(hop, f"{name}_ms") / 1e3)
+            for hop in (measured.hops if measured else ())
         ]
         yield _gauge(f"hop_{name}_seconds", f"{text}, per token.", samples)
 
 
-def _links(nodes: list[Mapping[str, Any]]) -> Iterator[_Family]:
-    ends = [
-        ({"node": node["short"], "name": node["name"]}, node["link"])
-        for node in nodes
-        if node["link"]
-    ]
+def _links(nodes: Iterable[NodeStatus]) -> Iterator[_Family]:
+    ends = [({"node": each.short, "name": each.name}, each.link) for each in nodes if each.link]
 
-    def samples(field: str, scale: float = 1.0) -> list[_Sample]:
-        return [
-            _Sample(labels, None if link[field] is None else link[field] * scale)
-            for labels, link in ends
-        ]
+    def samples(figure: Callable[[LinkStatus], float | None]) -> list[_Sample]:
+        return [_Sample(labels, figure(link)) for labels, link in ends]
 
     yield _gauge(
-        "link_round_trip_seconds", "Round trip to a neighbour.", samples("round_trip_ms", 1e-3)
+        "link_round_trip_seconds",
+        "Round trip to a neighbour.",
+        samples(lambda link: link.round_trip_ms and link.round_trip_ms / 1e3),
     )
-    yield _gauge("link_heard_seconds", "Time since a neighbour was heard.", samples("heard_s"))
-    for way in ("sent", "received"):
-        yield _counter(f"link_{way}_bytes_total", f"Bytes {way}.", samples(f"bytes_{way}"))
+    heard = samples(lambda link: link.heard_s)
+    yield _gauge("link_heard_seconds", "Time since a neighbour was heard.", heard)
+    sent, received = (samples(lambda it: it.bytes_sent), samples(lambda it: it.bytes_received))
+    yield _counter("link_sent_bytes_total", "Bytes sent.", sent)
+    yield _counter("link_received_bytes_total", "Bytes received.", received)
 
 
 def _gauge(name: str, text: str, samples: list[_Sample]) -> _Family:
@@ -120,10 +118,6 @@ def _counter(name: str, text: str, samples: list[_Sample]) -> _Family:
 
 def _one(value: float | None, **labels: object) -> list[_Sample]:
     return [_Sample(labels, value)]
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _write(family: _Family) -> Iterator[str]:

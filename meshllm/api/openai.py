@@ -6,8 +6,6 @@ What is not supported is refused by name: a client is never left to believe that
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -15,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from meshllm.api.door import Door
+from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, patiently, read
 from meshllm.errors import MeshError, ModelError
 from meshllm.node.asking import error_to_json
-from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, Turn
+from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Sampling, Turn
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
@@ -121,7 +119,7 @@ class Chat:
         return Sampling(**given)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reply:
     """Writes the objects of one answer."""
 
@@ -129,20 +127,30 @@ class _Reply:
     has_usage: bool
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(16)}")
     created: int = field(default_factory=lambda: int(time.time()))
+    is_begun: bool = False
+    """The first chunk, which names the role, is written."""
 
-    def whole(self, answer: Answer) -> bytes:
-        """Write a completion."""
+    def whole(self, answer: Event) -> bytes:
+        """Write a completion; nothing of what comes before it."""
+        if not isinstance(answer, Answer):
+            return b""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {
             "index": 0, "message": message, "logprobs": None, "finish_reason": _reason(answer)
         }  # fmt: skip
         return self._write("chat.completion", [choice], usage=_usage(answer))
 
-    def news(self, event: Piece | Answer) -> bytes:
-        """Write what came as chunks of a stream."""
+    def news(self, event: Event | None) -> bytes:
+        """Write what came as server-sent events: a comment for silence, nothing for progress."""
+        if event is None:
+            return b": patience\n\n"
+        if isinstance(event, Prefilled):
+            return b""
+        opening = b"" if self.is_begun else self.delta({"role": "assistant", "content": ""})
+        self.is_begun = True
         if isinstance(event, Piece):
-            return self.delta({"content": event.text})
-        end = self.delta({}, _reason(event))
+            return opening + self.delta({"content": event.text})
+        end = opening + self.delta({}, _reason(event))
         if self.has_usage:
             end += _event(self._write("chat.completion.chunk", [], usage=_usage(event)))
         return end + _event(b"[DONE]")
@@ -158,27 +166,28 @@ class _Reply:
         return json.dumps({**head, "choices": choices, **more}, separators=(",", ":")).encode()
 
 
-def routes(door: Door) -> list[Route]:
+def routes(node: NodePort) -> list[Route]:
     """List the routes over a node."""
 
     async def models(_: Request) -> Response:
         listed = [
             {"id": name, "object": "model", "created": 0, "owned_by": "meshllm"}
-            for name in door.models()
+            for name in node.models()
         ]
         return JSONResponse({"object": "list", "data": listed})
 
     async def chat(request: Request) -> Response:
         body = await read(request, Chat)
         asked = body.request()
-        if body.model not in (served := door.models()):
+        if body.model not in (served := node.models()):
             there = ", ".join(f"`{name}`" for name in served) or "nothing yet"
             raise ModelError(f"`{body.model[:100]}` is not served here", hint=f"there is {there}")
         options = body.stream_options or StreamOptions()
         reply = _Reply(body.model, options.include_usage)
         if body.stream:
-            return Stream(_stream(door, asked, reply), "text/event-stream")
-        return Stream(_whole(door, asked, reply), "application/json")
+            events = patiently(node.generate(asked), KEEP_ALIVE_S)
+            return Stream(events, "text/event-stream", reply.news, _failure)
+        return Stream(node.generate(asked), "application/json", reply.whole, error_to_json)
 
     return [
         Route("/v1/models", models),
@@ -186,35 +195,8 @@ def routes(door: Door) -> list[Route]:
     ]
 
 
-async def _whole(door: Door, asked: Asked, reply: _Reply) -> AsyncGenerator[bytes, None]:
-    async with aclosing(door.generate(asked)) as events:
-        async for event in events:
-            if isinstance(event, Answer):
-                yield reply.whole(event)
-
-
-async def _stream(door: Door, asked: Asked, reply: _Reply) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events; comments keep the line open while there is nothing to say."""
-    opening = reply.delta({"role": "assistant", "content": ""})
-    is_begun = False
-    try:
-        async with (
-            aclosing(door.generate(asked)) as events,
-            aclosing(patiently(events, KEEP_ALIVE_S)) as news,
-        ):
-            async for event in news:
-                if isinstance(event, Prefilled):
-                    continue
-                if event is None:
-                    yield b": patience\n\n"
-                else:
-                    yield opening + reply.news(event)
-                    opening = b""
-                is_begun = True
-    except MeshError as error:
-        if not is_begun:
-            raise
-        yield _event(error_to_json(error))
+def _failure(error: MeshError) -> bytes:
+    return _event(error_to_json(error))
 
 
 def _event(data: bytes) -> bytes:

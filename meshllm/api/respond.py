@@ -1,9 +1,9 @@
 """Bodies in, errors and streams out; knows nothing about what is asked for."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -37,16 +37,23 @@ _STATUSES: dict[type[MeshError], int] = {
 }
 
 
-class Stream(Response):
+class Stream(Response, Generic[T]):
     """Sends what a generator yields, and closes it when that is done or the client is gone.
 
-    The status waits for the first chunk: an error before it has a status of its own.
+    ``write`` may return no bytes: that item is not sent. The status waits for the first bytes: an
+    error before them has a status of its own, one after them is what ``fail`` makes of it.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
+    def __init__(
+        self,
+        items: AsyncGenerator[T, None],
+        media_type: str,
+        write: Callable[[T], bytes],
+        fail: Callable[[MeshError], bytes],
+    ) -> None:
         super().__init__(media_type=media_type)
         del self.headers["content-length"]
-        self.chunks = chunks
+        self.items, self.write, self.fail = items, write, fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all, or stop in the middle."""
@@ -63,19 +70,25 @@ class Stream(Response):
 
     async def _send(self, send: Send) -> None:
         is_begun = False
-        async with aclosing(self.chunks) as chunks:
-            async for chunk in chunks:
+
+        async def put(chunk: bytes, *, is_last: bool = False) -> None:
+            nonlocal is_begun
+            if not is_begun:
+                head = {"status": self.status_code, "headers": self.raw_headers}
+                is_begun = True
+                await send({"type": "http.response.start", **head})
+            await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+
+        async with aclosing(self.items) as items:
+            try:
+                async for item in items:
+                    if chunk := self.write(item):
+                        await put(chunk)
+            except MeshError as error:
                 if not is_begun:
-                    is_begun = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": self.status_code,
-                            "headers": self.raw_headers,
-                        }
-                    )
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    raise
+                await put(self.fail(error))
+        await put(b"", is_last=True)
 
 
 async def _leave(receive: Receive) -> None:
@@ -87,7 +100,7 @@ async def _leave(receive: Receive) -> None:
 async def patiently(
     items: AsyncGenerator[T, None], every_s: float
 ) -> AsyncGenerator[T | None, None]:
-    """Yield the items, and None each time so long passed without one; the caller closes them."""
+    """Yield the items, and None each time so long passed without one; close them at the end."""
     upcoming = asyncio.ensure_future(anext(items, None))
     try:
         while True:
@@ -102,6 +115,7 @@ async def patiently(
     finally:
         upcoming.cancel()
         await asyncio.gather(upcoming, return_exceptions=True)
+        await items.aclose()
 
 
 async def read_body(request: Request) -> bytes:

@@ -9,7 +9,7 @@ from socket import socket
 from uvicorn import Config, Server
 
 from meshllm.api.app import application
-from meshllm.api.door import Door
+from meshllm.api.port import NodePort
 from meshllm.api.unix import listening
 
 HEADER_BYTES = 16 << 10
@@ -18,14 +18,14 @@ ACCEPT_TURNS = 3  # of the event loop, from a connection that is accepted to one
 GOODBYE_S = 5  # until answers that were cancelled are gone from every node
 
 
-async def serve(door: Door, path: Path) -> None:
+async def serve(node: NodePort, path: Path) -> None:
     """Serve a node until cancelled; the socket is gone afterwards.
 
     Raises:
         UserError: a node is already running there, or the place is too long or not private.
     """
     config = Config(
-        application(door),
+        application(node),
         http="h11",
         ws="none",
         lifespan="off",

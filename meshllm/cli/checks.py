@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 from blake3 import blake3
 
 import meshllm
-from meshllm.cli.door import START, door_path
+from meshllm.cli.client import START, door_path
 from meshllm.cli.finding import Finding, Verdict
 from meshllm.cli.netchecks import check_listening, check_network, check_ports
 from meshllm.cli.render import bytes_of
@@ -28,6 +27,7 @@ from meshllm.model.source import resolve
 from meshllm.model.verdict import known_verdicts
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.identity import show
+from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
 
 SLOW_MS = 100.0  # a round trip that costs more than a token of a small model
@@ -35,11 +35,9 @@ QUIET_S = 3.0  # a peer that was not heard for so long counts as lost
 DRIVER = Path("/proc/driver/nvidia")  # of a GPU, whether torch can use it or not
 SCARCE_BYTES = 1 << 30  # less free memory than this holds no model worth a ring
 
-Fields = dict[str, Any]
-
 
 def examine(
-    chosen: Settings, status: Fields | MeshError, transports: Sequence[str]
+    chosen: Settings, status: MeshStatus | MeshError, transports: Sequence[str]
 ) -> Iterator[Finding]:
     """Check everything; ``status`` is what the node said, or why it said nothing."""
     yield from check_state(state_path(chosen))
@@ -50,10 +48,10 @@ def examine(
     else:
         told = clean(status)
         yield check_door(door_path(chosen), told)
-        yield from (check_listening(address) for address in told["listening"])
-        yield from (finding for each in told["networks"] for finding in check_network(each))
-        yield from check_clocks(told["nodes"])
-        yield from (check_peer(each, told["version"]) for each in told["nodes"] if not each["self"])
+        yield from (check_listening(address) for address in told.listening)
+        yield from (finding for each in told.networks for finding in check_network(each))
+        yield from check_clocks(told.nodes)
+        yield from (check_peer(each, told.version) for each in told.nodes if not each.is_self)
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
     yield check_device(chosen.device)
@@ -96,10 +94,10 @@ def check_clock(folder: Path, now_s: float) -> Finding:
     return Finding("ok", "clock", found)
 
 
-def check_clocks(nodes: list[Fields]) -> Iterator[Finding]:
+def check_clocks(nodes: Sequence[NodeStatus]) -> Iterator[Finding]:
     """Compare the clock with those of the linked nodes, as far as they told the time."""
-    linked = [each["link"]["clock_s"] for each in nodes if each["link"]]
-    told = [ahead_s for ahead_s in linked if ahead_s is not None]
+    linked = [each.link for each in nodes if each.link]
+    told = [link.clock_s for link in linked if link.clock_s is not None]
     if not told:
         return
     if not (wrong := astray(nodes)):
@@ -125,34 +123,34 @@ def check_silence(path: Path, error: MeshError) -> Finding:
     return Finding("warn", "door", "no node is running", START)
 
 
-def check_door(path: Path, status: Fields) -> Finding:
+def check_door(path: Path, status: MeshStatus) -> Finding:
     """Look at the socket that just answered, and at what the ring is doing."""
-    ring = status["ring"]
-    why = f": {ring['reason']}" if ring["reason"] else ""
-    found = f"node {status['name']} answers, ring {ring['state']}{why}"
+    ring = status.ring
+    why = f": {ring.reason}" if ring.reason else ""
+    found = f"node {status.name} answers, ring {ring.state}{why}"
     if path.exists() and _is_open(path):
         return Finding("fail", "door", f"{path} is open to others", f"chmod 600 {path}")
-    return Finding("ok" if ring["state"] == "serving" else "warn", "door", found)
+    return Finding("ok" if ring.state is RingState.SERVING else "warn", "door", found)
 
 
-def check_peer(node: Fields, own_version: str) -> Finding:
+def check_peer(node: NodeStatus, own_version: str) -> Finding:
     """Judge the way to another node."""
-    who, link = f"{node['name']} {node['short']}", node["link"]
-    if node["state"] in {"left", "down", "refused"}:
-        verdict: Verdict = "warn" if node["state"] == "left" else "fail"
-        return Finding(verdict, "peer", f"{who} is {node['state']}: {node['reason']}".rstrip(": "))
+    who, link = f"{node.name} {node.short}", node.link
+    if node.state in {NodeState.LEFT, NodeState.DOWN, NodeState.REFUSED}:
+        verdict: Verdict = "warn" if node.state is NodeState.LEFT else "fail"
+        return Finding(verdict, "peer", f"{who} is {node.state}: {node.reason}".rstrip(": "))
     if link is None:
-        at = ", ".join(node["addresses"]) or "an address nobody told"
-        advice = f"let {node['name']} and this machine reach each other: firewall, `--advertise`"
+        at = ", ".join(node.addresses) or "an address nobody told"
+        advice = f"let {node.name} and this machine reach each other: firewall, `--advertise`"
         return Finding("fail", "peer", f"{who} is not reached at {at}", advice)
-    trip = link["round_trip_ms"]
-    found = f"{who} {link['path']}, {'no round trip yet' if trip is None else ms(trip)}"
-    found += f": {link['path_reason']}" if link["path_reason"] else ""
-    if link["heard_s"] > QUIET_S:
-        return Finding("fail", "peer", f"{found}, silent for {link['heard_s']:.0f} s")
-    if node["version"] != own_version:
+    trip = link.round_trip_ms
+    found = f"{who} {link.path}, {'no round trip yet' if trip is None else ms(trip)}"
+    found += f": {link.path_reason}" if link.path_reason else ""
+    if link.heard_s > QUIET_S:
+        return Finding("fail", "peer", f"{found}, silent for {link.heard_s:.0f} s")
+    if node.version != own_version:
         advice = f"install the same version on both: here is {own_version}"
-        return Finding("warn", "peer", f"{found}, meshllm {node['version']}", advice)
+        return Finding("warn", "peer", f"{found}, meshllm {node.version}", advice)
     if trip is not None and trip > SLOW_MS:
         return Finding("warn", "peer", found, "use a cable, or nodes that are nearer")
     return Finding("ok", "peer", found)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from meshllm.cli.door import Client, door_path, open_door, running
+from meshllm.cli.client import NodeClient, door_path, open_door, running
 from meshllm.cli.local import Answers, Opener, open_local
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import UserError
@@ -50,16 +50,16 @@ def _as_served(chosen: Settings, flags: Mapping[str, Scalar]) -> Settings:
     path = door_path(chosen)
     logging.getLogger(__name__).info("asking the node at %s", path)
     _refuse(flags, _OF_A_RING, "the running node has a ring of its own")
-    status = asyncio.run(Client(path).get("/mesh/status"))
-    if status["model"] is None:
+    status = asyncio.run(NodeClient(path).status())
+    if status.model is None:
         return chosen
-    served = status["model"]["name"]
+    served = status.model.name
     if flags["model"] not in {None, served}:
         raise UserError(
             f"The running node serves `{served}`, not `{flags['model']}`",
             hint="leave out `--model`, or add `--nodes 1` for a ring in this process",
         )
-    return change(chosen, {"model": served, "nodes": len(status["ring"]["stages"]) or 1})
+    return change(chosen, {"model": served, "nodes": len(status.ring.stages) or 1})
 
 
 def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshllm.cli import render
 from meshllm.cli.node import Carrier, transports_of
@@ -15,6 +15,7 @@ from meshllm.errors import MeshError
 
 if TYPE_CHECKING:
     from meshllm.cli.finding import Finding
+    from meshllm.status import MeshStatus
 
 EXAMPLES = """\b
 Examples:
@@ -69,12 +70,12 @@ def _wrap(head: str, text: str, columns: int) -> list[str]:
     )
 
 
-def _mesh_status(chosen: Settings) -> dict[str, Any] | MeshError:
+def _mesh_status(chosen: Settings) -> "MeshStatus | MeshError":
     import asyncio
 
-    from meshllm.cli.door import Client, door_path
+    from meshllm.cli.client import NodeClient, door_path
 
     try:
-        return asyncio.run(Client(door_path(chosen)).get("/mesh/status"))
+        return asyncio.run(NodeClient(door_path(chosen)).status())
     except MeshError as error:
         return error

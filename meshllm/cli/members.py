@@ -3,7 +3,8 @@
 import re
 import shutil
 import sys
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,8 +13,11 @@ from meshllm.cli.options import Json, settings, takes
 from meshllm.config import Scalar, Settings
 from meshllm.errors import UserError
 
+if TYPE_CHECKING:
+    from meshllm.cli.client import NodeClient
+    from meshllm.status import Members, MemberStatus
+
 RoleName = Literal["node", "client"]
-Fields = dict[str, Any]
 
 SHORTEST = 7  # letters of an id that may stand for the whole of it: the short form
 _AWAY = {"down", "left"}
@@ -50,10 +54,12 @@ def ticket(
 
     Whoever has the ticket can use it: send it as you would a password. stdout is the ticket.
     """
-    wanted = {"role": role, "expires_s": _seconds(expires), "uses": uses}
-    made = _post(settings(flags), "/mesh/ticket", wanted)["ticket"]
+    import asyncio
+
+    expires_s = _seconds(expires)
+    made = asyncio.run(_node(settings(flags)).invite(role, expires_s, uses))
     if as_json:
-        render.dump({"ticket": made, **wanted})
+        render.dump({"ticket": made, "role": role, "expires_s": expires_s, "uses": uses})
         return
     render.out(made)
     command = "node" if role == "node" else "chat"
@@ -66,10 +72,12 @@ def members(as_json: Json = False, **flags: Scalar) -> None:
     """List who may take part in the mesh."""
     found = _members(settings(flags))
     if as_json:
-        render.dump({"members": found})
+        from meshllm.status import to_json
+
+        render.dump(to_json(found))
         return
     is_wide = not sys.stdout.isatty()
-    render.out(lay_out(found, None if is_wide else shutil.get_terminal_size().columns))
+    render.out(lay_out(found.members, None if is_wide else shutil.get_terminal_size().columns))
 
 
 @takes("state")
@@ -90,36 +98,41 @@ def remove(
     that came in by its tickets stay if they are here now, unless `--with-guests` is given; this
     node itself always stays.
     """
+    import asyncio
+
     chosen = settings(flags)
-    there = _members(chosen)
+    there = _members(chosen).members
     found = find(there, member)
     going = [*(guests(there, found) if with_guests else ()), found]
     if not yes:
-        here = [each for each in guests(there, found) if each["state"] not in _AWAY]
+        here = [each for each in guests(there, found) if each.state not in _AWAY]
         _confirm(going, [] if with_guests else here)
     # The guests first: who is gone already is not spared for the sake of its own guests.
-    done = [_post(chosen, "/mesh/remove", {"node": each["node"]}) for each in going]
+    done = [asyncio.run(_node(chosen).remove(each.node)) for each in going]
     if as_json:
-        render.dump({**done[-1], "guests": done[:-1]})
+        from meshllm.status import to_json
+
+        *rest, last = map(to_json, done)
+        render.dump({**last, "guests": rest})
         return
     for each in going:
         render.talk(f"{_title(each)} is shut out")
-    spared = {each["node"] for each in done[-1]["spared"]}
-    if staying := [each for each in there if each["node"] in spared and not each["self"]]:
+    spared = {each.node for each in done[-1].spared}
+    if staying := [each for each in there if each.node in spared and not each.is_self]:
         render.talk(_stay(staying, found))
 
 
-def lay_out(members: list[Fields], columns: int | None = None) -> str:
+def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> str:
     """Write a line for each member: what it is, who let it in, and its id, cut to the columns."""
-    names = {each["node"]: _name(each) for each in members}
+    names = {each.node: _name(each) for each in members}
     rows = [
         (
-            "*" if each["self"] else "",
-            render.cut(each["name"]) or None,
-            each["role"] or None,
-            each["state"],
+            "*" if each.is_self else "",
+            render.cut(each.name) or None,
+            each.role or None,
+            each.state,
             _host(each, names),
-            each["node"],
+            each.node,
         )
         for each in members
     ]
@@ -129,24 +142,24 @@ def lay_out(members: list[Fields], columns: int | None = None) -> str:
     return "\n".join(render.cut(line, columns) for line in text.split("\n"))
 
 
-def guests(members: list[Fields], host: Fields) -> list[Fields]:
+def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[MemberStatus]":
     """Return the nodes that are here by the word of another, but for this node itself."""
     return [
         each
         for each in members
-        if host["node"] in each["hosts"] and each["role"] == "node" and not each["self"]
+        if host.node in each.hosts and each.role == "node" and not each.is_self
     ]
 
 
-def find(members: list[Fields], text: str) -> Fields:
+def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
     """Return the member whose id begins with a text; raise `UserError` for none or several."""
     wanted = _letters(text)
     if len(wanted) < SHORTEST:
         raise UserError(
             f"`{text}` is too short for an id", hint=f"give {SHORTEST} letters of it or more"
         )
-    there = [each for each in members if each["state"] != "removed"]
-    found = [each for each in there if _letters(each["node"]).startswith(wanted)]
+    there = [each for each in members if each.state != "removed"]
+    found = [each for each in there if _letters(each.node).startswith(wanted)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -154,7 +167,7 @@ def find(members: list[Fields], text: str) -> Fields:
     raise UserError(f"No member has the id `{text}`", hint="see `meshllm ring members`")
 
 
-def _confirm(going: list[Fields], staying: list[Fields]) -> None:
+def _confirm(going: "list[MemberStatus]", staying: "list[MemberStatus]") -> None:
     *others, found = map(_title, going)
     if not _is_person():
         raise UserError(f"Nobody is here to confirm that {found} goes", hint="add `--yes`")
@@ -166,24 +179,23 @@ def _confirm(going: list[Fields], staying: list[Fields]) -> None:
         raise typer.Exit(1)
 
 
-def _host(member: Fields, names: dict[str, str]) -> str | None:
-    hosts: list[str] = member["hosts"]
-    if hosts:
-        return render.cut(names.get(hosts[-1], hosts[-1][:SHORTEST]))
-    return "(began it)" if member["role"] == "node" else None
+def _host(member: "MemberStatus", names: dict[str, str]) -> str | None:
+    if member.hosts:
+        return render.cut(names.get(member.hosts[-1], member.hosts[-1][:SHORTEST]))
+    return "(began it)" if member.role == "node" else None
 
 
-def _stay(staying: list[Fields], host: Fields) -> str:
+def _stay(staying: "list[MemberStatus]", host: "MemberStatus") -> str:
     names = ", ".join(map(_name, staying))
     return f"{names} {'stays' if len(staying) == 1 else 'stay'}, let in by {_name(host)}"
 
 
-def _title(member: Fields) -> str:
-    return " ".join(each for each in (member["name"], member["node"]) if each)
+def _title(member: "MemberStatus") -> str:
+    return " ".join(each for each in (member.name, member.node) if each)
 
 
-def _name(member: Fields) -> str:
-    return str(member["name"] or member["node"][:SHORTEST])
+def _name(member: "MemberStatus") -> str:
+    return member.name or member.node[:SHORTEST]
 
 
 def _is_person() -> bool:
@@ -201,20 +213,15 @@ def _seconds(text: str) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
-def _members(chosen: Settings) -> list[Fields]:
+def _members(chosen: Settings) -> "Members":
     import asyncio
 
-    from meshllm.cli.door import Client, door_path
     from meshllm.cli.status import clean
 
-    reply = asyncio.run(Client(door_path(chosen)).get("/mesh/members"))
-    members: list[Fields] = clean(reply["members"])
-    return members
+    return clean(asyncio.run(_node(chosen).members()))
 
 
-def _post(chosen: Settings, path: str, fields: Fields) -> Fields:
-    import asyncio
+def _node(chosen: Settings) -> "NodeClient":
+    from meshllm.cli.client import NodeClient, door_path
 
-    from meshllm.cli.door import Client, door_path
-
-    return asyncio.run(Client(door_path(chosen)).post(path, fields))
+    return NodeClient(door_path(chosen))

@@ -2,10 +2,10 @@
 
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
 from meshllm.cli.finding import Finding
+from meshllm.status import NetworkStatus
 
 PORT = 7700
 """The first that a node tries, TCP or UDP."""
@@ -58,10 +58,10 @@ def check_listening(address: str) -> Finding:
     return Finding("ok", "listening", f"{address} answers from here")
 
 
-def check_network(network: dict[str, Any]) -> Iterator[Finding]:
+def check_network(network: NetworkStatus) -> Iterator[Finding]:
     """Tell what NAT the node is behind, as whom others see it, and how it stands with relays."""
-    yield Finding("ok", "nat", network["line"])
-    for relay, state in network["relays"]:
+    yield Finding("ok", "nat", network.line)
+    for relay, state in network.relays:
         is_well = state.startswith("registered")
         advice = "" if is_well else "let UDP through the firewall, or name another with `--relay`"
         yield Finding("ok" if is_well else "warn", "relay", f"{relay} {state}", advice)

@@ -22,8 +22,9 @@ from meshllm.log import event, setup
 from meshllm.names import Span
 
 if TYPE_CHECKING:
-    from meshllm.api.door import Door
+    from meshllm.api.port import NodePort
     from meshllm.node.options import NodeOptions
+    from meshllm.status import MeshStatus
 
 EXAMPLES = """\b
 Examples:
@@ -134,10 +135,11 @@ def _log_all() -> None:
 async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path | None) -> None:
     import asyncio
 
-    from meshllm.api.door import SOCKET
+    from meshllm.api.port import SOCKET
     from meshllm.api.serve import serve
     from meshllm.api.unix import is_answered
     from meshllm.cli.drain import draining
+    from meshllm.node.control import control_of
     from meshllm.node.node import open_node
 
     def leave() -> None:
@@ -147,25 +149,25 @@ async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path 
     with draining() as drain:
         async with open_node(options) as opened, asyncio.TaskGroup() as group:
             drain.leave = leave
-            socket = options.state / SOCKET
-            tasks = [group.create_task(serve(opened.door, socket))]
+            control, socket = control_of(opened), options.state / SOCKET
+            tasks = [group.create_task(serve(control, socket))]
             while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(_SOON_S)
             _invite(opened.ticket, tell, file)
-            tasks.append(group.create_task(_report(opened.door, tell)))
+            tasks.append(group.create_task(_report(control, tell)))
             await opened.stopped
             for task in tasks:
                 task.cancel()
 
 
-async def _report(door: "Door", tell: Callable[[News], None]) -> None:
+async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
     """Tell what changes, until the events end."""
     from meshllm.cli.status import clean
 
-    before: dict[str, Any] = {}
-    async with aclosing(door.events()) as events:
+    before: MeshStatus | None = None
+    async with aclosing(node.events()) as events:
         while True:
-            after = clean(door.status())
+            after = clean(node.status())
             for each in news(before, after):
                 tell(each)
             before = after

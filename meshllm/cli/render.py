@@ -5,10 +5,10 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from meshllm.cli.wrap import Wrap
 from meshllm.errors import MeshError
@@ -67,7 +67,7 @@ def talk(text: str, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)
 
 
-def dump(fields: dict[str, Any]) -> None:
+def dump(fields: Mapping[str, object]) -> None:
     """Write one JSON object with its schema version."""
     out(json.dumps({"schema": SCHEMA, **fields}, indent=2 if sys.stdout.isatty() else None))
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,8 @@ from meshllm.cli.options import Json, settings, takes
 from meshllm.config import Scalar
 
 if TYPE_CHECKING:
-    from meshllm.cli.door import Client
+    from meshllm.cli.client import NodeClient
+    from meshllm.status import MeshStatus
 
 app = typer.Typer(help="See, plan and change the ring.", rich_markup_mode=None)
 
@@ -40,12 +41,17 @@ def status(
     """
     import asyncio
 
-    from meshllm.cli.door import Client, door_path
+    from meshllm.cli.client import NodeClient, door_path
 
-    client = Client(door_path(settings(flags)))
+    client = NodeClient(door_path(settings(flags)))
     if not watch:
-        fields = asyncio.run(client.get("/mesh/status"))
-        render.dump(fields) if as_json else render.out(_text(fields))
+        found = asyncio.run(client.status())
+        if as_json:
+            from meshllm.status import to_json
+
+            render.dump(to_json(found))
+        else:
+            render.out(_text(found))
     elif sys.stdout.isatty() and not as_json:
         _watch_live(client)
     else:
@@ -62,7 +68,7 @@ app.command("remove", epilog=members.REMOVE_EXAMPLES)(members.remove)
 app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
 
 
-def _watch_live(client: "Client") -> None:
+def _watch_live(client: "NodeClient") -> None:
     import asyncio
 
     from rich.live import Live
@@ -73,19 +79,21 @@ def _watch_live(client: "Client") -> None:
     # Left alone, stdout can tell its encoding; nothing else writes there.
     with Live(screen=True, auto_refresh=False, redirect_stdout=False) as live:
 
-        def show(fields: dict[str, Any]) -> None:
-            live.update(Text(_text(fields, live.console.height)), refresh=True)
+        def show(status: "MeshStatus") -> None:
+            live.update(Text(_text(status, live.console.height)), refresh=True)
 
         asyncio.run(follow(client, show))
 
 
-def _line(fields: dict[str, Any]) -> str:
-    return json.dumps({"schema": render.SCHEMA, **fields})
+def _line(status: "MeshStatus") -> str:
+    from meshllm.status import to_json
+
+    return json.dumps({"schema": render.SCHEMA, **to_json(status)})
 
 
-def _text(fields: dict[str, Any], rows: int | None = None) -> str:
+def _text(status: "MeshStatus", rows: int | None = None) -> str:
     from meshllm.cli.picture import drawable
     from meshllm.cli.status import clean, lay_out
 
-    text = lay_out(clean(fields), shutil.get_terminal_size().columns, rows)
+    text = lay_out(clean(status), shutil.get_terminal_size().columns, rows)
     return drawable(text, sys.stdout.encoding)

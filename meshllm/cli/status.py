@@ -1,33 +1,44 @@
 """What a node says about its mesh, laid out for a terminal; knows nothing about how it is asked."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
 from textwrap import wrap
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from meshllm.cli.picture import Place, picture
 from meshllm.cli.render import PER_TOKEN, bytes_of, cut, safe, table
+from meshllm.names import Span
+from meshllm.status import Measured, MeshStatus, NodeStatus, RingStatus, to_json
 
-Fields = dict[str, Any]
+T = TypeVar("T")
 
 ASTRAY_S = 5.0  # of a clock; a beat, which tells the time, comes at most 3 s late
 _SHORT = 12  # characters of a name in the widest table
 _NODES, _LINKS, _HOPS = 2, 3, 4  # places in the layout
 
 
-def clean(value: Any) -> Any:
-    """Make every text of a reply one line that no terminal obeys: other nodes wrote some."""
+def clean(value: T) -> T:
+    """Make every text of a report one line that no terminal obeys: other nodes wrote some."""
+    return cast("T", _clean(value))
+
+
+def _clean(value: Any) -> Any:
     match value:
+        case StrEnum() | Span():
+            return value
         case str():
             return safe(value).replace("\n", "\\n").replace("\t", "\\t")
-        case dict():
-            return {name: clean(each) for name, each in value.items()}
-        case list():
-            return [clean(each) for each in value]
+        case tuple():
+            return tuple(_clean(each) for each in value)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            parts = {each.name: _clean(getattr(value, each.name)) for each in fields(value)}
+            return replace(value, **parts)
         case _:
             return value
 
 
-def lay_out(status: Fields, columns: int, rows: int | None = None) -> str:
+def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
     """Lay out a cleaned ``/mesh/status``, in at most so many columns where names allow it.
 
     Where there are not enough ``rows``, what the picture does not need goes first.
@@ -37,7 +48,7 @@ def lay_out(status: Fields, columns: int, rows: int | None = None) -> str:
         _ring(status, columns),
         _nodes(status, columns),
         _links(status),
-        _hops(status["ring"]),
+        _hops(status.ring),
         _foot(status, columns),
     ]
     for part in (_LINKS, _HOPS, _NODES):
@@ -59,11 +70,11 @@ def ms(value: float, figures: int = 3) -> str:
     return f"{value:.{max(figures - len(f'{value:.0f}'), 0)}f} ms"
 
 
-def astray(nodes: list[Fields]) -> list[str]:
+def astray(nodes: Iterable[NodeStatus]) -> list[str]:
     """Tell of each linked node whose clock differs much from the one here, by how much."""
-    told = ((each, each["link"]["clock_s"]) for each in nodes if each["link"])
+    told = ((each, each.link.clock_s) for each in nodes if each.link)
     return [
-        f"{cut(node['name'] or node['short'])} is {span_of(abs(ahead_s))}"
+        f"{cut(node.name or node.short)} is {span_of(abs(ahead_s))}"
         f" {'ahead' if ahead_s > 0 else 'behind'}"
         for node, ahead_s in told
         if ahead_s is not None and abs(ahead_s) > ASTRAY_S
@@ -74,147 +85,141 @@ def _join(parts: Iterable[str]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _head(status: Fields, columns: int) -> str:
-    ring, model = status["ring"], status["model"]
-    state = ring["state"] + (f": {ring['reason']}" if ring["reason"] else "")
-    what = f"{model['name']}, {model['layers']} layers, {model['dtype']}" if model else "no model"
-    if model and model["quant"] != "none":
-        what += f", {model['quant']}"
-    plan = f", epoch {ring['epoch']}, plan {ring['digest']}" if ring["digest"] else ""
-    facts = (
-        ("ring", state),
-        ("model", what),
-        ("policy", f"{ring['policy']}{plan}"),
-        (
-            "mesh",
-            f"{status['mesh'][:12]}, seen by {status['name']} for {span_of(status['since_s'])}",
-        ),
-    )
+def _head(status: MeshStatus, columns: int) -> str:
+    ring, model = status.ring, status.model
+    state = ring.state + (f": {ring.reason}" if ring.reason else "")
+    what = f"{model.name}, {model.layers} layers, {model.dtype}" if model else "no model"
+    if model and model.quant != "none":
+        what += f", {model.quant}"
+    plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
+    seen = f"{status.mesh[:12]}, seen by {status.name} for {span_of(status.since_s)}"
+    facts = (("ring", state), ("model", what), ("policy", f"{ring.policy}{plan}"), ("mesh", seen))
     lines = (wrap(text, max(columns - 8, 20), subsequent_indent=" " * 8) for _, text in facts)
     return "\n".join(
         f"{name:<8}" + "\n".join(line) for (name, _), line in zip(facts, lines, strict=True)
     )
 
 
-def _ring(status: Fields, columns: int) -> str:
-    ring = status["ring"]
-    if not ring["stages"]:
+def _ring(status: MeshStatus, columns: int) -> str:
+    ring = status.ring
+    if not ring.stages:
         return ""
     measured = _measured(ring)
-    figures, about, digits = (measured, "", 3) if measured else (ring["predicted"], "~", 2)
-    here = {each["node"] for each in status["nodes"] if each["self"]}
-    hops = {hop["rank"]: hop for hop in figures["hops"]} if figures else {}
+    figures, about, digits = (measured, "", 3) if measured else (ring.predicted, "~", 2)
+    here = {each.node for each in status.nodes if each.is_self}
+    hops = {hop.rank: hop for hop in figures.hops} if figures else {}
     places = [
         Place(
-            name=("* " if stage["node"] in here else "") + stage["name"],
-            layers=stage["layers"],
-            compute=about + ms(hop["compute_ms"], digits) if hop else "",
-            wire=about + ms(hop["wire_ms"], digits) if hop else "",
+            name=("* " if stage.node in here else "") + stage.name,
+            layers=str(stage.layers),
+            compute=about + ms(hop.compute_ms, digits) if hop else "",
+            wire=about + ms(hop.wire_ms, digits) if hop else "",
         )
-        for stage in ring["stages"]
-        for hop in [hops.get(stage["rank"])]
+        for stage in ring.stages
+        for hop in [hops.get(stage.rank)]
     ]
     return picture(places, columns)
 
 
-def _nodes(status: Fields, columns: int) -> str:
+def _nodes(status: MeshStatus, columns: int) -> str:
     rows = [
         (
-            "*" if each["self"] else "",
-            each["short"],
-            cut(each["name"]),
-            "client" if each["role"] == "client" else each["state"],
-            each["layers"],
-            bytes_of(each["memory_bytes"]) if each["memory_bytes"] else None,
+            "*" if each.is_self else "",
+            each.short,
+            cut(each.name),
+            "client" if each.role == "client" else each.state,
+            each.layers,
+            bytes_of(each.memory_bytes) if each.memory_bytes else None,
             _address(each),
         )
-        for each in status["nodes"]
+        for each in status.nodes
     ]
     header = ("", "node", "name", "state", "layers", "memory", "address")
     lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
-    for each in status["nodes"]:
-        if each["reason"]:
-            why = f"{cut(each['name'])} is {each['state']}: {each['reason']}"
+    for each in status.nodes:
+        if each.reason:
+            why = f"{cut(each.name)} is {each.state}: {each.reason}"
             lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
     return "\n".join(lines)
 
 
-def _address(node: Fields) -> str | None:
+def _address(node: NodeStatus) -> str | None:
     """Choose where a node is: where it was reached, or what it says first."""
-    at = (node["link"] or {}).get("address")
-    return at or next(iter(node["addresses"]), None)
+    at = node.link.address if node.link else ""
+    return at or next(iter(node.addresses), None)
 
 
-def _links(status: Fields) -> str:
-    linked = [each for each in status["nodes"] if each["link"]]
+def _links(status: MeshStatus) -> str:
     rows = [
         (
-            cut(each["name"]),
-            link["path"],
-            None if link["round_trip_ms"] is None else ms(link["round_trip_ms"]),
-            bytes_of(link["bytes_sent"]),
-            bytes_of(link["bytes_received"]),
-            f"{link['heard_s']:.1f} s ago",
+            cut(each.name),
+            link.path,
+            None if link.round_trip_ms is None else ms(link.round_trip_ms),
+            bytes_of(link.bytes_sent),
+            bytes_of(link.bytes_received),
+            f"{link.heard_s:.1f} s ago",
         )
-        for each in linked
-        for link in [each["link"]]
+        for each in status.nodes
+        if (link := each.link)
     ]
     header = ("link to", "path", "round trip", "sent", "received", "heard")
     return table(header, rows) if rows else ""
 
 
-def _measured(ring: Fields) -> Fields | None:
+def _measured(ring: RingStatus) -> Measured | None:
     """Return what was measured, if it was on the ring that there is now."""
-    measured: Fields | None = ring["measured"]
-    spans = [stage["layers"] for stage in ring["stages"]]
-    return measured if measured and [hop["layers"] for hop in measured["hops"]] == spans else None
+    measured, spans = ring.measured, [stage.layers for stage in ring.stages]
+    return measured if measured and [hop.layers for hop in measured.hops] == spans else None
 
 
-def _hops(ring: Fields) -> str:
-    measured, predicted = _measured(ring), ring["predicted"]
+def _hops(ring: RingStatus) -> str:
+    measured, predicted = _measured(ring), ring.predicted
     if not measured:  # what is planned is in the picture
         return ""
-    seen = {hop["rank"]: hop for hop in measured["hops"]}
-    told = {hop["rank"]: hop for hop in predicted["hops"]} if predicted else {}
+    told = {hop.rank: hop for hop in predicted.hops} if predicted else {}
     rows = [
         (
-            stage["rank"],
-            cut(stage["name"], _SHORT),
-            *(each.get("compute_ms") for each in (real, plan)),
-            *(real.get(key) for key in ("serialise_ms", "queue_ms")),
-            *(each.get("wire_ms") for each in (real, plan)),
-            round(real["bytes_per_token"]) if real else None,
+            stage.rank,
+            cut(stage.name, _SHORT),
+            real.compute_ms,
+            plan and plan.compute_ms,
+            real.serialise_ms,
+            real.queue_ms,
+            real.wire_ms,
+            plan and plan.wire_ms,
+            round(real.bytes_per_token),
         )
-        for stage in ring["stages"]
-        for real, plan in [(seen.get(stage["rank"], {}), told.get(stage["rank"], {}))]
+        for stage, real in zip(ring.stages, measured.hops, strict=True)
+        for plan in [told.get(stage.rank)]
     ]
     parts = ("compute", "planned", "serialise", "queue", "wire", "planned")
     return f"{PER_TOKEN}:\n{table(('hop', 'node', *parts, 'bytes'), rows)}"
 
 
-def _totals(ring: Fields) -> Iterator[str]:
+def _totals(ring: RingStatus) -> Iterator[str]:
     measured = _measured(ring)
-    for word, figures in (("measured", measured), ("planned", ring["predicted"])):
-        if figures and figures["ms_per_token"]:
-            rate = 1000 / figures["ms_per_token"]
-            tokens = f", over {figures['tokens']} tokens" if "tokens" in figures else ""
+    tokens = f", over {measured.tokens} tokens" if measured else ""
+    for word, figures, over in (("measured", measured, tokens), ("planned", ring.predicted, "")):
+        if figures and figures.ms_per_token:
+            rate = 1000 / figures.ms_per_token
             yield (
-                f"{word:<10}{ms(figures['ms_per_token'])} per token, {rate:.1f} tokens/s,"
-                f" first token {ms(figures['ttft_ms'])}{tokens}"
+                f"{word:<10}{ms(figures.ms_per_token)} per token, {rate:.1f} tokens/s,"
+                f" first token {ms(figures.ttft_ms)}{over}"
             )
-    if ring["stages"] and not measured:
+    if ring.stages and not measured:
         yield f"{'measured':<10}nothing yet: `meshllm ring trace` times an answer"
 
 
-def _foot(status: Fields, columns: int) -> str:
-    counts = ", ".join(f"{count} {word}" for word, count in status["sessions"].items())
-    lines = [*_totals(status["ring"]), f"sessions  {counts}"]
-    for word, text in (("faster", status["ring"]["advice"]), ("clock", _clock(status["nodes"]))):
+def _foot(status: MeshStatus, columns: int) -> str:
+    counts = ", ".join(f"{count} {word}" for word, count in to_json(status.sessions).items())
+    lines = [*_totals(status.ring), f"sessions  {counts}"]
+    told = [("faster", status.ring.advice), ("clock", _clock(status.nodes))]
+    for word, text in (*told, *(("warning", each) for each in status.warnings)):
         if text:
             lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)
     return "\n".join(lines)
 
 
-def _clock(nodes: list[Fields]) -> str:
+def _clock(nodes: Iterable[NodeStatus]) -> str:
     wrong = astray(nodes)
     return f"{', '.join(wrong)}: see `meshllm doctor`" if wrong else ""

@@ -18,7 +18,7 @@ from meshllm.errors import PeerFault
 from meshllm.request import Answer, Request, Turn
 
 if TYPE_CHECKING:
-    from meshllm.cli.door import Client
+    from meshllm.cli.client import NodeClient
 
 EXAMPLES = """\b
 Examples:
@@ -47,13 +47,13 @@ def trace(
     """
     import asyncio
 
-    from meshllm.cli.door import Client, door_path
+    from meshllm.cli.client import NodeClient, door_path
 
     turn: Turn = {"role": "user", "content": prompt}
     request = Request(turns=(turn,), max_tokens=tokens)
     with render.Status(sys.stderr) as status:
         status.show(f"timing an answer of {tokens} tokens")
-        answer = asyncio.run(_ask(Client(door_path(settings(flags))), request))
+        answer = asyncio.run(_ask(NodeClient(door_path(settings(flags))), request))
     if as_json:
         fields = as_fields(answer)
         render.dump({name: fields[name] for name in fields if name not in {"text", "tokens"}})
@@ -108,13 +108,12 @@ def _rows(answer: Answer) -> Iterator[_Row]:
         yield _Row((None, "between", *[None] * 5), (0, 0, 0, 0, rest))
 
 
-async def _ask(client: "Client", request: Request) -> Answer:
+async def _ask(client: "NodeClient", request: Request) -> Answer:
     """Return the answer, whose hops have the names of their nodes instead of their ids."""
     async with aclosing(client.generate(request)) as events:
         answers = [event async for event in events if isinstance(event, Answer)]
     if not answers:
         raise PeerFault("The node ended without an answer")
-    nodes = (await client.get("/mesh/status"))["nodes"]
-    names = {each["short"]: each["name"] for each in nodes if each["name"]}
+    names = {each.short: each.name for each in (await client.status()).nodes if each.name}
     hops = (replace(hop, node=names.get(hop.node, hop.node)) for hop in answers[-1].hops)
     return replace(answers[-1], hops=tuple(hops))

@@ -23,7 +23,6 @@ from meshllm.errors import MeshError, NotAuthorised
 from meshllm.names import MeshId, NodeId
 from meshllm.node.beacon import Beacon, open_beacon
 from meshllm.node.desk import Desk
-from meshllm.node.door import NodeDoor
 from meshllm.node.founding import amend, unknown
 from meshllm.node.gate import Gate
 from meshllm.node.joining import Membership, enter
@@ -37,6 +36,7 @@ from meshllm.node.recollection import read_back, write_down
 from meshllm.node.secure import SecureLink
 from meshllm.node.standing import Standing
 from meshllm.node.twin import Twin
+from meshllm.node.view import LinkView, NodeView
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
@@ -93,7 +93,6 @@ class MeshNode:
         self.standing = Standing(self.machine, self.links, self._why)
         self.desk = Desk(self.me, self.standing, self.links.post)
         self.agreement: Agreement | None = None
-        self.door = NodeDoor(self)
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_leaving = False
         self._options = options
@@ -118,6 +117,48 @@ class MeshNode:
     def mesh(self) -> MeshId:
         """The mesh that it is a member of."""
         return self._own.credential.mesh
+
+    def view(self) -> NodeView:
+        """Take a snapshot of what the owner may be shown."""
+        machine, standing, lines = self.machine, self.standing, self.links.lines
+        return NodeView(
+            self.me,
+            self.name,
+            self.version,
+            self.mesh,
+            self.incarnation,
+            since_s=time.monotonic() - self.since,
+            is_leaving=self.is_leaving,
+            addresses=self.place.addresses,
+            networks=tuple(self.place.survey()),
+            charter=machine.charter,
+            profiles=dict(machine.profiles),
+            states=dict(machine.states),
+            hosts={node: machine.hosts(node) for node in machine.profiles},
+            alive=machine.alive,
+            removed=tuple(machine.removals),
+            links={
+                peer: LinkView(
+                    contact.role,
+                    tuple(each.issuer for each in contact.credential.chain),
+                    contact.instance,
+                    contact.round_trip_us,
+                    heard_s=max(0.0, self.now() - contact.heard),
+                    ahead_s=contact.ahead_s,
+                    statistics=lines[peer].statistics,
+                    address=lines[peer].address,
+                )
+                for peer, contact in machine.links.items()
+                if peer in lines
+            },
+            agreement=self.agreement,
+            plan=standing.plan,
+            is_served=standing.standing_entry() is not None,
+            reason=standing.reason(),
+            trouble=str(standing.trouble or ""),
+            sessions=standing.sessions,
+            counts=replace(self.desk.counts),
+        )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
         """Make a ticket."""

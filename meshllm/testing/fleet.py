@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import httpx2
 
-from meshllm.api.door import SOCKET
+from meshllm.api.port import SOCKET
 from meshllm.errors import MeshError, TimedOut
 from meshllm.names import Quant
 from meshllm.node.asking import event_from_json, request_to_json
 from meshllm.request import Answer, Request
+from meshllm.status import MeshStatus, RingState, from_json
 
 START_S = 120.0  # s until a ring stands; importing torch takes seconds, on a busy machine many
 POLL_S = 0.1  # s between two looks while it does not
@@ -129,21 +129,20 @@ async def _entry(doors: list[httpx2.AsyncClient]) -> httpx2.AsyncClient:
     async with _patience():
         while True:
             seen = [status for door in doors if (status := await _status(door))]
-            rings = [status["ring"] for status in seen]
             if len(seen) == len(doors) and all(
-                ring["state"] == "serving" and len(ring["stages"]) == len(doors) for ring in rings
+                each.ring.state is RingState.SERVING and len(each.ring.stages) == len(doors)
+                for each in seen
             ):
-                ids = [status["node"] for status in seen]
-                return doors[ids.index(rings[0]["entry"])]
+                ids = [each.node for each in seen]
+                return doors[ids.index(seen[0].ring.entry or "")]
             await asyncio.sleep(POLL_S)
 
 
-async def _status(door: httpx2.AsyncClient) -> dict[str, Any] | None:
+async def _status(door: httpx2.AsyncClient) -> MeshStatus | None:
     try:
-        status: dict[str, Any] = (await door.get("/mesh/status")).json()
+        return from_json(MeshStatus, (await door.get("/mesh/status")).json())
     except httpx2.TransportError:
         return None
-    return status
 
 
 @asynccontextmanager

@@ -4,16 +4,16 @@ import httpx2
 import pytest
 
 from meshllm.api.app import application
-from tests.api.fake import FakeDoor
+from tests.api.fake_node import FakeNode
 
 
 @pytest.fixture
-def door() -> FakeDoor:
-    return FakeDoor()
+def door() -> FakeNode:
+    return FakeNode()
 
 
 @pytest.fixture
-async def client(door: FakeDoor) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(door: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of the application, without a server between them."""
     transport = httpx2.ASGITransport(application(door), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:

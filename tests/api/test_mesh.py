@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -19,30 +20,38 @@ from meshllm.errors import (
 )
 from meshllm.node.asking import REQUEST_BYTES, event_from_json, request_to_json
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
-from tests.api.fake import FakeDoor, status_of
+from meshllm.status import Change, MeshStatus, RingStatus, from_json, to_json
+from tests.api.fake_node import CHANGE, FakeNode
 from tests.cli.fake import answer_of
 
 ASKED = Request(raw="hi", sampling=Sampling(temperature=0.1), stop=("end",))
 
 
-async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = [(await client.get(f"/mesh/{each}")).json() for each in ("status", "plan", "members")]
 
-    assert said == [{"schema": 1} | status_of(), door.plan(), {"members": door.members()}]
+    values = (door.status(), door.plan(), door.members())
+    assert said == [{"schema": 1} | to_json(each) for each in values]
+    assert from_json(MeshStatus, said[0]) == door.status()
 
 
-async def test_a_ticket_is_made_as_asked(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_a_ticket_is_made_as_asked(client: httpx2.AsyncClient, door: FakeNode) -> None:
     asked = {"role": "client", "expires_s": 60, "uses": 3}
 
     said = await client.post("/mesh/ticket", json=asked)
 
-    assert (said.json(), door.calls) == ({"ticket": "meshllm1abc"}, [("client", 60, 3)])
+    assert (said.json(), door.calls) == (
+        {"schema": 1, "ticket": "meshllm1abc"},
+        [("client", 60, 3)],
+    )
 
 
-async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = await client.post("/mesh/remove", json={"node": "abc"})
 
-    assert (said.json(), door.calls) == ({"removed": "abc"}, [("abc",)])
+    spared = [{"node": "def", "name": "attic"}]
+    assert said.json() == {"schema": 1, "node": "abc", "name": "desk", "spared": spared}
+    assert door.calls == [("abc",)]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeDoor) -> 
     ],
 )
 async def test_an_odd_body_is_refused_by_name(
-    client: httpx2.AsyncClient, door: FakeDoor, path: str, body: Any, message: str
+    client: httpx2.AsyncClient, door: FakeNode, path: str, body: Any, message: str
 ) -> None:
     said = await client.post(path, json=body)
 
@@ -85,7 +94,7 @@ async def test_a_body_that_never_comes_is_given_up(
     assert (said.status_code, said.json()["error"]["code"]) == (504, "timed_out")
 
 
-async def test_an_answer_comes_as_lines(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_an_answer_comes_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = await client.post("/mesh/ask", content=request_to_json(ASKED))
 
     events: list[Event] = [event_from_json(line) for line in said.content.split(b"\n") if line]
@@ -108,7 +117,7 @@ async def test_an_answer_comes_as_lines(client: httpx2.AsyncClient, door: FakeDo
     ],
 )
 async def test_an_early_error_has_a_status_of_its_own(
-    client: httpx2.AsyncClient, door: FakeDoor, error: MeshError, status: int, code: int
+    client: httpx2.AsyncClient, door: FakeNode, error: MeshError, status: int, code: int
 ) -> None:
     door.fails_at, door.error = 0, error
 
@@ -117,7 +126,7 @@ async def test_an_early_error_has_a_status_of_its_own(
     assert (said.status_code, said.json()["error"]["exit_code"]) == (status, code)
 
 
-async def test_a_late_error_is_the_last_line(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_a_late_error_is_the_last_line(client: httpx2.AsyncClient, door: FakeNode) -> None:
     door.fails_at = 2
 
     said = await client.post("/mesh/ask", content=request_to_json(ASKED))
@@ -128,13 +137,13 @@ async def test_a_late_error_is_the_last_line(client: httpx2.AsyncClient, door: F
     assert lines[-1]["error"]["hint"] == "mend it"
 
 
-async def test_events_come_as_lines(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_events_come_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
     door.go.set()
 
     said = await client.get("/mesh/events")
 
     lines = [json.loads(line) for line in said.content.split(b"\n") if line]
-    assert [line["event"] for line in lines] == ["joined", "left"]
+    assert [from_json(Change, line) for line in lines] == [CHANGE, replace(CHANGE, epoch=8)]
 
 
 async def test_what_is_not_here_is_an_error_like_any_other(client: httpx2.AsyncClient) -> None:
@@ -145,9 +154,9 @@ async def test_what_is_not_here_is_an_error_like_any_other(client: httpx2.AsyncC
 
 
 async def test_a_bug_is_named_and_tells_nothing_else(
-    client: httpx2.AsyncClient, door: FakeDoor, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> dict[str, Any]:
+    def broken() -> RingStatus:
         raise KeyError("canary")
 
     monkeypatch.setattr(door, "plan", broken)
@@ -161,7 +170,7 @@ async def test_a_bug_is_named_and_tells_nothing_else(
 
 @pytest.mark.parametrize(("name", "status"), [("localhost", 200), ("evil.example", 400)])
 async def test_off_the_socket_only_known_names_are_served(
-    door: FakeDoor, name: str, status: int
+    door: FakeNode, name: str, status: int
 ) -> None:
     transport = httpx2.ASGITransport(application(door, hosts=["localhost"]))
     async with httpx2.AsyncClient(transport=transport, base_url=f"http://{name}") as client:

@@ -4,7 +4,9 @@ import httpx2
 import pytest
 
 from meshllm.api.metrics import exposition
-from tests.api.fake import FakeDoor, status_of
+from meshllm.status import RingState
+from tests.api.fake_node import FakeNode, told
+from tests.builders.status import with_link, with_ring
 
 LINE = re.compile(
     r"# (HELP|TYPE) meshllm_[a-z_]+ .+"
@@ -14,14 +16,14 @@ LINE = re.compile(
 
 
 def test_every_line_is_of_the_text_format() -> None:
-    text = exposition(status_of())
+    text = exposition(told())
 
     assert text.endswith("\n")
     assert [line for line in text.splitlines() if not LINE.fullmatch(line)] == []
 
 
 def test_each_family_is_described_once() -> None:
-    types = re.findall(r"^# TYPE (\S+)", exposition(status_of()), re.MULTILINE)
+    types = re.findall(r"^# TYPE (\S+)", exposition(told()), re.MULTILINE)
 
     assert len(types) == len(set(types)) > 10
 
@@ -29,40 +31,42 @@ def test_each_family_is_described_once() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        'meshllm_info{version="0.1"} 1',
+        'meshllm_info{version="0.2.0"} 1',
         'meshllm_nodes{state="serving"} 2',
         'meshllm_nodes{state="down"} 0',
         'meshllm_ring_state{state="serving"} 1.0',
         'meshllm_ring_state{state="waiting"} 0.0',
-        "meshllm_ring_epoch 7",
+        "meshllm_ring_epoch 3",
         "meshllm_tokens_total 99",
         'meshllm_token_seconds{source="measured"} 0.01',
         'meshllm_token_seconds{source="predicted"} 0.008',
         "meshllm_first_token_seconds 0.04",
-        'meshllm_hop_compute_seconds{rank="0",node="abcdefgh-full"} 0.003',
-        'meshllm_hop_serialise_seconds{rank="0",node="abcdefgh-full"} 0.00025',
-        'meshllm_hop_queue_seconds{rank="0",node="abcdefgh-full"} 0.000125',
-        'meshllm_hop_wire_seconds{rank="0",node="abcdefgh-full"} 0.0005',
-        'meshllm_link_round_trip_seconds{node="ijklmnop",name="a \\"b\\"\\\\\\nc"} 0.0025',
-        'meshllm_link_sent_bytes_total{node="ijklmnop",name="a \\"b\\"\\\\\\nc"} 1000.0',
+        'meshllm_hop_compute_seconds{rank="0",node="desk1bc"} 0.003',
+        'meshllm_hop_serialise_seconds{rank="0",node="desk1bc"} 0.00025',
+        'meshllm_hop_queue_seconds{rank="0",node="desk1bc"} 0.000125',
+        'meshllm_hop_wire_seconds{rank="0",node="desk1bc"} 0.0005',
+        'meshllm_link_round_trip_seconds{node="desk1bc",name="a \\"b\\"\\\\\\nc"} 0.0025',
+        'meshllm_link_sent_bytes_total{node="desk1bc",name="a \\"b\\"\\\\\\nc"} 1000',
         'meshllm_sessions{state="active"} 1',
         'meshllm_sessions_total{result="failed"} 4',
-        "meshllm_up_seconds 60",
+        "meshllm_up_seconds 754.0",
     ],
 )
 def test_figures_are_told(line: str) -> None:
-    assert line in exposition(status_of()).split("\n")
+    assert line in exposition(told()).split("\n")
 
 
 def test_what_is_not_known_is_not_said() -> None:
-    text = exposition(status_of(state="forming", measured=None, predicted=None))
+    forming = with_ring(told(), state=RingState.FORMING, measured=None, predicted=None)
+    text = exposition(with_link(forming, 1, round_trip_ms=None))
 
     assert "\nmeshllm_token_seconds" not in text
     assert "\nmeshllm_first_token_seconds" not in text
+    assert "\nmeshllm_link_round_trip_seconds" not in text
     assert 'meshllm_ring_state{state="forming"} 1.0' in text
 
 
-async def test_prometheus_finds_them(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_prometheus_finds_them(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = await client.get("/metrics")
 
     assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

@@ -8,7 +8,7 @@ import pytest
 
 from meshllm.api import openai
 from meshllm.request import FinishReason, Request, Sampling
-from tests.api.fake import FakeDoor
+from tests.api.fake_node import FakeNode
 from tests.cli.fake import answer_of
 
 PATH = "/v1/chat/completions"
@@ -92,7 +92,7 @@ async def test_usage_comes_last_and_only_when_asked_for(client: httpx2.AsyncClie
 
 
 async def test_an_early_error_of_a_stream_has_a_status(
-    client: httpx2.AsyncClient, door: FakeDoor
+    client: httpx2.AsyncClient, door: FakeNode
 ) -> None:
     door.fails_at = 1  # the progress before it is nothing that a client of OpenAI sees
 
@@ -102,7 +102,7 @@ async def test_an_early_error_of_a_stream_has_a_status(
 
 
 async def test_a_late_error_of_a_stream_is_its_last_event(
-    client: httpx2.AsyncClient, door: FakeDoor
+    client: httpx2.AsyncClient, door: FakeNode
 ) -> None:
     door.fails_at = 2
 
@@ -112,7 +112,7 @@ async def test_a_late_error_of_a_stream_is_its_last_event(
 
 
 async def test_comments_keep_a_silent_stream_open(
-    client: httpx2.AsyncClient, door: FakeDoor, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door.waits_at = 1
     monkeypatch.setattr(openai, "KEEP_ALIVE_S", 0.01)
@@ -128,14 +128,14 @@ async def test_an_answer_that_was_cut_says_so(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = replace(answer_of("x", 1), finish_reason=FinishReason.LENGTH)
-    monkeypatch.setattr("tests.api.fake.answer_of", lambda *_: cut)
+    monkeypatch.setattr("tests.api.fake_node.answer_of", lambda *_: cut)
 
     said = (await client.post(PATH, json=BODY)).json()
 
     assert said["choices"][0]["finish_reason"] == "length"
 
 
-async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door: FakeNode) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = BODY | {
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": parts}],
@@ -157,7 +157,7 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
     ]
 
 
-async def test_a_null_is_as_good_as_nothing(client: httpx2.AsyncClient, door: FakeDoor) -> None:
+async def test_a_null_is_as_good_as_nothing(client: httpx2.AsyncClient, door: FakeNode) -> None:
     names = ("stream", "stream_options", "n", "max_tokens", "stop", "temperature", "seed")
 
     await client.post(PATH, json=BODY | dict.fromkeys(names))
@@ -197,7 +197,7 @@ def test_a_seed_is_drawn_where_chance_is_asked_for_and_none_is_given() -> None:
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(
-    client: httpx2.AsyncClient, door: FakeDoor, change: dict[str, Any], param: str
+    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str
 ) -> None:
     said = await client.post(PATH, json=BODY | change)
 

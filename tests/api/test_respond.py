@@ -5,6 +5,11 @@ from contextlib import aclosing
 from starlette.types import Message
 
 from meshllm.api.respond import Stream, patiently
+from meshllm.errors import MeshError
+
+
+def _fail(_: MeshError) -> bytes:
+    return b"failed"
 
 
 async def _never(_: Message) -> None:
@@ -15,10 +20,10 @@ async def _never(_: Message) -> None:
 async def test_what_is_streamed_is_closed_before_the_answer_is_over() -> None:
     begun, closed = asyncio.Event(), asyncio.Event()
 
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def words() -> AsyncGenerator[str, None]:
         try:
             begun.set()
-            yield b"x"
+            yield "x"
         finally:
             await asyncio.sleep(0)
             closed.set()
@@ -27,9 +32,9 @@ async def test_what_is_streamed_is_closed_before_the_answer_is_over() -> None:
         await begun.wait()
         return {"type": "http.disconnect"}
 
-    kept = chunks()  # or the garbage collector would close it
+    kept = words()  # or the garbage collector would close it
 
-    await Stream(kept, "text/plain")({"type": "http"}, leave, _never)
+    await Stream(kept, "text/plain", str.encode, _fail)({"type": "http"}, leave, _never)
 
     assert closed.is_set()
 
@@ -40,8 +45,7 @@ async def test_patience_passes_on_what_comes_and_marks_the_silence() -> None:
         await asyncio.sleep(0.05)
         yield 2
 
-    async with aclosing(slowly()) as items:
-        seen = [item async for item in patiently(items, 0.02)]
+    seen = [item async for item in patiently(slowly(), 0.02)]
 
     assert [item for item in seen if item] == [1, 2]
     assert None in seen[1:-1]
@@ -57,6 +61,7 @@ async def test_giving_up_patience_gives_up_the_wait() -> None:
             cancelled.set()
         yield 0
 
-    async with aclosing(stuck()) as items, aclosing(patiently(items, 0.01)) as news:
+    kept = stuck()  # or the garbage collector would close it
+    async with aclosing(patiently(kept, 0.01)) as news:
         await anext(news)
     assert cancelled.is_set()

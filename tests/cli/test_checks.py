@@ -12,8 +12,9 @@ from meshllm.model import device
 from meshllm.model.verdict import known_verdicts
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.identity import show
+from meshllm.status import NodeState
 from meshllm.transport.registry import Registry
-from tests.cli.statuses import status_of, waiting
+from tests.builders.status import status_of, waiting, with_link, with_node
 
 
 def test_a_state_folder_that_is_missing_is_no_fault(home: Path) -> None:
@@ -79,10 +80,10 @@ def test_a_clock_behind_the_last_run_is_told(home: Path) -> None:
 
 
 def clocks(*differ_s: float | None) -> list[Finding]:
-    nodes = status_of(1 + len(differ_s))["nodes"]
-    for node, clock_s in zip(nodes[1:], differ_s, strict=True):
-        node["link"]["clock_s"] = clock_s
-    return list(checks.check_clocks(nodes))
+    status = status_of(1 + len(differ_s))
+    for index, clock_s in enumerate(differ_s, start=1):
+        status = with_link(status, index, clock_s=clock_s)
+    return list(checks.check_clocks(status.nodes))
 
 
 def test_clocks_that_agree_are_in_order() -> None:
@@ -155,21 +156,20 @@ def test_a_door_for_others_fails(home: Path) -> None:
         ({}, {"round_trip_ms": 250.0}, "warn", "desk desk1bc direct, 250 ms"),
         ({}, {"heard_s": 9.0}, "fail", "desk desk1bc direct, 1.84 ms, silent for 9 s"),
         ({"version": "9"}, {}, "warn", "desk desk1bc direct, 1.84 ms, meshllm 9"),
-        ({"state": "left"}, {}, "warn", "desk desk1bc is left"),
-        ({"state": "refused", "reason": "layer 3 differs"}, {}, "fail",
+        ({"state": NodeState.LEFT}, {}, "warn", "desk desk1bc is left"),
+        ({"state": NodeState.REFUSED, "reason": "layer 3 differs"}, {}, "fail",
          "desk desk1bc is refused: layer 3 differs"),
         ({"link": None}, {}, "fail", "desk desk1bc is not reached at ws://192.168.1.11:7700"),
-        ({"link": None, "addresses": []}, {}, "fail",
+        ({"link": None, "addresses": ()}, {}, "fail",
          "desk desk1bc is not reached at an address nobody told"),
     ],
 )  # fmt: skip
 def test_the_way_to_a_peer_is_judged(
     node: dict[str, Any], link: dict[str, Any], verdict: str, found: str
 ) -> None:
-    peer = status_of(2)["nodes"][1]
-    peer["link"] |= link
+    peer = with_node(with_link(status_of(2), 1, **link), 1, **node).nodes[1]
 
-    told = checks.check_peer(peer | node, "0.2.0")
+    told = checks.check_peer(peer, "0.2.0")
 
     assert (told.verdict, told.found) == (verdict, found)
 

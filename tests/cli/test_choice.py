@@ -16,7 +16,7 @@ from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.cli import chat, choice
 from meshllm.cli.app import app
-from tests.api.fake import FakeDoor
+from tests.api.fake_node import FakeNode
 from tests.cli.fake import FakeRing
 
 pytestmark = pytest.mark.socket
@@ -45,11 +45,11 @@ def local(monkeypatch: pytest.MonkeyPatch) -> FakeRing:
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDoor]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
     """A node that runs in a thread of its own, as another process would."""
     folder = tmp_path / "s"
     monkeypatch.setenv("MESHLLM_STATE", str(folder))
-    door = FakeDoor()
+    door = FakeNode()
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve(door, folder / "door.sock"))
 
@@ -67,14 +67,14 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDoor]:
     loop.close()
 
 
-def test_the_running_node_answers(ask: Ask, node: FakeDoor, local: FakeRing) -> None:
+def test_the_running_node_answers(ask: Ask, node: FakeNode, local: FakeRing) -> None:
     result = ask("chat", "--max-tokens", "9")
 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "hello w\u2028rld\n", "")
     assert (node.requests[0].max_tokens, local.requests) == (9, [])
 
 
-def test_the_model_that_is_told_is_that_of_the_mesh(ask: Ask, node: FakeDoor) -> None:
+def test_the_model_that_is_told_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> None:
     node.served = "mesh/model"
 
     result = ask("chat", "--json")
@@ -83,7 +83,7 @@ def test_the_model_that_is_told_is_that_of_the_mesh(ask: Ask, node: FakeDoor) ->
 
 
 def test_which_node_answers_is_news(
-    ask: Ask, node: FakeDoor, caplog: pytest.LogCaptureFixture
+    ask: Ask, node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "meshllm"):
         ask("chat")
@@ -91,7 +91,7 @@ def test_which_node_answers_is_news(
     assert "asking the node at" in caplog.text
 
 
-def test_an_error_of_the_node_keeps_its_exit_code(ask: Ask, node: FakeDoor) -> None:
+def test_an_error_of_the_node_keeps_its_exit_code(ask: Ask, node: FakeNode) -> None:
     node.fails_at = 1
 
     result = ask("chat")
@@ -104,7 +104,7 @@ def test_without_a_node_a_ring_forms_here(ask: Ask, local: FakeRing) -> None:
 
 
 def test_a_number_of_nodes_is_a_ring_in_this_process(
-    ask: Ask, node: FakeDoor, local: FakeRing
+    ask: Ask, node: FakeNode, local: FakeRing
 ) -> None:
     result = ask("chat", "--nodes", "2", "--model", "m")
 
@@ -125,7 +125,7 @@ def test_a_number_of_nodes_is_a_ring_in_this_process(
     ],
 )
 def test_what_a_running_node_cannot_be_is_told(
-    ask: Ask, node: FakeDoor, words: tuple[str, ...], message: str
+    ask: Ask, node: FakeNode, words: tuple[str, ...], message: str
 ) -> None:
     result = ask("chat", *words)
 
@@ -133,11 +133,11 @@ def test_what_a_running_node_cannot_be_is_told(
     assert result.stderr.startswith(f"error: {message}\nhint: leave ")
 
 
-def test_the_model_of_the_mesh_may_be_named(ask: Ask, node: FakeDoor) -> None:
+def test_the_model_of_the_mesh_may_be_named(ask: Ask, node: FakeNode) -> None:
     assert ask("chat", "--model", "builtin").exit_code == 0
 
 
-def test_a_mesh_without_a_model_yet_is_asked_all_the_same(ask: Ask, node: FakeDoor) -> None:
+def test_a_mesh_without_a_model_yet_is_asked_all_the_same(ask: Ask, node: FakeNode) -> None:
     node.served = None
 
     assert ask("chat", "--model", "builtin").exit_code == 0
@@ -160,7 +160,7 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
 
 
 def test_a_ticket_makes_it_a_client(
-    ask: Ask, node: FakeDoor, thin: list[tuple[str, Path]], home: Path
+    ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], home: Path
 ) -> None:
     result = ask("chat", "--join", "meshllm1abc")
 

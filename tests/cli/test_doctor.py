@@ -1,5 +1,6 @@
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -7,14 +8,15 @@ from meshllm.cli import checks
 from meshllm.cli.doctor import lay_out
 from meshllm.cli.finding import Finding
 from meshllm.errors import LinkLost, MeshError
+from tests.builders.status import status_of
 from tests.cli.conftest import Invoke
-from tests.cli.statuses import FakeDoor, status_of
+from tests.cli.fake_client import FakeClient
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    door = FakeDoor(monkeypatch)
-    door.status = [status_of(2) | {"listening": ["loopback:1"]}]
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    door = FakeClient(monkeypatch)
+    door.statuses = [replace(status_of(2), listening=("loopback:1",))]
     return door
 
 
@@ -39,8 +41,8 @@ def test_what_is_long_is_wrapped_between_words() -> None:
     ]
 
 
-def test_a_machine_without_a_node_is_examined(meshllm: Invoke, door: FakeDoor) -> None:
-    door.status = [LinkLost("No node is running")]
+def test_a_machine_without_a_node_is_examined(meshllm: Invoke, door: FakeClient) -> None:
+    door.statuses = [LinkLost("No node is running")]
 
     result = meshllm("doctor")
 
@@ -53,7 +55,9 @@ def test_a_machine_without_a_node_is_examined(meshllm: Invoke, door: FakeDoor) -
     assert "websocket is chosen and loads" in result.stdout
 
 
-def test_a_machine_with_a_node_is_examined_with_its_peers(meshllm: Invoke, door: FakeDoor) -> None:
+def test_a_machine_with_a_node_is_examined_with_its_peers(
+    meshllm: Invoke, door: FakeClient
+) -> None:
     result = meshllm("doctor", "--json")
 
     found = {each["what"]: each["found"] for each in json.loads(result.stdout)["findings"]}
@@ -64,7 +68,7 @@ def test_a_machine_with_a_node_is_examined_with_its_peers(meshllm: Invoke, door:
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failed_check_fails_the_command(
-    meshllm: Invoke, door: FakeDoor, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
+    meshllm: Invoke, door: FakeClient, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
 ) -> None:
     def examine(_: object, status: object, transports: object) -> Iterator[Finding]:
         assert not isinstance(status, MeshError)

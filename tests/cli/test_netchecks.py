@@ -5,6 +5,7 @@ import pytest
 
 from meshllm.cli import netchecks
 from meshllm.cli.finding import Finding
+from meshllm.status import NetworkStatus
 
 
 @pytest.fixture
@@ -58,12 +59,12 @@ def test_each_transport_gets_the_port_that_is_for_it(monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_network_is_like_is_told() -> None:
-    network = {
-        "nat": "endpoint-independent",
-        "line": "behind a NAT that others can be let through",
-        "observed": ["203.0.113.7:40001"],
-        "relays": [["192.0.2.9:8790", "registered"], ["192.0.2.10:8790", "silent"]],
-    }
+    network = NetworkStatus(
+        nat="endpoint-independent",
+        line="behind a NAT that others can be let through",
+        observed=("203.0.113.7:40001",),
+        relays=(("192.0.2.9:8790", "registered"), ("192.0.2.10:8790", "silent")),
+    )
 
     assert list(netchecks.check_network(network)) == [
         Finding("ok", "nat", "behind a NAT that others can be let through"),

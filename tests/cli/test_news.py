@@ -1,36 +1,33 @@
-from typing import Any
+from dataclasses import replace
 
 from meshllm.cli.news import news
-from tests.cli.statuses import status_of, waiting
+from meshllm.status import MeshStatus, NodeState, RingState
+from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
 
 
-def texts(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def texts(before: MeshStatus | None, after: MeshStatus) -> list[str]:
     return [each.text for each in news(before, after)]
 
 
 def test_at_first_everything_is_new() -> None:
-    assert texts({}, status_of(2)) == [
+    assert texts(None, status_of(2)) == [
         "desk joined (desk1bc, 8.0 GiB)",
         "the ring of 2 serves, epoch 3: attic 0:10, desk 10:20",
     ]
 
 
 def test_nothing_new_is_no_news() -> None:
-    later = status_of(2)
-    later["nodes"][1]["link"]["heard_s"] = 2.0
-
-    assert texts(status_of(2), later) == []
+    assert texts(status_of(2), with_link(status_of(2), 1, heard_s=2.0)) == []
 
 
 def test_a_reason_to_wait_is_told_once() -> None:
-    assert texts({}, waiting("alone")) == ["waiting: alone"]
+    assert texts(None, waiting("alone")) == ["waiting: alone"]
     assert texts(waiting("alone"), waiting("alone")) == []
     assert texts(waiting("alone"), waiting("still alone")) == ["waiting: still alone"]
 
 
 def test_a_ring_that_forms_is_told_with_who_holds_what() -> None:
-    forming = status_of(2)
-    forming["ring"] |= {"state": "forming", "reason": "desk loads 10:20"}
+    forming = with_ring(status_of(2), state=RingState.FORMING, reason="desk loads 10:20")
 
     assert texts(waiting("alone"), forming)[-1:] == [
         "a ring of 2 forms, epoch 3: attic 0:10, desk 10:20: desk loads 10:20"
@@ -38,11 +35,10 @@ def test_a_ring_that_forms_is_told_with_who_holds_what() -> None:
 
 
 def test_a_ring_that_broke_is_told_until_the_next_one_forms() -> None:
-    broken, gone, forming = status_of(2), status_of(2), status_of(2)
-    broken["ring"] |= {"state": "forming", "reason": "its nodes link up"}
-    gone["ring"] |= {"state": "forming", "reason": "desk is gone"}
-    gone["nodes"][1] |= {"state": "down", "reason": "no link"}
-    forming["ring"] |= {"state": "forming", "reason": "", "digest": "another", "epoch": 4}
+    broken = with_ring(status_of(2), state=RingState.FORMING, reason="its nodes link up")
+    gone = with_ring(status_of(2), state=RingState.FORMING, reason="desk is gone")
+    gone = with_node(gone, 1, state=NodeState.DOWN, reason="no link")
+    forming = with_ring(status_of(2), state=RingState.FORMING, digest="another", epoch=4)
 
     assert texts(status_of(2), broken) == ["the ring of 2 broke, epoch 3"]
     assert texts(broken, gone) == ["desk is gone: no link"]
@@ -52,9 +48,8 @@ def test_a_ring_that_broke_is_told_until_the_next_one_forms() -> None:
 
 
 def test_what_keeps_a_ring_from_forming_is_told() -> None:
-    before, after = status_of(2), status_of(2)
-    before["ring"] |= {"state": "forming", "reason": "its nodes load"}
-    after["ring"] |= {"state": "forming", "reason": "no memory is left"}
+    before = with_ring(status_of(2), state=RingState.FORMING, reason="its nodes load")
+    after = with_ring(before, reason="no memory is left")
 
     (told,) = texts(before, after)
 
@@ -62,67 +57,59 @@ def test_what_keeps_a_ring_from_forming_is_told() -> None:
 
 
 def test_who_left_and_who_is_gone_are_told_apart() -> None:
-    later = status_of(3)
-    later["nodes"][1] |= {"state": "left"}
-    later["nodes"][2] |= {"state": "down", "reason": "silent for 3 s"}
+    later = with_node(status_of(3), 1, state=NodeState.LEFT)
+    later = with_node(later, 2, state=NodeState.DOWN, reason="silent for 3 s")
 
     assert texts(status_of(3), later) == ["desk left", "laptop is gone: silent for 3 s"]
 
 
 def test_a_standby_is_told_once_though_its_figures_change() -> None:
-    before, after = status_of(2), status_of(2)
-    before["nodes"][1] |= {"state": "standby", "reason": "its link adds 40 ms"}
-    after["nodes"][1] |= {"state": "standby", "reason": "its link adds 41 ms"}
+    before = with_node(status_of(2), 1, state=NodeState.STANDBY, reason="its link adds 40 ms")
+    after = with_node(before, 1, reason="its link adds 41 ms")
 
     assert texts(before, after) == []
 
 
 def test_who_was_removed_is_told() -> None:
-    after = status_of(2)
-    after["ring"] = status_of(3)["ring"]
+    after = replace(status_of(2), ring=status_of(3).ring)
 
     assert texts(status_of(3), after) == ["laptop is no member any more"]
 
 
 def test_who_comes_back_joined() -> None:
-    before = status_of(2)
-    before["nodes"][1]["state"] = "down"
+    before = with_node(status_of(2), 1, state=NodeState.DOWN)
 
     assert texts(before, status_of(2)) == ["desk joined (desk1bc, 8.0 GiB)"]
 
 
 def test_who_went_before_we_came_is_no_news() -> None:
-    after = status_of(2)
-    after["nodes"][1]["state"] = "left"
+    after = with_node(status_of(2), 1, state=NodeState.LEFT)
 
-    assert "left" not in " ".join(texts({}, after))
+    assert "left" not in " ".join(texts(None, after))
 
 
 def test_a_node_that_is_refused_or_stands_by_is_told_with_the_reason() -> None:
-    refused, standby = status_of(2), status_of(2)
-    refused["nodes"][1] |= {"state": "refused", "reason": "layer 3 differs"}
-    standby["nodes"][1] |= {"state": "standby", "reason": "its link adds 40 ms"}
+    refused = with_node(status_of(2), 1, state=NodeState.REFUSED, reason="layer 3 differs")
+    standby = with_node(status_of(2), 1, state=NodeState.STANDBY, reason="its link adds 40 ms")
 
     assert texts(status_of(2), refused) == ["desk is refused: layer 3 differs"]
     assert texts(refused, standby) == ["desk stands by: its link adds 40 ms"]
 
 
 def test_a_node_that_no_plan_has_judged_yet_is_no_news() -> None:
-    after = status_of(2)
-    after["nodes"][1]["state"] = "standby"
+    after = with_node(status_of(2), 1, state=NodeState.STANDBY)
 
     assert texts(status_of(2), after) == []
 
 
 def test_a_node_without_a_name_has_its_id() -> None:
-    after = status_of(2)
-    after["nodes"][1] |= {"name": "", "memory_bytes": 0}
+    after = with_node(status_of(2), 1, name="", memory_bytes=0)
 
-    assert texts({}, after)[0] == "desk1bc joined (desk1bc)"
+    assert texts(None, after)[0] == "desk1bc joined (desk1bc)"
 
 
 def test_news_for_tools_are_fields() -> None:
-    joined, serving = news({}, status_of(2))
+    joined, serving = news(None, status_of(2))
 
     assert (joined.event, joined.fields["name"]) == ("joined", "desk")
     assert serving.event == "serving"

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
@@ -23,8 +22,9 @@ from meshllm.names import NodeId, Span, WireMode
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.credential import Role
 from meshllm.protocol.ticket import Ticket
+from meshllm.status import MeshStatus
+from tests.builders.status import status_of, waiting
 from tests.cli.conftest import Invoke
-from tests.cli.statuses import status_of, waiting
 
 TICKET = Ticket(NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
 
@@ -33,7 +33,7 @@ TICKET = Ticket(NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
 class FakeNode:
     """Takes the place of `open_node`: goes through its statuses, then does its last deed."""
 
-    statuses: list[dict[str, Any]] = field(default_factory=lambda: [status_of(2)])
+    statuses: list[MeshStatus] = field(default_factory=lambda: [status_of(2)])
     last: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGINT)
     opening: Callable[[], None] = lambda: None
     options: NodeOptions | None = None
@@ -51,16 +51,12 @@ class FakeNode:
         yield self
         self.is_open = False
 
-    @property
-    def door(self) -> "FakeNode":
-        return self
-
-    def status(self) -> dict[str, Any]:
+    def status(self) -> MeshStatus:
         return self.statuses.pop(0)
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[MeshStatus, None]:
         while self.statuses:
-            yield {}
+            yield self.statuses[0]
         self.last()
 
     def leave(self) -> None:
@@ -74,9 +70,13 @@ class FakeNode:
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
     node = FakeNode()
-    module = ModuleType("meshllm.node.node")
-    monkeypatch.setattr(module, "open_node", node, raising=False)
-    monkeypatch.setitem(sys.modules, "meshllm.node.node", module)
+    for name, entry, fake in (
+        ("node", "open_node", node),
+        ("control", "control_of", lambda it: it),
+    ):
+        module = ModuleType(f"meshllm.node.{name}")
+        monkeypatch.setattr(module, entry, fake, raising=False)
+        monkeypatch.setitem(sys.modules, f"meshllm.node.{name}", module)
     monkeypatch.setattr("meshllm.api.serve.serve", _serve)
     monkeypatch.setattr("meshllm.api.unix.is_answered", lambda _: True)
     return node

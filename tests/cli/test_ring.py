@@ -6,21 +6,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshllm.cli import watch
 from meshllm.errors import LinkLost
+from meshllm.status import MeshStatus, from_json, to_json
+from tests.builders.status import status_of, waiting, with_link
 from tests.cli.conftest import Invoke
-from tests.cli.statuses import FakeDoor, status_of, waiting
+from tests.cli.fake_client import FakeClient
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     monkeypatch.setattr(watch, "PACE_S", 0)
     monkeypatch.setattr(watch, "EVERY_S", 0.01)
-    return FakeDoor(monkeypatch)
+    return FakeClient(monkeypatch)
 
 
 def test_the_group_names_its_commands(meshllm: Invoke) -> None:
@@ -30,7 +33,7 @@ def test_the_group_names_its_commands(meshllm: Invoke) -> None:
         assert f"\n  {name} " in text
 
 
-def test_status_shows_the_ring(meshllm: Invoke, door: FakeDoor) -> None:
+def test_status_shows_the_ring(meshllm: Invoke, door: FakeClient) -> None:
     result = meshllm("ring", "status", "--state", "here")
 
     assert (result.exit_code, result.stderr) == (0, "")
@@ -38,15 +41,15 @@ def test_status_shows_the_ring(meshllm: Invoke, door: FakeDoor) -> None:
     assert door.path == Path.cwd() / "here" / "door.sock"
 
 
-def test_status_as_json_is_what_the_node_says(meshllm: Invoke, door: FakeDoor) -> None:
-    assert json.loads(meshllm("ring", "status", "--json").stdout) == {
-        "schema": 1,
-        **status_of(3),
-    }
+def test_status_as_json_is_what_the_node_says(meshllm: Invoke, door: FakeClient) -> None:
+    told = json.loads(meshllm("ring", "status", "--json").stdout)
+
+    assert told == {"schema": 1, **to_json(status_of(3))}
+    assert from_json(MeshStatus, told) == status_of(3)
 
 
-def test_without_a_node_there_is_no_status(meshllm: Invoke, door: FakeDoor) -> None:
-    door.status = [LinkLost("No node is running", hint="start one with `meshllm node`")]
+def test_without_a_node_there_is_no_status(meshllm: Invoke, door: FakeClient) -> None:
+    door.statuses = [LinkLost("No node is running", hint="start one with `meshllm node`")]
 
     result = meshllm("ring", "status")
 
@@ -54,11 +57,9 @@ def test_without_a_node_there_is_no_status(meshllm: Invoke, door: FakeDoor) -> N
     assert result.stderr.endswith("hint: start one with `meshllm node`\n")
 
 
-def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, door: FakeDoor) -> None:
-    later = status_of(2)
-    later["nodes"][1]["link"] |= {"heard_s": 0.9, "bytes_sent": 1}
-    later["since_s"] += 1
-    door.status = [waiting("alone"), status_of(2), later, LinkLost("The node is gone")]
+def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, door: FakeClient) -> None:
+    later = replace(with_link(status_of(2), 1, heard_s=0.9, bytes_sent=1), since_s=755.0)
+    door.statuses = [waiting("alone"), status_of(2), later, LinkLost("The node is gone")]
 
     result = meshllm("ring", "status", "--watch", "--json")
 
@@ -71,9 +72,9 @@ def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, door: FakeD
 
 
 def test_a_watched_pipe_gets_text_without_control_characters(
-    meshllm: Invoke, door: FakeDoor
+    meshllm: Invoke, door: FakeClient
 ) -> None:
-    door.status = [waiting("alone"), status_of(2), LinkLost("The node is gone")]
+    door.statuses = [waiting("alone"), status_of(2), LinkLost("The node is gone")]
 
     result = meshllm("ring", "status", "--watch")
 
@@ -93,8 +94,8 @@ def terminal() -> Iterator[tuple[int, int]]:
 _WATCH = """
 import pytest
 from meshllm.cli.app import main
-from tests.cli.statuses import FakeDoor
-FakeDoor(pytest.MonkeyPatch())
+from tests.cli.fake_client import FakeClient
+FakeClient(pytest.MonkeyPatch())
 main()
 """
 

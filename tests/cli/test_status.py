@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from meshllm.cli.status import clean, lay_out, ms, span_of
-from tests.cli.statuses import status_of, waiting
+from meshllm.names import Span
+from meshllm.status import NodeState
+from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
 
 
 def test_a_ring_is_told_at_length() -> None:
@@ -26,17 +30,15 @@ def test_a_ring_is_told_at_length() -> None:
         "\nmeasured  46.8 ms per token, 21.4 tokens/s, first token 240 ms, over 96 tokens" in text
     )
     assert "\nplanned   45.3 ms per token, 22.1 tokens/s, first token 240 ms\n" in text
-    assert "\nsessions  1 active, 0 waiting, 12 served, 0 failed\n" in text
+    assert "\nsessions  1 active, 0 waiting, 12 served, 0 failed, 4711 tokens\n" in text
     assert text.endswith(
         "\nfaster    `studio` is the slowest: 3 of its layers on `attic` would save 4 ms"
     )
 
 
 def test_a_clock_that_differs_is_told_at_the_end() -> None:
-    status = status_of(3)
-    status["nodes"][1]["link"]["clock_s"] = -6.0
-    status["nodes"][2]["link"]["clock_s"] = 7200.4
-    status["nodes"][2]["name"] = ""
+    status = with_link(with_link(status_of(3), 1, clock_s=-6.0), 2, clock_s=7200.4)
+    status = with_node(status, 2, name="")
 
     text = lay_out(status, 80)
 
@@ -47,16 +49,14 @@ def test_a_clock_that_differs_is_told_at_the_end() -> None:
 
 
 def test_a_clock_that_nobody_told_is_no_trouble() -> None:
-    status = status_of(2)
-    status["nodes"][1]["link"]["clock_s"] = None
+    status = with_link(status_of(2), 1, clock_s=None)
 
     assert lay_out(status, 80) == lay_out(status_of(2), 80)
 
 
 def test_a_node_is_shown_where_it_was_reached() -> None:
-    status = status_of(3)
-    status["nodes"][1]["link"]["address"] = "ws://203.0.113.5:1"
-    status["nodes"][2]["link"]["address"] = ""
+    status = with_link(status_of(3), 1, address="ws://203.0.113.5:1")
+    status = with_link(status, 2, address="")
 
     text = lay_out(status, 80)
 
@@ -65,10 +65,17 @@ def test_a_node_is_shown_where_it_was_reached() -> None:
 
 
 def test_hops_of_long_names_and_times_fit_80_columns() -> None:
-    status = status_of(2)
-    status["ring"]["stages"][1]["name"] = "x" * 64
-    status["ring"]["measured"]["hops"][1] |= {"queue_ms": 12.5, "wire_ms": 123.45}
-    status["ring"]["predicted"]["hops"][1]["compute_ms"] = 1234.56
+    ring = status_of(2).ring
+    assert ring.measured
+    assert ring.predicted
+    slow = replace(ring.measured.hops[1], queue_ms=12.5, wire_ms=123.45)
+    planned = replace(ring.predicted.hops[1], compute_ms=1234.56)
+    status = with_ring(
+        status_of(2),
+        stages=(ring.stages[0], replace(ring.stages[1], name="x" * 64)),
+        measured=replace(ring.measured, hops=(ring.measured.hops[0], slow)),
+        predicted=replace(ring.predicted, hops=(ring.predicted.hops[0], planned)),
+    )
 
     assert max(map(len, lay_out(status, 80).splitlines())) <= 80
 
@@ -87,8 +94,7 @@ def test_before_a_measurement_the_picture_shows_the_plan() -> None:
 
 
 def test_what_was_measured_on_another_ring_is_not_shown() -> None:
-    status = status_of(3)
-    status["ring"]["measured"] = status_of(2)["ring"]["measured"]
+    status = with_ring(status_of(3), measured=status_of(2).ring.measured)
 
     text = lay_out(status, 80)
 
@@ -118,8 +124,7 @@ def test_a_ring_that_waits_says_why() -> None:
 
 
 def test_a_ring_without_figures_is_still_drawn() -> None:
-    status = status_of(2, measured=False)
-    status["ring"]["predicted"] = None
+    status = with_ring(status_of(2), measured=None, predicted=None)
 
     text = lay_out(status, 80)
 
@@ -129,58 +134,65 @@ def test_a_ring_without_figures_is_still_drawn() -> None:
 
 
 def test_the_reason_of_a_node_is_a_line_of_its_own() -> None:
-    status = status_of(3)
-    status["nodes"][2] |= {"state": "standby", "reason": "its link adds 40 ms", "layers": None}
+    status = with_node(
+        status_of(3), 2, state=NodeState.STANDBY, reason="its link adds 40 ms", layers=None
+    )
 
     assert "\n   laptop is standby: its link adds 40 ms\n" in lay_out(status, 80)
 
 
 def test_weights_of_fewer_bits_are_told() -> None:
     status = status_of(1)
-    status["model"]["quant"] = "int8"
+    assert status.model
+    status = replace(status, model=replace(status.model, quant="int8"))
 
     assert " layers, bfloat16, int8\n" in lay_out(status, 80)
 
 
 def test_a_node_without_a_model_says_so() -> None:
-    assert "\nmodel   no model\n" in lay_out(waiting("") | {"model": None}, 80)
+    assert "\nmodel   no model\n" in lay_out(replace(waiting(""), model=None), 80)
 
 
 def test_a_client_is_named_as_one() -> None:
-    status = status_of(2)
-    status["nodes"][1] |= {
-        "role": "client", "memory_bytes": 0, "layers": None, "addresses": [], "link": None,
-    }  # fmt: skip
+    status = with_node(
+        status_of(2), 1, role="client", memory_bytes=0, layers=None, addresses=(), link=None
+    )
 
     assert "\n   desk1bc  desk   client   -       -        -\n" in lay_out(status, 80)
 
 
 def test_a_link_that_was_not_timed_has_no_round_trip() -> None:
-    status = status_of(2)
-    status["nodes"][1]["link"]["round_trip_ms"] = None
+    status = with_link(status_of(2), 1, round_trip_ms=None)
 
     assert "\ndesk     direct           -  12.1 MiB" in lay_out(status, 80)
 
 
 def test_a_long_name_is_cut() -> None:
-    status = status_of(2)
-    status["nodes"][1]["name"] = "x" * 64
+    status = with_node(status_of(2), 1, name="x" * 64)
 
     assert max(map(len, lay_out(status, 80).splitlines())) <= 80
 
 
 def test_strangers_command_no_terminal_and_forge_no_line() -> None:
-    status = clean(status_of(2))
-    status["nodes"][1]["name"] = clean("\x1b[2Jevil\nring serving\t")
+    status = with_node(status_of(2), 1, name="\x1b[2Jevil\nring serving\t")
 
-    text = lay_out(status, 200)
+    text = lay_out(clean(status), 200)
 
     assert "\x1b" not in text
     assert "\\x1b[2Jevil\\nri…" in text
 
 
 def test_cleaning_keeps_what_is_no_text() -> None:
-    assert clean({"a": [1, 2.5, None, True, "\x07"]}) == {"a": [1, 2.5, None, True, "\\x07"]}
+    same = (1, 2.5, None, True, NodeState.DOWN, Span(0, 4))
+
+    assert clean((*same, ("\x07",))) == (*same, ("\\x07",))
+    assert clean(status_of(3)) == status_of(3)
+
+
+def test_a_warning_is_told_at_the_end() -> None:
+    status = replace(status_of(2), warnings=("the disk is full",))
+
+    assert lay_out(status, 80).endswith("\nwarning   the disk is full")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from meshllm.names import Span
 from meshllm.request import Answer, FinishReason, HopReport, Piece, Prefilled
 from tests.cli.conftest import Invoke
 from tests.cli.fake import answer_of
-from tests.cli.statuses import FakeDoor
+from tests.cli.fake_client import FakeClient
 
 
 def traced(*, ms_per_token: float = 50.0, name: str = "desk") -> Answer:
@@ -20,8 +20,8 @@ def traced(*, ms_per_token: float = 50.0, name: str = "desk") -> Answer:
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    door = FakeDoor(monkeypatch)
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    door = FakeClient(monkeypatch)
     door.answers = [Prefilled(1, 1), Piece("x"), traced()]
     return door
 
@@ -53,7 +53,7 @@ def test_a_single_token_has_no_hops_to_time() -> None:
     assert lay_out(traced(ms_per_token=0), 80).endswith("\nfirst token 240.0 ms")
 
 
-def test_the_answer_is_timed_and_not_shown(meshllm: Invoke, door: FakeDoor) -> None:
+def test_the_answer_is_timed_and_not_shown(meshllm: Invoke, door: FakeClient) -> None:
     result = meshllm("ring", "trace", "What is a ring?", "--tokens", "32")
 
     assert (result.exit_code, result.stderr) == (0, "")
@@ -64,7 +64,7 @@ def test_the_answer_is_timed_and_not_shown(meshllm: Invoke, door: FakeDoor) -> N
     ]
 
 
-def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, door: FakeDoor) -> None:
+def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, door: FakeClient) -> None:
     door.answers = [traced(name="lapt2bc")]
 
     told = json.loads(meshllm("ring", "trace", "--json").stdout)
@@ -72,12 +72,12 @@ def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, door: FakeDoor) -> 
     assert [hop["node"] for hop in told["hops"]] == ["attic", "laptop"]
 
 
-def test_a_trace_needs_no_prompt(meshllm: Invoke, door: FakeDoor) -> None:
+def test_a_trace_needs_no_prompt(meshllm: Invoke, door: FakeClient) -> None:
     assert meshllm("ring", "trace").exit_code == 0
     assert door.requests[0].turns[0]["content"]
 
 
-def test_a_trace_as_json_has_every_hop(meshllm: Invoke, door: FakeDoor) -> None:
+def test_a_trace_as_json_has_every_hop(meshllm: Invoke, door: FakeClient) -> None:
     door.answers = [answer_of("x", 4)]
 
     told = json.loads(meshllm("ring", "trace", "--json").stdout)
@@ -87,7 +87,7 @@ def test_a_trace_as_json_has_every_hop(meshllm: Invoke, door: FakeDoor) -> None:
 
 
 def test_a_node_that_ends_without_an_answer_broke_the_rules(
-    meshllm: Invoke, door: FakeDoor
+    meshllm: Invoke, door: FakeClient
 ) -> None:
     door.answers = [Prefilled(1, 1)]
 

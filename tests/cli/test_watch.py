@@ -1,23 +1,25 @@
 import asyncio
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from meshllm.cli import watch
-from meshllm.cli.door import Client
+from meshllm.cli.client import NodeClient
 from meshllm.errors import LinkLost
-from tests.cli.statuses import FakeDoor, status_of, waiting
+from meshllm.status import MeshStatus
+from tests.builders.status import status_of, waiting, with_link, with_node
+from tests.cli.fake_client import FakeClient
 
 
 async def test_an_event_is_a_look_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = FakeDoor(monkeypatch)
-    door.status = [waiting("alone"), status_of(2)]
+    door = FakeClient(monkeypatch)
+    door.statuses = [waiting("alone"), status_of(2)]
     monkeypatch.setattr(watch, "EVERY_S", 3600)
     seen: list[str] = []
     both = asyncio.Event()
 
-    def show(status: dict[str, Any]) -> None:
-        seen.append(status["ring"]["state"])
+    def show(status: MeshStatus) -> None:
+        seen.append(status.ring.state)
         if len(seen) == 2:
             both.set()
 
@@ -29,8 +31,8 @@ async def test_an_event_is_a_look_before_its_time(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_it_ends_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = FakeDoor(monkeypatch)
-    door.status = [status_of(1), LinkLost("The node is gone")]
+    door = FakeClient(monkeypatch)
+    door.statuses = [status_of(1), LinkLost("The node is gone")]
     monkeypatch.setattr(watch, "EVERY_S", 0.01)
 
     with pytest.raises(ExceptionGroup) as ended:
@@ -40,13 +42,10 @@ async def test_it_ends_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clocks_and_counters_are_no_change() -> None:
-    seen: list[dict[str, Any]] = []
+    seen: list[MeshStatus] = []
     show = watch.changes(seen.append)
-    second, third = status_of(2), status_of(2)
-    second["since_s"] += 1
-    second["nodes"][1]["link"]["heard_s"] += 1
-    second["nodes"][1]["link"]["bytes_sent"] += 1
-    third["nodes"][1]["link"] = None
+    second = replace(with_link(status_of(2), 1, heard_s=9, bytes_sent=1), since_s=755.0)
+    third = with_node(status_of(2), 1, link=None)
 
     for status in (status_of(2), second, third):
         show(status)
@@ -54,5 +53,5 @@ def test_clocks_and_counters_are_no_change() -> None:
     assert seen == [status_of(2), third]
 
 
-def client(door: FakeDoor) -> Client:
+def client(door: FakeClient) -> NodeClient:
     return door  # type: ignore[return-value]  # the half of it that is used

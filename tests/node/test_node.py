@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.source import resolve
+from meshllm.node.control import control_of
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig
@@ -21,6 +22,7 @@ from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.credential import Role
 from meshllm.protocol.records import Profile
 from meshllm.request import Answer, Piece, Request
+from meshllm.status import RingState
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
 from tests.node.wishes import node_options
@@ -63,12 +65,12 @@ async def until(claim: Callable[[], bool], node: MeshNode) -> None:
 
 
 def spans(node: MeshNode) -> list[str]:
-    ring = node.door.status()["ring"]
-    return [stage["layers"] for stage in ring["stages"]] if ring["state"] == "serving" else []
+    ring = control_of(node).status().ring
+    return [str(each.layers) for each in ring.stages] if ring.state is RingState.SERVING else []
 
 
 def states(node: MeshNode) -> dict[str, str]:
-    return {each["name"]: each["state"] for each in node.door.status()["nodes"]}
+    return {each.name: each.state for each in control_of(node).status().nodes}
 
 
 async def ask(node: Any, request: Request = QUESTION) -> str:
@@ -93,11 +95,11 @@ async def test_three_nodes_form_a_ring_and_each_answers_as_one_process(mesh: Mes
     for node in (a, b, c):
         await until(lambda node=node: len(spans(node)) == 3, node)  # type: ignore[misc]  # a closure
 
-    texts = [await ask(node.door) for node in (a, b, c)]
+    texts = [await ask(control_of(node)) for node in (a, b, c)]
 
     assert texts == [await reference()] * 3
-    plans = [node.door.plan() for node in (a, b, c)]
-    assert len({(plan["epoch"], plan["digest"], str(plan["stages"])) for plan in plans}) == 1
+    plans = [control_of(node).plan() for node in (a, b, c)]
+    assert len({(plan.epoch, plan.digest, plan.stages) for plan in plans}) == 1
     assert states(b) == dict.fromkeys("abc", "serving")
 
 
@@ -107,14 +109,14 @@ async def test_a_node_that_is_gone_is_replaced_and_takes_part_again(mesh: Mesh) 
     b = await mesh.start("b", join=ticket)
     await until(lambda: len(spans(a)) == 2, a)
     me, first = b.me, a.standing.plan
-    text = await ask(a.door)
+    text = await ask(control_of(a))
 
     await mesh.kill("b")
-    alone = await ask(a.door)
+    alone = await ask(control_of(a))
     b = await mesh.start("b", join=ticket)
     await until(lambda: len(spans(a)) == 2, a)
 
-    assert (alone, await ask(b.door)) == (text, text)
+    assert (alone, await ask(control_of(b))) == (text, text)
     assert b.me == me
     assert first is not None
     assert a.standing.plan is not None
@@ -128,7 +130,7 @@ async def test_an_answer_under_way_survives_the_loss_of_a_node(mesh: Mesh) -> No
 
     said = ""
     async with asyncio.timeout(PATIENCE_S):
-        async for event in a.door.generate(QUESTION):
+        async for event in control_of(a).generate(QUESTION):
             if isinstance(event, Piece):
                 if not said:
                     await mesh.kill("b")
@@ -146,9 +148,9 @@ async def test_a_node_that_leaves_says_so(mesh: Mesh) -> None:
     await asyncio.wait_for(b.stopped, PATIENCE_S)
     await until(lambda: states(a)["b"] == "left", a)
 
-    assert await ask(a.door)
+    assert await ask(control_of(a))
     with pytest.raises(UserError, match="is leaving the mesh"):
-        await ask(b.door)
+        await ask(control_of(b))
 
 
 async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
@@ -163,9 +165,9 @@ async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
     await mesh.start("b", join=a.ticket, model=str(other))
     await until(lambda: states(a).get("b") == "refused", a)
 
-    [refused] = a.door.plan()["refused"]
-    assert refused["name"] == "b"
-    assert refused["reason"].startswith("its layer 3 differs from that of")
+    [refused] = control_of(a).plan().refused
+    assert refused.name == "b"
+    assert refused.reason.startswith("its layer 3 differs from that of")
     await until(lambda: spans(a) == ["0:8"], a)
 
 
@@ -182,12 +184,14 @@ async def test_a_removed_node_is_cut_off_and_ends(mesh: Mesh) -> None:
     b = await mesh.start("b", join=a.ticket)
     await until(lambda: "b" in states(a), a)
 
-    removed = a.door.remove("b")
+    removed = control_of(a).remove("b")
 
     with pytest.raises(NotAuthorised, match="is removed from the mesh"):
         await asyncio.wait_for(b.stopped, PATIENCE_S)
-    assert removed["name"] == "b"
-    assert [(each["self"], each["state"] == "removed") for each in a.door.members()] == [
+    assert removed.name == "b"
+    assert [
+        (each.is_self, each.state == "removed") for each in control_of(a).members().members
+    ] == [
         (True, False),
         (False, True),
     ]
@@ -216,7 +220,7 @@ async def test_the_flags_of_who_starts_last_bind_the_mesh(mesh: Mesh) -> None:
     assert a.machine.charter is not None
     assert (a.machine.charter.members, a.machine.charter.prefer) == (2, (a.me,))
     assert a.machine.charter == b.machine.charter
-    assert a.door.plan()["policy"] == "throughput"
+    assert control_of(a).plan().policy == "throughput"
 
 
 async def test_the_charter_and_the_membership_outlive_the_process(mesh: Mesh) -> None:
@@ -301,4 +305,4 @@ async def test_the_others_hear_where_a_node_is_reached_now(mesh: Mesh) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not heard():  # noqa: ASYNC110 -- a change of address is no news of the ring
             await asyncio.sleep(0.05)
-    assert "loopback:elsewhere" in b.door.status()["listening"]
+    assert "loopback:elsewhere" in control_of(b).status().listening

@@ -8,6 +8,7 @@ from random import Random
 from typing import ParamSpec, TypeVar
 
 from meshllm.errors import MeshError, NotAuthorised
+from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.node.worker import Worker
@@ -206,7 +207,7 @@ class World:
             return
         self.is_calm = False
         self.note(f"{number} removes {gone}")
-        at.call(at.node.door.remove, show(key))
+        at.call(control_of(at.node).remove, show(key))
         self.members.remover = number
         self.members.removals = dict(at.node.machine.removals)
 

@@ -1,27 +1,28 @@
 """What the HTTP application needs of a node; knows nothing about HTTP."""
 
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Protocol
 
 from meshllm.request import Event, Request
+from meshllm.status import Change, Members, MeshStatus, Removed, RingStatus
 
 SOCKET = "door.sock"
 """Name of its unix socket in the state folder."""
 
 
-class Door(Protocol):
+class NodePort(Protocol):
     """A node as its owner sees it.
 
     What is not a stream is a snapshot: it answers at once, from what the node knows now.
     """
 
-    def status(self) -> dict[str, Any]:
-        """Tell how the node, its ring and its mesh are, as one JSON object."""
+    def status(self) -> MeshStatus:
+        """Tell how the node, its ring and its mesh are."""
 
-    def plan(self) -> dict[str, Any]:
-        """Tell who holds what, and why, as one JSON object."""
+    def plan(self) -> RingStatus:
+        """Tell who holds what, and why."""
 
-    def members(self) -> list[dict[str, Any]]:
+    def members(self) -> Members:
         """List who holds a credential of the mesh."""
 
     def models(self) -> list[str]:
@@ -30,10 +31,10 @@ class Door(Protocol):
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Make a ticket for so many joiners in that time; raise `UserError` for a wrong one."""
 
-    def remove(self, node: str) -> dict[str, Any]:
-        """Shut a member out for ever; raise `UserError` when nobody has that id."""
+    def remove(self, node: str) -> Removed:
+        """Permanently remove a member; raise `UserError` when nobody has that id."""
 
-    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    def events(self) -> AsyncGenerator[Change, None]:
         """Yield where the mesh stands, at once and after each change; those missed become one."""
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:

@@ -1,20 +1,20 @@
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
-from meshllm.cli import door as module
-from meshllm.cli.door import Client, door_path, open_door, running
+from meshllm.cli import client as module
+from meshllm.cli.client import NodeClient, door_path, open_door, running
 from meshllm.config import Settings
-from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
+from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
 from meshllm.request import Event, Piece, Prefilled, Request
-from tests.api.fake import FakeDoor, status_of
+from tests.api.fake_node import CHANGE, FakeNode
 from tests.cli.fake import answer_of
 
 pytestmark = pytest.mark.socket
@@ -23,8 +23,8 @@ ASKED = Request(raw="hi")
 
 
 @pytest.fixture
-def node() -> FakeDoor:
-    return FakeDoor()
+def node() -> FakeNode:
+    return FakeNode()
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def client(node: FakeDoor, path: Path) -> AsyncIterator[Client]:
+async def client(node: FakeNode, path: Path) -> AsyncIterator[NodeClient]:
     task = asyncio.ensure_future(serve(node, path))
     while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
         await asyncio.sleep(0.01)
-    yield Client(path)
+    yield NodeClient(path)
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -70,7 +70,7 @@ def liar(path: Path) -> Iterator[list[bytes]]:
     thread.join()
 
 
-async def _events(client: Client) -> list[Event]:
+async def _events(client: NodeClient) -> list[Event]:
     return [event async for event in client.generate(ASKED)]
 
 
@@ -78,38 +78,36 @@ def test_the_socket_is_in_the_state_folder(tmp_path: Path) -> None:
     assert door_path(Settings(state=str(tmp_path))) == tmp_path / "door.sock"
 
 
-async def test_an_object_is_fetched(client: Client) -> None:
-    assert await client.get("/mesh/status") == {"schema": 1} | status_of()
+async def test_what_a_node_reports_is_fetched_as_it_was(client: NodeClient, node: FakeNode) -> None:
+    assert await client.status() == node.status()
+    assert await client.members() == node.members()
 
 
-async def test_an_object_is_sent(client: Client, node: FakeDoor) -> None:
-    said = await client.post("/mesh/ticket", {"uses": 2})
+async def test_a_node_does_what_it_is_told(client: NodeClient, node: FakeNode) -> None:
+    assert await client.invite("node", 3600, 2) == "meshllm1abc"
+    assert await client.remove("abc") == node.remove("abc")
 
-    assert (said, node.calls) == ({"ticket": "meshllm1abc"}, [("node", 3600, 2)])
-
-
-async def test_text_is_fetched(client: Client) -> None:
-    assert (await client.text("/metrics")).startswith("# HELP meshllm_info")
+    assert node.calls == [("node", 3600, 2), ("abc",), ("abc",)]
 
 
-async def test_lines_come_one_by_one(client: Client, node: FakeDoor) -> None:
+async def test_changes_come_one_by_one(client: NodeClient, node: FakeNode) -> None:
     async with asyncio.timeout(5):
-        async with aclosing(client.stream_lines("/mesh/events")) as lines:
-            first = await anext(lines)
+        async with aclosing(client.events()) as events:
+            first = await anext(events)
             node.go.set()
-            second = await anext(lines)
+            second = await anext(events)
 
-    assert [json.loads(line)["event"] for line in (first, second)] == ["joined", "left"]
+    assert (first, second) == (CHANGE, replace(CHANGE, epoch=8))
 
 
-async def test_an_answer_is_what_the_node_made(client: Client, node: FakeDoor) -> None:
+async def test_an_answer_is_what_the_node_made(client: NodeClient, node: FakeNode) -> None:
     events = await _events(client)
 
     assert events == [Prefilled(2, 2), Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5)]
     assert node.requests == [ASKED]
 
 
-async def test_closing_an_answer_cancels_it_on_the_node(client: Client, node: FakeDoor) -> None:
+async def test_closing_an_answer_cancels_it_on_the_node(client: NodeClient, node: FakeNode) -> None:
     node.waits_at = 2
     async with asyncio.timeout(5):
         async with aclosing(client.generate(ASKED)) as events:
@@ -120,7 +118,7 @@ async def test_closing_an_answer_cancels_it_on_the_node(client: Client, node: Fa
 
 @pytest.mark.parametrize("fails_at", [0, 2])
 async def test_an_error_of_the_node_stays_what_it_is(
-    client: Client, node: FakeDoor, fails_at: int
+    client: NodeClient, node: FakeNode, fails_at: int
 ) -> None:
     node.fails_at, node.error = fails_at, ModelError("no such model", hint="pull it")
 
@@ -130,24 +128,19 @@ async def test_an_error_of_the_node_stays_what_it_is(
     assert (raised.value.hint, raised.value.exit_code) == ("pull it", 4)
 
 
-async def test_what_is_not_served_is_an_error_too(client: Client) -> None:
-    with pytest.raises(UserError, match="Not Found"):
-        await client.get("/nothing")
-
-
 async def test_without_a_node_it_says_how_to_start_one(path: Path) -> None:
     with pytest.raises(LinkLost, match="No node is running at") as raised:
-        await Client(path).get("/mesh/status")
+        await NodeClient(path).status()
 
     assert (raised.value.hint, raised.value.exit_code) == ("start one with `meshllm node`", 3)
 
 
-async def test_a_node_that_stops_in_the_middle_is_a_lost_link(node: FakeDoor, path: Path) -> None:
+async def test_a_node_that_stops_in_the_middle_is_a_lost_link(node: FakeNode, path: Path) -> None:
     node.waits_at = 2
     task = asyncio.ensure_future(serve(node, path))
     while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
         await asyncio.sleep(0.01)
-    asking = asyncio.ensure_future(_events(Client(path)))
+    asking = asyncio.ensure_future(_events(NodeClient(path)))
     await node.begun.wait()
 
     task.cancel()
@@ -166,6 +159,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
         (b"HTTP/1.1 503 X\r\ncontent-length: 4\r\n\r\nBusy", PeerFault, "answered with status 503"),
         (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", PeerFault, "answered with status 500"),
         (HEAD % 2 + b"[]", PeerFault, "no JSON object"),
+        (HEAD % 2 + b"{}", PeerFault, "cannot be read: `.*` is missing"),
         (HEAD % 1 + b"x", PeerFault, "no JSON object"),
         (HEAD % 9 + b"{}", LinkLost, "The node went away"),
         (b"what\r\n\r\n", LinkLost, "The node went away"),
@@ -177,14 +171,14 @@ async def test_nonsense_is_one_clear_line(
     liar.append(lie)
 
     with pytest.raises(error, match=message):
-        await Client(path).get("/mesh/status")
+        await NodeClient(path).status()
 
 
 async def test_an_answer_without_an_end_is_a_lost_link(path: Path, liar: list[bytes]) -> None:
     liar.append(HEAD % 15 + b'{"piece":"a"}\n\n')
 
     with pytest.raises(LinkLost, match="before its answer was complete"):
-        await _events(Client(path))
+        await _events(NodeClient(path))
 
 
 async def test_a_node_that_does_not_answer_is_given_up(
@@ -194,15 +188,15 @@ async def test_a_node_that_does_not_answer_is_given_up(
     monkeypatch.setattr(module, "REPLY_S", 0.05)
 
     with pytest.raises(TimedOut, match="did not answer within"):
-        await Client(path).get("/mesh/status")
+        await NodeClient(path).status()
 
 
-async def test_running_tells_whether_a_node_answers(client: Client, tmp_path: Path) -> None:
+async def test_running_tells_whether_a_node_answers(client: NodeClient, tmp_path: Path) -> None:
     assert running(Settings(state=str(client.socket.parent)))
     assert not running(Settings(state=str(tmp_path / "other")))
     assert not running(Settings(state="x" * 300))
 
 
-async def test_the_door_of_the_settings_is_opened(client: Client) -> None:
+async def test_the_door_of_the_settings_is_opened(client: NodeClient) -> None:
     async with open_door(Settings(state=str(client.socket.parent))) as ring:
         assert ring == client

@@ -1,4 +1,4 @@
-"""The door of the running node, seen from the command line; knows nothing about terminals."""
+"""The running node, seen from the command line; knows nothing about terminals."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
 from meshllm.request import Answer, Event, Request
+from meshllm.status import Change, Invitation, Members, MeshStatus, Removed, from_json
 
 if TYPE_CHECKING:
     from httpx2 import Response
+
+Fields = dict[str, Any]  # a JSON object, not yet read
 
 START = "start one with `meshllm node`"
 REPLY_S = 30.0  # for what a node knows by heart; its event loop computes nothing
@@ -20,7 +23,7 @@ REPLY_S = 30.0  # for what a node knows by heart; its event loop computes nothin
 
 def door_path(settings: Settings) -> Path:
     """Name the socket of the node that these settings mean."""
-    from meshllm.api.door import SOCKET
+    from meshllm.api.port import SOCKET
 
     return state_path(settings) / SOCKET
 
@@ -33,36 +36,63 @@ def running(settings: Settings) -> bool:
 
 
 @asynccontextmanager
-async def open_door(settings: Settings) -> AsyncIterator["Client"]:
+async def open_door(settings: Settings) -> AsyncIterator["NodeClient"]:
     """Answer through the mesh of the running node."""
-    yield Client(door_path(settings))
+    yield NodeClient(door_path(settings))
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class NodeClient:
     """Asks the node behind a socket.
 
     Every method raises `LinkLost` when no node is running or it goes away, `TimedOut` when it does
-    not answer, and what the node itself raised.
+    not answer, `PeerFault` when its answer cannot be read, and what the node itself raised.
     """
 
     socket: Path
 
-    async def get(self, path: str) -> dict[str, Any]:
-        """Fetch one JSON object."""
+    async def status(self) -> MeshStatus:
+        """Fetch all that the node reports."""
+        return from_json(MeshStatus, await self._get("/mesh/status"))
+
+    async def members(self) -> Members:
+        """Fetch who may take part in the mesh."""
+        return from_json(Members, await self._get("/mesh/members"))
+
+    async def invite(self, role: str, expires_s: int, uses: int) -> str:
+        """Let the node make a ticket."""
+        wish = {"role": role, "expires_s": expires_s, "uses": uses}
+        return from_json(Invitation, await self._post("/mesh/ticket", wish)).ticket
+
+    async def remove(self, node: str) -> Removed:
+        """Let the node permanently remove a member."""
+        return from_json(Removed, await self._post("/mesh/remove", {"node": node}))
+
+    async def events(self) -> AsyncGenerator[Change, None]:
+        """Yield what may have changed, as it happens."""
+        async with aclosing(self._lines("/mesh/events")) as lines:
+            async for line in lines:
+                yield from_json(Change, _object(line))
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield progress, pieces, and the answer last; closing it cancels on every node."""
+        from meshllm.node.asking import event_from_json, request_to_json
+
+        async with aclosing(self._lines("/mesh/ask", request_to_json(request))) as lines:
+            async for line in lines:
+                event = event_from_json(line)
+                yield event
+                if isinstance(event, Answer):
+                    return
+        raise LinkLost("The node went away before its answer was complete")
+
+    async def _get(self, path: str) -> Fields:
         return _object(await self._fetch("GET", path))
 
-    async def post(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Send one JSON object and fetch the one that answers it."""
+    async def _post(self, path: str, fields: Fields) -> Fields:
         return _object(await self._fetch("POST", path, json.dumps(fields).encode()))
 
-    async def text(self, path: str) -> str:
-        """Fetch plain text."""
-        return (await self._fetch("GET", path)).decode()
-
-    async def stream_lines(
-        self, path: str, body: bytes | None = None
-    ) -> AsyncGenerator[bytes, None]:
+    async def _lines(self, path: str, body: bytes | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the lines of a stream: GET without a body, else POST. Closing it hangs up."""
         method = "GET" if body is None else "POST"
         rest = b""
@@ -71,18 +101,6 @@ class Client:
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in filter(None, lines):
                     yield line
-
-    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield progress, pieces, and the answer last; closing it cancels on every node."""
-        from meshllm.node.asking import event_from_json, request_to_json
-
-        async with aclosing(self.stream_lines("/mesh/ask", request_to_json(request))) as lines:
-            async for line in lines:
-                event = event_from_json(line)
-                yield event
-                if isinstance(event, Answer):
-                    return
-        raise LinkLost("The node went away before its answer was complete")
 
     async def _fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
         async with self._open(method, path, body, timeout_s=REPLY_S) as response:
@@ -119,7 +137,7 @@ class Client:
             raise LinkLost(f"The node went away: {error}") from None
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _object(body: bytes) -> Fields:
     try:
         found = json.loads(body)
     except ValueError:

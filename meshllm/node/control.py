@@ -1,0 +1,346 @@
+"""A node as its owner controls it: its status, from its own records, and what it may be told."""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field, replace
+
+from meshllm.errors import MeshError, UserError
+from meshllm.names import NodeId
+from meshllm.node.desk import Counts
+from meshllm.node.founding import find_node
+from meshllm.node.node import MeshNode
+from meshllm.node.view import LinkView, NodeView
+from meshllm.protocol.advice import advise
+from meshllm.protocol.agreement import Agreement
+from meshllm.protocol.credential import Removal, Role, remove
+from meshllm.protocol.identity import NodeKey, short, show
+from meshllm.protocol.prediction import predict
+from meshllm.protocol.records import Lifecycle, Profile, State
+from meshllm.request import Event, Request
+from meshllm.status import (
+    Change,
+    LinkStatus,
+    Measured,
+    MeasuredTimes,
+    Members,
+    MemberStatus,
+    MeshStatus,
+    ModelStatus,
+    Named,
+    NetworkStatus,
+    NodeState,
+    NodeStatus,
+    Planned,
+    PlannedTimes,
+    Removed,
+    RingState,
+    RingStatus,
+    SessionCounts,
+    StageStatus,
+    Unplaced,
+)
+
+MAX_LASTS_S = 100 * 365 * 24 * 3600  # s of a ticket: a century
+
+_NOBODY = Profile("", "", (), 0)
+
+
+@dataclass(slots=True)
+class NodeControl:
+    """What the HTTP application shows of a node, and lets its owner do."""
+
+    look: Callable[[], NodeView]
+    key: NodeKey
+    make_ticket: Callable[[Role, float | None, int | None], str]
+    """For a role, for so many seconds and so many uses; None is without a limit."""
+    expel: Callable[[Removal], None]
+    changes: Callable[[], AsyncGenerator[None, None]]
+    """Yields once at first, then whenever something may have changed."""
+    answer: Callable[[Request], AsyncGenerator[Event, None]]
+    _advised: tuple[Agreement | None, str] = field(default=(None, ""), init=False)
+
+    def status(self) -> MeshStatus:
+        """Tell how the node, its ring and its mesh are."""
+        view = self.look()
+        counts = view.counts
+        return MeshStatus(
+            mesh=view.mesh.hex(),
+            node=show(view.me),
+            name=view.name,
+            version=view.version,
+            model=_model(view),
+            ring=self._ring(view),
+            nodes=tuple(_node(view, each) for each in _known(view)),
+            sessions=SessionCounts(
+                counts.active,
+                waiting=max(0, counts.active - view.sessions),
+                served=counts.served,
+                failed=counts.failed,
+                tokens=counts.tokens,
+            ),
+            listening=view.addresses,
+            networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),
+            since_s=view.since_s,
+            warnings=view.warnings,
+        )
+
+    def plan(self) -> RingStatus:
+        """Tell who holds what, and why."""
+        view = self.look()
+        ring = self._ring(view)
+        return replace(ring, reason=view.agreement.reason) if view.agreement else ring
+
+    def members(self) -> Members:
+        """List who holds a credential of the mesh, as far as this node has heard."""
+        view = self.look()
+        known = [
+            _member(view, each, str(Role.NODE), _state(view, each)[0], view.hosts.get(each, ()))
+            for each in _known(view)
+        ]
+        clients = [
+            _member(view, peer, str(Role.CLIENT), "linked", link.issuers)
+            for peer, link in view.links.items()
+            if link.role is Role.CLIENT
+        ]
+        removed = [_member(view, each, "", "removed") for each in view.removed]
+        return Members((*known, *clients, *removed))
+
+    def models(self) -> list[str]:
+        """List the models that answer here."""
+        charter = self.look().charter
+        return [charter.shape.name] if charter else []
+
+    def invite(self, role: str, expires_s: int, uses: int) -> str:
+        """Make a ticket; 0 seconds or uses are without a limit."""
+        if role not in tuple(Role):
+            raise UserError(f"Invalid role `{role}`", hint="`node` or `client`")
+        if not (0 <= expires_s <= MAX_LASTS_S and uses >= 0):
+            raise UserError(
+                f"A ticket cannot last {expires_s} s and {uses} uses",
+                hint=f"at most {MAX_LASTS_S} s; 0 is without a limit",
+            )
+        return self.make_ticket(Role(role), expires_s or None, uses or None)
+
+    def remove(self, node: str) -> Removed:
+        """Permanently remove a member, and those it invited except nodes that are here now."""
+        view = self.look()
+        gone = find_node(node, view.profiles)
+        if gone == view.me:
+            raise UserError("A node does not remove itself", hint="stop it with Ctrl-C")
+        paths = ((*view.hosts.get(each, ()), each) for each in sorted(view.alive))
+        guests = {path[-1]: path[path.index(gone) + 1] for path in paths if gone in path[:-1]}
+        spared = tuple(sorted(set(guests.values())))  # who invited a guest, where it did not
+        self.expel(remove(self.key, view.mesh, gone, int(time.time()), spared))
+        if gone not in self.look().removed:
+            raise MeshError("The mesh remembers no more removals", hint="begin a new mesh")
+        spared_guests = tuple(Named(*_named(view, each)) for each in guests)
+        return Removed(*_named(view, gone), spared_guests)
+
+    async def events(self) -> AsyncGenerator[Change, None]:
+        """Yield once at first, then whenever something may have changed."""
+        async with aclosing(self.changes()) as changes:
+            async for _ in changes:
+                view = self.look()
+                yield Change(
+                    "changed",
+                    _ring_state(view),
+                    view.plan.epoch if view.plan else 0,
+                    _digest(view),
+                    {show(each): _state(view, each)[0] for each in _known(view)},
+                )
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request; see `desk.Desk.generate`."""
+        if self.look().is_leaving:
+            raise UserError("This node is leaving the mesh", hint="ask another node")
+        return self.answer(request)
+
+    def _ring(self, view: NodeView) -> RingStatus:
+        plan, agreement = view.plan, view.agreement
+        return RingStatus(
+            state=_ring_state(view),
+            reason="" if view.is_served else view.reason,
+            epoch=plan.epoch if plan else 0,
+            digest=_digest(view),
+            policy=str(view.charter.policy) if view.charter else "auto",
+            entry=show(plan.stages[0].node) if plan else None,
+            stages=tuple(
+                StageStatus(rank, *_named(view, stage.node), stage.span)
+                for rank, stage in enumerate(plan.stages if plan else ())
+            ),
+            predicted=_predicted(view),
+            measured=_measured(view.counts),
+            advice=self._advise(agreement),
+            standbys=tuple(
+                Unplaced(*_named(view, each.node), each.reason)
+                for each in (agreement.standbys if agreement else ())
+            ),
+            refused=tuple(
+                Unplaced(*_named(view, each), why)
+                for each, why in (agreement.refused if agreement else {}).items()
+            ),
+        )
+
+    def _advise(self, agreement: Agreement | None) -> str:
+        """Say what would make the ring faster; computed once for each agreement."""
+        if agreement is not None and agreement is not self._advised[0]:
+            self._advised = agreement, advise(agreement)
+        return self._advised[1]
+
+
+def control_of(node: MeshNode) -> NodeControl:
+    """Give the owner control of a node."""
+    return NodeControl(
+        node.view,
+        node.keyring.key,
+        node.invite,
+        node.expel,
+        node.standing.changes,
+        node.desk.generate,
+    )
+
+
+def _named(view: NodeView, node: NodeId) -> tuple[str, str]:
+    return show(node), _name(view, node)
+
+
+def _name(view: NodeView, node: NodeId) -> str:
+    return view.profiles.get(node, _NOBODY).name
+
+
+def _known(view: NodeView) -> list[NodeId]:
+    known = {*view.profiles, view.me}
+    return sorted(known, key=lambda node: (node != view.me, _name(view, node), node))
+
+
+def _member(
+    view: NodeView, node: NodeId, role: str, state: str, hosts: Sequence[NodeId] = ()
+) -> MemberStatus:
+    return MemberStatus(
+        node=show(node),
+        short=short(node),
+        name=_name(view, node) if role != Role.CLIENT else "",
+        role=role,
+        state=state,
+        is_self=node == view.me,
+        hosts=tuple(show(each) for each in hosts),
+    )
+
+
+def _model(view: NodeView) -> ModelStatus | None:
+    charter = view.charter
+    if charter is None:
+        return None
+    shape = charter.shape
+    return ModelStatus(
+        shape.name, shape.layers, shape.hidden_size, charter.dtype.name.lower(), str(charter.quant)
+    )
+
+
+def _ring_state(view: NodeView) -> RingState:
+    if view.plan is None:
+        return RingState.WAITING
+    return RingState.SERVING if view.is_served else RingState.FORMING
+
+
+def _digest(view: NodeView) -> str:
+    return view.plan.digest.hex()[:12] if view.plan else ""
+
+
+def _node(view: NodeView, node: NodeId) -> NodeStatus:
+    profile, plan, link = view.profiles.get(node, _NOBODY), view.plan, view.links.get(node)
+    rank = plan.rank(node) if plan else None
+    state, reason = _state(view, node)
+    is_self = node == view.me
+    return NodeStatus(
+        node=show(node),
+        short=short(node),
+        name=profile.name,
+        role=str(Role.NODE),
+        state=state,
+        reason=reason,
+        addresses=profile.addresses,
+        memory_bytes=profile.memory_bytes,
+        layers=plan.stages[rank].span if plan and rank is not None else None,
+        rank=rank,
+        is_self=is_self,
+        incarnation=view.incarnation if is_self else (link.instance if link else 0),
+        version=profile.version,
+        link=_link(link) if link else None,
+        execution=view.execution if is_self else "",
+    )
+
+
+def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
+    """Say what a node does, and why."""
+    agreement, state = view.agreement, view.states.get(node, State())
+    if node not in view.alive:
+        left = state.lifecycle is Lifecycle.LEFT
+        return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it stands")
+    if agreement and (why := agreement.refused.get(node)):
+        return NodeState.REFUSED, why
+    if state.lifecycle is Lifecycle.JOIN:
+        return NodeState.JOINING, "it looks at its model"
+    if view.plan and view.plan.rank(node) is not None:
+        if state.is_loaded:
+            return NodeState.SERVING, ""
+        return NodeState.LOADING, view.trouble if node == view.me else ""
+    reasons = {each.node: each.reason for each in agreement.standbys} if agreement else {}
+    return NodeState.STANDBY, reasons.get(node, "")
+
+
+def _link(link: LinkView) -> LinkStatus:
+    return LinkStatus(
+        round_trip_ms=link.round_trip_us / 1e3,
+        path=str(link.statistics.path),
+        path_reason=link.statistics.path_reason,
+        address=link.address,
+        bytes_sent=link.statistics.bytes_sent,
+        bytes_received=link.statistics.bytes_received,
+        heard_s=link.heard_s,
+        clock_s=link.ahead_s,
+    )
+
+
+def _predicted(view: NodeView) -> Planned | None:
+    plan, agreement, charter = view.plan, view.agreement, view.charter
+    if plan is None or agreement is None or charter is None:
+        return None
+    offered = {offer.node for offer in agreement.offers}
+    if not offered.issuperset(stage.node for stage in plan.stages):
+        return None  # a member has gone, and another plan is on its way
+    found = predict(plan, agreement.offers, agreement.links, charter.shape)
+    return Planned(
+        ms_per_token=found.seconds_per_token * 1e3,
+        ttft_ms=found.ttft_s * 1e3,
+        head_ms=found.head_s * 1e3,
+        hops=tuple(
+            PlannedTimes(rank, hop.compute_s * 1e3, hop.wire_s * 1e3)
+            for rank, hop in enumerate(found.hops)
+        ),
+    )
+
+
+def _measured(counts: Counts) -> Measured | None:
+    answer = counts.last
+    if answer is None or not answer.ms_per_token:
+        return None
+    return Measured(
+        ms_per_token=answer.ms_per_token,
+        ttft_ms=answer.ttft_ms,
+        tokens=counts.last_tokens,
+        hops=tuple(
+            MeasuredTimes(
+                hop.rank,
+                hop.node,
+                hop.span,
+                compute_ms=hop.compute_ms,
+                serialise_ms=hop.serialise_ms,
+                queue_ms=hop.queue_ms,
+                wire_ms=hop.wire_ms,
+                bytes_per_token=hop.bytes_per_token,
+            )
+            for hop in answer.hops
+        ),
+    )

@@ -1,0 +1,114 @@
+"""A node that answers by rule, so that its faces can be tested without a mesh."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshllm.errors import MeshError
+from meshllm.request import Event, Piece, Prefilled, Request
+from meshllm.status import (
+    Change,
+    Measured,
+    Members,
+    MeshStatus,
+    Named,
+    NodeState,
+    Planned,
+    Removed,
+    RingState,
+    RingStatus,
+    SessionCounts,
+)
+from tests.builders.status import member, status_of, with_link, with_node, with_ring
+from tests.cli.fake import answer_of
+
+CHANGE = Change("changed", RingState.SERVING, 7, "0123456789ab", {"abc": NodeState.SERVING})
+
+
+def told() -> MeshStatus:
+    """A ring of two, with round figures and a node of a wicked name."""
+    status = status_of(2)
+    assert status.ring.measured
+    hop = replace(
+        status.ring.measured.hops[0],
+        node="desk1bc", compute_ms=3.0, serialise_ms=0.25, queue_ms=0.125, wire_ms=0.5,
+    )  # fmt: skip
+    status = with_ring(
+        status,
+        predicted=Planned(8.0, 30.0, 1.0, ()),
+        measured=Measured(10.0, 40.0, 9, (hop,)),
+    )
+    status = with_node(status, 1, name='a "b"\\\nc')
+    status = with_link(status, 1, round_trip_ms=2.5, bytes_sent=1000)
+    return replace(status, sessions=SessionCounts(1, 2, 3, 4, 99))
+
+
+@dataclass
+class FakeNode:
+    """Says `hello world`, after all it is told to wait or fail."""
+
+    fails_at: int | None = None
+    """Fail instead of this event: 0 is the progress, 1 and 2 are pieces, 3 is the answer."""
+    error: MeshError = field(default_factory=lambda: MeshError("It broke", hint="mend it"))
+    waits_at: int | None = None
+    """Wait before this event for ever, or until `go`."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[Request] = field(default_factory=list)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    served: str | None = "builtin"
+
+    def status(self) -> MeshStatus:
+        status = told()
+        assert status.model
+        model = replace(status.model, name=self.served) if self.served else None
+        return replace(status, model=model)
+
+    def plan(self) -> RingStatus:
+        return told().ring
+
+    def members(self) -> Members:
+        return Members((member(0), member(1)))
+
+    def models(self) -> list[str]:
+        return ["builtin"]
+
+    def invite(self, role: str, expires_s: int, uses: int) -> str:
+        self.calls.append((role, expires_s, uses))
+        return "meshllm1abc"
+
+    def remove(self, node: str) -> Removed:
+        self.calls.append((node,))
+        return Removed(node, "desk", (Named("def", "attic"),))
+
+    async def events(self) -> AsyncGenerator[Change, None]:
+        self.begun.set()
+        try:
+            yield CHANGE
+            await self.go.wait()
+            yield replace(CHANGE, epoch=8)
+        finally:
+            self.closed.set()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        said: tuple[Event, ...] = (
+            Prefilled(2, 2),
+            Piece("hello"),
+            Piece(" w\u2028rld"),
+            answer_of("hello", 5),
+        )
+        try:
+            for place, event in enumerate(said):
+                if place == self.fails_at:
+                    raise self.error
+                if place == (self.waits_at or 0):
+                    self.begun.set()
+                if place == self.waits_at:
+                    await self.go.wait()
+                yield event
+        finally:
+            await asyncio.sleep(0)  # a generation is cancelled on every node, which takes a while
+            self.closed.set()

@@ -1,0 +1,72 @@
+"""Snapshots of a node in a mesh of three, of which two make the ring."""
+
+from dataclasses import replace
+from typing import Any
+
+from meshllm.names import NodeId
+from meshllm.node.desk import Counts
+from meshllm.node.view import LinkView, NodeView
+from meshllm.protocol.credential import Role
+from meshllm.protocol.identity import NodeKey
+from meshllm.protocol.plan import Plan
+from meshllm.transport.contract import LinkStatistics, Network
+from tests.protocol.members import FOUNDED
+from tests.protocol.meshes import World, profile
+
+KEYS = sorted((NodeKey(bytes([n]) * 32) for n in range(4)), key=lambda key: key.node)
+A, B, C, D = (key.node for key in KEYS)
+CLIENT = NodeKey(b"c" * 32).node
+_NETWORK = Network("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:8790", "registered"),))
+
+
+def view_of(**changes: Any) -> NodeView:
+    """The lowest node, `here`, with `there` in its ring and a `spare`: nothing is loaded yet."""
+    names = {A: "here", B: "there", C: "spare"}
+    world = World(
+        {node: replace(profile(n), name=names[node], addresses=("loopback:x",))
+         for node, n in {A: 3, B: 3, C: 1}.items()}
+    )  # fmt: skip
+    agreement = world.agree(A)
+    view = NodeView(
+        me=A,
+        name="here",
+        version="1.0",
+        mesh=FOUNDED.mesh,
+        incarnation=7,
+        since_s=3.0,
+        is_leaving=False,
+        addresses=("loopback:a",),
+        networks=(_NETWORK,),
+        charter=world.charter,
+        profiles=dict(world.profiles),
+        states=dict(world.follow(agreement).view(A).states),
+        hosts={B: (A,), C: (A, B, D)},
+        alive=frozenset({A, B, C}),
+        removed=(),
+        links={B: link_of(Role.NODE), CLIENT: link_of(Role.CLIENT)},
+        agreement=agreement,
+        plan=agreement.plan,
+        is_served=False,
+        reason="they load",
+        trouble="",
+        sessions=0,
+        counts=Counts(),
+    )
+    return replace(view, **changes)
+
+
+def link_of(role: Role) -> LinkView:
+    """A link over which something was said."""
+    statistics = LinkStatistics(1, 100, 2, 200)
+    return LinkView(role, (), 3, 2500, 0.5, -3.25, statistics, "loopback:y")
+
+
+def plan_of(view: NodeView) -> Plan:
+    """The plan of a view that has one."""
+    assert view.plan is not None
+    return view.plan
+
+
+def with_state(view: NodeView, node: NodeId, **changes: Any) -> NodeView:
+    """Let a node tell something else of itself."""
+    return replace(view, states={**view.states, node: replace(view.states[node], **changes)})

@@ -1,0 +1,57 @@
+"""Takes the place of the client of a running node, and of the node behind it."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from meshllm.errors import MeshError
+from meshllm.request import Event, Request
+from meshllm.status import Change, Members, MeshStatus, Removed, RingState
+from tests.builders.status import member, node_id, status_of
+
+
+class FakeClient:
+    """Takes the place of `meshllm.cli.client.NodeClient`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.statuses: list[MeshStatus | MeshError] = [status_of(3)]
+        """What is reported, one after another; the last stays."""
+        self.there = [member(0), member(1)]
+        self.removed = Removed(node_id(1), "desk", ())
+        self.posted: list[tuple[object, ...]] = []
+        self.answers: list[Event] = []
+        self.requests: list[Request] = []
+        self.path = Path()
+        monkeypatch.setattr("meshllm.cli.client.NodeClient", self)
+
+    def __call__(self, path: Path) -> "FakeClient":
+        self.path = path
+        return self
+
+    async def status(self) -> MeshStatus:
+        reply = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(reply, MeshError):
+            raise reply
+        return reply
+
+    async def members(self) -> Members:
+        return Members(tuple(self.there))
+
+    async def invite(self, role: str, expires_s: int, uses: int) -> str:
+        self.posted.append((role, expires_s, uses))
+        return "meshllm1abc"
+
+    async def remove(self, node: str) -> Removed:
+        self.posted.append((node,))
+        return self.removed
+
+    async def events(self) -> AsyncGenerator[Change, None]:
+        yield Change("changed", RingState.SERVING, 3, "4f2a91c0d3e1", {})
+        await asyncio.Event().wait()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        for each in self.answers:
+            yield each

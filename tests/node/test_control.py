@@ -1,0 +1,323 @@
+"""What the owner of a node is shown, and may do."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshllm.errors import MeshError, UserError
+from meshllm.names import NodeId
+from meshllm.node.control import MAX_LASTS_S, NodeControl
+from meshllm.node.desk import Counts
+from meshllm.protocol.credential import Removal, Role
+from meshllm.protocol.identity import short, show
+from meshllm.protocol.records import Lifecycle
+from meshllm.request import Event, Piece, Request
+from meshllm.status import (
+    Change,
+    LinkStatus,
+    MeasuredTimes,
+    ModelStatus,
+    Named,
+    NetworkStatus,
+    NodeState,
+    NodeStatus,
+    RingState,
+    RingStatus,
+    SessionCounts,
+    Unplaced,
+)
+from tests.builders.view import CLIENT, KEYS, A, B, C, D, plan_of, view_of, with_state
+from tests.cli.fake import answer_of
+
+
+class Owned:
+    """A node that takes note of what it is told."""
+
+    def __init__(self) -> None:
+        self.view = view_of()
+        self.invited: list[tuple[Role, float | None, int | None]] = []
+        self.expelled: list[Removal] = []
+        self.is_full = False
+        self.control = NodeControl(
+            lambda: self.view, KEYS[0], self.invite, self.expel, self.changes, self.answer
+        )
+
+    def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
+        self.invited.append((role, lasts_s, uses))
+        return "ticket"
+
+    def expel(self, removal: Removal) -> None:
+        self.expelled.append(removal)
+        if not self.is_full:
+            self.view = replace(self.view, removed=(removal.node,))
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        while True:
+            yield
+
+    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        yield Piece(request.raw or "")
+
+    def see(self, **changes: Any) -> None:
+        self.view = replace(self.view, **changes)
+
+    def ring(self) -> RingStatus:
+        return self.control.status().ring
+
+    def of(self, node: NodeId) -> NodeStatus:
+        (found,) = (each for each in self.control.status().nodes if each.node == show(node))
+        return found
+
+    def state(self, node: NodeId) -> tuple[NodeState, str]:
+        return self.of(node).state, self.of(node).reason
+
+
+@pytest.fixture
+def node() -> Owned:
+    return Owned()
+
+
+def test_the_status_is_that_of_the_node(node: Owned) -> None:
+    status = node.control.status()
+
+    assert (status.mesh, status.node) == (node.view.mesh.hex(), show(A))
+    assert (status.name, status.version, status.since_s) == ("here", "1.0", 3.0)
+    assert status.model == ModelStatus("tiny", 4, 4, "bfloat16", "none")
+    assert status.listening == ("loopback:a",)
+    assert status.networks == (
+        NetworkStatus("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:8790", "registered"),)),
+    )
+
+
+def test_the_ring_is_told_as_it_forms(node: Owned) -> None:
+    plan, ring = plan_of(node.view), node.ring()
+
+    assert (ring.state, ring.reason) == (RingState.FORMING, "they load")
+    assert (ring.entry, ring.epoch) == (show(plan.stages[0].node), plan.epoch)
+    assert ring.digest == plan.digest.hex()[:12]
+    assert [(each.rank, each.node, each.layers) for each in ring.stages] == [
+        (rank, show(stage.node), stage.span) for rank, stage in enumerate(plan.stages)
+    ]
+    assert ring.predicted
+    assert ring.predicted.ms_per_token > 0
+    assert [hop.rank for hop in ring.predicted.hops] == [0, 1]
+
+    node.see(is_served=True)
+    assert (node.ring().state, node.ring().reason) == (RingState.SERVING, "")
+
+
+def test_without_a_plan_it_waits(node: Owned) -> None:
+    node.see(plan=None, agreement=None, charter=None, profiles={})
+
+    status = node.control.status()
+
+    assert status.model is None
+    assert status.ring == node.control.plan()
+    assert status.ring == RingStatus(
+        state=RingState.WAITING, reason="they load", epoch=0, digest="", policy="auto", entry=None,
+        stages=(), predicted=None, measured=None, advice="",
+    )  # fmt: skip
+    assert [each.is_self for each in status.nodes] == [True]
+    assert node.control.models() == []
+
+
+def test_what_cannot_be_predicted_is_not(node: Owned) -> None:
+    assert node.view.agreement
+    node.see(agreement=replace(node.view.agreement, plan=None, offers=()))
+    assert node.ring().predicted is None
+
+    node.see(agreement=None)
+    assert node.ring().predicted is None
+
+
+def test_this_node_comes_first(node: Owned) -> None:
+    nodes = node.control.status().nodes
+
+    assert [(each.name, each.is_self) for each in nodes] == [
+        ("here", True), ("spare", False), ("there", False),
+    ]  # fmt: skip
+    assert [each.incarnation for each in nodes] == [7, 0, 3]
+    assert [each.short for each in nodes] == [short(A), short(C), short(B)]
+
+
+def test_a_link_is_told_with_its_figures(node: Owned) -> None:
+    assert node.of(B).link == LinkStatus(
+        round_trip_ms=2.5, path="direct", path_reason="", address="loopback:y",
+        bytes_sent=100, bytes_received=200, heard_s=0.5, clock_s=-3.25,
+    )  # fmt: skip
+    assert node.of(C).link is None
+
+
+def test_how_it_runs_is_told_of_this_node(node: Owned) -> None:
+    node.see(execution="replayed: 8 % faster than stock", warnings=("no room",))
+
+    assert [each.execution for each in node.control.status().nodes] == [
+        "replayed: 8 % faster than stock", "", "",
+    ]  # fmt: skip
+    assert node.control.status().warnings == ("no room",)
+
+
+def test_each_node_has_one_state(node: Owned) -> None:
+    node.view = with_state(node.view, B, is_loaded=True)
+    node.see(trouble="no memory")
+    plan = plan_of(node.view)
+
+    assert node.state(A) == (NodeState.LOADING, "no memory")
+    assert node.state(B)[0] is NodeState.SERVING
+    assert node.of(B).layers == plan.stages[plan.rank(B) or 0].span
+    assert node.state(C)[0] is NodeState.STANDBY
+    assert node.state(C)[1]
+    assert (node.of(C).layers, node.of(C).rank) == (None, None)
+
+    node.view = with_state(node.view, C, lifecycle=Lifecycle.JOIN)
+    assert node.state(C)[0] is NodeState.JOINING
+    assert node.view.agreement
+    node.see(agreement=replace(node.view.agreement, refused={C: "other weights"}))
+    assert node.state(C) == (NodeState.REFUSED, "other weights")
+    node.see(alive=frozenset({A, B}))
+    assert node.state(C)[0] is NodeState.DOWN
+    node.view = with_state(node.view, C, lifecycle=Lifecycle.LEFT)
+    assert node.state(C) == (NodeState.LEFT, "")
+    node.see(states={A: node.view.states[A], B: node.view.states[B]})
+    assert node.state(C)[0] is NodeState.DOWN
+    node.see(agreement=None, alive=frozenset({A, B, C}), plan=None)
+    assert node.state(B) == (NodeState.STANDBY, "")
+
+
+def test_the_plan_says_who_has_no_part_and_why(node: Owned) -> None:
+    assert node.view.agreement
+    node.see(agreement=replace(node.view.agreement, refused={B: "other weights"}, reason="best"))
+
+    plan = node.control.plan()
+
+    assert plan.reason == "best"
+    assert plan.refused == (Unplaced(show(B), "there", "other weights"),)
+    assert [(each.node, each.name) for each in plan.standbys] == [(show(C), "spare")]
+
+
+def test_what_was_measured_is_told(node: Owned) -> None:
+    node.see(counts=Counts(active=3, served=2, failed=1, tokens=9))
+    assert node.ring().measured is None
+
+    node.see(counts=replace(node.view.counts, last=answer_of("", 0), last_tokens=5), sessions=1)
+
+    measured = node.ring().measured
+    assert measured
+    assert (measured.ms_per_token, measured.ttft_ms, measured.tokens) == (4.0, 20.0, 5)
+    hop = answer_of("", 0).hops[0]
+    assert measured.hops[0] == MeasuredTimes(
+        0, "node-0", hop.span, compute_ms=1.25, serialise_ms=0.08, queue_ms=0.02, wire_ms=0.05,
+        bytes_per_token=512.0,
+    )  # fmt: skip
+    assert node.control.status().sessions == SessionCounts(
+        active=3, waiting=2, served=2, failed=1, tokens=9
+    )
+
+
+def test_an_answer_of_one_token_measures_nothing(node: Owned) -> None:
+    node.see(counts=Counts(last=replace(answer_of("", 1), ms_per_token=0.0)))
+
+    assert node.ring().measured is None
+
+
+def test_members_are_nodes_clients_and_the_removed(node: Owned) -> None:
+    node.see(removed=(D,))
+
+    members = node.control.members().members
+
+    assert [(each.role, each.state, each.is_self) for each in members] == [
+        ("node", "loading", True), ("node", "standby", False), ("node", "loading", False),
+        ("client", "linked", False), ("", "removed", False),
+    ]  # fmt: skip
+    assert [each.node for each in members[-2:]] == [show(CLIENT), show(D)]
+    hosts = [(), (A, B, D), (A,), (), ()]
+    assert [each.hosts for each in members] == [tuple(map(show, each)) for each in hosts]
+
+
+def test_the_model_of_the_charter_answers(node: Owned) -> None:
+    assert node.control.models() == ["tiny"]
+
+
+def test_a_ticket_without_limits(node: Owned) -> None:
+    assert node.control.invite("client", 0, 0) == "ticket"
+    assert node.control.invite("node", 60, 2) == "ticket"
+    assert node.invited == [(Role.CLIENT, None, None), (Role.NODE, 60, 2)]
+
+
+@pytest.mark.parametrize(
+    ("role", "expires_s", "uses"),
+    [("king", 1, 1), ("", 0, 0), ("node", -1, 1), ("node", 1, -1), ("node", MAX_LASTS_S + 1, 1)],
+)
+def test_an_odd_ticket_is_refused(node: Owned, role: str, expires_s: int, uses: int) -> None:
+    with pytest.raises(UserError) as raised:
+        node.control.invite(role, expires_s, uses)
+
+    assert raised.value.hint
+    assert node.invited == []
+
+
+def test_a_removal_spares_who_is_here_and_who_let_it_in(node: Owned) -> None:
+    told = node.control.remove("there")
+
+    assert (told.node, told.name, told.spared) == (show(B), "there", (Named(show(C), "spare"),))
+    (removal,) = node.expelled
+    assert (removal.node, removal.issuer, removal.spared) == (B, A, (D,))
+    assert removal.is_signed(node.view.mesh)
+
+
+def test_a_removal_spares_nobody_whom_another_invited(node: Owned) -> None:
+    node.see(hosts={B: (A,), C: (A,)})
+
+    assert node.control.remove("there").spared == ()
+    assert node.expelled[0].spared == ()
+
+
+def test_the_guests_of_who_is_gone_are_not_spared(node: Owned) -> None:
+    node.see(alive=frozenset({A, B}))
+
+    assert node.control.remove("there").spared == ()
+
+
+def test_a_removal_that_the_mesh_cannot_remember_is_told(node: Owned) -> None:
+    node.is_full = True
+
+    with pytest.raises(MeshError, match="no more removals"):
+        node.control.remove("there")
+
+
+def test_who_was_never_heard_can_be_removed_by_its_id(node: Owned) -> None:
+    assert node.control.remove(show(D)).name == ""
+
+
+@pytest.mark.parametrize("name", ["here", show(A)])
+def test_nobody_removes_itself(node: Owned, name: str) -> None:
+    with pytest.raises(UserError, match="does not remove itself"):
+        node.control.remove(name)
+
+    assert node.expelled == []
+
+
+async def test_events_begin_with_how_it_is(node: Owned) -> None:
+    async with aclosing(node.control.events()) as events, asyncio.timeout(5):
+        first = await anext(events)
+        node.see(plan=None)
+        second = await anext(events)
+
+    plan = plan_of(view_of())
+    states = {show(A): NodeState.LOADING, show(B): NodeState.LOADING, show(C): NodeState.STANDBY}
+    digest = plan.digest.hex()[:12]
+    assert first == Change("changed", RingState.FORMING, plan.epoch, digest, states)
+    assert (second.ring, second.epoch, second.digest) == (RingState.WAITING, 0, "")
+
+
+async def test_requests_are_answered_until_the_node_leaves(node: Owned) -> None:
+    assert [event async for event in node.control.generate(Request(raw="x"))] == [Piece("x")]
+
+    node.see(is_leaving=True)
+
+    with pytest.raises(UserError, match="is leaving"):
+        node.control.generate(Request(raw="x"))
