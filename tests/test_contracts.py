@@ -3,8 +3,10 @@
 import shutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +62,15 @@ def test_a_planted_violation_is_caught(copy: Path, contract: str) -> None:
     broken = [text for text in done.stdout.splitlines() if text.endswith("BROKEN")]
     assert done.returncode == 1
     assert any(text.startswith(contract) for text in broken), done.stdout
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Not even where one of them is for annotations alone."""
+    plugins = (each.name for each in (ROOT / "plugins").glob("meshllm_*"))
+    graph = grimp.build_graph("meshllm", *plugins, cache_dir=None)
+    imports = {each: graph.find_modules_directly_imported_by(each) for each in graph.modules}
+
+    TopologicalSorter(imports).prepare()  # raises `CycleError`, which names the modules of one
 
 
 def test_a_module_without_a_floor_is_caught(copy: Path) -> None:
