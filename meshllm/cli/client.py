@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
 from meshllm.request import Answer, Event, Request
-from meshllm.status import Change, Invitation, Members, MeshStatus, Removed, from_json
 
 if TYPE_CHECKING:
     from httpx2 import Response
+
+    from meshllm.status import Change, Members, MeshStatus, Removed
 
 Fields = dict[str, Any]  # a JSON object, not yet read
 
@@ -51,25 +52,35 @@ class NodeClient:
 
     socket: Path
 
-    async def status(self) -> MeshStatus:
+    async def status(self) -> "MeshStatus":
         """Fetch all that the node reports."""
+        from meshllm.status import MeshStatus, from_json
+
         return from_json(MeshStatus, await self._get("/mesh/status"))
 
-    async def members(self) -> Members:
+    async def members(self) -> "Members":
         """Fetch who may take part in the mesh."""
+        from meshllm.status import Members, from_json
+
         return from_json(Members, await self._get("/mesh/members"))
 
     async def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Let the node make a ticket."""
+        from meshllm.status import Invitation, from_json
+
         wish = {"role": role, "expires_s": expires_s, "uses": uses}
         return from_json(Invitation, await self._post("/mesh/ticket", wish)).ticket
 
-    async def remove(self, node: str) -> Removed:
+    async def remove(self, node: str) -> "Removed":
         """Let the node permanently remove a member."""
+        from meshllm.status import Removed, from_json
+
         return from_json(Removed, await self._post("/mesh/remove", {"node": node}))
 
-    async def events(self) -> AsyncGenerator[Change, None]:
+    async def events(self) -> AsyncGenerator["Change", None]:
         """Yield what may have changed, as it happens."""
+        from meshllm.status import Change, from_json
+
         async with aclosing(self._lines("/mesh/events")) as lines:
             async for line in lines:
                 yield from_json(Change, _object(line))
