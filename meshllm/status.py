@@ -1,7 +1,8 @@
 """What a node reports of itself, its ring and its mesh, as values and as JSON.
 
 `/mesh/*` sends it, the command line and the metrics read it. A field may be added without another
-`SCHEMA` when it has a default: who reads ignores what it does not know.
+`SCHEMA` when it has a default: a reader ignores fields that it does not know, and takes an unknown
+state for the first one.
 """
 
 from dataclasses import dataclass, field
@@ -21,18 +22,18 @@ SCHEMA = 1
 class RingState(StrEnum):
     """How far the ring is."""
 
-    SERVING = "serving"
-    FORMING = "forming"
     WAITING = "waiting"
     """There is no plan."""
+    FORMING = "forming"
+    SERVING = "serving"
 
 
 class NodeState(StrEnum):
     """What a node of the mesh does."""
 
-    SERVING = "serving"
-    LOADING = "loading"
     STANDBY = "standby"
+    LOADING = "loading"
+    SERVING = "serving"
     JOINING = "joining"
     DOWN = "down"
     LEFT = "left"
@@ -305,6 +306,6 @@ def from_json(kind: type[T], found: object) -> T:
             hint="use the same version of meshllm as the node",
         )
     try:
-        return build(kind, found, ignores_unknown=True)
+        return build(kind, found, strict=False)
     except UserError as error:
         raise PeerFault(f"The node's answer cannot be read: {error}") from None

@@ -2,7 +2,8 @@
 
 What a field may hold is its annotation, and what may be left out has a default: nothing is written
 twice, and nothing is accepted that nobody declared. A field whose metadata has a `json` is called
-that in JSON.
+that in JSON. What may come from a later version is read with ``strict=False``: unknown fields are
+ignored, and an unknown word of an enumeration becomes its first member.
 """
 
 import json
@@ -69,12 +70,9 @@ def parse(data: bytes) -> object:
     return found
 
 
-def build(kind: type[T], value: object, name: str = "", *, ignores_unknown: bool = False) -> T:
-    """Make a dataclass of what `parse` found; raise `WrongField` for whatever does not fit.
-
-    Unknown fields are refused, unless what was sent may come from a newer version.
-    """
-    return cast("T", _Builder(ignores_unknown).build(kind, value, name))
+def build(kind: type[T], value: object, name: str = "", *, strict: bool = True) -> T:
+    """Make a dataclass of what `parse` found; raise `WrongField` for whatever does not fit."""
+    return cast("T", _Builder(strict).build(kind, value, name))
 
 
 def lay_out(value: object) -> Any:
@@ -102,7 +100,7 @@ class _Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    ignores_unknown: bool
+    strict: bool
 
     def build(self, kind: Any, value: object, name: str) -> object:
         origin = get_origin(kind)
@@ -113,7 +111,7 @@ class _Builder:
             or origin is Literal
             or (isinstance(kind, type) and issubclass(kind, StrEnum))
         ):
-            return _word(kind, value, name)
+            return _word(kind, value, name, strict=self.strict)
         if not _fits(kind, value):
             raise _wrong(name, value, _called(kind))
         if isinstance(value, list):
@@ -140,7 +138,7 @@ class _Builder:
                 each: self.build(of, value, f"{prefix}{each}") for each, value in values.items()
             }
         members = _members(kind)
-        for unknown in () if self.ignores_unknown else values.keys() - members.keys():
+        for unknown in values.keys() - members.keys() if self.strict else ():
             where = f"{prefix}{unknown[:100]}"
             hint = f"one of {_list(members)}"
             raise WrongField(where, f"`{where}` is not supported", hint=hint)
@@ -164,7 +162,7 @@ def _alternative(kind: Any, value: object, name: str) -> Any:
     raise _wrong(name, value, " or ".join(_called(each) for each in get_args(kind)))
 
 
-def _word(kind: Any, value: object, name: str) -> object:
+def _word(kind: Any, value: object, name: str, *, strict: bool) -> object:
     """Read what is one of a few words, or a span."""
     if not isinstance(value, str):
         raise _wrong(name, value, "text")
@@ -172,6 +170,8 @@ def _word(kind: Any, value: object, name: str) -> object:
         return Span.parse(value[:100])
     words = get_args(kind) or tuple(kind)
     if value not in words:
+        if not strict and get_origin(kind) is not Literal:
+            return words[0]
         hint = f"one of {_list(words)}"
         raise WrongField(name, f"`{name}` is `{value[:40]}`", hint=hint)
     return value if get_origin(kind) is Literal else kind(value)

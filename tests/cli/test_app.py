@@ -16,7 +16,8 @@ from tests.cli.fake import FakeRing
 
 HEAVY = {
     "torch", "transformers", "asyncio", "websockets", "aioquic", "rich", "prompt_toolkit", "numpy",
-    "huggingface_hub", "safetensors", "meshllm.status", "httpx2", "uvicorn", "starlette", "cryptography",
+    "huggingface_hub", "safetensors", "meshllm.status", "httpx2", "uvicorn", "starlette",
+    "cryptography",
 }  # fmt: skip
 
 
