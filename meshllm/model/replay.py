@@ -1,8 +1,9 @@
 """Decides which steps are recorded and done again from the record; knows no family by name.
 
-What depends on the place in a text, other than by operations on what came in, is not on record. So
-the next steps are done both ways, and the bits have to be the same. All of that happens at steps
-that were wanted anyway, or before any is, where there is time.
+A recording does not show what a forward makes of Python values. The one that changes from step to
+step is the length of the KV cache, so the rows are run behind caches that seem short and very long
+before they are recorded. The next steps are done both ways. The bits have to be the same each time.
+All of that happens at steps that were wanted anyway, or before any is, where there is time.
 """
 
 import gc
@@ -30,6 +31,7 @@ MOST_TRIES = 16
 """Steps that are recorded or done both ways, at most; some prove nothing."""
 
 _DTYPES = torch.int64, torch.bfloat16  # of tokens, and of rows
+_NEAR, _FAR = 1, 100_000  # tokens; lengths of caches that no step may tell apart
 
 _lock = threading.Lock()
 
@@ -48,6 +50,11 @@ class _Known:
     tape: Tape | None = None
     proofs: int = 0
     is_unfit: bool = False
+
+    def refuse(self, x: Tensor, reason: str) -> None:
+        """Let the model do such steps from now on."""
+        self.tape, self.is_unfit = None, True
+        logger.info("steps of %d rows are not replayed: %s", x.shape[1], reason)
 
 
 @dataclass(slots=True)
@@ -90,7 +97,7 @@ class Replay:
         known.is_unfit = known.tries > MOST_TRIES
         if known.tape:
             return self._prove(known, x, places, caches, rows, forward)
-        return self._record(known, threads, x, places, forward)
+        return self._record(known, x, places, caches, forward)
 
     def expect(self, rows: int) -> bool:
         """Record steps of so many rows from the next one on; say whether there is more to do."""
@@ -103,26 +110,38 @@ class Replay:
         return self.recorder.paused() if self.recorder else nullcontext()
 
     def _record(
-        self, known: _Known, threads: int, x: Tensor, places: Tensor, forward: Forward
+        self,
+        known: _Known,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        forward: Forward,
     ) -> Tensor:
         with torch.inference_mode():
             whole = torch.contiguous_format
             x, places = x.clone(memory_format=whole), places.clone(memory_format=whole)
-        self.recorder = recorder = Recorder([x, places])
-        with _uncollected():
-            try:
-                with recorder:
-                    output = forward(x, places)
-            finally:
-                self.recorder = None
-            if output.isnan().any():  # such numbers are equal to none
-                return output
-            try:
-                known.tape = Tape(recorder.end(output), x, threads)
-            except Exception as reason:  # foreign code meets what it was not made for
-                known.is_unfit = True
-                logger.info("steps of %d rows are not recorded: %s", x.shape[1], reason)
+        try:
+            tried = [_run_behind(length, x, places, caches, forward) for length in (_NEAR, _FAR)]
+        except Exception as reason:  # foreign code; bad rows fail below, too
+            output = forward(x, places)
+            known.refuse(x, f"behind a cache that seems longer: {reason}")
             return output
+        self.recorder = recorder = Recorder([x, places])
+        try:
+            with recorder, _uncollected():
+                output = forward(x, places)
+        finally:
+            self.recorder = None
+        if output.isnan().any():  # such numbers are equal to none
+            return output
+        if not all(torch.equal(output, each) for each in tried):
+            known.refuse(x, "the forward depends on the cache length as a Python value")
+            return output
+        try:
+            known.tape = Tape(recorder.end(output), x, torch.get_num_threads())
+        except Exception as reason:  # foreign code meets what it was not made for
+            known.refuse(x, f"{reason}")
+        return output
 
     def _prove(
         self,
@@ -143,8 +162,7 @@ class Replay:
             return output
         known.proofs += 1
         if not torch.equal(again, output):
-            known.tape, known.is_unfit = None, True
-            logger.info("steps of %d rows are not those that were recorded", x.shape[1])
+            known.refuse(x, "they differ from what was recorded")
         return output
 
 
@@ -159,6 +177,26 @@ def _uncollected() -> Iterator[None]:
         finally:
             if was_enabled:
                 gc.enable()
+
+
+def _run_behind(
+    length: int, x: Tensor, places: Tensor, caches: Sequence[SpanCache], forward: Forward
+) -> Tensor:
+    """Run rows behind caches that seem to hold so many tokens, and take the rows back."""
+    lengths = [cache.length for cache in caches]
+    layers = [layer for cache in caches for layer in cache.layers]
+    try:
+        for cache in caches:
+            cache.length = length
+        for layer in layers:
+            layer.get_seq_length = lambda: length
+        return forward(x, places)
+    finally:
+        for layer in layers:
+            del layer.get_seq_length
+        for cache, before in zip(caches, lengths, strict=True):
+            cache.length = before
+            cache.crop(before)
 
 
 def _is_shared(caches: Sequence[SpanCache]) -> bool:

@@ -1,6 +1,7 @@
 """Steps that are done from a record are those of the model, bit for bit, in every family."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,54 @@ def test_what_is_on_no_record_is_done_each_time(
     assert runner._replay._known[1, torch.get_num_threads()].is_unfit
     if kind != "counts":
         assert all(map(torch.equal, outputs, plain))
+
+
+def doubling(is_so: Callable[[int], bool]) -> Callable[..., Any]:
+    """Make a hook that doubles what a layer gives, depending on the length of its cache."""
+
+    def double(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        length = kwargs["past_key_values"].get_seq_length()
+        return output * (1 + is_so(length))
+
+    return double
+
+
+def refuse_long(length: int) -> bool:
+    if length > 1000:
+        raise ValueError("too long")
+    return False
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+@pytest.mark.parametrize(
+    "is_so",
+    [lambda length: length > 20, lambda length: length < 40, refuse_long],
+    ids=["long", "short", "raises"],
+)
+def test_a_forward_that_asks_for_the_cache_length_is_not_replayed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_so: Callable[[int], bool], sessions: int
+) -> None:
+    runner = runner_of(tmp_path)
+    layer = runner.shard.model.model.layers[2]
+    layer.register_forward_hook(doubling(is_so), with_kwargs=True)
+    runner._replay = Replay()
+    before = 12 if is_so(30) else 6  # so that the switch is behind the proofs
+
+    def run() -> list[Tensor]:
+        caches = [filled(runner, before + at) for at in range(sessions)]
+        return [
+            each
+            for seed in range(36)
+            for each in runner.step_many([ids(1, seed)] * sessions, caches)
+        ]
+
+    with caplog.at_level(logging.INFO, logger=replay.__name__):
+        outputs = run()
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, run()))
+    assert "steps of" in caplog.text
+    assert "cache" in caplog.text
 
 
 def test_numbers_that_lie_on_each_other_stay_with_torch(tmp_path: Path) -> None:
