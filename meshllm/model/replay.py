@@ -6,11 +6,9 @@ before they are recorded. The next steps are done both ways. The bits have to be
 All of that happens at steps that were wanted anyway, or before any is, where there is time.
 """
 
-import gc
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +30,6 @@ MOST_TRIES = 16
 
 _DTYPES = torch.int64, torch.bfloat16  # of tokens, and of rows
 _NEAR, _FAR = 1, 100_000  # tokens; lengths of caches that no step may tell apart
-
-_lock = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +124,7 @@ class Replay:
             return output
         self.recorder = recorder = Recorder([x, places])
         try:
-            with recorder, _uncollected():
+            with recorder:
                 output = forward(x, places)
         finally:
             self.recorder = None
@@ -164,19 +160,6 @@ class Replay:
         if not torch.equal(again, output):
             known.refuse(x, "they differ from what was recorded")
         return output
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let Python not look through all that it holds because a record makes many objects."""
-    with _lock:  # one record at a time, as there is one collector
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
 
 
 def _run_behind(
