@@ -4,13 +4,16 @@ Theory of operation: what `meshllm.model.record` wrote down becomes compiled fun
 after the other without Python in between; what has no compiled one stays an operation of torch.
 Blocks of memory are used again by others once nothing more is to be done with them. Only two things
 change from step to step: the rows that come in, and the caches, whose places are written into the
-calls before these begin. Sessions go together if each has a call of its own for its cache.
+calls before these begin. Sessions go together if each has a call of its own for its cache: a plan,
+which is made for numbers of rows in falling order. As no row depends on those beside it, sessions
+that come in another order are sorted, and what they give is put back.
 """
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from meshllm.model.record import Call as Recorded
 INPUTS = 2
 """Tensors that a recording begins with: rows, and their places."""
 MOST_PLANS = 8
-"""Ways to divide rows among sessions that are remembered; peers may ask for any."""
+"""Ways to divide rows among sessions that are kept, those used last; peers may ask for any."""
 
 _LINE = 64  # bytes; blocks begin there, as torch's own do
 
@@ -87,7 +90,19 @@ class Tape:
         self, x: Tensor, places: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]
     ) -> Tensor:
         """Do it with rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them go to ``caches[i]``."""
-        plan = self._plans.get(tuple(rows)) or self._plan(tuple(rows))
+        order = sorted(range(len(rows)), key=lambda at: -rows[at])
+        if order == list(range(len(rows))):
+            return self._run(x, places, caches, rows)
+        stops = list(accumulate(rows))
+        taken = [row for at in order for row in range(stops[at] - rows[at], stops[at])]
+        sessions = [caches[at] for at in order], [rows[at] for at in order]
+        output = self._run(x[:, taken], places[:, taken], *sessions)
+        return output[:, sorted(range(len(taken)), key=taken.__getitem__)]
+
+    def _run(
+        self, x: Tensor, places: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]
+    ) -> Tensor:
+        plan = self._find(tuple(rows))
         for given, memory in zip((x, places), self._inputs, strict=True):
             memory.view(given.dtype)[: given.numel()].copy_(given.reshape(-1))
         try:
@@ -124,6 +139,13 @@ class Tape:
             assert move.program is not None
             move.program.share(move.at, self._threads if numbers * move.rows > THREADED else 1)
 
+    def _find(self, rows: tuple[int, ...]) -> _Plan:
+        """Find a plan, or make it and evict the one that was not used for longest."""
+        self._plans[rows] = plan = self._plans.pop(rows, None) or self._plan(rows)
+        if len(self._plans) > MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        return plan
+
     def _plan(self, rows: tuple[int, ...]) -> _Plan:
         parts, moves, calls = list[Callable[[], None]](), list[_Move](), list[Call]()
         for step in (*self._steps, None):
@@ -138,10 +160,7 @@ class Tape:
                 parts += _together(calls, moves)
                 parts += [step] if step else []
                 calls = []
-        if len(self._plans) >= MOST_PLANS:
-            del self._plans[next(iter(self._plans))]
-        self._plans[rows] = plan = _Plan(parts, moves)
-        return plan
+        return _Plan(parts, moves)
 
     def _attend(self, item: Attend, rows: Sequence[int], session: int, at: int) -> _Move:
         """Make the calls of a session, which are to be number ``at`` and following."""

@@ -1,7 +1,11 @@
 """Steps that are done from a record are those of the model, bit for bit, in every family."""
 
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from meshllm.model.record import Op
 from meshllm.model.replay import MOST_TRIES, PROOFS, SETTLED, Replay
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
+from meshllm.model.tape import Tape
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 
@@ -171,9 +176,51 @@ def test_sessions_go_together_from_the_record(tmp_path: Path) -> None:
     assert taken == 3  # prompts
 
 
-def test_layouts_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def tape_of(runner: Runner, rows: int) -> Tape:
+    """Find the recording of steps of so many rows."""
+    tape = runner._replay._known[rows, torch.get_num_threads()].tape
+    assert tape is not None
+    return tape
+
+
+def test_plans_that_were_not_used_for_longest_are_evicted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("meshllm.model.tape.MOST_PLANS", 2)
-    test_sessions_go_together_from_the_record(tmp_path)
+    runner = runner_of(tmp_path)
+    caches = [filled(runner, 4 + at) for at in range(3)]
+
+    for rows in [(1, 1, 1)] * (SETTLED + 1) + [(2, 1), (1, 1, 1), (3,)]:
+        runner.step_many([ids(count) for count in rows], caches[: len(rows)])
+
+    assert list(tape_of(runner, 3)._plans) == [(1, 1, 1), (3,)]
+
+
+def test_the_order_of_sessions_needs_no_plan_of_its_own(tmp_path: Path) -> None:
+    runner, sessions = runner_of(tmp_path), range(6)
+    orders = [tuple(1 + (at in two) for at in sessions) for two in combinations(sessions, 2)]
+
+    def run() -> list[Tensor]:
+        caches = [filled(runner, 4 + at, at) for at in sessions]
+        return [
+            each
+            for number, rows in enumerate(orders)
+            for each in runner.step_many(
+                [ids(count, number + at) for at, count in enumerate(rows)], caches
+            )
+        ]
+
+    first, plans = run(), tape_of(runner, 8)._plans
+    (plan,) = plans.values()
+    again = run()
+    forget(runner)
+    plain = run()
+
+    assert len(orders) == 15
+    assert list(plans) == [(2, 2, 1, 1, 1, 1)]
+    assert plans[2, 2, 1, 1, 1, 1] is plan
+    assert all(map(torch.equal, first, plain))
+    assert all(map(torch.equal, again, plain))
 
 
 @pytest.mark.parametrize("part", ["front", "middle", "back", "head"])
@@ -192,8 +239,8 @@ def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
         return torch.cat([runner.step(rows[:, at : at + 1], cache) for at in range(6, 40)], 1)
 
     recorded = run()
-    known = runner._replay._known.values()
-    assert any(each.tape and each.proofs == PROOFS for each in known) or part == "head"
+    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    assert tape_of(runner, 1)
     forget(runner)
 
     assert torch.equal(recorded, run())
@@ -398,6 +445,30 @@ def test_a_record_that_cannot_be_used_costs_no_step(
     forget(runner)
 
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(4)]))
+
+
+def test_ranks_of_one_process_record_at_the_same_time(tmp_path: Path) -> None:
+    runners = [runner_of(tmp_path / str(at)) for at in range(2)]
+    both_record = threading.Barrier(2, timeout=30)
+
+    def wait(runner: Runner, *_: Any) -> None:
+        if runner._replay.recorder:
+            both_record.wait()
+
+    expected = runners[0].step(ids(1), filled(runners[0], 6))
+    for runner in runners:
+        layer = runner.shard.model.model.layers[1]
+        layer.register_forward_pre_hook(partial(wait, runner))
+        runner._replay = Replay()
+
+    def step(runner: Runner) -> Tensor:
+        return runner.step(ids(1), filled(runner, 6))
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(step, runners))
+
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert all(tape_of(runner, 1) for runner in runners)
 
 
 def test_packed_matrices_stay_with_torch(tmp_path: Path) -> None:
