@@ -16,7 +16,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -37,14 +37,17 @@ Write = Callable[[Code, Mapping[str, ir.Value], ir.Value, ir.Value], None]
 class Native:
     """A compiled function."""
 
-    def __init__(self, fields: Sequence[str], write: Write) -> None:
+    def __init__(self, fields: Sequence[str], write: Write, held: Collection[str] = ()) -> None:
         """Compile what ``write`` writes.
 
-        ``fields`` name the whole numbers that it is given; a name with a star is an address.
+        ``fields`` name the whole numbers that it is given; a name with a star is an address. Those
+        in ``held`` point to what outlives a step, such as weights: a recording keeps the address.
 
         Raises:
-            RuntimeError: this system does not allow it, see `works`.
+            RuntimeError: this system does not allow it, see `works`, or the code is not valid.
         """
+        self.held = frozenset(f"*{name}" for name in held)
+        assert self.held.issubset(fields), "only addresses are held"
         self._engine = _compile(fields, write)  # owns the code
         self.address: int = self._engine.get_function_address("work")
         self.fields = tuple(fields)
@@ -135,7 +138,9 @@ def _compile(fields: Sequence[str], write: Write) -> Any:
     with _lock:
         machine = _machine()
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
-        engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
+        parsed = binding.parse_assembly(str(module))
+        parsed.verify()  # LLVM compiles what is not valid as well, to anything
+        engine = binding.create_mcjit_compiler(parsed, machine)
         engine.finalize_object()
     return engine
 

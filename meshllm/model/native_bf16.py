@@ -204,7 +204,7 @@ def _few(rows: int, together: int, has_bias: bool) -> Native:
                     place = do.add(do.mul(line, fields["outputs"]), output)
                     code.store(HALF, code.narrow(code.spread(total, 1)), fields["products"], place)
 
-    return Native(_FEW, write)
+    return Native(_FEW, write, held=["weights", "bias"])
 
 
 def _add_lanes(
@@ -295,7 +295,7 @@ def _many(rows: int, has_bias: bool, turned_for: int) -> Native:
         with code.rounds(do.mul(tiles, code.index(rows))) as line:
             _round(code, fields, line.index, (first, totals), has_bias=has_bias)
 
-    return Native(_MANY, write)
+    return Native(_MANY, write, held=["weights", "bias"])
 
 
 def _round(

@@ -235,7 +235,7 @@ def _multiplier(rows: int, is_half: bool, tiles: int) -> Native:
                         kept = code.narrow(total) if is_half else total
                         code.store(HALF if is_half else FLOAT, kept, fields["products"], place)
 
-    return Native(_MULTIPLIER, write)
+    return Native(_MULTIPLIER, write, held=["weights", "scales"])
 
 
 def _add(
@@ -297,4 +297,4 @@ def _widener() -> Native:
                     code.store(HALF, kept, fields["wide"], place)
                     place = do.add(place, fields["outputs"])
 
-    return Native(_WIDENER, write)
+    return Native(_WIDENER, write, held=["weights", "scales"])

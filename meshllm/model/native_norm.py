@@ -72,7 +72,7 @@ def _function(width: int) -> Native:
             at = do.add(top, do.mul(loop.index, code.index(lanes)))
             code.store(HALF, code.narrow(product), fields["normed"], at)
 
-    return Native(_FIELDS, write)
+    return Native(_FIELDS, write, held=["weight"])
 
 
 def _add_squares(code: Code, load: Callable[[ir.Value], ir.Value], rows: int) -> ir.Value:

@@ -21,8 +21,6 @@ from meshllm.model.device import CPU
 from meshllm.model.native import Native, heard
 
 _HIDDEN = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
-_HELD = {"*weights", "*weight", "*scales", "*bias"}
-"""Fields of compiled functions that point to what a model holds."""
 _EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty")}
 
 
@@ -278,8 +276,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks = list[int | Ref]()
         for name, value in zip(native.fields, values, strict=True):
             ref = self._ref(value) if name.startswith("*") else None
-            if ref is None and name.startswith("*") and value and name not in _HELD:
-                self._blame(f"{name[1:]} that may be gone the next time")
+            if ref is None and name.startswith("*") and value and name not in native.held:
+                self._blame(f"kernel argument `{name[1:]}` points to a temporary")
             marks.append(value if ref is None else ref)
         self._items.append(Call(native, blocks, threads, tuple(marks)))
         self._forget(blocks_of(self._items[-1]))

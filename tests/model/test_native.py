@@ -135,6 +135,16 @@ def test_several_sessions_may_call_at_the_same_time() -> None:
         assert all(pool.map(call, range(1, 200)))
 
 
+def test_code_that_is_not_valid_is_not_compiled() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
+        with code.do.if_then(ir.Constant(ir.IntType(1), 0)):
+            value = code.do.add(fields["what"], code.index(1))
+        code.store(INT, value, fields["to"], code.index(0))
+
+    with pytest.raises(RuntimeError, match="does not dominate all uses"):
+        Native(("*to", "what"), write)
+
+
 @cache
 def unary(name: str) -> Native:
     """Compile a method of `Code` over vectors."""

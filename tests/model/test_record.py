@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshllm.model import native
+from meshllm.model.native import Native
 from meshllm.model.native_norm import norm
 from meshllm.model.packed import PackedLinear
 from meshllm.model.record import Attend, Call, Op, Recorder, Recording, Unfit
@@ -114,8 +115,28 @@ def test_compiled_functions_are_told_with_their_places() -> None:
 
     assert call.values[1] == weight.data_ptr()
     assert not isinstance(call.values[0], int)
-    with pytest.raises(Unfit, match="rows that may be gone the next time"):
+    with pytest.raises(Unfit, match="kernel argument `rows` points to a temporary"):
         record(lambda x, _: norm(before, weight, 1e-5) + x)
+
+
+@pytest.mark.skipif(not native.works(), reason="no memory becomes executable here")
+@pytest.mark.parametrize("name", ["scales", "given"])
+def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None:
+    trusting = Native((f"*{name}",), lambda *_: None, held=[name])
+    other = Native((f"*{name}",), lambda *_: None)
+    there = torch.ones(1)  # made by no operation that is recorded
+
+    def forward(kernel: Native) -> Callable[[Tensor, Tensor], Tensor]:
+        def call(x: Tensor, _: Tensor) -> Tensor:
+            kernel(1, 1, there.data_ptr())
+            return x * 2
+
+        return call
+
+    (call,) = [each for each in record(forward(trusting)).items if isinstance(each, Call)]
+    assert call.values == (there.data_ptr(),)
+    with pytest.raises(Unfit, match=f"kernel argument `{name}` points to a temporary"):
+        record(forward(other))
 
 
 def attend(recorder: Recorder, x: Tensor, kept: str = "") -> Tensor:
