@@ -5,11 +5,10 @@ of its own and every machine its own kernels, so the first use of a config on a 
 again on a tiny model with the same switches, and the verdict is remembered.
 """
 
-import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from meshllm.model import parity
 from meshllm.model.families import Table, read_table, shrink, tiny_config
 from meshllm.model.loader import list_weights, open_file
 from meshllm.model.measure import PROBE_ERRORS, describe, measure
+from meshllm.model.memo import recall, remember
+from meshllm.model.native import machine
 from meshllm.model.parity import RingSession, Session, WholeSession
 from meshllm.model.rotary import context_of
 from meshllm.model.shard import Shard
@@ -77,11 +78,11 @@ def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
     if reason := table.excluded.get(config.model_type):
         return Verdict(config.model_type, equal=False, reason=reason)
     text = config.get_text_config(decoder=True)
-    record = (folder or user_state_path("meshllm") / "verdicts") / f"{_digest(text)}.json"
-    verdict = _recall(record)
-    if verdict is None:
-        verdict = table.explain(text.model_type, _measure_like(text, table))
-        _remember(record, verdict)
+    folder, key = folder or user_state_path("meshllm") / "verdicts", _key(text)
+    with suppress(TypeError):  # damaged, or of another version
+        return Verdict(**recall(folder, *key))
+    verdict = table.explain(text.model_type, _measure_like(text, table))
+    remember(folder, asdict(verdict), *key)
     return verdict
 
 
@@ -196,27 +197,7 @@ def _measure_like(config: PreTrainedConfig, table: Table) -> Verdict:
         return Verdict(config.model_type, equal=False, reason=reason)
 
 
-def _digest(config: PreTrainedConfig) -> str:
-    """Name a verdict: every switch of the model and every version that computes it."""
-    versions = [meshllm.__version__, transformers.__version__, torch.__version__]
-    text = json.dumps([versions, config.to_dict()], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _recall(record: Path) -> Verdict | None:
-    """Read a verdict; a missing or damaged record is measured again."""
-    try:
-        return Verdict(**json.loads(record.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _remember(record: Path, verdict: Verdict) -> None:
-    """Write a verdict so that a reader sees all of it or nothing."""
-    try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
-            json.dump(asdict(verdict), file)
-        Path(file.name).replace(record)
-    except OSError as error:
-        log.info("the verdict on `%s` is not kept: %s", verdict.model_type, error)
+def _key(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Name a verdict: every switch of the model, and the versions and processor that compute it."""
+    versions = meshllm.__version__, transformers.__version__, torch.__version__
+    return *versions, *machine(), json.dumps(config.to_dict(), sort_keys=True, default=str)

@@ -15,9 +15,10 @@ wait for the same cores.
 import ctypes
 import mmap
 import os
+import platform
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,15 @@ def processor() -> tuple[str, str]:
 def can(*features: str) -> bool:
     """Whether it can any of this."""
     return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))
+
+
+def machine() -> tuple[str, ...]:
+    """Tell the processor from others in the keys of what is measured: its model and features."""
+    model = platform.processor()
+    with suppress(OSError):  # of other systems, where the name that LLVM has says more
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        model = next((line for line in lines if line.startswith("model name")), model)
+    return model, *processor(), torch.backends.cpu.get_cpu_capability()
 
 
 @cache

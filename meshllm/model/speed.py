@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import meshllm
 from meshllm.model.cache import SpanCache
 from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
+from meshllm.model.native import machine
 from meshllm.model.native_linear import Bits, Mode, adopt
 from meshllm.model.packed import pack, turn
 from meshllm.model.quant import quantise
@@ -70,9 +72,9 @@ def measure_speed(
     Raises:
         ModelError: transformers cannot build the model.
     """
-    key = (
+    key: tuple[str | float, ...] = (
         config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
-        name_of(device), "by steps",
+        meshllm.__version__, name_of(device), *machine(), "by steps",
     )  # fmt: skip
     if known := _read(recall(cache, *key)):
         return known

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, CTRLConfig, LlamaConfig, Qwen3Config, Z
 
 from meshllm.errors import ModelError
 from meshllm.model import check as module
+from meshllm.model import native
 from meshllm.model.check import check, verify
 from meshllm.model.families import read_table, tiny_config
 from meshllm.model.measure import Depth, specimen
@@ -75,6 +76,16 @@ def test_another_version_of_transformers_is_measured_again(
 ) -> None:
     check(LlamaConfig(), folder=tmp_path)
     monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    check(LlamaConfig(), folder=tmp_path)
+
+    assert len(counted) == 2
+
+
+def test_another_processor_is_measured_again(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(LlamaConfig(), folder=tmp_path)
+    monkeypatch.setattr(native, "processor", lambda: ("other", "+feature"))
     check(LlamaConfig(), folder=tmp_path)
 
     assert len(counted) == 2

@@ -1,5 +1,9 @@
+import os
 from pathlib import Path
 
+import pytest
+
+from meshllm.model import memo
 from meshllm.model.memo import recall, remember
 
 
@@ -17,6 +21,58 @@ def test_the_last_value_counts(tmp_path: Path) -> None:
     remember(tmp_path, 2, "key")
 
     assert recall(tmp_path, "key") == 2
+
+
+def test_what_was_not_used_for_long_is_removed(tmp_path: Path) -> None:
+    foreign = tmp_path / "else.json"
+    foreign.write_text("1")
+    for key in ("old", "read again"):
+        remember(tmp_path, 1, key)
+    (tmp_path / "tmp_of_a_crash.part").touch()
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    assert recall(tmp_path, "read again") == 1
+
+    memo._prune.cache_clear()
+    remember(tmp_path, 1, "new")
+
+    assert foreign.exists()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert recall(tmp_path, "old") is None
+    assert recall(tmp_path, "read again") == recall(tmp_path, "new") == 1
+
+
+def test_of_many_records_those_used_last_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memo, "MOST", 3)
+    for key in range(9):
+        remember(tmp_path, key, key)
+        os.utime(memo._record(tmp_path, (key,)), (key, key))
+    monkeypatch.setattr(memo, "UNUSED_S", 1e12)
+
+    memo._prune.cache_clear()
+    remember(tmp_path, 9, 9)
+
+    assert [key for key in range(10) if recall(tmp_path, key) is not None] == [6, 7, 8, 9]
+
+
+def test_what_is_not_json_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        remember(tmp_path, {1, 2}, "key")
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Path:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+
+    remember(tmp_path, 1, "key")
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_record_is_none(tmp_path: Path) -> None:

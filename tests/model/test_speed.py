@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshllm
+from meshllm.model import native
 from meshllm.model import speed as module
 from meshllm.model.capacity import free_memory
 from meshllm.model.graph import Graph
@@ -118,6 +120,22 @@ def test_what_was_measured_is_remembered(
     assert measure_speed(source, torch.float32, tmp_path) == KNOWN
     with pytest.raises(TypeError):
         measure_speed(source, torch.bfloat16, tmp_path)
+
+
+def test_other_kernels_and_processors_are_measured_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_measuring(monkeypatch)
+    measure_speed(source, torch.float32, tmp_path)
+    monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+
+    with monkeypatch.context() as patch:
+        patch.setattr(meshllm, "__version__", "99.0")
+        assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "processor", lambda: ("other", "+feature"))
+        assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
 
 
 @pytest.mark.parametrize("age", [MAX_AGE_S + 1, -60.0])
