@@ -13,6 +13,7 @@ wait for the same cores.
 """
 
 import ctypes
+import logging
 import mmap
 import os
 import platform
@@ -29,7 +30,11 @@ from llvmlite import binding, ir
 from meshllm.model.native_code import INT, Code
 
 _TEAM = "GOMP_parallel"  # of GNU's OpenMP, and of LLVM's, which has the names of both
+_NOT_EXECUTABLE = "this system lets no memory become executable"
+_NO_TEAM = f"torch {torch.__version__} depends on no OpenMP library with `{_TEAM}`"
 _lock = threading.Lock()
+
+logger = logging.getLogger(__name__)
 
 Write = Callable[[Code, Mapping[str, ir.Value], ir.Value, ir.Value], None]
 """Writes what is done for one block, given the fields, its number and that of the thread."""
@@ -144,7 +149,7 @@ def _compile(fields: Sequence[str], write: Write) -> Any:
     do.position_at_end(end)
     do.ret_void()
     if not works():
-        raise RuntimeError("this system lets no memory become executable")
+        raise RuntimeError(_NOT_EXECUTABLE)
     with _lock:
         machine = _machine()
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
@@ -183,6 +188,8 @@ def works() -> bool:
     refused = ctypes.CDLL(None).mprotect(place, size, mmap.PROT_READ | mmap.PROT_EXEC)
     del held
     page.close()
+    if refused:
+        logger.warning("no compiled kernels: %s", _NOT_EXECUTABLE)
     return not refused
 
 
@@ -197,4 +204,12 @@ def team() -> Callable[[int, int, int, int], None] | None:
             start.restype = None
             found: Callable[[int, int, int, int], None] = start
             return found
+    logger.warning("compiled kernels use one thread: %s", _NO_TEAM)
     return None
+
+
+def limits() -> tuple[str, ...]:
+    """Say why kernels are not compiled here, or use one thread; empty where all is well."""
+    if not works():
+        return (f"no compiled kernels: {_NOT_EXECUTABLE}",)
+    return () if team() else (f"compiled kernels use one thread: {_NO_TEAM}",)

@@ -87,6 +87,7 @@ def test_where_memory_may_not_become_executable_there_is_an_error() -> None:
             raise SystemExit
         x = torch.ones(1, 1, 3, 16)
         print(native.works(), attend_alone(x, x, x, 1.0).sum().item())
+        print(*native.limits())
         try:
             kernel(Quant.INT8)
         except Exception as error:
@@ -96,8 +97,9 @@ def test_where_memory_may_not_become_executable_there_is_an_error() -> None:
 
     if told == "skip":
         pytest.skip("this kernel does not know it")
-    first, second = told.splitlines()
+    first, limit, second = told.splitlines()
     assert first == "False 48.0"
+    assert limit == "no compiled kernels: this system lets no memory become executable"
     assert second.startswith("ModelError There is no int8 kernel here")
     assert second.endswith("this system lets no memory become executable")
 
@@ -118,6 +120,24 @@ def test_without_torchs_threads_one_does_all(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(native, "team", lambda: None)
 
     test_every_block_is_done_once_whoever_takes_it()
+
+
+def test_it_is_said_once_that_torchs_threads_are_not_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_TEAM", "of_no_library")
+    native.team.cache_clear()
+    try:
+        found = [native.team() for _ in range(3)]
+        limits = native.limits()
+    finally:
+        monkeypatch.undo()
+        native.team.cache_clear()
+
+    assert found == [None] * 3
+    (limit,) = limits
+    assert limit.startswith("compiled kernels use one thread: ")
+    assert [record.getMessage() for record in caplog.records] == [limit]
 
 
 def test_several_sessions_may_call_at_the_same_time() -> None:
