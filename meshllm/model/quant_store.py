@@ -2,8 +2,10 @@
 
 A file is a safetensors file of bytes, so reading one runs no code. It holds its key and a hash of
 what it holds, and is believed only when both and every size are as expected; otherwise the matrix
-is packed again. The worst that a forged file can do is wrong numbers. A file that nobody wanted for
-`UNUSED_S` is removed when a model is quantised: it can be made again.
+is packed again. The hash is verified once, and again when the size, time or inode of the file is
+another one: all else is mapped and read only when it is used. The worst that a forged file can do
+is wrong numbers. A file that nobody wanted for `UNUSED_S` is removed when a model is quantised: it
+can be made again.
 """
 
 import ctypes
@@ -27,6 +29,7 @@ from torch import Tensor
 from meshllm.errors import ModelError
 from meshllm.model.loader import list_weights, open_file, select
 from meshllm.model.manifest import file_digests
+from meshllm.model.memo import recall, remember
 from meshllm.model.quant_form import Form, Packed
 from meshllm.model.skeleton import Skeleton
 
@@ -34,6 +37,7 @@ _NAME_DIGITS = 64  # of the name of a file, hexadecimal
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not name
 UNUSED_S = 30 * 86_400.0
 """Seconds after which a file goes that was not read again."""
+_TICK_NS = 2_000_000_000  # more than what two changes of a file may have the same time for
 ALIGNMENT = 64  # bytes; a vector register loads a line of the processor's cache at once
 
 log = logging.getLogger(__name__)
@@ -61,7 +65,9 @@ def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, s
 def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     """Map a packed matrix of a known form; None when it is missing or not what it should be."""
     path = _path(folder, key)
-    if not path.is_file():
+    try:
+        stat = path.stat()
+    except OSError:
         return None
     try:
         with open_file(path) as file:
@@ -70,11 +76,16 @@ def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     except (ModelError, SafetensorError, OSError) as error:
         log.info("`%s` is packed again: %s", path, error)
         return None
-    if about.get("key") != key or not _fits(stored, form) or about.get("hash") != _hash(stored):
+    verified = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    is_verified = recall(folder, "verified", key) == verified
+    is_right = about.get("key") == key and _fits(stored, form)
+    if not is_right or not (is_verified or about.get("hash") == _hash(stored)):
         log.info("`%s` is packed again: it is not what it should be", path)
         return None
+    if not is_verified and time.time_ns() - stat.st_mtime_ns >= _TICK_NS:
+        remember(folder, verified, "verified", key)
     with suppress(OSError):  # of somebody else, or read only: it counts as older than it is
-        os.utime(path)
+        os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
     return {
         name: stored[name][: _bytes(shape, dtype)].view(dtype).view(shape)
         for name, (shape, dtype) in form.items()
@@ -93,6 +104,10 @@ def keep(folder: Path, key: str, packed: Packed) -> None:
             file.write(_header(stored, {"key": key, "hash": _hash(stored)}))
             for tensor in stored.values():
                 file.write(tensor.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash leaves a file of the right size without its bytes
+        now = time.time_ns()
+        os.utime(unfinished, ns=(now, now - _TICK_NS))  # any later change has another time
         unfinished.replace(path)
     except OSError as error:
         log.info("`%s` is not kept: %s", path, error)
@@ -106,7 +121,8 @@ def tidy(folder: Path) -> None:
     oldest = time.time() - UNUSED_S
     for path in folder.glob(f"{'[0-9a-f]' * _NAME_DIGITS}.safetensors"):
         with suppress(OSError):  # another process removes it, too
-            if path.stat().st_mtime < oldest:
+            stat = path.stat()
+            if max(stat.st_atime, stat.st_mtime) < oldest:
                 path.unlink()
                 log.info("`%s` was not wanted for long: removed", path)
 
