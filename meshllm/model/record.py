@@ -72,7 +72,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """A call of a compiled function."""
 
     native: Native
@@ -98,7 +98,7 @@ class Attend:
     window: int | None
 
 
-Item = Op | Call | Attend
+Item = Op | KernelCall | Attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = set(map(_storage, inputs))
         new = [each for each in outs if _storage(each) not in held]
         if new and any(tag in func.tags for tag in _HIDDEN):
-            self._blame(f"{func} gives what no operation tells")
+            self._blame(f"{func} is data-dependent or random")
         elif is_writing and new:
             self._blame(f"{func} writes to tensors and makes others")
         elif is_writing:
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for copied, source in ((one, other), (other, one)):
                 if isinstance(copied, Place) and self._clones.get(copied) == source:
                     return
-        self._blame(f"{func} looks at numbers")
+        self._blame(f"{func} is data-dependent")
 
     def _forget(self, blocks: set[int]) -> None:
         """Trust no copies of what may have been written to."""
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if ref is None and name.startswith("*") and value and name not in native.held:
                 self._blame(f"kernel argument `{name[1:]}` points to a temporary")
             marks.append(value if ref is None else ref)
-        self._items.append(Call(native, blocks, threads, tuple(marks)))
+        self._items.append(KernelCall(native, blocks, threads, tuple(marks)))
         self._forget(blocks_of(self._items[-1]))
 
     def _take(self, tensor: Tensor) -> None:
@@ -325,7 +325,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def blocks_of(item: Item) -> set[int]:
     """Number the blocks that an item touches."""
-    if isinstance(item, Call):
+    if isinstance(item, KernelCall):
         return {value.block for value in item.values if isinstance(value, Ref)}
     marks = (
         (item.args, item.kwargs, item.outs)

@@ -24,8 +24,18 @@ from meshllm.model.native_attention import KEYS, SCORES, SEEN, THREADED, prepare
 from meshllm.model.native_elementwise import SOURCE, TARGET, copy_lines
 from meshllm.model.native_ops import calls_for, is_of_one, numbers
 from meshllm.model.native_program import Call, Program
-from meshllm.model.record import Attend, Op, Outside, Place, Recording, Ref, blocks_of, resolved
-from meshllm.model.record import Call as Recorded
+from meshllm.model.record import (
+    Attend,
+    Item,
+    KernelCall,
+    Op,
+    Outside,
+    Place,
+    Recording,
+    Ref,
+    blocks_of,
+    resolved,
+)
 
 INPUTS = 2
 """Tensors that a recording begins with: rows, and their places."""
@@ -181,10 +191,10 @@ class Tape:
             session, item.layer, count, window, held, copies[0], copies[1], attention, at + 2
         )
 
-    def _lower(self, item: Op | Recorded | Attend) -> Iterator[Step]:
+    def _lower(self, item: Item) -> Iterator[Step]:
         if isinstance(item, Attend):
             yield item
-        elif isinstance(item, Recorded):
+        elif isinstance(item, KernelCall):
             values = [
                 self._address(each) if isinstance(each, Ref) else each for each in item.values
             ]

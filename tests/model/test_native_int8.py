@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshllm.model import native_int8
 from meshllm.model.native_int8 import GROUP, OUTPUTS, multiply, widen
-from meshllm.model.record import Call, Recorder
+from meshllm.model.record import KernelCall, Recorder
 from meshllm.model.tape import Tape
 
 SHAPES = [(64, 1), (64, 77), (192, 576), (1024, 100)]
@@ -133,7 +133,7 @@ def test_a_product_is_recorded_as_calls_alone(inputs: int, rows: int) -> None:
     found = tape.run(x[1], torch.zeros(1, rows), [], [])
 
     if rows < 17:  # of two tiles one row is cut off
-        assert list(map(type, recording.items)) == [Call, Call]
+        assert list(map(type, recording.items)) == [KernelCall, KernelCall]
     assert torch.equal(found, multiply(x[1], blocks, scales))
 
 

@@ -11,7 +11,7 @@ from meshllm.model import native
 from meshllm.model.native import Native
 from meshllm.model.native_norm import norm
 from meshllm.model.packed import PackedLinear
-from meshllm.model.record import Attend, Call, Op, Recorder, Recording, Unfit
+from meshllm.model.record import Attend, KernelCall, Op, Recorder, Recording, Unfit
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -65,17 +65,17 @@ def test_a_copy_that_nobody_wrote_to_is_what_it_was_copied_from(*, is_written: b
         return y * 2 if torch.equal(copy, y) else y
 
     if is_written:
-        with pytest.raises(Unfit, match=r"aten.equal.default looks at numbers"):
+        with pytest.raises(Unfit, match=r"aten.equal.default is data-dependent"):
             record(forward)
     else:
         assert functions(record(forward)) == [aten.add.Tensor, aten.mul.Tensor]
 
 
 STRANGE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "looks": (lambda x, places: x[:, : int(places.max())] * 2, "looks at numbers"),
-    "asks": (lambda x, _: x * 2 if torch.equal(x + 0, x) else x, "looks at numbers"),
-    "draws": (lambda x, _: x + torch.rand(64).to(HALF), "gives what no operation tells"),
-    "picks": (lambda x, _: x[x > 0] * 2, "gives what no operation tells"),
+    "looks": (lambda x, places: x[:, : int(places.max())] * 2, "is data-dependent"),
+    "asks": (lambda x, _: x * 2 if torch.equal(x + 0, x) else x, "is data-dependent"),
+    "draws": (lambda x, _: x + torch.rand(64).to(HALF), "is data-dependent or random"),
+    "picks": (lambda x, _: x[x > 0] * 2, "is data-dependent or random"),
     "elsewhere": (lambda x, _: x.to("meta"), "of another kind"),
 }
 
@@ -111,7 +111,7 @@ def test_compiled_functions_are_told_with_their_places() -> None:
     weight, before = torch.ones(64, dtype=HALF), torch.ones(1, 2, 64, dtype=HALF)
 
     recording = record(lambda x, _: norm(x * 2, weight, 1e-5))
-    (call,) = [item for item in recording.items if isinstance(item, Call)]
+    (call,) = [item for item in recording.items if isinstance(item, KernelCall)]
 
     assert call.values[1] == weight.data_ptr()
     assert not isinstance(call.values[0], int)
@@ -133,7 +133,7 @@ def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None
 
         return call
 
-    (call,) = [each for each in record(forward(trusting)).items if isinstance(each, Call)]
+    (call,) = [each for each in record(forward(trusting)).items if isinstance(each, KernelCall)]
     assert call.values == (there.data_ptr(),)
     with pytest.raises(Unfit, match=f"kernel argument `{name}` points to a temporary"):
         record(forward(other))

@@ -246,6 +246,19 @@ def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
     assert torch.equal(recorded, run())
 
 
+def test_a_recording_costs_two_forwards_more(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    runner._replay, cache, counts = Replay(), filled(runner, 6), list[int]()
+    forwards = count_forwards(runner)
+
+    for seed in range(6):
+        before = len(forwards)
+        runner.step(ids(1, seed), cache)
+        counts.append(len(forwards) - before)
+
+    assert counts == [1 + 2, *[1] * PROOFS, 0, 0, 0]
+
+
 def test_threads_have_records_of_their_own(tmp_path: Path) -> None:
     runner, threads = runner_of(tmp_path), torch.get_num_threads()
     cache, other = filled(runner, 6), filled(runner, 6)
