@@ -11,6 +11,7 @@
       PeerFault          7  a peer broke the rules
         IntegrityFault   7  bytes are not what their hash says
       PluginError        1  a transport plugin is missing or broken
+      Busy               8  there is no room now: ask again later
 
 The number is the exit code of the command. A bug is no ``MeshError`` and keeps its traceback.
 """
@@ -70,3 +71,9 @@ class IntegrityFault(PeerFault):
 
 class PluginError(MeshError):
     """A transport plugin that is missing, broken or named twice."""
+
+
+class Busy(MeshError):
+    """There is no room for a request now; the same one may be served later."""
+
+    exit_code = 8

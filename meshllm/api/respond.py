@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from meshllm.errors import (
+    Busy,
     LinkLost,
     MeshError,
     ModelError,
@@ -31,6 +32,7 @@ _STATUSES: dict[type[MeshError], int] = {
     NotAuthorised: 403,
     ModelError: 404,
     PeerFault: 502,
+    Busy: 503,
     LinkLost: 503,
     TimedOut: 504,
     MeshError: 500,

@@ -28,6 +28,7 @@ EXIT_STATUS = (
     ("5", "The other side does not accept who we are."),
     ("6", "A deadline passed."),
     ("7", "Bytes are not what their hash says, or a peer broke the rules."),
+    ("8", "There is no room for the request now; ask again later."),
     ("130", "Interrupted."),
     ("141", "The reader of standard output left; nothing is printed."),
 )

@@ -23,13 +23,25 @@ from transformers.cache_utils import (
 from meshllm.errors import ModelError
 from meshllm.names import Span
 
-CHUNK = 256  # tokens of room that are made at least, so that a row is copied a few times
-UNTOUCHED = 1024  # the same where memory that nobody has written to takes none
+BLOCK = 256  # rows; buffers grow by whole blocks
 SLACK = 64  # tokens that a sliding window keeps behind it, so that as many can be taken back
+MOST_ROWS = 4096  # of one forward
+
+
+def rows_for(count: int, window: int = 0) -> int:
+    """Count the rows that are allocated for so many, of which a ``window`` keeps its last only.
+
+    It depends on nothing else, so that memory can be reserved before it is taken. Blocks of 256
+    rows, and of an eighth where there are many, mean that a row is copied nine times at most.
+    """
+    if window:  # with room to spare, or each step would move all rows
+        count = min(count, window - 1 + SLACK + MOST_ROWS) + BLOCK
+    block = max(BLOCK, 1 << max(0, count.bit_length() - 4))
+    return -(-count // block) * block
 
 
 class Rows:
-    """A tensor ``[B, H, T, D]`` that grows in place along T, and by half when it is full."""
+    """A tensor ``[B, H, T, D]`` that grows in place along T, as `rows_for` says."""
 
     __slots__ = ("buffer", "used")
 
@@ -42,19 +54,26 @@ class Rows:
         """All rows."""
         return self.buffer.narrow(-2, 0, self.used)
 
-    def extend(self, count: int, keep: int | None = None) -> None:
-        """Add rows, which are yet to be written; when room is made, only the last ``keep`` stay."""
+    def extend(self, count: int, window: int = 0) -> None:
+        """Add rows, which are yet to be written; where room is made, a window drops old ones."""
         stop = self.used + count
         if stop > self.buffer.shape[-2]:
             before = self.buffer
             held = before[..., : self.used, :]
-            held = held if keep is None else held[..., max(0, self.used - keep) :, :]
+            if window:
+                held = held[..., max(0, self.used - (window - 1 + SLACK)) :, :]
             self.used = held.shape[-2]
             stop = self.used + count
-            room = max(UNTOUCHED if before.device.type == "cpu" else CHUNK, stop // 2)
-            self.buffer = before.new_empty(*before.shape[:-2], stop + room, before.shape[-1])
+            room = rows_for(stop, window)
+            self.buffer = before.new_empty(*before.shape[:-2], room, before.shape[-1])
             self.buffer[..., : self.used, :] = held
         self.used = stop
+
+    def __deepcopy__(self, _: Any) -> "Rows":
+        copy = Rows(self.buffer)
+        copy.extend(self.used)
+        copy.write(self.held)
+        return copy
 
     def write(self, states: Tensor) -> None:
         """Write the last rows ``[B, H, T, D]``."""
@@ -99,12 +118,12 @@ class _InPlace(DynamicLayer):  # type: ignore[misc]  # transformers is not follo
         """Make room for the rows of a step, to be written by others; count what they see."""
         raise NotImplementedError
 
-    def _extend(self, tokens: int, keep: int | None = None) -> None:
+    def _extend(self, tokens: int, window: int = 0) -> None:
         """Extend keys and values, or neither: there may be memory for one of them only."""
         before = [(rows.buffer, rows.used) for rows in self.rows]
         try:
             for rows in self.rows:
-                rows.extend(tokens, keep)
+                rows.extend(tokens, window)
         except BaseException:
             for rows, (buffer, used) in zip(self.rows, before, strict=True):
                 rows.buffer, rows.used = buffer, used
@@ -150,7 +169,7 @@ class WindowLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]  #
     def extend(self, tokens: int) -> int:
         """Make room for the rows of a step, to be written by others; count what they see."""
         seen: int = min(self.cumulative_length, self.sliding_window - 1) + tokens
-        self._extend(tokens, self.sliding_window - 1 + SLACK)
+        self._extend(tokens, self.sliding_window)
         self.cumulative_length += tokens
         return seen
 
@@ -221,7 +240,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for layer in self.layers
-            for tensor in _tensors(vars(layer).values())
+            for tensor in tensors_in(vars(layer).values())
         }
         return sum(storages.values())
 
@@ -311,7 +330,7 @@ def _suit(layer: Any) -> Any:
     return layer
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     """Find the tensors in attributes, and in dicts and tuples of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -319,6 +338,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
         elif isinstance(value, Rows):
             yield value.buffer
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
         elif isinstance(value, tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)

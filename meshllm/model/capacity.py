@@ -1,6 +1,7 @@
 """How large a model is, part by part, and what this machine has free; reads no tensor data."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -9,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.anatomy import PROBE, run_on_meta, stubbed
-from meshllm.model.cache import SpanCache
+from meshllm.model.cache import MOST_ROWS, SpanCache, WindowLayer, rows_for, tensors_in
 from meshllm.model.quant_kernels import packed_bytes
 from meshllm.model.rotary import context_of
 from meshllm.model.skeleton import Skeleton, build
 from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Quant, Span
 
-MAX_ROOM = 1 << 24
-"""Tokens."""
+CHUNK = 1024  # rows of a prompt that are computed at a time, as a rule
+STEP = 32  # rows of a step, as a rule
 UNLIMITED = 1 << 20  # tokens; for the rare config that gives no longest sequence
 
 
@@ -45,6 +46,10 @@ class ModelShape:
     """As ``bfloat16``."""
     itemsize: int
     """Bytes per element of a hidden state."""
+    windows: tuple[int, ...]
+    """Per layer: tokens of its sliding window; 0 where it has none."""
+    state_bytes: tuple[int, ...]
+    """Per layer: what a session takes however long it is."""
 
 
 def shape_of(
@@ -59,6 +64,7 @@ def shape_of(
     skeleton = build(source.config, dtype)
     model, anatomy = skeleton.model, skeleton.anatomy
     config = model.config.get_text_config(decoder=True)
+    kv_bytes, state_bytes, windows = zip(*_cache_sizes(skeleton), strict=True)
     tensors = model.state_dict()
     tied = set(model.all_tied_weights_keys) & _under(tensors, anatomy.outputs)
     return ModelShape(
@@ -72,19 +78,48 @@ def shape_of(
         embed_bytes=_size(tensors[name] for name in _under(tensors, anatomy.inputs)),
         head_bytes=_head_bytes(skeleton, tied, quant),
         tied=bool(tied),
-        kv_bytes_per_token=_kv_bytes(skeleton),
+        kv_bytes_per_token=kv_bytes,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         context=context_of(config) or UNLIMITED,
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
+        windows=windows,
+        state_bytes=state_bytes,
     )
 
 
-def room_for(shape: ModelShape, span: Span, budget: int) -> int:
-    """Count the tokens whose states fit into ``budget`` bytes, for the layers of a span."""
-    per_token = sum(shape.kv_bytes_per_token[span.start : span.stop])
-    return min(budget // max(1, per_token), MAX_ROOM)
+def cache_cost(shape: ModelShape, span: Span) -> Callable[[int], tuple[int, int]]:
+    """Return what tells the bytes of a session's cache for the layers of a span, by its tokens.
+
+    The first is what the cache holds, the second what it takes beside that while one layer grows.
+    """
+    layers = zip(shape.kv_bytes_per_token, shape.windows, shape.state_bytes, strict=True)
+    kinds = Counter(list(layers)[span.start : span.stop])
+
+    def cost(tokens: int) -> tuple[int, int]:
+        rows = {kind: kind[0] * rows_for(tokens, kind[1]) for kind in kinds}
+        held = sum((rows[kind] + kind[2]) * count for kind, count in kinds.items())
+        return held, max(rows.values(), default=0)
+
+    return cost
+
+
+def mean_kv_bytes(shape: ModelShape, tokens: int) -> tuple[int, ...]:
+    """Tell for each layer what one token takes in the cache of a session of so many, at most."""
+    layers = (Span(at, at + 1) for at in range(shape.layers))
+    return tuple(-(-cache_cost(shape, layer)(tokens)[0] // tokens) for layer in layers)
+
+
+def workspace_bytes(shape: ModelShape) -> int:
+    """Bound what a forward takes beside weights and caches: the results of one layer, and logits.
+
+    A row comes out of each matrix of a layer once. All of them together are as wide as the layer
+    has weights per column, twice with what is made of them in float32; a mask has a row for each.
+    """
+    row = 2 * max(shape.layer_bytes) // shape.hidden_size + 8 * shape.hidden_size
+    mask = min(shape.context, MOST_ROWS) * shape.itemsize
+    return CHUNK * (row + mask) + STEP * shape.vocab_size * 4
 
 
 def free_memory() -> int:
@@ -120,25 +155,29 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _kv_bytes(skeleton: Skeleton) -> tuple[int, ...]:
+def _cache_sizes(skeleton: Skeleton) -> list[tuple[int, int, int]]:
     """Let one layer of each kind write into its cache on meta, and look at what it wrote."""
     kinds = SpanCache(skeleton.model.config, Span(0, skeleton.layers)).layers
-    known: dict[object, int] = {}
+    known: dict[object, tuple[int, int]] = {}
     sizes = []
     for index, layer in enumerate(skeleton.parts):
         kind = type(kinds[index]), tuple(tensor.shape for tensor in layer.parameters())
         if kind not in known:
             known[kind] = _probe(skeleton, index)
-        sizes.append(known[kind])
-    return tuple(sizes)
+        window = kinds[index].sliding_window if isinstance(kinds[index], WindowLayer) else 0
+        sizes.append((*known[kind], window))
+    return sizes
 
 
-def _probe(skeleton: Skeleton, index: int) -> int:
-    """Count the bytes that one token adds to the cache of one layer."""
+def _probe(skeleton: Skeleton, index: int) -> tuple[int, int]:
+    """Count the bytes that one token adds to the cache of one layer, and those of its state."""
     model, anatomy = skeleton.model, skeleton.anatomy
     cache = SpanCache(model.config, Span(index, index + 1))
     with stubbed(model, anatomy.layers, anatomy.arity, keep=index):
         run_on_meta(model, anatomy.call, cache)
     layer = cache.layers[index]
-    rows = (getattr(layer, name, None) for name in ("keys", "values", "indexer_keys"))
-    return _size(row for row in rows if row is not None) // prod(PROBE)
+    names = "keys", "values", "indexer_keys"
+    rows = [row for name in names if (row := getattr(layer, name, None)) is not None]
+    others = (each for name, each in vars(layer).items() if name not in (*names, "rows"))
+    states = sum(each.nbytes // (PROBE[0] if each.ndim else 1) for each in tensors_in(others))
+    return _size(rows) // prod(PROBE), states

@@ -36,7 +36,6 @@ TRIALS = 3
 ENOUGH_S = 0.5  # for trials of the same; many rows of a large layer are timed once
 LONGEST_S = 1.0  # for the most rows, which are left out where they would take longer
 MAX_AGE_S = 24 * 3600.0
-PREFIX_SHARE = 0.25  # of what is free beside the weights
 SHARE = 0.8  # of free memory; the rest is for what starts after us
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -102,11 +101,6 @@ def memory_budget(
     else:
         free = max(0, int(min(free_memory(), _cgroup_free(cgroup))))
     return int(free * share) if limit is None else min(limit, free)
-
-
-def prefix_budget(limit: int | None, device: torch.device = CPU) -> int:
-    """Tell how many bytes may hold what finished sessions leave: ``limit``, or a share."""
-    return memory_budget(limit, share=PREFIX_SHARE, device=device)
 
 
 def _read(record: Any) -> Speed | None:

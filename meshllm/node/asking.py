@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from meshllm.errors import (
+    Busy,
     IntegrityFault,
     LinkLost,
     MeshError,
@@ -40,6 +41,7 @@ _ERRORS: dict[str, type[MeshError]] = {
     "peer_fault": PeerFault,
     "integrity_fault": IntegrityFault,
     "plugin_error": PluginError,
+    "busy": Busy,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
 

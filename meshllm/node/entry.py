@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,8 +23,10 @@ from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.turns import Turn, begin_split, take_turns
 from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
+from meshllm.protocol.admission import Admission
 from meshllm.protocol.codec import size
 from meshllm.protocol.entry import Entry
+from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.lookahead import MAX_DEPTH, StepTimes
 from meshllm.protocol.messages import Blob, Data, Flags, Forward, Logits, SessionMessage, Tally
 from meshllm.protocol.pace import Pace
@@ -47,8 +50,10 @@ class Seat:
     """Generations at a time; others wait."""
     slack: int | None
     """How many tokens the caches of this model can go back; None is any number."""
-    room: int = 0
-    """Tokens of finished sessions that are kept."""
+    budget: KvBudget
+    """Bytes for caches on every rank, this one first."""
+    prefix_bytes: int | None = None
+    """For finished sessions; None is what others leave of the budget."""
     drafting: Drafting | None = None
     """Who guesses at tokens, where caches can go back; None is nobody."""
     wire: WireMode = WireMode.EXACT
@@ -82,9 +87,10 @@ class EntryNode:
             self._head = HeadParts(ends.helped, ends.head)
         self._turns = Batch(worker, partial(take_turns, ends, self._head), self._jobs)
         self._outgoing = Outgoing(seat.wire, neighbours)
-        shelf = shelf_for(seat.room, seat.slack)
+        shelf = shelf_for(seat.budget, seat.prefix_bytes, seat.slack)
         self._prefixes = Prefixes(shelf, seat.slack, ends.front.new_cache)
-        self._room = asyncio.Semaphore(seat.max_sessions)
+        self._admission = Admission(seat.budget, seat.max_sessions)
+        self._waiting: dict[SessionId, asyncio.Future[None]] = {}
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
         self._alarm = Alarm(self._deadline, self._expire)
@@ -113,16 +119,19 @@ class EntryNode:
             self._end(self._lost or LinkLost("the ring was closed"))
 
     async def generate(self, order: Order) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of an order, `Ended` last; wait while too many others are under way.
+        """Yield the outputs of an order, `Ended` last; wait until there is room for it.
 
         Raises:
-            UserError: the prompt does not fit the model.
+            UserError: the prompt does not fit the model, or there is no room for it and its answer.
+            Busy: too many wait already.
             MeshError: the generation failed; nothing of it is left on any rank.
 
         Closing the iterator cancels the generation on every rank.
         """
-        async with self._room:
-            session, generation = self._open(order)
+        session = SessionId(os.urandom(SESSION_ID_BYTES))
+        task = self._task(session, order)
+        async with self._admitted(task):
+            generation = self._open(task, order)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():
                     output = await generation.outputs.get()
@@ -133,11 +142,24 @@ class EntryNode:
                 self._act(session, generation.machine.finish(FinishReason.CANCELLED, self._now()))
                 await generation.closed.wait()
 
-    def _open(self, order: Order) -> tuple[SessionId, Generation]:
-        if self._lost:
-            raise self._lost
-        session, now = SessionId(os.urandom(SESSION_ID_BYTES)), self._now()
-        task = Task(
+    @asynccontextmanager
+    async def _admitted(self, task: Task) -> AsyncIterator[None]:
+        """Wait until there is room for a task, and hold it."""
+        try:
+            if not self._admission.ask(task.session, task.limit):
+                turn = asyncio.get_running_loop().create_future()
+                self._waiting[task.session] = turn
+                await turn
+            yield
+        finally:
+            self._waiting.pop(task.session, None)
+            for session in self._admission.leave(task.session):
+                turn = self._waiting.pop(session)
+                if not turn.done():  # else it was cancelled, and is about to leave
+                    turn.set_result(None)
+
+    def _task(self, session: SessionId, order: Order) -> Task:
+        return Task(
             session=session,
             epoch=self._seat.epoch,
             ring=self._seat.ring,
@@ -145,11 +167,16 @@ class EntryNode:
             max_tokens=order.max_tokens,
             context=self._ends.context,
             slack=self._seat.slack,
-            keep_from=MIN_SHARED if self._seat.room else None,
+            keep_from=MIN_SHARED if self._prefixes.shelf.keeps else None,
         )
+
+    def _open(self, task: Task, order: Order) -> Generation:
+        if self._lost:
+            raise self._lost
+        session, now = task.session, self._now()
         # For all of the prompt, as what is found of it may turn out to be lost.
         machine = Entry(task, self.pace(max(1, len(order.prompt)), self.sessions))
-        start = self._prefixes.find(order.prompt, now)  # what is refused takes nothing
+        start = self._prefixes.find(order.prompt, now)
         foresight = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
@@ -158,7 +185,7 @@ class EntryNode:
         generation = Generation(order, machine, self._ends, lane, now, foresight, start)
         self._sessions[session] = generation
         self._act(session, machine.open(now, start.base))
-        return session, generation
+        return generation
 
     def _prepared(self) -> int:
         return sum(each.prepared for each in self._ends.runners)
@@ -225,7 +252,8 @@ class EntryNode:
             self._prefixes.forget(base.session)
         if machine.kept and cache is not None:
             prompt = generation.prompt_tokens
-            self._prefixes.keep(session, machine.kept, prompt, cache, self._now())
+            self._seat.budget.release(session)  # it is counted as kept from now on
+            self._prefixes.keep(session, machine.kept, prompt, cache, machine.reach, self._now())
 
     def _turn(self, session: SessionId, generation: Generation, job: Pick) -> None:
         """Pick, and begin with the next step before anybody is told what was picked."""

@@ -16,7 +16,6 @@ from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes
 from meshllm.model.loader import list_weights
 from meshllm.model.source import Source, resolve
-from meshllm.model.speed import prefix_budget
 from meshllm.model.text import Text
 from meshllm.names import NodeId
 from meshllm.node.entry import EntryNode
@@ -31,6 +30,7 @@ from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.chunking import RingTimes
 from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Terms
 from meshllm.protocol.policies import make_plan
+from meshllm.protocol.problem import kv_rooms
 from meshllm.request import Event, Request, Sampling
 from meshllm.transport.contract import Link, Listener, Transport
 from meshllm.transport.registry import Registry
@@ -79,6 +79,10 @@ class _Rank:
         """Know none: ranks of one process share its cores."""
         return None
 
+    def rooms(self, plan: Plan) -> list[int] | None:
+        """Tell the bytes that each rank has for caches."""
+        return self._ring.rooms
+
     async def dial(self, node: NodeId) -> Link:
         """Open a link to another rank."""
         return await self._ring.dial(node)
@@ -101,8 +105,11 @@ class LocalRing:
         models: Sequence[ModelRuntime],
         listeners: Sequence[Listener],
         transport: Transport | None,
+        rooms: Sequence[int],
     ) -> None:
         self.plan = plan
+        self.rooms = list(rooms)
+        """Bytes that each rank has for caches."""
         self.model = models[0]
         self._transport = transport
         self._news = asyncio.Event()
@@ -228,7 +235,8 @@ async def open_local_ring(
         await worker.run(list_weights, source.folder)  # what is cheap to refuse goes first
         draft = await worker.run(resolve, config.draft) if config.draft else None
         model = await ModelRuntime.open(source, worker, config, draft)
-        plan = local_plan(model, options)
+        offers = local_offers(model, options)
+        plan = local_plan(model, options, offers)
         ring = len(plan.stages)
         model.verdict.require(ring)
         if not options.own_threads:
@@ -241,40 +249,42 @@ async def open_local_ring(
         if ring > 1:
             transport = transport or Registry.discover().load(options.transport)
             listeners = [await stack.enter_async_context(transport.listen()) for _ in plan.stages]
-        share = prefix_budget(config.prefix_bytes, model.device) // ring
+        share = config.prefix_bytes and config.prefix_bytes // ring
         models = [
             model.rank(each, divides_head=options.own_threads, prefix_bytes=share)
             for each in workers
         ]
+        rooms = kv_rooms(plan, offers, plan_shape(model.shape))
         for stage, each in zip(plan.stages, models, strict=True):
             await each.hold(plan, stage.node)  # one by one: transformers builds one at a time
-        formed = LocalRing(plan, models, listeners, transport)
+        formed = LocalRing(plan, models, listeners, transport, rooms)
         await stack.enter_async_context(formed.running())
         yield formed
 
 
-def local_plan(model: ModelRuntime, options: RingOptions) -> Plan:
-    """Divide a model over equal nodes that share the memory of this machine, or of its GPU."""
+def local_offers(model: ModelRuntime, options: RingOptions) -> list[Offer]:
+    """Divide the memory of this machine, or of its GPU, among equal nodes."""
+    ranks = options.nodes + (options.ends is Ends.CLIENT)
+    free = free_memory() if model.device == CPU else free_bytes(model.device)
+    memory = max(0, free - (model.draft.bytes if model.draft else 0)) // ranks
+    ids = [NodeId(blake3(rank.to_bytes(4)).digest()) for rank in range(ranks)]
+    return [Offer(node, memory, ((1, 1e-3),), head_s=0.0) for node in ids]
+
+
+def local_plan(model: ModelRuntime, options: RingOptions, offers: Sequence[Offer]) -> Plan:
+    """Divide a model over nodes of this process."""
     shape, nodes, ends = model.shape, options.nodes, options.ends
     if nodes > shape.layers:
         raise UserError(
             f"{nodes} nodes for the {shape.layers} layers of `{shape.name}`",
             hint=f"use `--nodes {shape.layers}` or fewer",
         )
-    ranks = nodes + (ends is Ends.CLIENT)
-    memory = _free(model) // ranks
-    ids = [NodeId(blake3(rank.to_bytes(4)).digest()) for rank in range(ranks)]
+    entry = offers[0].node if ends is Ends.CLIENT else None
     return make_plan(
-        [Offer(node, memory, ((1, 1e-3),), head_s=0.0) for node in ids],
+        offers,
         Links(),
         plan_shape(shape),
         policy=Policy.PROPORTIONAL,
         epoch=EPOCH,
-        terms=Terms(ends=ends, members=ranks, entry=ids[0] if ends is Ends.CLIENT else None),
+        terms=Terms(ends=ends, members=len(offers), entry=entry),
     )
-
-
-def _free(model: ModelRuntime) -> int:
-    """Count the bytes for layers and states: what the draft takes is not among them."""
-    free = free_memory() if model.device == CPU else free_bytes(model.device)
-    return max(0, free - (model.draft.bytes if model.draft else 0))

@@ -1,6 +1,7 @@
 """The model of one node: what it holds for the plan in force, and how it is run."""
 
 import logging
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from meshllm.model.cache import slack_of
-from meshllm.model.capacity import ModelShape, room_for, shape_of
+from meshllm.model.capacity import ModelShape, shape_of
 from meshllm.model.check import check
 from meshllm.model.device import CPU, choose
 from meshllm.model.draft import Drafting, SuffixDrafting
@@ -18,10 +19,11 @@ from meshllm.model.head import Parts, find_parts, parts_of
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
-from meshllm.model.speed import memory_budget, prefix_budget
+from meshllm.model.speed import memory_budget
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
 from meshllm.names import NodeId, Quant, Span
+from meshllm.node.kv_rooms import budget_for
 from meshllm.node.options import InferenceConfig
 from meshllm.node.outgoing import settle
 from meshllm.node.session import Ends as HeldEnds
@@ -29,6 +31,7 @@ from meshllm.node.shape import CONTEXT
 from meshllm.node.worker import Worker, calibrate
 from meshllm.protocol.chunking import RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.lookahead import STEPS
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Ends, Plan
@@ -184,11 +187,15 @@ class ModelRuntime:
             self._held = held = replace(held, help=part) if part else held
         return held
 
-    def room(self, span: Span) -> int:
-        """Count the tokens of finished sessions for which there is room beside a span."""
-        if self.config.exact or not self.verdict.chunkable:
-            return 0
-        return room_for(self.shape, span, prefix_budget(self.config.prefix_bytes, self.device))
+    @property
+    def prefix_bytes(self) -> int | None:
+        """Bytes for finished sessions; None is what others leave of the budget."""
+        is_kept = not self.config.exact and self.verdict.chunkable
+        return self.config.prefix_bytes if is_kept else 0
+
+    def budget(self, plan: Plan, rooms: Sequence[int]) -> KvBudget:
+        """Divide the room for caches of each rank of a plan."""
+        return budget_for(self.shape, [stage.span for stage in plan.stages], rooms)
 
     def release(self) -> None:
         """Let go of what is held."""

@@ -37,7 +37,7 @@ class InferenceConfig:
     memory_bytes: int | None = None
     """Memory for weights and states; None is a share of what is free."""
     prefix_bytes: int | None = None
-    """Memory for the prefix cache; None is a share of what is free."""
+    """Memory for the prefix cache; None is what sessions leave of the KV budget."""
     cache: Path | None = None
     """Folder in which quantised matrices are kept."""
 

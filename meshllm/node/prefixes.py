@@ -62,33 +62,45 @@ class Prefixes:
         """Find the text that shares most with a prompt.
 
         The next turn of a chat takes the cache of the turn before; where much of it would be thrown
-        away, a copy is made.
+        away, a copy is made if there is room. The session has reserved its room by now: what is in
+        its way is evicted, and what it goes on from last.
         """
         wanted = torch.tensor(prompt, dtype=torch.int32)
         shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
         name = max(shares, key=lambda each: shares[each], default=None)
         if name is None or shares[name] < MIN_SHARED:
+            self._drop(self.shelf.make_room())
             return Start(None, self._new_cache)
         length, text = shares[name], self._texts[name]
         whole = length >= text.prompt - _TURN and 2 * length >= len(text.tokens)
-        self.shelf.take(name, length, now, whole=whole)
+        reach = self.shelf.take(name, length, now, whole=whole)
+        self._drop(self.shelf.make_room(spare=name))
+        if self.shelf.budget.is_over:  # no room for a copy
+            whole = bool(self.shelf.take(name, length, now, whole=True))
         if whole:
             del self._texts[name]
         cache = text.cache
         return Start(
-            Base(name, length, whole), (lambda: cache) if whole else lambda: cache.branch(length)
+            Base(name, length, whole, reach),
+            (lambda: cache) if whole else lambda: cache.branch(length),
         )
 
     def keep(
-        self, session: SessionId, tokens: Sequence[int], prompt: int, cache: SpanCache, now: float
+        self,
+        session: SessionId,
+        tokens: Sequence[int],
+        prompt: int,
+        cache: SpanCache,
+        reach: int,
+        now: float,
     ) -> None:
         """Keep the cache of a session that ended, of which the first ``prompt`` tokens were asked.
 
-        It holds ``tokens`` and perhaps more.
+        It holds ``tokens`` and perhaps more, and has room for ``reach``.
         """
         kept = torch.tensor(tokens, dtype=torch.int32)
         self._texts[session] = _Text(kept, min(prompt, len(tokens)), cache)
-        self._drop(self.shelf.put(session, len(tokens), now))
+        self._drop(self.shelf.put(session, len(tokens), reach, now))
 
     def forget(self, session: SessionId) -> None:
         """Drop what another rank has lost."""

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol, assert_never
 
-from meshllm.errors import MeshError
+from meshllm.errors import LinkLost, MeshError
 from meshllm.names import NodeId
 from meshllm.node.alarm import Alarm
 from meshllm.node.entry import EntryNode, Seat
@@ -30,6 +30,7 @@ from meshllm.protocol.forming import (
     Report,
     Stop,
 )
+from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.link import SILENCE, Link
 from meshllm.protocol.messages import Hello
 from meshllm.protocol.pace import Pace
@@ -61,6 +62,9 @@ class RuntimeHost(Protocol):
 
     def times(self, plan: Plan) -> RingTimes | None:
         """Tell what the ranks of a plan take; None where a node has not told."""
+
+    def rooms(self, plan: Plan) -> list[int] | None:
+        """Tell the bytes that each rank has for caches; None where a node has not told."""
 
     async def dial(self, node: NodeId) -> contract.Link:
         """Open a link for a ring; raise `MeshError` when there is no way."""
@@ -274,7 +278,8 @@ class RingRuntime:
             for link in links:
                 await link.settled()
             peers = self._peers(plan, links)
-            reason = await self._run(self._rank(plan, Neighbours(*peers) if peers else None))
+            node = self._rank(plan, Neighbours(*peers) if peers else None)
+            reason = await self._run(node) if node else LinkLost("A node offers nothing any more")
         finally:  # who closes waits for the other end; the next plan need not
             for link in links:
                 self._tasks.create_task(link.close())
@@ -312,8 +317,11 @@ class RingRuntime:
             machine.open(self._now())  # the rank after was greeted when it was dialled
         return [Peer(link, machine) for link, machine in zip(links, machines, strict=True)]
 
-    def _rank(self, plan: Plan, neighbours: Neighbours | None) -> EntryNode | StageNode:
-        """Build the entry or a stage."""
+    def _rank(self, plan: Plan, neighbours: Neighbours | None) -> EntryNode | StageNode | None:
+        """Build the entry or a stage; None where a node of the plan has taken its offer back."""
+        if (rooms := self._host.rooms(plan)) is None:
+            return None
+        budget = self._model.budget(plan, rooms)
         rank, ring, model, span = (
             plan.rank(self._me) or 0,
             len(plan.stages),
@@ -328,7 +336,8 @@ class RingRuntime:
                 partial(self._pace, plan),
                 MAX_SESSIONS,
                 model.slack,
-                model.room(span.span),
+                budget,
+                model.prefix_bytes,
                 model.drafting,
                 draft=span.draft,
                 wire=model.wire,
@@ -336,8 +345,15 @@ class RingRuntime:
             )
             return EntryNode(span.ends, seat, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
-        shelf = shelf_for(model.room(span.span), model.slack)
-        machine = Stage(rank, ring, epoch=plan.epoch, max_sessions=MAX_SESSIONS, shelf=shelf)
+        own = KvBudget(budget.rooms[rank : rank + 1])
+        machine = Stage(
+            rank,
+            ring,
+            epoch=plan.epoch,
+            max_sessions=MAX_SESSIONS,
+            context=model.context,
+            shelf=shelf_for(own, model.prefix_bytes, model.slack),
+        )
         return StageNode(machine, span.runner, model.worker, neighbours, model.wire, span.help)
 
     def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:

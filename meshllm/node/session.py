@@ -256,7 +256,7 @@ class Generation:
             self._make_cache = None
             try:
                 self.cache = make()
-            except (ModelError, RuntimeError) as error:  # torch says out of memory as the latter
+            except (ModelError, RuntimeError, MemoryError) as error:  # the last two: no memory
                 self.cache = self._ends.front.new_cache()
                 raise Missed(str(error)) from None
         assert self.cache is not None

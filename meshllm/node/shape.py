@@ -2,7 +2,7 @@
 
 import torch
 
-from meshllm.model.capacity import ModelShape
+from meshllm.model.capacity import ModelShape, mean_kv_bytes
 from meshllm.protocol.plan import Shape
 
 CONTEXT = 4096
@@ -12,14 +12,15 @@ CONTEXT = 4096
 def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
     """Describe a model to the planner, with sessions of up to ``context`` tokens."""
     dtype: torch.dtype = getattr(torch, model.dtype)
+    context = min(context, model.context or context)
     return Shape(
         name=model.name,
         layer_bytes=model.layer_bytes,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_bytes_per_token=mean_kv_bytes(model, context),
         embed_bytes=model.embed_bytes,
         head_bytes=model.head_bytes,
         tied=model.tied,
         hidden_size=model.hidden_size,
         itemsize=dtype.itemsize,
-        context=min(context, model.context or context),
+        context=context,
     )

@@ -148,7 +148,7 @@ class StageNode:
         try:
             if cache is not None and not job.whole:
                 cache = cache.branch(job.length)
-        except (ModelError, RuntimeError) as error:  # an entry that knows no windows; no memory
+        except (ModelError, RuntimeError, MemoryError) as error:  # no memory is one of the last two
             logger.info("nothing to go on from: %s", error)
         except Exception:  # the supervisor: a bug costs its session time, and the others nothing
             logger.exception("a cache was not copied")

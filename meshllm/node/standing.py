@@ -26,6 +26,7 @@ from meshllm.protocol.chunking import RingTimes, ring_times
 from meshllm.protocol.identity import short
 from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.plan import Plan
+from meshllm.protocol.problem import kv_rooms
 from meshllm.protocol.records import Lifecycle, State
 from meshllm.request import Event, Request
 
@@ -160,6 +161,16 @@ class Standing:
             return None
         try:
             return ring_times(plan, agreement.offers, agreement.links, charter.shape)
+        except UserError:  # a member has gone, and another plan is on its way
+            return None
+
+    def rooms(self, plan: Plan) -> list[int] | None:
+        """Tell the bytes that each rank has for caches, by the latest offers."""
+        agreement, charter = self.agreement, self._machine.charter
+        if agreement is None or charter is None:
+            return None
+        try:
+            return kv_rooms(plan, agreement.offers, charter.shape)
         except UserError:  # a member has gone, and another plan is on its way
             return None
 

@@ -5,9 +5,11 @@
 
 import logging
 
+import torch
 from torch import Tensor
 
 from meshllm.errors import (
+    Busy,
     IntegrityFault,
     LinkLost,
     MeshError,
@@ -22,7 +24,7 @@ from meshllm.protocol.messages import Blob, DType, FaultCode
 logger = logging.getLogger(__name__)
 
 _ERRORS: dict[FaultCode, type[MeshError]] = {
-    FaultCode.BUSY: MeshError,
+    FaultCode.BUSY: Busy,
     FaultCode.INTEGRITY: IntegrityFault,
     FaultCode.MODEL: ModelError,
     FaultCode.EPOCH: PeerFault,
@@ -53,7 +55,9 @@ def opened(key: SessionKey, blob: Blob) -> Tensor:
 
 def fault_code(error: Exception) -> FaultCode:
     """Say what an error in a job is called on the wire; log it when nobody expected it."""
-    if not isinstance(error, (MeshError, RuntimeError)):  # torch says out of memory as the latter
+    if is_out_of_memory(error):
+        return FaultCode.BUSY
+    if not isinstance(error, (MeshError, RuntimeError)):
         logger.error("a job failed", exc_info=error)
     match error:
         case IntegrityFault():
@@ -62,6 +66,12 @@ def fault_code(error: Exception) -> FaultCode:
             return FaultCode.RULES
         case _:
             return FaultCode.MODEL
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
+    is_torch = isinstance(error, RuntimeError) and "allocate" in str(error)
+    return is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def error_of(code: FaultCode, text: str, rank: int) -> MeshError:

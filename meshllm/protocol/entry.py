@@ -59,7 +59,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
-from meshllm.errors import UserError
 from meshllm.protocol.codec import MAX_POSITION
 from meshllm.protocol.messages import (
     Blob,
@@ -103,25 +102,14 @@ class State(Enum):
 
 
 class Entry:
-    """One generation; times are seconds on the driver's clock.
-
-    Raises:
-        UserError: the prompt is empty or does not leave room in the context, or no token is asked.
-    """
+    """One generation; times are seconds on the driver's clock."""
 
     def __init__(self, task: Task, pace: Pace) -> None:
-        context = min(task.context, MAX_POSITION)
-        if not 0 < len(task.prompt) < context:
-            raise UserError(
-                f"A prompt of {len(task.prompt)} tokens; the model takes 1 to {context - 1}",
-                hint="shorten the prompt or the chat",
-            )
-        if task.max_tokens < 1:
-            raise UserError(f"An answer of at most {task.max_tokens} tokens is none")
+        """Prepare a task; raise `UserError` where its limit does."""
         self.state = State.IDLE
         self._task = task
         self._pace = pace
-        self._limit = min(len(task.prompt) + task.max_tokens, context)
+        self._limit = task.limit
         self._tokens = list(task.prompt)
         self._gen = 0
         self._done = 0  # positions that came back in this gen or are known to be everywhere
@@ -138,6 +126,8 @@ class Entry:
         self._waiting = 0.0  # since when: the last injection, result or Close
         self.reused = 0
         """Positions of the prompt that were not computed again."""
+        self.reach = 0
+        """Positions for which the caches have room."""
 
     @property
     def kept(self) -> list[int]:
@@ -151,6 +141,7 @@ class Entry:
         if base is None:
             return self._pump()
         self.reused = self._done = self._best = self._injected = base.length
+        self.reach = base.reach if base.whole else base.length
         resume = Resume(task.session, task.epoch, base.session, base.length, base.whole)
         return [*([Forward(resume)] if task.ring > 1 else []), *self._pump()]
 
@@ -275,6 +266,7 @@ class Entry:
         if guesses:
             self._ahead += self._steps.popleft()
         self._injected += len(tokens)
+        self.reach = max(self.reach, self._injected)
         self._job = Embed(self._gen, pos, tokens, len(tokens) - 1 if is_step else 0)
         return [self._job]
 

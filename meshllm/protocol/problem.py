@@ -19,7 +19,7 @@ from typing import Self
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.plan import Ends, Links, Offer, Shape, Terms
+from meshllm.protocol.plan import Ends, Links, Offer, Plan, Shape, Terms
 
 HEADROOM_PERCENT = 20  # of a node's memory: activations, fragments, what its offer did not see
 NANOSECOND = 10**6  # in the unit of time
@@ -129,10 +129,11 @@ def pose(offers: Sequence[Offer], links: Links, shape: Shape, terms: Terms) -> P
     _check(terms, numbers, shape)
     row = shape.hidden_size * shape.itemsize
     tokens = shape.context * terms.sessions
+    growth = shape.context * max(shape.kv_bytes_per_token)  # of one layer of one session, copied
     caches = (per_token * tokens for per_token in shape.kv_bytes_per_token)
     problem = Problem(
         nodes=nodes,
-        memory=[_usable(offer, terms) for offer in offers],
+        memory=[_usable(offer, terms, growth) for offer in offers],
         ends_bytes=shape.ends_bytes,
         sizes=[0, *accumulate(map(sum, zip(shape.layer_bytes, caches, strict=True)))],
         works=[0, *accumulate(_work(size, shape) for size in shape.layer_bytes)],
@@ -154,11 +155,35 @@ def _work(size: int, shape: Shape) -> int:
     return max(1, size * shape.layers * _WORK // sum(shape.layer_bytes))
 
 
-def _usable(offer: Offer, terms: Terms) -> int:
+def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
+    """Tell the bytes that each rank of a plan has for caches: what its weights leave of its memory.
+
+    In a plan that was made of these offers, its sessions of full context have room at least.
+
+    Raises:
+        UserError: a node of the plan made no offer.
+    """
+    by_node = {offer.node: offer for offer in offers}
+    if missing := [stage.node for stage in plan.stages if stage.node not in by_node]:
+        raise UserError(f"Node `{_short(missing[0])}` is in the plan and offers nothing")
+    rooms = []
+    for rank, stage in enumerate(plan.stages):
+        weights = sum(shape.layer_bytes[stage.span.start : stage.span.stop])
+        ends = 0 if rank else shape.ends_bytes
+        rooms.append(usable_bytes(by_node[stage.node]) - weights - ends)
+    return rooms
+
+
+def usable_bytes(offer: Offer, most: int | None = None) -> int:
+    """Tell the bytes of an offer that weights and caches may take; ``most`` binds it further."""
+    memory = offer.memory_bytes if most is None else min(most, offer.memory_bytes)
+    return max(0, memory - offer.reserve_bytes) * (100 - HEADROOM_PERCENT) // 100
+
+
+def _usable(offer: Offer, terms: Terms, growth: int) -> int:
     if offer.node in terms.exclude:
         return -1
-    memory = min(offer.memory_bytes, terms.memory.get(offer.node, offer.memory_bytes))
-    return max(0, memory - offer.reserve_bytes) * (100 - HEADROOM_PERCENT) // 100
+    return max(0, usable_bytes(offer, terms.memory.get(offer.node)) - growth)
 
 
 def _entries(terms: Terms, numbers: Mapping[NodeId, int]) -> list[int]:

@@ -7,7 +7,7 @@ from meshllm.errors import ModelError
 from meshllm.protocol.cycles import length
 from meshllm.protocol.division import Filling
 from meshllm.protocol.plan import MAX_SECONDS, Shape
-from meshllm.protocol.problem import HEADROOM_PERCENT, MILLISECOND, Problem
+from meshllm.protocol.problem import MILLISECOND, Problem
 
 _UNITS = "KiB", "MiB", "GiB"
 
@@ -25,8 +25,8 @@ def refusal(problem: Problem, shape: Shape) -> ModelError:
     usable = sum(max(0, memory) for memory in problem.memory)
     takes = (
         f"`{shape.name}` takes {in_words(problem.sizes[-1])} in {problem.layers} layers with their"
-        f" caches and {in_words(problem.ends_bytes)} at its ends, and {100 - HEADROOM_PERCENT} % of"
-        f" what the nodes offer is {in_words(usable)}"
+        f" caches and {in_words(problem.ends_bytes)} at its ends, and of what the nodes offer"
+        f" {in_words(usable)} are for that"
     )
     lacking = _lacking(problem)
     if lacking <= 0:

@@ -9,6 +9,9 @@ A session on a stage is (gen, kv_len, what runs, what waits). One rule moves it,
     Data, pos > kv_len           Gap(kv_len): rows before it never arrived
     Data, else                   crop the cache to pos, run the rows, kv_len = pos + rows, forward
 
+    Data, beyond the context     Fault(BUSY): the session ends here, before anything is allocated
+    Data, no bytes for its rows  Fault(BUSY), likewise, see `meshllm.protocol.kv_budget`
+
 So nothing is ever rolled back by message: a rejected or repeated row is undone by the next write at
 its position. Gap, Fault, Cancel, Resume and Close go on round the ring to the entry, which alone
 decides. What a Close says to keep waits on the shelf for a Resume, see `meshllm.protocol.shelf`.
@@ -42,7 +45,8 @@ from typing import assert_never
 
 from meshllm.errors import PeerFault
 from meshllm.names import SessionId
-from meshllm.protocol.codec import size
+from meshllm.protocol.codec import MAX_POSITION, size
+from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.lookahead import MAX_STEP_ROWS
 from meshllm.protocol.messages import (
     Blob,
@@ -127,6 +131,7 @@ class _Session:
     heard: float  # when it was made or last computed; what only meets gaps is idle
     gen: int = 0
     kv_len: int = 0
+    reach: int = 0  # positions for which the cache has room
     running: Data | None = None
     pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
     tally: Tally = _NOTHING
@@ -140,7 +145,7 @@ class _Session:
 class Stage:
     """The sessions of one rank; times are seconds on the driver's clock."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- its place, and what bounds it
         self,
         rank: int,
         ring: int,
@@ -148,9 +153,13 @@ class Stage:
         epoch: int,
         max_sessions: int = 8,
         idle_s: float = 120.0,
+        context: int = MAX_POSITION,
         shelf: Shelf | None = None,
     ) -> None:
-        """Keep finished sessions on the ``shelf``; None keeps none."""
+        """Serve sessions of up to ``context`` positions within the budget of the ``shelf``.
+
+        Finished ones are kept on it; None keeps none, and bounds none.
+        """
         self.round_trip_us = 0
         """Round trip to the next rank, for the tallies; the driver keeps it current."""
         self._rank = rank
@@ -158,7 +167,9 @@ class Stage:
         self.epoch = epoch
         self._max_sessions = max_sessions
         self._idle_s = idle_s
-        self._shelf = shelf or Shelf(0)
+        self._context = context
+        self._shelf = shelf or Shelf(KvBudget(()), 0)
+        self._budget = self._shelf.budget
         self._sessions: dict[SessionId, _Session] = {}
         self._closed: dict[SessionId, Tally] = {}
 
@@ -241,20 +252,20 @@ class Stage:
         ]
         for session in idle:
             del self._sessions[session]
+            self._budget.release(session)
         return [Free(session) for session in (*idle, *self._shelf.expire(now))]
 
     def _data(self, data: Data, now: float) -> list[Action]:
-        session, blob = data.session, data.blob
+        session = data.session
         if session in self._closed:
             return []
         if data.epoch > self.epoch:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
-        if blob is None or len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
-            shape = blob and list(blob.shape)
-            raise PeerFault(f"Data of {data.rows} rows with a blob of shape {shape}")
-        if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
-            raise PeerFault(f"A step of {data.rows} rows; the most is {MAX_STEP_ROWS}")
+        blob = _checked(data)
+        if data.pos + data.rows > self._context:
+            text = f"Positions {data.pos} to {data.pos + data.rows} of {self._context}"
+            return self._refuse(data, text)
         if session not in self._sessions:
             if data.pos > 0:
                 return [_gap(data, 0)]
@@ -279,10 +290,18 @@ class Stage:
             return []
         if len(self._sessions) >= self._max_sessions:
             return []
-        if not self._shelf.take(base, length, now, whole=resume.whole):
-            return []
-        self._sessions[session] = _Session(now, kv_len=length)
-        return [Adopt(session, base, length, resume.whole)]
+        whole = resume.whole
+        reach = self._shelf.take(base, length, now, whole=whole)
+        if not reach or not self._budget.reserve(session, reach if whole else length):
+            return [Free(base)] if reach and whole else []
+        gone = self._shelf.make_room(spare=base)
+        if self._budget.is_over:  # no room for a copy
+            whole = bool(self._shelf.take(base, length, now, whole=True))
+            if not self._budget.reserve(session, reach):
+                self._budget.release(session)
+                return [Free(each) for each in (*gone, base)]
+        self._sessions[session] = _Session(now, kv_len=length, reach=reach if whole else length)
+        return [*map(Free, gone), Adopt(session, base, length, whole)]
 
     def _queue(self, state: _Session, data: Data, compute: Compute) -> list[Action]:
         if data.gen < state.gen:
@@ -297,11 +316,28 @@ class Stage:
         refused: list[Action] = []
         while state.pending:
             data, compute = state.pending.popleft()
-            if data.pos <= state.kv_len:
-                state.running, state.kv_len = data, data.pos
-                return [*refused, compute]
-            refused.append(_gap(data, state.kv_len))
+            if data.pos > state.kv_len:
+                refused.append(_gap(data, state.kv_len))
+                continue
+            stop, gone = data.pos + data.rows, list[SessionId]()
+            if stop > self._budget.reserved(data.session):
+                if not self._budget.reserve(data.session, stop):
+                    return [*refused, *self._refuse(data, self._no_room(data.session, stop))]
+                gone = self._shelf.make_room()
+            state.running, state.kv_len, state.reach = data, data.pos, max(state.reach, stop)
+            return [*refused, *map(Free, gone), compute]
         return refused
+
+    def _no_room(self, session: SessionId, positions: int) -> str:
+        others, left = len(self._sessions) - 1, self._budget.left(session)
+        return (
+            f"No room for the cache of {positions} positions: beside {others} other sessions"
+            f" there is room for {left}"
+        )
+
+    def _refuse(self, data: Data, text: str) -> list[Action]:
+        """End one session for want of room."""
+        return [*self._end(data.session), self._fault(data, FaultCode.BUSY, text)]
 
     def _keep(self, data: Data) -> int:
         if not self._is_last:
@@ -324,13 +360,26 @@ class Stage:
         self._closed.setdefault(session, state.tally if state else _NOTHING)
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
+        self._budget.release(session)
         if state is None:
             return []
-        gone = self._shelf.put(session, keep if keep <= state.kv_len else 0, now)
+        length = keep if keep <= state.kv_len else 0
+        gone = self._shelf.put(session, length, state.reach, now)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:
         return Forward(Fault(data.session, data.epoch, code, self._rank, text))
+
+
+def _checked(data: Data) -> Blob:
+    """Return the rows of a message; raise `PeerFault` for those that no rank sends."""
+    blob = data.blob
+    if blob is None or len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
+        shape = blob and list(blob.shape)
+        raise PeerFault(f"Data of {data.rows} rows with a blob of shape {shape}")
+    if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
+        raise PeerFault(f"A step of {data.rows} rows; the most is {MAX_STEP_ROWS}")
+    return blob
 
 
 def _onward(message: Gap | Fault | Logits) -> Forward:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from meshllm.errors import UserError
 from meshllm.names import SessionId
 from meshllm.protocol.codec import MAX_POSITION
 from meshllm.protocol.messages import Blob, FaultCode, Forward, Tally
@@ -26,6 +27,23 @@ class Task:
     """How many positions a cache can go back; None is any number. To 0 all can."""
     keep_from: int | None = None
     """Positions from which on it is worth keeping what a session leaves; None is never."""
+
+    @property
+    def limit(self) -> int:
+        """Count the positions that the session may come to have.
+
+        Raises:
+            UserError: the prompt is empty or leaves no room in the context, or no token is asked.
+        """
+        context = min(self.context, MAX_POSITION)
+        if not 0 < len(self.prompt) < context:
+            raise UserError(
+                f"A prompt of {len(self.prompt)} tokens; the model takes 1 to {context - 1}",
+                hint="shorten the prompt or the chat",
+            )
+        if self.max_tokens < 1:
+            raise UserError(f"An answer of at most {self.max_tokens} tokens is none")
+        return min(len(self.prompt) + self.max_tokens, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, 
 
 from meshllm.errors import ModelError
 from meshllm.model.cache import (
-    CHUNK,
+    BLOCK,
+    MOST_ROWS,
     SLACK,
-    UNTOUCHED,
     GrowingLayer,
     Rows,
     SpanCache,
     WindowLayer,
+    rows_for,
     slack_of,
 )
 from meshllm.names import Span
@@ -45,7 +46,7 @@ def write(cache: SpanCache, count: int, layer: int = 1) -> Tensor:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 2 * CHUNK), st.integers(0, SLACK)), min_size=1, max_size=6)
+    st.lists(st.tuples(st.integers(1, 2 * BLOCK), st.integers(0, SLACK)), min_size=1, max_size=6)
 )
 def test_full_attention_sees_every_row_that_was_not_cropped(steps: list[tuple[int, int]]) -> None:
     cache = SpanCache(llama(), Span(1, 2))
@@ -57,7 +58,7 @@ def test_full_attention_sees_every_row_that_was_not_cropped(steps: list[tuple[in
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 2 * CHUNK), st.integers(0, SLACK)), min_size=1, max_size=6)
+    st.lists(st.tuples(st.integers(1, 2 * BLOCK), st.integers(0, SLACK)), min_size=1, max_size=6)
 )
 def test_a_window_sees_what_stock_code_makes_a_mask_for(steps: list[tuple[int, int]]) -> None:
     cache = SpanCache(mistral(), Span(1, 2))
@@ -73,7 +74,7 @@ def test_a_window_sees_what_stock_code_makes_a_mask_for(steps: list[tuple[int, i
 def test_a_window_goes_back_by_its_slack_and_no_further() -> None:
     cache = SpanCache(mistral(), Span(1, 2))
     write(cache, 500)
-    write(cache, UNTOUCHED + CHUNK + 1)  # makes room, and forgets what is far behind
+    write(cache, 5 * BLOCK + 1)  # makes room, and forgets what is far behind
 
     floor = cache.floor
 
@@ -91,7 +92,7 @@ def test_rows_are_appended_without_copying_the_others() -> None:
     write(cache, 5)
     before = cache.layers[1].keys.data_ptr()
 
-    for _ in range(UNTOUCHED):
+    for _ in range(BLOCK - 5):
         write(cache, 1)
 
     assert cache.layers[1].keys.data_ptr() == before
@@ -110,9 +111,9 @@ def test_no_memory_for_more_rows_costs_none_of_those_before(
         seen = write(cache, 1)
     extend, calls = Rows.extend, list[Rows]()
 
-    def run_out(rows: Rows, count: int, keep: int | None = None) -> None:
+    def run_out(rows: Rows, count: int, window: int = 0) -> None:
         calls.append(rows)
-        extend(rows, count, keep)
+        extend(rows, count, window)
         if len(calls) > failing:
             raise RuntimeError("no memory")
 
@@ -211,7 +212,30 @@ def test_bytes_are_those_of_the_room_made() -> None:
     write(cache, 3)
 
     # keys and values, heads, rows, D, float32
-    assert cache.bytes == 2 * 2 * (3 + UNTOUCHED) * 3 * 4
+    assert cache.bytes == 2 * 2 * BLOCK * 3 * 4
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["full", "window"])
+@pytest.mark.parametrize("step", [1, 17, 700, 2500])
+def test_what_is_allocated_depends_on_the_tokens_alone(config: PreTrainedConfig, step: int) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    window = getattr(config, "sliding_window", None) or 0
+
+    while cache.length < 5000:
+        write(cache, step)
+        bound = rows_for(cache.length, window)
+        assert cache.layers[1].rows[0].buffer.shape[-2] <= bound
+        assert window or cache.layers[1].rows[0].buffer.shape[-2] == bound
+
+
+@given(st.integers(1, 1 << 22), st.integers(1, 1 << 12))
+def test_rows_are_made_ahead_by_an_eighth_at_most(count: int, more: int) -> None:
+    assert count <= rows_for(count) <= max(count + BLOCK, count * 9 // 8 + 1)
+    assert rows_for(count) <= rows_for(count + more)
+
+
+def test_a_window_takes_no_more_room_the_longer_the_session() -> None:
+    assert rows_for(1 << 20, WINDOW) == rows_for(MOST_ROWS + WINDOW + SLACK, WINDOW)
 
 
 def test_a_recurrent_state_cannot_go_back_but_can_start_anew() -> None:
@@ -250,9 +274,9 @@ def test_a_branch_goes_its_own_way(config: PreTrainedConfig) -> None:
 
 def test_a_branch_of_full_attention_takes_no_more_room_than_it_needs() -> None:
     cache = SpanCache(llama(), Span(1, 2))
-    write(cache, 10 * UNTOUCHED)
+    write(cache, 10 * BLOCK)
 
-    assert cache.branch(CHUNK).bytes < cache.bytes / 4
+    assert cache.branch(BLOCK).bytes < cache.bytes / 4
 
 
 def test_a_state_without_a_way_back_branches_at_its_end_only() -> None:

@@ -13,7 +13,15 @@ from transformers import (
 )
 
 from meshllm.errors import ModelError
-from meshllm.model.capacity import UNLIMITED, ModelShape, free_memory, shape_of
+from meshllm.model.capacity import (
+    UNLIMITED,
+    ModelShape,
+    cache_cost,
+    free_memory,
+    mean_kv_bytes,
+    shape_of,
+    workspace_bytes,
+)
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, open_folder
 from meshllm.names import Quant, Span
@@ -73,6 +81,35 @@ def test_each_layer_counts_its_own_state() -> None:
 
     assert shape.kv_bytes_per_token == (0, 2 * 2 * 16 * 4, 0)
     assert shape.layer_bytes[0] == shape.layer_bytes[2] != shape.layer_bytes[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3_next", "mamba2"])
+@torch.inference_mode()
+def test_a_session_costs_what_its_cache_allocates(name: str, tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, name)
+    shape = shape_of(source)
+    shard = Shard.load(source, Span(1, 5), embed=False, head=False)
+    cache, cost = shard.new_cache(), cache_cost(shape, Span(1, 5))
+
+    for rows in (1, 5, 60, 30):
+        shard.forward(torch.ones(1, rows, shape.hidden_size, dtype=shard.model.dtype), cache)
+        held, growth = cost(cache.length)
+        assert 0.99 * held <= cache.bytes <= held
+        assert 0 <= growth <= held
+
+
+def test_the_cost_of_a_token_depends_on_how_long_its_session_is() -> None:
+    shape = qwen3_sized()
+    per_token = shape.kv_bytes_per_token[0]
+
+    assert mean_kv_bytes(shape, 4096) == (per_token,) * 28
+    assert mean_kv_bytes(shape, 128) == (2 * per_token,) * 28
+    assert cache_cost(shape, Span(0, 7))(4096) == (7 * 4096 * per_token, 4096 * per_token)
+    assert cache_cost(shape, Span(3, 3))(4096) == (0, 0)
+
+
+def test_the_workspace_of_a_published_size_is_bounded() -> None:
+    assert 64 << 20 < workspace_bytes(qwen3_sized()) < 256 << 20
 
 
 def test_experts_count_with_their_layer() -> None:

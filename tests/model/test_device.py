@@ -274,7 +274,6 @@ def test_a_gpu_gives_of_its_own_memory() -> None:
 
     assert speed.memory_budget(device=gpu) == 640
     assert speed.memory_budget(10_000, device=gpu) == 800
-    assert speed.prefix_budget(None, gpu) == 200
 
 
 def test_each_device_has_a_speed_of_its_own(

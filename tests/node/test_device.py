@@ -100,7 +100,9 @@ async def test_a_node_holds_its_layers_on_its_device(
     for runner in (held.runner, entry.ends.front, entry.ends.head):
         assert runner.shard.device == GPU
     layer = engine.shape.kv_bytes_per_token[0]
-    assert engine.room(Span(0, 2)) == FREE // 4 // (2 * layer)
+    (first, _), prefixes = engine.budget(PLAN, [7, 8]).rooms, engine.prefix_bytes
+    assert (first.total, first.cost(256)) == (7, (2 * 256 * layer, 256 * layer))
+    assert prefixes is None
 
 
 @pytest.mark.usefixtures("free")

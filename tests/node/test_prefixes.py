@@ -16,6 +16,7 @@ from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.node.prefixes import MIN_SHARED, Prefixes
 from meshllm.node.session import Ended, Order, Token
+from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
 from meshllm.protocol.messages import Close, Data, Resume
 from meshllm.protocol.shelf import IDLE_S, Shelf
 from meshllm.request import FinishReason, Sampling
@@ -182,9 +183,13 @@ class Slow(SpanCache):
         self.length = length
 
 
+def shelf(blocks: int = 9) -> Shelf:
+    return Shelf(KvBudget([Room(blocks * BLOCK, lambda tokens: (tokens, 0))]))
+
+
 def kept(slack: int | None = None, *, prompt: int = 50) -> Prefixes:
-    prefixes = Prefixes(Shelf(1000), slack, lambda: Slow(0))
-    prefixes.keep(SessionId(b"a" * 16), PROMPT, prompt, Slow(len(PROMPT)), 0.0)
+    prefixes = Prefixes(shelf(), slack, lambda: Slow(0))
+    prefixes.keep(SessionId(b"a" * 16), PROMPT, prompt, Slow(len(PROMPT)), len(PROMPT), 0.0)
     return prefixes
 
 
@@ -234,10 +239,31 @@ def test_what_nobody_asks_for_goes() -> None:
     assert prefixes.shelf.deadline is None
 
 
+def test_a_session_evicts_what_is_in_its_way() -> None:
+    prefixes = kept()
+    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
+
+    assert prefixes.find(MORE, 1.0).base is None
+    assert not prefixes._texts
+    assert prefixes.shelf.budget.kept_bytes == 0
+
+
+def test_where_there_is_no_room_for_a_copy_the_cache_itself_is_taken() -> None:
+    prefixes = kept()
+    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
+
+    start = prefixes.find((*PROMPT[:20], *MORE), 1.0)
+
+    assert start.base is not None
+    assert (start.base.length, start.base.whole, start.base.reach) == (20, True, len(PROMPT))
+    assert start.make().length == len(PROMPT)
+    assert not prefixes._texts
+
+
 def test_the_longest_text_is_found() -> None:
-    prefixes = Prefixes(Shelf(1000), None, lambda: Slow(0))
+    prefixes = Prefixes(shelf(), None, lambda: Slow(0))
     for name, length in ((b"a", 20), (b"b", 35), (b"c", 25)):
-        prefixes.keep(SessionId(name * 16), PROMPT[:length], 40, Slow(length), 0.0)
+        prefixes.keep(SessionId(name * 16), PROMPT[:length], 40, Slow(length), length, 0.0)
 
     found = prefixes.find(PROMPT, 1.0).base
 
@@ -329,8 +355,9 @@ async def test_a_cancel_before_the_first_row_keeps_the_loop_free(
 
         monkeypatch.setattr(SpanCache, "branch", watched)
         order = Order((*PROMPT[:20], *MORE), Sampling(), 5, is_last=lambda _: False)
-        session, generation = ring.entry._open(order)
-        ring.entry._act(session, generation.machine.finish(FinishReason.CANCELLED, 0.0))
+        task = ring.entry._task(SessionId(b"c" * 16), order)
+        generation = ring.entry._open(task, order)
+        ring.entry._act(task.session, generation.machine.finish(FinishReason.CANCELLED, 0.0))
         await generation.closed.wait()
 
         assert threading.main_thread() not in threads

@@ -13,6 +13,7 @@ from meshllm.protocol import task as tasks
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode, size
 from meshllm.protocol.entry import Entry
+from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
 from meshllm.protocol.messages import (
     PROTOCOL_VERSION,
     Blob,
@@ -23,7 +24,7 @@ from meshllm.protocol.messages import (
     Spent,
 )
 from meshllm.protocol.pace import Pace
-from meshllm.protocol.shelf import ROUNDING, Shelf
+from meshllm.protocol.shelf import Shelf
 from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
 from meshllm.protocol.task import Closed, Done, Embed, Failed, Pick, Task
 from tests.property.strategies import data, few_messages, messages, sessions
@@ -130,7 +131,8 @@ class Rank:
 def test_whatever_a_stage_hears_its_caches_have_no_gap(
     number: int, heard: list[SessionMessage | None]
 ) -> None:
-    stage = Stage(number, 3, epoch=5, max_sessions=1, shelf=Shelf(6 + 2 * ROUNDING))
+    shelf = Shelf(KvBudget([Room(2 * BLOCK, lambda tokens: (tokens, 0))]))
+    stage = Stage(number, 3, epoch=5, max_sessions=1, context=12, shelf=shelf)
     rank = Rank()
 
     for message in heard:

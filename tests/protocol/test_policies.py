@@ -253,8 +253,9 @@ def test_a_client_holds_the_ends_and_no_layer(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_caches_of_all_sessions_take_room(policy: Policy) -> None:
-    # A layer of 80 bytes with 10 tokens of 4 bytes in 2 sessions takes 160: two fit into 400.
-    offers = [offer(A, 4), offer(B, 4)]
+    # A layer of 80 bytes with 10 tokens of 4 bytes in 2 sessions takes 160, and growing one of them
+    # 40 more: two fit into 360.
+    offers = [replace(offer(each, 0), memory_bytes=360 * 100 // 80) for each in (A, B)]
 
     plan = make_plan(offers, NEAR, model(4, kv=4), policy=policy, terms=Terms(sessions=2))
 
@@ -352,7 +353,7 @@ GIB = 1 << 30
         (
             [1.0, 2.0],
             Terms(),
-            "lacks 1.5 GiB: .* and 512.0 MiB at its ends, and 80 % .* is 3.0 GiB",
+            "lacks 1.5 GiB: .* and 512.0 MiB at its ends, and of .* offer 3.0 GiB are for that",
         ),
         ([0.5, 8.0], Terms(entry=A), "lacks 1.0 GiB"),
         ([8.0, 8.0], Terms(exclude=[A, B]), "lacks 4.5 GiB"),

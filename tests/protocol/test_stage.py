@@ -8,6 +8,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import SessionId
 from meshllm.protocol.blob import seal, session_key
 from meshllm.protocol.codec import size
+from meshllm.protocol.kv_budget import BLOCK, KvBudget
 from meshllm.protocol.messages import (
     Blob,
     Cancel,
@@ -25,8 +26,18 @@ from meshllm.protocol.messages import (
     Spent,
     Tally,
 )
-from meshllm.protocol.shelf import ROUNDING, Shelf
-from meshllm.protocol.stage import MAX_CLOSED, MAX_PENDING, Adopt, Compute, Free, Keep, Stage
+from meshllm.protocol.shelf import Shelf
+from meshllm.protocol.stage import (
+    MAX_CLOSED,
+    MAX_PENDING,
+    Action,
+    Adopt,
+    Compute,
+    Free,
+    Keep,
+    Stage,
+)
+from tests.protocol.test_kv_budget import room
 
 ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
 EPOCH = 5
@@ -376,11 +387,13 @@ THREE = SessionId(b"3" * 16)
 RESUME = Resume(TWO, EPOCH, ONE, 3, whole=True)
 
 
-def shelved(room: int = 1000, kv_len: int = 4) -> Stage:
+def shelf_of(blocks: int, most_bytes: int | None = None, idle_s: float = 600.0) -> Shelf:
+    return Shelf(KvBudget([room(blocks)]), most_bytes, idle_s=idle_s)
+
+
+def shelved(blocks: int = 1000, kv_len: int = 4) -> Stage:
     """A middle rank that was told to keep 4 positions of session ONE."""
-    stage = Stage(
-        1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0, shelf=Shelf(room + ROUNDING, idle_s=600.0)
-    )
+    stage = Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0, shelf=shelf_of(blocks))
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(kv_len), 0.0, SPENT)
     stage.receive(Close(ONE, EPOCH, keep=4), 0.0)
@@ -388,7 +401,7 @@ def shelved(room: int = 1000, kv_len: int = 4) -> Stage:
 
 
 def test_a_closed_session_is_kept_where_there_is_room() -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=Shelf(4 + ROUNDING))
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(1))
     stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(4), 0.0, SPENT)
 
@@ -400,9 +413,11 @@ def test_a_closed_session_is_kept_where_there_is_room() -> None:
     assert forward.message.keep == 4
 
 
-@pytest.mark.parametrize(("room", "kv_len"), [(3, 4), (100, 3)], ids=["no room", "rows missing"])
-def test_what_is_too_long_or_incomplete_is_freed(room: int, kv_len: int) -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=Shelf(room + ROUNDING))
+@pytest.mark.parametrize(
+    ("most_bytes", "kv_len"), [(BLOCK - 1, 4), (None, 3)], ids=["no room", "rows missing"]
+)
+def test_what_is_too_long_or_incomplete_is_freed(most_bytes: int | None, kv_len: int) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, most_bytes))
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(kv_len), 0.0, SPENT)
 
@@ -410,11 +425,14 @@ def test_what_is_too_long_or_incomplete_is_freed(room: int, kv_len: int) -> None
 
 
 def test_the_oldest_goes_for_the_newest() -> None:
-    stage = shelved(room=5)
-    stage.receive(data(0, rows=2, session=TWO), 1.0)
-    stage.computed(TWO, blob(2), 1.0, SPENT)
+    stage = shelved(blocks=1)
 
-    assert stage.receive(Close(TWO, EPOCH, keep=2), 1.0)[:2] == [Keep(TWO), Free(ONE)]
+    assert stage.receive(data(0, rows=2, session=TWO), 1.0) == [
+        Free(ONE),
+        compute(0, 2, 2, TWO),
+    ]
+    stage.computed(TWO, blob(2), 1.0, SPENT)
+    assert stage.receive(Close(TWO, EPOCH, keep=2), 1.0)[0] == Keep(TWO)
 
 
 def test_a_session_goes_on_from_what_is_kept() -> None:
@@ -483,7 +501,7 @@ def test_a_resumed_session_of_which_nothing_more_is_heard_is_freed() -> None:
 
 
 def test_what_one_rank_frees_no_other_keeps() -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=Shelf(0))
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, 0))
     stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(4), 0.0, SPENT)
 
@@ -500,3 +518,92 @@ def test_rows_that_find_no_cache_are_asked_for_again() -> None:
     assert stage.missed(TWO) == [Forward(Gap(TWO, EPOCH, 0, 0))]
     assert stage.missed(TWO) == []
     assert stage.receive(data(0, gen=1, session=TWO), 1.1) == [compute(0, 1, 1, TWO)]
+
+
+def busy(actions: list[Action]) -> str:
+    """Return what the one session of these actions was refused for."""
+    *_, forward = actions
+    assert isinstance(forward, Forward)
+    assert isinstance(forward.message, Fault)
+    assert (forward.message.code, forward.message.rank) == (FaultCode.BUSY, 1)
+    return forward.message.text
+
+
+def test_positions_beyond_the_context_end_their_session_and_no_other() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, context=8)
+    for session in (ONE, TWO):
+        stage.receive(data(0, rows=8, session=session), 0.0)
+        stage.computed(session, blob(8), 0.0, SPENT)
+
+    refused = stage.receive(data(8), 1.0)
+
+    assert refused[0] == Free(ONE)
+    assert busy(refused) == "Positions 8 to 9 of 8"
+    assert stage.receive(data(0), 1.0) == []
+    assert stage.receive(data(4, session=TWO), 1.0) == [compute(4, 1, 1, TWO)]
+
+
+def test_rows_far_out_of_a_session_that_is_not_there_cost_nothing() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, context=8)
+
+    refused = stage.receive(data(1 << 23), 1.0)
+
+    assert len(refused) == 1
+    assert "of 8" in busy(refused)
+
+
+def test_a_session_that_outgrows_the_budget_ends_before_its_rows_are_computed() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(3))
+    for session in (ONE, TWO):
+        stage.receive(data(0, rows=BLOCK, flags=Flags.PREFILL, session=session), 0.0)
+        stage.computed(session, blob(BLOCK), 0.0, SPENT)
+    stage.receive(data(BLOCK), 1.0)
+    stage.computed(ONE, blob(1), 1.0, SPENT)
+
+    refused = stage.receive(data(BLOCK, session=TWO), 1.0)
+
+    assert refused[0] == Free(TWO)
+    assert busy(refused) == (
+        "No room for the cache of 257 positions: beside 1 other sessions there is room for 256"
+    )
+    assert stage.receive(data(BLOCK + 1), 1.0) == [compute(BLOCK + 1, 1, 1)]
+
+
+def test_a_session_that_ended_or_idled_leaves_its_bytes() -> None:
+    shelf = shelf_of(2, 0)
+    stage = Stage(1, 3, epoch=EPOCH, idle_s=60.0, shelf=shelf)
+    for session in (ONE, TWO):
+        stage.receive(data(0, session=session), 0.0)
+        stage.computed(session, blob(1), 0.0, SPENT)
+
+    stage.receive(Close(ONE, EPOCH), 1.0)
+    assert shelf.budget.live_bytes == BLOCK
+    stage.expire(60.0)
+    assert shelf.budget.live_bytes == 0
+
+
+def test_where_there_is_no_room_for_a_copy_the_kept_cache_itself_goes_on() -> None:
+    stage, copy = shelved(blocks=1), replace(RESUME, whole=False)
+
+    assert stage.receive(copy, 1.0) == [Adopt(TWO, ONE, 3, whole=True), Forward(copy)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_kept_cache_that_cannot_be_had_leaves_a_gap(*, whole: bool) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(2))
+    stage.receive(data(0, rows=2 * BLOCK, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(2 * BLOCK), 0.0, SPENT)
+    stage.receive(Close(ONE, EPOCH, keep=4), 0.0)
+    # Nothing of it is evicted for one that took its room by other means.
+    stage._shelf.budget.reserve(THREE, BLOCK)
+    resume = replace(RESUME, whole=whole)
+
+    assert stage.receive(resume, 1.0) == [Free(ONE), Forward(resume)]
+    assert stage.receive(data(3, session=TWO), 1.0) == [Forward(Gap(TWO, EPOCH, 0, 0))]
+
+
+def test_a_copy_that_does_not_fit_beside_those_that_run_is_not_made() -> None:
+    stage, copy = shelved(blocks=1), replace(RESUME, whole=False)
+    stage._shelf.budget.reserve(THREE, BLOCK)
+
+    assert stage.receive(copy, 1.0) == [Forward(copy)]

@@ -21,6 +21,7 @@ from meshllm.protocol import stage, task
 from meshllm.protocol.blob import check, seal, session_key
 from meshllm.protocol.codec import decode, encode
 from meshllm.protocol.entry import Entry, State
+from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
 from meshllm.protocol.messages import (
     Beat,
     Blob,
@@ -162,7 +163,7 @@ class Simulation:
                 self.ring,
                 epoch=1,
                 idle_s=weather.idle_s,
-                shelf=Shelf(self.random.choice((0, 600, 9000, 9000, 9000)), idle_s=2 * END),
+                shelf=self.shelf(),
             )
             for rank in range(1, self.ring)
         }
@@ -176,6 +177,10 @@ class Simulation:
         self.generations: dict[SessionId, Generation] = {}
         for number in range(self.random.randint(1, 3)):
             self.add(number, entry)
+
+    def shelf(self) -> Shelf:
+        budget = KvBudget([Room(8 * BLOCK, lambda tokens: (tokens, 0))])
+        return Shelf(budget, self.random.choice((0, 2 * BLOCK, *(None,) * 3)), idle_s=2 * END)
 
     def add(self, number: int, entry: type[Entry]) -> Generation:
         draw = self.random

@@ -29,6 +29,7 @@ from meshllm.node.preparation import Preparation
 from meshllm.node.session import Ends
 from meshllm.node.worker import Worker
 from meshllm.protocol.charter import Charter
+from meshllm.protocol.kv_budget import BLOCK
 from meshllm.protocol.records import DIGEST_PART_BYTES, ENDS, Profile
 from meshllm.request import Request
 
@@ -53,6 +54,8 @@ SHAPE = ModelShape(
     context=128,
     dtype="float32",
     itemsize=4,
+    windows=(0,) * LAYERS,
+    state_bytes=(0,) * LAYERS,
 )
 CONFIG = Digest(bytes(range(32)))
 MANIFEST = (CONFIG[:DIGEST_PART_BYTES],) * (LAYERS + ENDS)
@@ -182,7 +185,7 @@ class ToyPreparation(Preparation):
 
 def memory_for(layers: int) -> int:
     """Return the bytes that a node needs to hold so many layers and the ends."""
-    return int((layers * (LAYER_BYTES + SHAPE.context) + 2 * END_BYTES + 200) / 0.8)
+    return int((layers * (LAYER_BYTES + BLOCK) + BLOCK + 2 * END_BYTES + 200) / 0.8)
 
 
 @lru_cache(1024)

@@ -1,0 +1,159 @@
+"""Sessions share the bytes there are: they wait, are refused with numbers, and leave all of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from meshllm.errors import Busy, UserError
+from meshllm.model.cache import GrowingLayer
+from meshllm.model.source import resolve
+from meshllm.node import ring as rings
+from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.protocol import admission
+from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
+from meshllm.request import Sampling
+from meshllm.testing.models import tiny_model
+
+PROMPT = tuple(range(2, 32))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes longer texts than the others of the tests."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = tiny_model(folder, "llama").folder / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"max_position_embeddings": 1024}))
+    return folder
+
+
+@asynccontextmanager
+async def ring_with(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, nodes: int = 2
+) -> AsyncIterator[Ring]:
+    """Open a ring with room for so many blocks of tokens on the last rank, and plenty before it."""
+
+    def budget(*_: object) -> KvBudget:
+        def measure(tokens: int) -> tuple[int, int]:
+            return tokens, 0
+
+        return KvBudget([Room(99 * BLOCK, measure)] * (nodes - 1) + [Room(blocks * BLOCK, measure)])
+
+    monkeypatch.setattr(rings, "local_budget", budget)
+    options = RingOptions(nodes=nodes, threads=1, drafting=None)
+    async with open_ring(resolve(str(llama)), options) as ring:
+        yield ring
+
+
+async def ask(ring: Ring, prompt: tuple[int, ...] = PROMPT, tokens: int = 5) -> list[int]:
+    return [token async for token in ring.tokens(prompt, Sampling(), tokens)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_sessions_wait_for_room_and_all_are_served(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    most = 0
+    async with ring_with(llama, monkeypatch, 2, nodes) as ring:
+
+        async def watched() -> list[int]:
+            nonlocal most
+            tokens = []
+            async for token in ring.tokens(PROMPT, Sampling(), 5):
+                most = max(most, ring.entry.sessions)
+                tokens.append(token)
+            return tokens
+
+        answers = await asyncio.gather(*(watched() for _ in range(6)))
+
+        assert most == 2
+        assert answers == [answers[0]] * 6
+        assert ring.entry._seat.budget.live_bytes == 0
+
+
+async def test_what_can_never_fit_is_refused_and_the_next_one_served(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring_with(llama, monkeypatch, 2) as ring:
+        with pytest.raises(
+            UserError, match=r"come to 530 tokens, and there is room for 512"
+        ) as why:
+            await ask(ring, tokens=500)
+
+        assert "--max-tokens" in str(why.value.hint)
+        assert len(await ask(ring)) == 5
+
+
+async def test_a_full_queue_refuses_and_says_so(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission.Admission.__init__, "__defaults__", (1,))
+    async with ring_with(llama, monkeypatch, 1) as ring:
+        results = await asyncio.gather(*(ask(ring) for _ in range(3)), return_exceptions=True)
+
+        assert [type(each) for each in results] == [list, list, Busy]
+        assert len(await ask(ring)) == 5
+
+
+async def test_who_gives_up_waiting_leaves_its_place(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring_with(llama, monkeypatch, 1) as ring:
+        first = asyncio.create_task(ask(ring, tokens=50))
+        await asyncio.sleep(0)
+        second, third = asyncio.create_task(ask(ring)), asyncio.create_task(ask(ring))
+        await asyncio.sleep(0)
+        second.cancel()
+
+        assert len(await third) == 5
+        assert len(await first) == 50
+        assert not ring.entry._waiting
+        assert ring.entry._seat.budget.live_bytes == 0
+
+
+async def test_a_stage_refuses_what_an_entry_should_not_have_let_in(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring_with(llama, monkeypatch, 2) as ring:
+        ring.entry._seat.budget.rooms = ring.entry._seat.budget.rooms[:1] * 2
+        with pytest.raises(Busy, match=r"rank 1: No room for the cache of 5\d\d positions"):
+            await ask(ring, tokens=600)
+
+        assert len(await ask(ring)) == 5
+        await ring.worker.run(int)  # behind what the stage does last
+        assert ring.stages[0].sessions == 0
+
+
+async def test_kept_sessions_give_way(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ring_with(llama, monkeypatch, 2) as ring:
+        await ask(ring)
+        await ask(ring, PROMPT[::-1])
+        kept = ring.entry._prefixes.shelf.budget
+        assert kept.kept_bytes == 2 * BLOCK
+
+        assert len(await ask(ring, (40, *PROMPT), tokens=300)) == 300
+        await ring.worker.run(int)  # behind what the stage does last
+        assert kept.kept_bytes == 2 * BLOCK
+        assert len(ring.stages[0]._kept) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()], ids=repr)
+async def test_an_allocation_that_fails_ends_its_session_only(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async with ring_with(llama, monkeypatch, 9) as ring:
+        update = GrowingLayer.update
+
+        def fail(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(GrowingLayer, "update", fail)
+        with pytest.raises(Busy):
+            await ask(ring)
+        monkeypatch.setattr(GrowingLayer, "update", update)
+
+        assert len(await ask(ring)) == 5
