@@ -217,6 +217,25 @@ class NetworkStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryStatus:
+    """What the process of a node holds in memory, in bytes."""
+
+    process: int = 0
+    """Resident, as the system counts it."""
+    weights: int = 0
+    kv_cache: int = 0
+    """Reserved by sessions that run."""
+    prefix_cache: int = 0
+    """Held for prompts that begin alike."""
+    kv_room: int = 0
+    """For the last two, at most."""
+    drafter: int = 0
+    """Texts in which guesses are looked up."""
+    recorded_steps: int = 0
+    """Working memory of steps that are replayed."""
+
+
+@dataclass(frozen=True, slots=True)
 class MeshStatus:
     """All that a node reports: `/mesh/status`."""
 
@@ -233,6 +252,7 @@ class MeshStatus:
     networks: tuple[NetworkStatus, ...]
     since_s: float
     """Seconds that the node runs."""
+    memory: MemoryStatus = MemoryStatus()
     warnings: tuple[str, ...] = ()
     """What its owner should look after."""
 

@@ -5,6 +5,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/ (text format 0.0.4)
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import NamedTuple
 
 from meshllm.status import LinkStatus, MeshStatus, NodeState, NodeStatus, RingState, RingStatus
@@ -57,6 +58,11 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
         "sessions_total",
         "Answers that ended, by how.",
         _one(counts.served, result="served") + _one(counts.failed, result="failed"),
+    )
+    yield _gauge(
+        "memory_bytes",
+        "Memory of this process: all of it, and what it is for.",
+        [_Sample({"part": part}, size) for part, size in asdict(status.memory).items()],
     )
     yield _counter("tokens_total", "Tokens of the answers.", _one(counts.tokens))
 

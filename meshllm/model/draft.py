@@ -9,6 +9,7 @@ place to the one before.
 
 from array import array
 from collections.abc import Sequence
+from sys import getsizeof
 from typing import Protocol
 
 KEY = 2  # tokens that must be the same; fewer match anywhere
@@ -16,6 +17,7 @@ MAX_MATCH = 32  # tokens compared: a longer match says no more
 MAX_CHAIN = 24  # places looked at
 MAX_STORE = 1 << 17  # tokens of past sessions that are kept, half of them when it is full
 _STEPS = (4, 8, 16)  # lengths of a match at which confidence rises
+_PAIR_BYTES = 120  # of a key and its value: a tuple and two numbers, beside the table itself
 _BETWEEN = -1  # two sessions; no token
 
 
@@ -59,6 +61,13 @@ class Echoes:
             self._before.append(self._last.get(pair, 0))
             self._last[pair] = place
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the text and its table."""
+        return sum(map(getsizeof, (self.tokens, self._before, self._last))) + (
+            len(self._last) * _PAIR_BYTES
+        )
+
     def find(self, end: "array[int]") -> tuple[int, int]:
         """Find where the longest end of ``end`` stood last: (its length, the place behind it)."""
         place = self._last.get(tuple(end[-KEY:]), 0)
@@ -95,6 +104,11 @@ class SuffixDrafting:
 
     def __init__(self) -> None:
         self.store = Echoes()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the texts that are kept."""
+        return self.store.bytes
 
     def begin(self) -> "SuffixDrafter":
         """Start a text."""

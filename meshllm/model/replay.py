@@ -63,6 +63,11 @@ class Replay:
     """Steps that took longer than others of as many rows will: first ones, and those recorded."""
     _known: dict[tuple[int, int], _Known] = field(default_factory=dict[tuple[int, int], _Known])
 
+    @property
+    def bytes(self) -> int:
+        """Memory of recorded steps."""
+        return sum(known.tape.bytes for known in list(self._known.values()) if known.tape)
+
     def step(
         self,
         x: Tensor,

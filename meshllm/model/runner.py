@@ -96,6 +96,11 @@ class Runner:
         self._mode.bits = Bits.PROMPT if self.is_steady else Bits.STOCK
 
     @property
+    def recorded_bytes(self) -> int:
+        """Memory of recorded steps."""
+        return self._replay.bytes
+
+    @property
     def prepared(self) -> int:
         """Steps so far that took longer than others of as many rows will."""
         return self._replay.prepared

@@ -91,6 +91,11 @@ class Tape:
         self._scores = torch.empty(0, dtype=torch.float32)
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
+    @property
+    def bytes(self) -> int:
+        """Memory of its own."""
+        return self._arena.nbytes + self._scores.nbytes
+
     def takes(self, x: Tensor) -> bool:
         """Whether rows are of the kind that was recorded."""
         return (x.shape, x.dtype) == self._kind

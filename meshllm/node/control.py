@@ -82,6 +82,7 @@ class NodeControl:
             listening=view.addresses,
             networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),
             since_s=view.since_s,
+            memory=view.memory,
             warnings=view.warnings,
         )
 

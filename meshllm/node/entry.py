@@ -10,6 +10,7 @@ from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model.draft import Drafting
+from meshllm.model.runner import Runner
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch, value_of
@@ -94,6 +95,21 @@ class EntryNode:
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
         self._alarm = Alarm(self._deadline, self._expire)
+
+    @property
+    def budget(self) -> KvBudget:
+        """What its sessions, and those that are kept, hold on each rank."""
+        return self._seat.budget
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """Who guesses at tokens."""
+        return self._seat.drafting
+
+    @property
+    def runners(self) -> list[Runner]:
+        """What it holds of the model."""
+        return self._ends.runners
 
     @property
     def context(self) -> int:

@@ -28,6 +28,7 @@ from meshllm.node.gate import Gate
 from meshllm.node.joining import Membership, enter
 from meshllm.node.keyring import Keyring
 from meshllm.node.links import Links
+from meshllm.node.memory import measure
 from meshllm.node.options import NodeOptions
 from meshllm.node.place import Place, open_place
 from meshllm.node.preparation import Preparation
@@ -158,6 +159,7 @@ class MeshNode:
             trouble=str(standing.trouble or ""),
             sessions=standing.sessions,
             counts=replace(self.desk.counts),
+            memory=measure(standing.rank),
         )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:

@@ -22,6 +22,7 @@ from meshllm.node.prefixes import Missed, go_back
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import fault_code, opened, sealed
 from meshllm.node.worker import Worker
+from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.messages import Blob, Forward, Logits, SessionMessage
 from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
 
@@ -59,6 +60,18 @@ class StageNode:
         self._jobs = asyncio.TaskGroup()
         self._steps = Batch(worker, self._step, self._jobs)
         self._alarm = Alarm(lambda: machine.deadline, self._expire)
+
+    drafting = None
+
+    @property
+    def budget(self) -> KvBudget:
+        """What its sessions, and those that are kept, hold."""
+        return self._machine.budget
+
+    @property
+    def runners(self) -> list[Runner]:
+        """What it holds of the model."""
+        return [self._runner, *([self._head] if self._head else [])]
 
     @property
     def sessions(self) -> int:

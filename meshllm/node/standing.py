@@ -21,6 +21,7 @@ from meshllm.node.links import Links
 from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.runtime import RingRuntime
 from meshllm.node.secure import SecureLink
+from meshllm.node.stage import StageNode
 from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.chunking import RingTimes, ring_times
 from meshllm.protocol.identity import short
@@ -60,6 +61,11 @@ class Standing:
     def plan(self) -> Plan | None:
         """The plan that this node serves, or stands by for."""
         return self.runtime.plan if self.runtime else None
+
+    @property
+    def rank(self) -> EntryNode | StageNode | None:
+        """This node at work; None while it is not."""
+        return (self.runtime.entry or self.runtime.stage) if self.runtime else None
 
     @property
     def sessions(self) -> int:

@@ -169,7 +169,7 @@ class Stage:
         self._idle_s = idle_s
         self._context = context
         self._shelf = shelf or Shelf(KvBudget(()), 0)
-        self._budget = self._shelf.budget
+        self.budget = self._shelf.budget
         self._sessions: dict[SessionId, _Session] = {}
         self._closed: dict[SessionId, Tally] = {}
 
@@ -252,7 +252,7 @@ class Stage:
         ]
         for session in idle:
             del self._sessions[session]
-            self._budget.release(session)
+            self.budget.release(session)
         return [Free(session) for session in (*idle, *self._shelf.expire(now))]
 
     def _data(self, data: Data, now: float) -> list[Action]:
@@ -292,13 +292,13 @@ class Stage:
             return []
         whole = resume.whole
         reach = self._shelf.take(base, length, now, whole=whole)
-        if not reach or not self._budget.reserve(session, reach if whole else length):
+        if not reach or not self.budget.reserve(session, reach if whole else length):
             return [Free(base)] if reach and whole else []
         gone = self._shelf.make_room(spare=base)
-        if self._budget.is_over:  # no room for a copy
+        if self.budget.is_over:  # no room for a copy
             whole = bool(self._shelf.take(base, length, now, whole=True))
-            if not self._budget.reserve(session, reach):
-                self._budget.release(session)
+            if not self.budget.reserve(session, reach):
+                self.budget.release(session)
                 return [Free(each) for each in (*gone, base)]
         self._sessions[session] = _Session(now, kv_len=length, reach=reach if whole else length)
         return [*map(Free, gone), Adopt(session, base, length, whole)]
@@ -320,8 +320,8 @@ class Stage:
                 refused.append(_gap(data, state.kv_len))
                 continue
             stop, gone = data.pos + data.rows, list[SessionId]()
-            if stop > self._budget.reserved(data.session):
-                if not self._budget.reserve(data.session, stop):
+            if stop > self.budget.reserved(data.session):
+                if not self.budget.reserve(data.session, stop):
                     return [*refused, *self._refuse(data, self._no_room(data.session, stop))]
                 gone = self._shelf.make_room()
             state.running, state.kv_len, state.reach = data, data.pos, max(state.reach, stop)
@@ -329,7 +329,7 @@ class Stage:
         return refused
 
     def _no_room(self, session: SessionId, positions: int) -> str:
-        others, left = len(self._sessions) - 1, self._budget.left(session)
+        others, left = len(self._sessions) - 1, self.budget.left(session)
         return (
             f"No room for the cache of {positions} positions: beside {others} other sessions"
             f" there is room for {left}"
@@ -360,7 +360,7 @@ class Stage:
         self._closed.setdefault(session, state.tally if state else _NOTHING)
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
-        self._budget.release(session)
+        self.budget.release(session)
         if state is None:
             return []
         length = keep if keep <= state.kv_len else 0

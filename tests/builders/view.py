@@ -9,6 +9,7 @@ from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.credential import Role
 from meshllm.protocol.identity import NodeKey
 from meshllm.protocol.plan import Plan
+from meshllm.status import MemoryStatus
 from meshllm.transport.contract import LinkStatistics, Network
 from tests.protocol.members import FOUNDED
 from tests.protocol.meshes import World, profile
@@ -51,6 +52,7 @@ def view_of(**changes: Any) -> NodeView:
         trouble="",
         sessions=0,
         counts=Counts(),
+        memory=MemoryStatus(),
     )
     return replace(view, **changes)
 

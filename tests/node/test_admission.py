@@ -11,8 +11,9 @@ import pytest
 from meshllm.errors import Busy, UserError
 from meshllm.model.cache import GrowingLayer
 from meshllm.model.source import resolve
-from meshllm.node import ring as rings
-from meshllm.node.ring import Ring, RingOptions, open_ring
+from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.model_runtime import ModelRuntime
+from meshllm.node.options import InferenceConfig
 from meshllm.protocol import admission
 from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
 from meshllm.request import Sampling
@@ -34,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def ring_with(
     llama: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, nodes: int = 2
-) -> AsyncIterator[Ring]:
+) -> AsyncIterator[LocalRing]:
     """Open a ring with room for so many blocks of tokens on the last rank, and plenty before it."""
 
     def budget(*_: object) -> KvBudget:
@@ -43,13 +44,13 @@ async def ring_with(
 
         return KvBudget([Room(99 * BLOCK, measure)] * (nodes - 1) + [Room(blocks * BLOCK, measure)])
 
-    monkeypatch.setattr(rings, "local_budget", budget)
-    options = RingOptions(nodes=nodes, threads=1, drafting=None)
-    async with open_ring(resolve(str(llama)), options) as ring:
+    monkeypatch.setattr(ModelRuntime, "budget", budget)
+    options = RingOptions(nodes, inference=InferenceConfig(threads=1, speculation=False))
+    async with open_local_ring(resolve(str(llama)), options) as ring:
         yield ring
 
 
-async def ask(ring: Ring, prompt: tuple[int, ...] = PROMPT, tokens: int = 5) -> list[int]:
+async def ask(ring: LocalRing, prompt: tuple[int, ...] = PROMPT, tokens: int = 5) -> list[int]:
     return [token async for token in ring.tokens(prompt, Sampling(), tokens)]
 
 
@@ -119,7 +120,8 @@ async def test_a_stage_refuses_what_an_entry_should_not_have_let_in(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ring_with(llama, monkeypatch, 2) as ring:
-        ring.entry._seat.budget.rooms = ring.entry._seat.budget.rooms[:1] * 2
+        budget = ring.entry._seat.budget
+        budget.rooms = [budget.rooms[0]] * 2
         with pytest.raises(Busy, match=r"rank 1: No room for the cache of 5\d\d positions"):
             await ask(ring, tokens=600)
 

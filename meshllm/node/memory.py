@@ -1,0 +1,34 @@
+"""What this process holds of a model, by name and in bytes; bounds nothing."""
+
+from collections.abc import Sequence
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+
+from meshllm.model.draft import SuffixDrafting
+from meshllm.model.runner import Runner
+from meshllm.node.entry import EntryNode
+from meshllm.node.stage import StageNode
+from meshllm.status import MemoryStatus
+
+
+def measure(node: EntryNode | StageNode | None) -> MemoryStatus:
+    """Tell what a rank holds; None is at work in no ring."""
+    process = int(psutil.Process().memory_info().rss)
+    if node is None:
+        return MemoryStatus(process)
+    drafting = node.drafting
+    return MemoryStatus(
+        process,
+        weights=_weights(node.runners),
+        kv_cache=node.budget.live_bytes,
+        prefix_cache=node.budget.kept_bytes,
+        kv_room=max(0, node.budget.rooms[0].total),
+        drafter=drafting.bytes if isinstance(drafting, SuffixDrafting) else 0,
+        recorded_steps=sum(runner.recorded_bytes for runner in node.runners),
+    )
+
+
+def _weights(runners: Sequence[Runner]) -> int:
+    models = [runner.shard.model for runner in runners]
+    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+    return sum({each.data_ptr(): each.nbytes for each in tensors}.values())
