@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Self
 
 
@@ -9,12 +10,14 @@ class Alarm:
     """Calls ``expire`` soon after ``deadline()``, in loop time, has passed.
 
     The callback runs on the loop, never inside ``reset``, and may come early: a deadline that moves
-    on with every message costs no timer for each. It must not raise.
+    on with every message costs no timer for each. What it raises is for the exception handler of
+    the loop, in the context in which the alarm was made, whoever resets it; the alarm goes on.
     """
 
     def __init__(self, deadline: Callable[[], float | None], expire: Callable[[], None]) -> None:
         self._deadline = deadline
         self._expire = expire
+        self._context = copy_context()
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -32,9 +35,13 @@ class Alarm:
             return
         if self._timer:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
+        self._timer = asyncio.get_running_loop().call_at(
+            deadline, self._ring, context=self._context
+        )
 
     def _ring(self) -> None:
         self._timer = None
-        self._expire()
-        self.reset()
+        try:
+            self._expire()
+        finally:
+            self.reset()

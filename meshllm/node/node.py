@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVarTuple
 
 from meshllm import __version__
 from meshllm.errors import MeshError, NotAuthorised
@@ -36,6 +38,7 @@ from meshllm.node.reach import Caller
 from meshllm.node.recollection import read_back, write_down
 from meshllm.node.secure import SecureLink
 from meshllm.node.standing import Standing
+from meshllm.node.supervisor import Supervisor
 from meshllm.node.twin import Twin
 from meshllm.node.view import LinkView, NodeView
 from meshllm.node.worker import Worker, compute_thread
@@ -60,6 +63,8 @@ SEEK_S = 2.0  # s between two looks for a mesh that was lost
 SEEK_LINKED_S = 30.0  # s between two looks for members that are not linked
 DRAIN_S = 60.0  # s that requests under way are given when the node is told to leave
 TICKET_S = 24 * 3600.0  # s that the ticket of the start lasts
+
+Ts = TypeVarTuple("Ts")
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +112,7 @@ class MeshNode:
         self._twin = Twin()
         self._charter_known = asyncio.Event()
         self._beacon: Beacon | None = None
+        self._context = copy_context()  # of the supervisor, whoever stirs the node
         self._jobs = asyncio.TaskGroup()
 
     @property
@@ -195,7 +201,7 @@ class MeshNode:
                 self._beacon = beacon
                 beacon.addresses = self.place.addresses
                 self._jobs.create_task(beacon.run())
-            self.place.on_change(self._moved)
+            self.place.on_change(lambda: self._later(0, self._moved))
             self._moved()  # in case they changed before
             await asyncio.Event().wait()  # nobody sets it
 
@@ -206,8 +212,8 @@ class MeshNode:
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Let a bug that ended the node be seen by whoever waits for its end."""
-        if not running.cancelled() and (error := running.exception()) and not self.stopped.done():
-            self.stopped.set_exception(error)
+        if not running.cancelled() and (error := running.exception()):
+            self._stop(error)
 
     # What the links bring.
 
@@ -215,7 +221,7 @@ class MeshNode:
         """Compute the agreement anew, once for all that changed by now."""
         if not self._is_stirred:
             self._is_stirred = True
-            asyncio.get_running_loop().call_soon(self._agree)
+            self._later(0, self._agree)
 
     async def ring(self, link: SecureLink) -> None:
         """Take a link of the rank before."""
@@ -246,7 +252,7 @@ class MeshNode:
         machine = self.machine
         if not self._is_remembering:
             self._is_remembering = True
-            asyncio.get_running_loop().call_later(REMEMBER_S, self._remember)
+            self._later(REMEMBER_S, self._remember)
         if not self._is_member():
             return
         self._amend()
@@ -271,7 +277,7 @@ class MeshNode:
         if plan == self._considered:
             return
         self._considered = plan
-        asyncio.get_running_loop().call_later(SETTLE_S, self._follow, plan)
+        self._later(SETTLE_S, self._follow, plan)
 
     def _follow(self, plan: Plan | None) -> None:
         if plan == self._considered and self.standing.runtime:
@@ -391,7 +397,12 @@ class MeshNode:
         except MeshError as error:
             self._stop(error)
 
-    def _stop(self, error: MeshError | None) -> None:
+    def _later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> None:
+        """Let a callback run; what it raises ends the node."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(delay_s, callback, *args, context=self._context)
+
+    def _stop(self, error: BaseException | None) -> None:
         if self.stopped.done():
             return
         if error is None:
@@ -425,15 +436,21 @@ async def open_node(
     sys.setswitchinterval(SWITCH_S)
     keyring = Keyring.open(options.state)
     async with AsyncExitStack() as stack:
+        supervisor = stack.enter_context(Supervisor())
         stack.enter_context(keyring.locked())
-        if worker is None:
-            worker = await stack.enter_async_context(compute_thread(options.inference.threads or 1))
-        place = await stack.enter_async_context(open_place(options, keyring.key, transport))
-        own = await enter(keyring, options, place.transports)
-        preparation = prepare(options, worker, keyring.folder / "cache")
-        node = MeshNode(options, keyring, preparation, place, own)
-        running = asyncio.ensure_future(node.run())
+        with supervisor.scope():
+            if worker is None:
+                worker = await stack.enter_async_context(
+                    compute_thread(options.inference.threads or 1)
+                )
+            place = await stack.enter_async_context(open_place(options, keyring.key, transport))
+            own = await enter(keyring, options, place.transports)
+            preparation = prepare(options, worker, keyring.folder / "cache")
+            node = MeshNode(options, keyring, preparation, place, own)
+            running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)
+        supervisor.failed.add_done_callback(node.ended)
+        node.stopped.add_done_callback(lambda _: running.cancel())
         try:
             await asyncio.sleep(0)
             yield node

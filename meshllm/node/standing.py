@@ -12,6 +12,7 @@ time after the last one.
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from contextvars import copy_context
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import NodeId
@@ -56,6 +57,7 @@ class Standing:
         self._busy = 0
         self._is_calm = True
         self._news = asyncio.Event()
+        self._context = copy_context()  # of the node, whoever asks
 
     @property
     def plan(self) -> Plan | None:
@@ -214,7 +216,7 @@ class Standing:
             self._is_calm = False
             self.publish()
         elif not self._busy:
-            asyncio.get_running_loop().call_later(CALM_S, self._calm)
+            asyncio.get_running_loop().call_later(CALM_S, self._calm, context=self._context)
 
     def _calm(self) -> None:
         if not self._busy and not self._is_calm:

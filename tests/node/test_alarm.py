@@ -1,4 +1,5 @@
 import asyncio
+from contextvars import ContextVar
 
 from meshllm.node.alarm import Alarm
 from meshllm.testing.clock import run_virtual
@@ -65,3 +66,27 @@ def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
         return machine.expired
 
     assert run_virtual(story()) == []
+
+
+def test_an_alarm_goes_on_after_an_error_which_is_told_in_its_own_context() -> None:
+    where = ContextVar("where", default="elsewhere")
+
+    async def story() -> tuple[int, list[str]]:
+        told, calls = list[str](), list[float]()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(
+            lambda _, context: told.append(context["handle"]._context.get(where))
+        )
+
+        def expire() -> None:
+            calls.append(loop.time())
+            raise ValueError
+
+        where.set("here")
+        alarm = Alarm(lambda: 1.0 + len(calls) if len(calls) < 3 else None, expire)
+        where.set("elsewhere")
+        async with alarm:
+            await asyncio.sleep(10)
+        return len(calls), told
+
+    assert run_virtual(story()) == (3, ["here"] * 3)

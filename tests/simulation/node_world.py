@@ -5,10 +5,10 @@
 A schedule starts some nodes, lets others join with tickets that they make, asks them for texts at
 random times, and lets them fail in every way for a while: they are killed, lose their power, pause,
 leave, come back with their key, are cut off in one direction or both, are far from each other, see
-the time of day jump, and are removed. Then all faults end, and within `schedule.BOUND` every
-request has ended in the right text or in an error of ours, all members follow one plan, its ring
-stands, nothing is left of what was, and each node answers a fresh request. What is to be true all
-the time is told in `plans` and `checks`.
+the time of day jump, meet a bug, and are removed. Then all faults end, and within
+`schedule.BOUND` every request has ended in the right text or in an error of ours, all members
+follow one plan, its ring stands, nothing is left of what was, and each node answers a fresh
+request. What is to be true all the time is told in `plans` and `checks`.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def simulate(seed: int) -> World:
 
     async def run() -> World:
         world = World(seed, Path(home))
-        world.loop.set_exception_handler(lambda _, told: world.fault(f"unhandled: {told}"))
+        world.loop.set_exception_handler(world.unhandled)
         handler = Ear(world)
         logger = logging.getLogger("meshllm")
         logger.addHandler(handler)

@@ -6,7 +6,7 @@ from random import Random
 
 from tests.simulation.checks import Checks
 from tests.simulation.members import Ticket
-from tests.simulation.world import World
+from tests.simulation.world import TIMERS, World
 
 BOUND = 120.0  # s from the last fault until all is well
 LEAVE_S = 10.0  # s for all to leave
@@ -42,6 +42,8 @@ class Schedule:
             world.newcomers = {each for each in range(1, self.count) if people.random() < 0.8}
         self.is_scarce = people.random() < 0.5
         self.is_rough = people.random() > 0.8
+        self.bugs = bugs = Random(f"{seed} bugs")
+        self.has_bug = bugs.random() < 0.25
         self.is_healed = False
 
     async def run(self) -> None:
@@ -72,6 +74,8 @@ class Schedule:
 
     def _plan_people(self, end: float) -> None:
         people, loop = self.people, self.world.loop
+        if self.has_bug:
+            loop.call_later(self.bugs.uniform(2, end), self._harm, self._break, 0)
         if self.has_jumps:
             for number in range(self.count):
                 self._jump(number)
@@ -87,6 +91,7 @@ class Schedule:
         while True:
             await asyncio.sleep(LOOK_S)
             self.checks.look()
+            self.world.look_for_bugs()
             if self.is_healed:
                 self._bring_back()
 
@@ -160,6 +165,14 @@ class Schedule:
     def _crash(self, number: int) -> None:
         self.world.crash(number, silently=self.random.random() < 0.5)
         self._restart(number)
+
+    def _break(self, _: int) -> None:
+        if self.world.nodes:
+            number = self.bugs.choice(sorted(self.world.nodes))
+            self.world.break_(number, self.bugs.choice(TIMERS))
+            if self.bugs.random() < 0.7:
+                self.world.coming += 1
+                self.world.loop.call_later(self.bugs.uniform(4, 8), self._back, number)
 
     def _leave(self, number: int) -> None:
         self.world.leave(number)

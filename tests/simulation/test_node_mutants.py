@@ -146,6 +146,9 @@ MUTANTS = {
         "links, of the ring and others",
         323,
     ),
+    "bugs are reported only": Mutant(
+        {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
+    ),
     "links are not looked at": Mutant(
         {"meshllm.protocol.forming.Forming.gone": see_no_end}, "sees no ring", 143
     ),

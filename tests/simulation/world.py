@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.node.control import control_of
@@ -25,6 +25,18 @@ from tests.simulation.toy import ToyPreparation, memory_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+TIMERS = ("_expire", "_agree", "_remember")
+BUG_S = 3  # s at most that a node runs on after a bug
+
+
+class Bug(Exception):
+    """One that was put in on purpose."""
+
+
+def meet_bug() -> None:
+    """Take the place of a callback."""
+    raise Bug
 
 
 class ToyWorker(Worker):
@@ -50,6 +62,8 @@ class Running:
     node: MeshNode | None = None
     """None until it is a member."""
     asked: "list[asyncio.Task[None]]" = field(default_factory=list)
+    buggy_s: int | None = None
+    """For how long it has run with a bug; None is without."""
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call as a part of this process."""
@@ -91,6 +105,11 @@ class World:
     def fault(self, text: str) -> None:
         self.note(f"WRONG: {text}")
         self.wrong.append(text)
+
+    def unhandled(self, _: object, told: dict[str, Any]) -> None:
+        """Hear of an error that nobody waits for, as the last of all."""
+        if not isinstance(told.get("exception"), Bug):
+            self.fault(f"unhandled: {told}")
 
     @property
     def nodes(self) -> dict[int, MeshNode]:
@@ -138,6 +157,8 @@ class World:
                 await node.stopped
         except MeshError as error:
             self._refused(number, error)
+        except Bug:
+            self._forsake(self.running[number])
         if self.running[number].process is process:
             self.note(f"{number} has ended")
             del self.running[number]
@@ -192,6 +213,23 @@ class World:
             self.note(f"{number} is told to leave")
             at.call(at.node.leave)
 
+    def break_(self, number: int, name: str) -> None:
+        """Let a timer of a node meet a bug, which is to end it."""
+        at = self.running.get(number)
+        if at and at.node and at.buggy_s is None:
+            self.is_calm, at.buggy_s = False, 0
+            self.note(f"{number} meets a bug in `{name}`")
+            setattr(at.node.links._alarm if name == "_expire" else at.node, name, meet_bug)
+            at.call(at.node.changed)
+
+    def look_for_bugs(self) -> None:
+        """Look, once a second, whether a node runs on after a bug."""
+        for number, at in self.running.items():
+            if at.buggy_s is not None and not at.process.is_paused:
+                at.buggy_s += 1
+                if at.buggy_s > BUG_S:
+                    self.fault(f"{number} met a bug, and goes on")
+
     # Who is a member
 
     def invite(self, inviter: int, *, lasts_s: float | None, uses: int | None) -> Ticket:
@@ -203,7 +241,7 @@ class World:
     def remove(self, number: int, gone: int) -> None:
         """Let a node remove another, if it knows of it."""
         at, key = self.running[number], member(gone)[0].node
-        if at.node is None or key not in at.node.machine.profiles:
+        if at.node is None or at.buggy_s is not None or key not in at.node.machine.profiles:
             return
         self.is_calm = False
         self.note(f"{number} removes {gone}")

@@ -1,0 +1,135 @@
+import asyncio
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshllm.node.supervisor import Supervisor
+
+Told = dict[str, Any]
+
+
+def fail() -> None:
+    raise ValueError("a bug")
+
+
+async def fail_late() -> None:
+    fail()
+
+
+def forget_a_task() -> None:
+    asyncio.get_running_loop().create_task(fail_late())  # on purpose
+
+
+def schedule_more() -> None:
+    asyncio.get_running_loop().call_soon(fail)
+
+
+async def settle() -> None:
+    await asyncio.sleep(0.01)
+    gc.collect()
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def told() -> list[Told]:
+    """What reaches the handler of the program around."""
+    heard: list[Told] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: heard.append(told))
+    return heard
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: asyncio.get_running_loop().call_soon(fail),
+        lambda: asyncio.get_running_loop().call_later(0.001, fail),
+        lambda: asyncio.get_running_loop().call_soon(schedule_more),
+        forget_a_task,
+    ],
+    ids=["callback", "timer", "what a callback schedules", "task"],
+)
+async def test_an_error_without_an_owner_is_a_failure_and_told_around(
+    told: list[Told], begin: Callable[[], object]
+) -> None:
+    with Supervisor() as supervisor:
+        with supervisor.scope():
+            begin()
+
+        await settle()
+
+        assert str(supervisor.failed.exception()) == "a bug"
+    assert [str(each["exception"]) for each in told] == ["a bug"]
+
+
+async def test_what_is_scheduled_outside_is_told_around_only(told: list[Told]) -> None:
+    with Supervisor() as supervisor:
+        asyncio.get_running_loop().call_soon(fail)
+
+        await settle()
+
+        assert not supervisor.failed.done()
+    assert len(told) == 1
+
+
+async def test_the_error_of_a_transport_or_a_forgotten_future_ends_nothing(
+    told: list[Told],
+) -> None:
+    with Supervisor() as supervisor:
+        with supervisor.scope():
+            loop = asyncio.get_running_loop()
+            loop.create_future().set_exception(ValueError("nobody asks"))
+            loop.call_exception_handler({"message": "lost", "exception": ValueError("a link")})
+
+            await settle()
+
+        assert not supervisor.failed.done()
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("order", ["the first", "the second"])
+async def test_programs_on_one_loop_end_in_any_order(told: list[Told], order: str) -> None:
+    loop = asyncio.get_running_loop()
+    around = loop.get_exception_handler()
+    first, second = Supervisor(), Supervisor()
+    first.__enter__()
+    second.__enter__()
+    gone, stays = (first, second) if order == "the first" else (second, first)
+
+    gone.__exit__()
+    with gone.scope():
+        loop.call_soon(fail)
+    await settle()
+    with stays.scope():
+        loop.call_soon(fail)
+    await settle()
+    error = stays.failed.exception()
+    stays.__exit__()
+
+    assert str(error) == "a bug"
+    assert gone.failed.cancelled()
+    assert len(told) == 2
+    assert loop.get_exception_handler() is around
+
+
+async def test_a_handler_set_meanwhile_stays(told: list[Told]) -> None:
+    loop = asyncio.get_running_loop()
+
+    def later(_: asyncio.AbstractEventLoop, told: Told) -> None: ...
+
+    with Supervisor():
+        loop.set_exception_handler(later)
+
+    assert loop.get_exception_handler() is later
+
+
+async def test_without_another_handler_the_loop_logs_the_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Supervisor() as supervisor:
+        with supervisor.scope():
+            asyncio.get_running_loop().call_soon(fail)
+        await settle()
+
+    assert "a bug" in caplog.text
