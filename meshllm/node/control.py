@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 from meshllm.errors import MeshError, UserError
 from meshllm.names import NodeId
@@ -11,8 +11,6 @@ from meshllm.node.desk import Counts
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.view import LinkView, NodeView
-from meshllm.protocol.advice import advise
-from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.credential import Removal, Role, remove
 from meshllm.protocol.identity import NodeKey, short, show
 from meshllm.protocol.prediction import predict
@@ -58,7 +56,6 @@ class NodeControl:
     changes: Callable[[], AsyncGenerator[None, None]]
     """Yields once at first, then whenever something may have changed."""
     answer: Callable[[Request], AsyncGenerator[Event, None]]
-    _advised: tuple[Agreement | None, str] = field(default=(None, ""), init=False)
 
     def status(self) -> MeshStatus:
         """Tell how the node, its ring and its mesh are."""
@@ -172,7 +169,7 @@ class NodeControl:
             ),
             predicted=_predicted(view),
             measured=_measured(view.counts),
-            advice=self._advise(agreement),
+            advice=view.advice,
             standbys=tuple(
                 Unplaced(*_named(view, each.node), each.reason)
                 for each in (agreement.standbys if agreement else ())
@@ -182,12 +179,6 @@ class NodeControl:
                 for each, why in (agreement.refused if agreement else {}).items()
             ),
         )
-
-    def _advise(self, agreement: Agreement | None) -> str:
-        """Say what would make the ring faster; computed once for each agreement."""
-        if agreement is not None and agreement is not self._advised[0]:
-            self._advised = agreement, advise(agreement)
-        return self._advised[1]
 
 
 def control_of(node: MeshNode) -> NodeControl:

@@ -1,7 +1,7 @@
 """What the mesh agrees on, from what the owner of one node wants; knows nothing about links."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import ModelShape
@@ -17,10 +17,6 @@ from meshllm.protocol.records import Profile
 SHORT_LETTERS = 7  # of an id, as it is shown in short
 
 
-class NoNode(UserError):
-    """Nobody is called so, and it is no id."""
-
-
 def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest) -> Charter:
     """Write the first charter of a mesh, for a model."""
     return Charter(
@@ -32,16 +28,48 @@ def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the names of nodes stand for."""
+
+    resolved: tuple[NodeId, ...]
+    unknown: tuple[str, ...]
+    """Nobody has them yet."""
+    ambiguous: tuple[str, ...]
+    """Several nodes have them, and may have chosen them: they stand for none."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each name stands for one node."""
+        return not self.unknown and not self.ambiguous
+
+
+def resolve_names(texts: Iterable[str], profiles: Mapping[NodeId, Profile]) -> Names:
+    """Find what each name, id, or beginning of an id stands for, whatever nodes call themselves."""
+    resolved, unknown, ambiguous = set[NodeId](), list[str](), list[str]()
+    for text in texts:
+        match _find(text, profiles):
+            case (node,):
+                resolved.add(node)
+            case ():
+                unknown.append(text)
+            case _:
+                ambiguous.append(text)
+    return Names(tuple(sorted(resolved)), tuple(unknown), tuple(ambiguous))
+
+
+def names_in(options: NodeOptions) -> tuple[str, ...]:
+    """List the names of nodes in the options."""
+    return *(options.exclude or ()), *(options.prefer or ())
+
+
 def amend(
     charter: Charter, options: NodeOptions, profiles: Mapping[NodeId, Profile], longest: int
 ) -> Charter:
     """Change what the options ask for; the same charter when they ask for nothing new.
 
-    A session has at most ``longest`` tokens, as the model takes. Nodes that are named and not known
-    yet are left out; see `unknown`.
-
-    Raises:
-        UserError: several nodes have the name.
+    A session has at most ``longest`` tokens, as the model takes. While a name stands for no node
+    or for several, those that were named before may be it, and stay.
     """
     changes: dict[str, object] = {}
     if options.policy is not None:
@@ -80,40 +108,30 @@ def find_node(text: str, profiles: Mapping[NodeId, Profile]) -> NodeId:
     Raises:
         UserError: none or several fit.
     """
-    known = {
-        node
-        for node, profile in profiles.items()
-        if profile.name == text
-        or (len(text) >= SHORT_LETTERS and show(node).startswith(text.lower()))
-    }
-    if len(known) == 1:
-        return known.pop()
-    if not known:
-        try:
+    match _find(text, profiles):
+        case (node,):
+            return node
+        case ():
             return parse_node(text)
-        except UserError as error:
-            raise NoNode(str(error), hint=error.hint) from None
-    raise UserError(f"{len(known)} nodes are called `{text}`", hint="give the whole id")
-
-
-def unknown(options: NodeOptions, profiles: Mapping[NodeId, Profile]) -> list[str]:
-    """List the names in the options that no node has yet."""
-    wanted = (*(options.exclude or ()), *(options.prefer or ()))
-    return [text for text in wanted if not _find(text, profiles)]
+        case nodes:
+            raise UserError(f"{len(nodes)} nodes are called `{text}`", hint="give the whole id")
 
 
 def _nodes(
     texts: Iterable[str], profiles: Mapping[NodeId, Profile], before: Iterable[NodeId]
 ) -> tuple[NodeId, ...]:
-    """Name the nodes; while one is not known, those of before may be it."""
-    found = [_find(text, profiles) for text in texts]
-    kept = before if None in found else ()
-    return tuple(sorted({*kept, *(node for node in found if node)}))
+    names = resolve_names(texts, profiles)
+    return tuple(sorted({*names.resolved, *(() if names.is_complete else before)}))
 
 
-def _find(text: str, profiles: Mapping[NodeId, Profile]) -> NodeId | None:
-    """Find a node by what it is called; None for a name that nobody has."""
+def _find(text: str, profiles: Mapping[NodeId, Profile]) -> tuple[NodeId, ...]:
+    """Find the nodes that a text may stand for; a whole id stands for its node only."""
     try:
-        return find_node(text, profiles)
-    except NoNode:
-        return None
+        return (parse_node(text),)
+    except UserError:
+        is_id = len(text) >= SHORT_LETTERS
+        return tuple(
+            node
+            for node, profile in profiles.items()
+            if profile.name == text or (is_id and show(node).startswith(text.lower()))
+        )

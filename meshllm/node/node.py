@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 The links feed the machine of the mesh; whenever what it knows changes, the node computes the
-agreement anew and its service follows the plan. The service loads, links and serves, and says how
-far it is, which the node publishes. Requests go to the desk, which finds the entry. Nobody
-decides for another: every node does this alone, from the same records.
+agreement anew, off the event loop, and its service follows the plan. The service loads, links and
+serves, and says how far it is, which the node publishes. Requests go to the desk, which finds the
+entry. Nobody decides for another: every node does this alone, from the same records.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from meshllm.errors import MeshError, NotAuthorised
 from meshllm.names import MeshId, NodeId
 from meshllm.node.beacon import Beacon, open_beacon
 from meshllm.node.desk import Desk
-from meshllm.node.founding import amend, unknown
+from meshllm.node.founding import amend, names_in, resolve_names
 from meshllm.node.gate import Gate
 from meshllm.node.joining import Membership, enter
 from meshllm.node.keyring import Keyring
@@ -33,6 +33,7 @@ from meshllm.node.links import Links
 from meshllm.node.memory import measure
 from meshllm.node.options import NodeOptions
 from meshllm.node.place import Place, open_place
+from meshllm.node.planner import Planner, Think
 from meshllm.node.preparation import Preparation
 from meshllm.node.reach import Caller
 from meshllm.node.recollection import read_back, write_down
@@ -42,7 +43,7 @@ from meshllm.node.supervisor import Supervisor
 from meshllm.node.twin import Twin
 from meshllm.node.view import LinkView, NodeView
 from meshllm.node.worker import Worker, compute_thread
-from meshllm.protocol.agreement import Agreement, agree
+from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.candidates import View
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.credential import Removal, Role, check
@@ -79,6 +80,7 @@ class MeshNode:
         preparation: Preparation,
         place: Place,
         own: Membership,
+        think: Think,
     ) -> None:
         self.keyring = keyring
         self.place = place
@@ -98,7 +100,9 @@ class MeshNode:
         self.links = Links(caller, self.machine, self._gate, self)
         self.standing = Standing(self.machine, self.links, self._why)
         self.desk = Desk(self.me, self.standing, self.links.post)
-        self.agreement: Agreement | None = None
+        self.planner = Planner(self._view, self._agreed, think)
+        self.ambiguous = ""
+        """Which names in the options stand for several nodes; empty while none does."""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_leaving = False
         self._options = options
@@ -108,12 +112,17 @@ class MeshNode:
         self._is_stirred = False
         self._is_remembering = False
         self._considered: Plan | None = None
-        self._unknown: list[str] = []
+        self._names = resolve_names((), {})
         self._twin = Twin()
         self._charter_known = asyncio.Event()
         self._beacon: Beacon | None = None
         self._context = copy_context()  # of the supervisor, whoever stirs the node
         self._jobs = asyncio.TaskGroup()
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The latest; None while there is none."""
+        return self.planner.agreement
 
     @property
     def ticket(self) -> str:
@@ -159,6 +168,7 @@ class MeshNode:
                 if peer in lines
             },
             agreement=self.agreement,
+            advice=self.planner.advice,
             plan=standing.plan,
             is_served=standing.standing_entry() is not None,
             reason=standing.reason(),
@@ -166,6 +176,7 @@ class MeshNode:
             sessions=standing.sessions,
             counts=replace(self.desk.counts),
             memory=measure(standing.rank),
+            warnings=(self.ambiguous,) if self.ambiguous else (),
         )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
@@ -187,7 +198,7 @@ class MeshNode:
     async def run(self) -> None:
         """Be a node until cancelled."""
         async with self._jobs, AsyncExitStack() as stack:
-            for part in (self._carry, self.desk.run, self._seek, self._serve):
+            for part in (self._carry, self.desk.run, self.planner.run, self._seek, self._serve):
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # the links take work from now on
             self._tell(profile=self._profile)
@@ -221,7 +232,7 @@ class MeshNode:
         """Compute the agreement anew, once for all that changed by now."""
         if not self._is_stirred:
             self._is_stirred = True
-            self._later(0, self._agree)
+            self._later(0, self._stir)
 
     async def ring(self, link: SecureLink) -> None:
         """Take a link of the rank before."""
@@ -247,24 +258,32 @@ class MeshNode:
 
     # Inside.
 
-    def _agree(self) -> None:
+    def _stir(self) -> None:
         self._is_stirred = False
-        machine = self.machine
         if not self._is_remembering:
             self._is_remembering = True
             self._later(REMEMBER_S, self._remember)
-        if not self._is_member():
-            return
+        if self._is_member():
+            if self.machine.charter is not None:
+                self._charter_known.set()
+            self.planner.stir()
+            self._withdraw()
+            self.standing.publish()
+
+    def _view(self) -> View | None:
+        """Take a snapshot of what the node knows."""
+        machine = self.machine
+        if machine.charter is None or machine.author is None:
+            return None
+        return View(
+            self.me, machine.charter, machine.author, dict(machine.profiles),
+            dict(machine.states), tuple(machine.removals),
+        )  # fmt: skip
+
+    def _agreed(self) -> None:
+        self.standing.agreement = self.agreement
+        self._consider()
         self._amend()
-        if machine.charter is not None and machine.author is not None:
-            self._charter_known.set()
-            view = View(
-                self.me, machine.charter, machine.author, machine.profiles, machine.states,
-                tuple(machine.removals),
-            )  # fmt: skip
-            self.agreement = self.standing.agreement = agree(view, self.agreement)
-            self._consider()
-        self._withdraw()
         self.standing.publish()
 
     def _consider(self) -> None:
@@ -285,17 +304,25 @@ class MeshNode:
             self.standing.publish()
 
     def _amend(self) -> None:
-        """Change the charter when a node appears that the options call by name."""
+        """Change the charter when another node has a name that the options call."""
         charter, model = self.machine.charter, self.standing.model
-        if not self._unknown or charter is None or model is None:
+        if self._names.is_complete or charter is None or model is None:
             return
-        still = unknown(self._options, self.machine.profiles)
-        if still != self._unknown:
-            self._unknown = still
-            longest = model.shape.context
-            amended = amend(charter, self._options, self.machine.profiles, longest)
+        if self._look_up():
+            amended = amend(charter, self._options, self.machine.profiles, model.shape.context)
             if amended != charter:
                 self._tell(charter=amended)
+
+    def _look_up(self) -> bool:
+        """Find whom the options name, say who is missing; tell whether that changed."""
+        before, names = self._names, resolve_names(names_in(self._options), self.machine.profiles)
+        self._names = names
+        for name in names.ambiguous:
+            if name not in before.ambiguous:
+                logger.warning("several nodes are called `%s`: give the whole id of one", name)
+        several = ", ".join(f"`{name}`" for name in names.ambiguous)
+        self.ambiguous = several and f"several nodes are called {several}: give whole ids"
+        return names != before
 
     def _why(self) -> str:
         """Say why there is no plan."""
@@ -333,8 +360,8 @@ class MeshNode:
             model, charter = await preparation.join(machine.charter, dict(machine.profiles))
         if charter != machine.charter:
             self._tell(charter=charter)
-        self._unknown = unknown(self._options, machine.profiles)
-        for name in self._unknown:
+        self._look_up()
+        for name in self._names.unknown:
             logger.warning("no node is called `%s` yet", name)
         offered = await preparation.offer(model, self._profile)
         self._profile = replace(offered, addresses=self.place.addresses)  # it may have moved
@@ -422,11 +449,13 @@ async def open_node(
     transport: Transport | None = None,
     worker: Worker | None = None,
     prepare: Callable[[NodeOptions, Worker, Path], Preparation] = Preparation,
+    think: Think = asyncio.to_thread,
 ) -> AsyncIterator[MeshNode]:
     """Run a node inside the context; return once it is a member of its mesh.
 
     Nodes of one process share a worker: torch and transformers load one model at a time.
-    ``prepare`` may look at another kind of model, as a simulation does.
+    ``prepare`` may look at another kind of model, and ``think`` may plan elsewhere than in a
+    thread, as a simulation does.
 
     Raises:
         UserError: the state folder or the address cannot be used, or the ticket is none.
@@ -446,7 +475,7 @@ async def open_node(
             place = await stack.enter_async_context(open_place(options, keyring.key, transport))
             own = await enter(keyring, options, place.transports)
             preparation = prepare(options, worker, keyring.folder / "cache")
-            node = MeshNode(options, keyring, preparation, place, own)
+            node = MeshNode(options, keyring, preparation, place, own, think)
             running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)
         supervisor.failed.add_done_callback(node.ended)

@@ -56,6 +56,8 @@ class NodeView:
     removed: tuple[NodeId, ...]
     links: Mapping[NodeId, LinkView]
     agreement: Agreement | None
+    advice: str
+    """What would make the ring faster."""
     plan: Plan | None
     """The plan that it serves, or stands by for."""
     is_served: bool

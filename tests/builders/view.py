@@ -46,6 +46,7 @@ def view_of(**changes: Any) -> NodeView:
         removed=(),
         links={B: link_of(Role.NODE), CLIENT: link_of(Role.CLIENT)},
         agreement=agreement,
+        advice="",
         plan=agreement.plan,
         is_served=False,
         reason="they load",

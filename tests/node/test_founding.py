@@ -9,7 +9,15 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.source import resolve
 from meshllm.names import Digest, NodeId, Quant
-from meshllm.node.founding import amend, find_node, found_charter, refuse_other, unknown
+from meshllm.node.founding import (
+    Names,
+    amend,
+    find_node,
+    found_charter,
+    names_in,
+    refuse_other,
+    resolve_names,
+)
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.identity import NodeKey, show
@@ -81,8 +89,26 @@ def test_a_name_that_nobody_has_yet_waits_and_takes_nothing_back() -> None:
 
     changed = amend(before, wishes, PROFILES, LONGEST)
 
-    assert unknown(wishes, PROFILES) == ["loft", "cellar"]
+    names = resolve_names(names_in(wishes), PROFILES)
+    assert names == Names((A,), ("loft", "cellar"), ())
     assert (changed.exclude, changed.prefer) == (tuple(sorted((A, B))), (A,))
+
+
+def test_a_name_that_several_nodes_chose_stands_for_none_and_takes_nothing_back() -> None:
+    wishes = options(exclude=("desk", "attic"), prefer=("attic",))
+    before = amend(charter(), options(prefer=(show(A),)), PROFILES, LONGEST)
+
+    changed = amend(before, wishes, PROFILES, LONGEST)
+
+    assert resolve_names(names_in(wishes), PROFILES) == Names((A,), (), ("attic", "attic"))
+    assert (changed.exclude, changed.prefer) == ((A,), (A,))
+
+
+def test_nobody_takes_the_id_of_another_as_a_name() -> None:
+    profiles = PROFILES | {C: Profile(show(A), "1", (), 0)}
+
+    assert resolve_names((show(A),), profiles) == Names((A,), (), ())
+    assert find_node(show(A), profiles) == A
 
 
 def test_a_session_is_no_longer_than_the_model_takes() -> None:

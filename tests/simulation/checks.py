@@ -9,7 +9,7 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 10, 5, 8, 4  # of a node that is at rest
+TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 13, 5, 8, 4  # of a node that is at rest
 FOLLOW_S = 5  # s at most that a plan is followed of which is known that it is over
 
 
@@ -79,8 +79,11 @@ class Checks:
 
     @property
     def fits(self) -> bool:
-        """Whether the nodes that are here can hold the model."""
-        return sum(self._world.capacity[number] for number in self.here) >= LAYERS
+        """Whether the nodes that are here, and not excluded, can hold the model."""
+        charters = [node.machine.charter for node in self.here.values()]
+        out = {each for charter in charters if charter for each in charter.exclude}
+        usable = [number for number, node in self.here.items() if node.me not in out]
+        return sum(self._world.capacity[number] for number in usable) >= LAYERS
 
     def unsettled(self) -> str | None:
         """Say what is not yet as it is to be; None when all is well."""

@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 from meshllm.names import NodeId, Span
-from meshllm.node import node, standing
+from meshllm.node import planner, standing
 from meshllm.node.runtime import RingRuntime
 from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.candidates import View
@@ -75,7 +75,7 @@ class Plans:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Look at every plan of the nodes that run in the context."""
-        agree: Callable[[View, Agreement | None], Agreement] = vars(node)["agree"]
+        agree: Callable[[View, Agreement | None], Agreement] = vars(planner)["agree"]
         answer: Callable[..., AsyncGenerator[Event, None]] = vars(standing)["answer"]
         follow = RingRuntime.follow
 
@@ -99,7 +99,7 @@ class Plans:
                     yield event
 
         with (
-            patch.object(node, "agree", agreeing),
+            patch.object(planner, "agree", agreeing),
             patch.object(RingRuntime, "follow", following),
             patch.object(standing, "answer", answering),
         ):

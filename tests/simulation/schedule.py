@@ -44,6 +44,11 @@ class Schedule:
         self.is_rough = people.random() > 0.8
         self.bugs = bugs = Random(f"{seed} bugs")
         self.has_bug = bugs.random() < 0.25
+        world.think_s = bugs.choice((0.0, 0.0, 0.05, 0.6))
+        if bugs.random() < 0.3:
+            world.names = {each: bugs.choice(("a", "b", "c")) for each in range(self.count)}
+            world.prefer = (*bugs.sample(("a", "b", "nobody"), 2),)
+            world.exclude = bugs.choice((None, ("c", "nobody either")))
         self.is_healed = False
 
     async def run(self) -> None:

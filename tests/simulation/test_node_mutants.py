@@ -1,14 +1,16 @@
 """Nodes that are broken on purpose: each thing that is to be true is seen when it is not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
 
+from meshllm.errors import UserError
 from meshllm.names import MeshId, NodeId, Span
 from meshllm.node import generate
+from meshllm.node.founding import Names, resolve_names
 from meshllm.node.gauge import Measured
 from meshllm.node.model_runtime import LoadedSpan
 from meshllm.node.secure import SecureLink
@@ -17,6 +19,7 @@ from meshllm.protocol.candidates import View
 from meshllm.protocol.credential import Credential, Removals, Role, check
 from meshllm.protocol.forming import Forming
 from meshllm.protocol.plan import Plan
+from meshllm.protocol.records import Profile
 from meshllm.request import HopReport
 from tests.simulation import toy
 from tests.simulation.machines import process_here
@@ -100,11 +103,19 @@ def tell_layer_0(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
     return tuple(replace(hop, span=Span(0, 1)) for hop in HOPS(measured, plan))
 
 
+def one_node_for_each(texts: Iterable[str], profiles: Mapping[NodeId, Profile]) -> Names:
+    """Raise what a command would tell its user."""
+    names = resolve_names(texts, profiles)
+    if names.ambiguous:
+        raise UserError("several nodes are called so")
+    return names
+
+
 def always_open(*_: object) -> bool:
     return True
 
 
-AGREE = "meshllm.node.node.agree"
+AGREE = "meshllm.node.planner.agree"
 AGREED = {"tests.simulation.plans.Plans._agreed": nod}  # so that what is looked at later shows
 UNSEEN = {
     **AGREED,
@@ -148,6 +159,9 @@ MUTANTS = {
     ),
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
+    ),
+    "two nodes of one name": Mutant(
+        {"meshllm.node.node.resolve_names": one_node_for_each}, "several nodes are called so"
     ),
     "links are not looked at": Mutant(
         {"meshllm.protocol.forming.Forming.gone": see_no_end}, "sees no ring", 143

@@ -26,7 +26,7 @@ from tests.simulation.toy import ToyPreparation, memory_for
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TIMERS = ("_expire", "_agree", "_remember")
+TIMERS = ("_expire", "_stir", "_remember")
 BUG_S = 3  # s at most that a node runs on after a bug
 
 
@@ -87,6 +87,12 @@ class World:
         """Machines that are no members before a ticket makes them."""
         self.policy: str | None = None
         self.ring_size: int | None = None
+        self.names: dict[int, str] = {}
+        """How nodes call themselves; several may do so alike."""
+        self.prefer: tuple[str, ...] | None = None
+        self.exclude: tuple[str, ...] | None = None
+        self.think_s = 0.0
+        """How long nodes plan."""
         self.running: dict[int, Running] = {}
         self.asked: list[Asked] = []
         self.history: list[str] = []
@@ -141,17 +147,19 @@ class World:
         ticket = self.members.tickets.get(number)
         options = NodeOptions(
             self.members.folder(number),
-            name=f"n{number}",
+            name=self.names.get(number, f"n{number}"),
             inference=InferenceConfig(threads=1, memory_bytes=memory_for(self.capacity[number])),
             discovery=False,
             join=ticket.text if ticket else None,
             policy=self.policy if number == 0 else None,
             members=self.ring_size if number == 0 else None,
+            prefer=self.prefer if number == 0 else None,
+            exclude=self.exclude if number == 0 else None,
         )
         worker = ToyWorker(0.001 + 0.03 * self.random.random())
         seat = self.network.seat(process)
         try:
-            async with open_node(options, seat, worker, ToyPreparation) as node:
+            async with open_node(options, seat, worker, ToyPreparation, self._think) as node:
                 self.running[number].node = node
                 self._came(number, node)
                 await node.stopped
@@ -159,12 +167,19 @@ class World:
             self._refused(number, error)
         except Bug:
             self._forsake(self.running[number])
+        except Exception as error:  # a bug that nobody put in
+            self.fault(f"{number} ended: {error!r}")
         if self.running[number].process is process:
             self.note(f"{number} has ended")
             del self.running[number]
             if process.ends:
                 self.fault(f"{number} left, and leaves {len(process.ends)} links open")
             self.network.kill(process, silently=False)
+
+    async def _think(self, function: Callable[..., T], /, *args: Any) -> T:
+        if self.think_s:
+            await asyncio.sleep(self.think_s)
+        return function(*args)
 
     def _came(self, number: int, node: MeshNode) -> None:
         credential = node.keyring.credential

@@ -1,0 +1,167 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from threading import current_thread
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import pytest
+
+from meshllm.node import planner as module
+from meshllm.node.planner import Planner
+from meshllm.protocol.advice import advise
+from meshllm.protocol.agreement import Agreement, agree
+from meshllm.protocol.candidates import View
+from meshllm.protocol.identity import NodeKey
+from meshllm.testing.clock import run_virtual
+from tests.protocol.meshes import World, profile
+
+A, B = (NodeKey(bytes([n]) * 32).node for n in range(2))
+
+T = TypeVar("T")
+
+PLAN_S = 1.0
+
+
+class Case:
+    """A planner that takes a while, and what it planned with."""
+
+    def __init__(self) -> None:
+        self.worlds = [World({A: profile(4)}), World({A: profile(4), B: profile(4)})]
+        self.view: View | None = self.worlds[0].view(A)
+        self.told: list[tuple[float, Agreement | None]] = []
+        self.planner = Planner(lambda: self.view, self.agreed, self.think)
+        self.jobs: list[Callable[..., Any]] = []
+
+    def agreed(self) -> None:
+        self.told.append((asyncio.get_running_loop().time(), self.planner.agreement))
+
+    async def think(self, function: Callable[..., T], /, *args: Any) -> T:
+        self.jobs.append(function)
+        await asyncio.sleep(PLAN_S)
+        return function(*args)
+
+    def learn(self, world: int) -> None:
+        self.view = self.worlds[world].view(A)
+        self.planner.stir()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.ensure_future(self.planner.run())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_without_a_charter_nothing_is_planned() -> None:
+    async def story() -> None:
+        case = Case()
+        case.view = None
+        async with case.running():
+            case.planner.stir()
+            await asyncio.sleep(5)
+        assert not case.told
+        assert not case.jobs
+
+    run_virtual(story())
+
+
+def test_what_was_made_of_an_old_view_is_dropped() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            case.learn(0)
+            await asyncio.sleep(0.5)
+            case.learn(1)
+            await asyncio.sleep(5)
+
+        assert [at for at, _ in case.told] == [2 * PLAN_S]
+        assert case.planner.agreement == agree(case.worlds[1].view(A))
+
+    run_virtual(story())
+
+
+def test_a_stir_that_changes_nothing_drops_nothing() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            case.learn(0)
+            await asyncio.sleep(0.5)
+            case.learn(0)
+            await asyncio.sleep(5)
+
+        assert [at for at, _ in case.told] == [PLAN_S, 2 * PLAN_S]
+
+    run_virtual(story())
+
+
+def test_what_changes_all_the_time_is_agreed_on_all_the_same() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            for turn in range(40):
+                case.learn(turn % 2)
+                await asyncio.sleep(0.3 * PLAN_S)
+
+        assert len(case.told) >= 4
+
+    run_virtual(story())
+
+
+def test_there_is_advice_once_for_each_agreement_that_lasts() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            for _ in range(3):
+                case.learn(0)
+                await asyncio.sleep(5)
+
+        assert len(case.told) == 3
+        assert case.jobs.count(advise) == 1
+        assert "computes" in case.planner.advice
+
+    run_virtual(story())
+
+
+async def test_neither_is_computed_on_the_event_loop() -> None:
+    threads = list[str]()
+
+    def noting(function: Callable[..., T]) -> Callable[..., T]:
+        def note(*args: Any) -> T:
+            threads.append(current_thread().name)
+            return function(*args)
+
+        return note
+
+    with (
+        patch.object(module, "agree", noting(agree)),
+        patch.object(module, "advise", noting(advise)),
+        patch.object(module, "QUIET_S", 0.0),
+    ):
+        case = Case()
+        planner = Planner(lambda: case.view, case.agreed, asyncio.to_thread)
+        task = asyncio.ensure_future(planner.run())
+        planner.stir()
+        async with asyncio.timeout(20):
+            while not planner.advice:  # noqa: ASYNC110  # nobody is told of it
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert len(threads) == 2
+    assert current_thread().name not in threads
+
+
+def test_a_bug_ends_the_planner() -> None:
+    def fail(*_: Any) -> Agreement:
+        raise ValueError("a bug")
+
+    async def story() -> None:
+        case = Case()
+        case.planner.stir()
+        await case.planner.run()
+
+    with patch.object(module, "agree", fail), pytest.raises(ExceptionGroup) as raised:
+        run_virtual(story())
+
+    assert raised.group_contains(ValueError, match="a bug")
