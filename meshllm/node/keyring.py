@@ -6,6 +6,7 @@ replaced whole, so that a crash leaves the old one or the new one.
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import time
@@ -31,6 +32,10 @@ Content: TypeAlias = dict[str, Any]
 """The fields of the file; those that this module does not name are bytes in hexadecimal."""
 
 _FILE = "mesh.json"
+_Stamp: TypeAlias = tuple[int, int, int]
+_Held: TypeAlias = tuple[_Stamp | None, Content]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,16 @@ class Invitation:
 
 
 class Keyring:
-    """The state folder of one node."""
+    """The state folder of one node.
+
+    What changes a file waits for the disk; on an event loop it is for another thread. The content
+    is kept in memory, and read again when another process has changed the file.
+    """
 
     def __init__(self, folder: Path, key: NodeKey, content: Content) -> None:
         self.folder = folder
         self.key = key
-        self._content = content
+        self._held: _Held = None, content  # in one place: a thread may change it
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -82,10 +91,14 @@ class Keyring:
                 )
             folder.chmod(0o700)
             seed = _seed(folder / "node.key")
-            content = _read(folder / _FILE)
+            content = _read(folder / _FILE) or {}
         except OSError as error:
             raise _unusable(folder, error) from None
         return cls(folder, NodeKey(seed), content)
+
+    @property
+    def _content(self) -> Content:
+        return self._held[1]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -172,47 +185,87 @@ class Keyring:
         now = time.time()
         expires = 0 if lasts_s is None else int(now + lasts_s)
         invitation = Invitation(secrets.token_bytes(SECRET_BYTES), role, expires, uses)
-        open_ones = [each for each in self.invitations() if each.is_open(now)]
-        self._save_invitations([*open_ones, invitation][-MAX_INVITATIONS:])
+
+        def change(content: Content) -> Content:
+            known = [_invitation(each) for each in content.get("invitations", [])]
+            kept = [*(each for each in known if each.is_open(now)), invitation]
+            return {**content, "invitations": _lines(kept[-MAX_INVITATIONS:])}
+
+        self._change(change)
         places = tuple(addresses[:MAX_ADDRESSES])
         return Ticket(self.key.node, places, role, expires, invitation.secret)
 
     def invitations(self) -> list[Invitation]:
-        """List the invitations, the oldest first."""
-        self._content = _read(self.folder / _FILE)  # another command may have made one
+        """List the invitations, the oldest first; strangers may ask for them all the time."""
+        self._refresh()
         return [_invitation(each) for each in self._content.get("invitations", [])]
 
-    def use(self, invitation: Invitation, guest: NodeId) -> None:
-        """Note whom an invitation let in."""
-        if invitation.uses is not None and guest not in invitation.guests:
-            used = replace(invitation, guests=(*invitation.guests, guest))
-            self._save_invitations(
-                [used if each == invitation else each for each in self.invitations()]
-            )
+    def use(self, invitation: Invitation, guest: NodeId) -> bool:
+        """Note whom an invitation lets in; tell whether it still does, when others came as well."""
+        if invitation.uses is None or guest in invitation.guests:
+            return True
+        is_open = False
 
-    def _save_invitations(self, invitations: Sequence[Invitation]) -> None:
-        lines = [
-            {
-                "secret": each.secret.hex(),
-                "role": each.role,
-                "expires_s": each.expires_s,
-                "uses": each.uses,
-                "guests": [guest.hex() for guest in each.guests],
-            }
-            for each in invitations
-        ]
-        self._change(lambda content: {**content, "invitations": lines})
+        def change(content: Content) -> Content:
+            nonlocal is_open
+            known = [_invitation(each) for each in content.get("invitations", [])]
+            for place, each in enumerate(known):
+                if each.secret == invitation.secret and each.is_open(time.time(), guest):
+                    is_open = True
+                    guests = dict.fromkeys((*each.guests, guest))
+                    known[place] = replace(each, guests=tuple(guests))
+            return {**content, "invitations": _lines(known)}
+
+        self._change(change)
+        return is_open
+
+    def _refresh(self) -> None:
+        """Read the file when it is another one than before; as it is now, it may be damaged."""
+        path, (stamp, content) = self.folder / _FILE, self._held
+        if (now := _stamp(path)) not in (stamp, None):
+            try:
+                content = _read(path) or content
+            except (UserError, OSError) as error:
+                logger.warning("%s", error)
+            self._held = now, content
 
     def _change(self, change: Callable[[Content], Content]) -> None:
-        """Change what is in the file, which another process may have written since."""
+        """Change what is in the file, which another process may have written since.
+
+        Where somebody has deleted it, it is written as it was known: it has the membership.
+        """
         path = self.folder / _FILE
         try:
             with _open_private(self.folder / "mesh.lock") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                self._content = change(_read(path))
-                _draft(path, json.dumps(self._content, indent=2).encode()).replace(path)
+                before = _read(path)
+                content = change(self._content if before is None else before)
+                _draft(path, json.dumps(content, indent=2).encode()).replace(path)
+                self._held = _stamp(path), content
         except OSError as error:
             raise _unusable(self.folder, error) from None
+
+
+def _lines(invitations: Sequence[Invitation]) -> list[Content]:
+    return [
+        {
+            "secret": each.secret.hex(),
+            "role": each.role,
+            "expires_s": each.expires_s,
+            "uses": each.uses,
+            "guests": [guest.hex() for guest in each.guests],
+        }
+        for each in invitations
+    ]
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """Return what is another one when a file was written again; None for none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _tag(ticket: Ticket) -> str:
@@ -245,12 +298,13 @@ def _first_seed(path: Path) -> bytes:
     return bytes.fromhex(path.read_text("ascii").strip())
 
 
-def _read(path: Path) -> Content:
+def _read(path: Path) -> Content | None:
+    """Read the file; None where there is none."""
     try:
         content: Content = json.loads(path.read_bytes())
         _check(content)
     except FileNotFoundError:
-        return {}
+        return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, PeerFault):
         raise UserError(
             f"`{path}` cannot be read", hint="move it away, and the node begins a new mesh"

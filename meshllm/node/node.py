@@ -13,8 +13,8 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +31,13 @@ from meshllm.node.joining import Membership, enter
 from meshllm.node.keyring import Keyring
 from meshllm.node.links import Links
 from meshllm.node.memory import measure
+from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
 from meshllm.node.place import Place, open_place
-from meshllm.node.planner import Planner, Think
+from meshllm.node.planner import Planner
 from meshllm.node.preparation import Preparation
 from meshllm.node.reach import Caller
-from meshllm.node.recollection import read_back, write_down
+from meshllm.node.recollection import Memory, read_back, write_down
 from meshllm.node.secure import SecureLink
 from meshllm.node.standing import Standing
 from meshllm.node.supervisor import Supervisor
@@ -80,7 +81,7 @@ class MeshNode:
         preparation: Preparation,
         place: Place,
         own: Membership,
-        think: Think,
+        off_loop: OffLoop,
     ) -> None:
         self.keyring = keyring
         self.place = place
@@ -96,11 +97,11 @@ class MeshNode:
         self.machine.restore(read_back(keyring), self.now())
         side = Own(keyring.key, own.incarnation, own.credential)
         caller = Caller(place.schemes, side)
-        self._gate = Gate(keyring, own.credential, self.machine.removals)
+        self._gate = Gate(keyring, own.credential, self.machine.removals, off_loop)
         self.links = Links(caller, self.machine, self._gate, self)
         self.standing = Standing(self.machine, self.links, self._why)
         self.desk = Desk(self.me, self.standing, self.links.post)
-        self.planner = Planner(self._view, self._agreed, think)
+        self.planner = Planner(self._view, self._agreed, off_loop)
         self.ambiguous = ""
         """Which names in the options stand for several nodes; empty while none does."""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,7 +111,8 @@ class MeshNode:
         self._preparation = preparation
         self._profile = Profile(self.name, __version__, place.addresses, memory_bytes=0)
         self._is_stirred = False
-        self._is_remembering = False
+        self._off_loop = off_loop
+        self._unwritten = asyncio.Event()
         self._considered: Plan | None = None
         self._names = resolve_names((), {})
         self._twin = Twin()
@@ -187,7 +189,7 @@ class MeshNode:
     def expel(self, removal: Removal) -> None:
         """Tell that a member is removed, for good, and cut the link to it."""
         self.links.act(self.machine.remove(removal, self.now()))
-        self._remember()  # at once: who asked for it is told that it is done
+        write_down(self.keyring, Memory.of(self.machine))  # who asked is told that it is done
 
     def leave(self) -> None:
         """Finish what is under way, tell the others, and stop."""
@@ -198,7 +200,14 @@ class MeshNode:
     async def run(self) -> None:
         """Be a node until cancelled."""
         async with self._jobs, AsyncExitStack() as stack:
-            for part in (self._carry, self.desk.run, self.planner.run, self._seek, self._serve):
+            for part in (
+                self._carry,
+                self.desk.run,
+                self.planner.run,
+                self._seek,
+                self._serve,
+                self._remember,
+            ):
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # the links take work from now on
             self._tell(profile=self._profile)
@@ -218,8 +227,9 @@ class MeshNode:
 
     def close(self) -> None:
         """Write down what was to be written soon."""
-        if self._is_remembering:
-            self._remember()
+        if self._unwritten.is_set():
+            with self._warned():
+                write_down(self.keyring, Memory.of(self.machine))
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Let a bug that ended the node be seen by whoever waits for its end."""
@@ -260,9 +270,7 @@ class MeshNode:
 
     def _stir(self) -> None:
         self._is_stirred = False
-        if not self._is_remembering:
-            self._is_remembering = True
-            self._later(REMEMBER_S, self._remember)
+        self._unwritten.set()
         if self._is_member():
             if self.machine.charter is not None:
                 self._charter_known.set()
@@ -393,12 +401,24 @@ class MeshNode:
                 self.links.hint(node, addresses)
             await asyncio.sleep(SEEK_LINKED_S if self.links.lines else SEEK_S)
 
-    def _remember(self) -> None:
+    async def _remember(self) -> None:
         """Keep for the next start what would be missed: charter, removals, and addresses."""
-        self._is_remembering = False
+        while True:
+            await self._unwritten.wait()
+            await asyncio.sleep(REMEMBER_S)
+            memory = Memory.of(self.machine)
+            with self._warned():
+                await self._off_loop(write_down, self.keyring, memory)
+            if memory == Memory.of(self.machine):
+                self._unwritten.clear()
+
+    @staticmethod
+    @contextmanager
+    def _warned() -> Iterator[None]:
+        """Go on where the state folder cannot be written: a full disk does not end a node."""
         try:
-            write_down(self.keyring, self.machine)
-        except MeshError as error:  # a full disk is no reason to leave the ring
+            yield
+        except MeshError as error:
             logger.warning("%s", error)
 
     async def _drain(self) -> None:
@@ -449,13 +469,13 @@ async def open_node(
     transport: Transport | None = None,
     worker: Worker | None = None,
     prepare: Callable[[NodeOptions, Worker, Path], Preparation] = Preparation,
-    think: Think = asyncio.to_thread,
+    off_loop: OffLoop = asyncio.to_thread,
 ) -> AsyncIterator[MeshNode]:
     """Run a node inside the context; return once it is a member of its mesh.
 
     Nodes of one process share a worker: torch and transformers load one model at a time.
-    ``prepare`` may look at another kind of model, and ``think`` may plan elsewhere than in a
-    thread, as a simulation does.
+    ``prepare`` may look at another kind of model, and ``off_loop`` may be no thread, as in a
+    simulation.
 
     Raises:
         UserError: the state folder or the address cannot be used, or the ticket is none.
@@ -475,7 +495,7 @@ async def open_node(
             place = await stack.enter_async_context(open_place(options, keyring.key, transport))
             own = await enter(keyring, options, place.transports)
             preparation = prepare(options, worker, keyring.folder / "cache")
-            node = MeshNode(options, keyring, preparation, place, own, think)
+            node = MeshNode(options, keyring, preparation, place, own, off_loop)
             running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)
         supervisor.failed.add_done_callback(node.ended)

@@ -7,31 +7,21 @@ whose records change faster than they are planned with has an agreement all the 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
 
+from meshllm.node.offloop import OffLoop
 from meshllm.protocol.advice import advise
 from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
 
 QUIET_S = 0.5  # s without a new agreement until advice is computed for one
 
-T = TypeVar("T")
-
-
-class Think(Protocol):
-    """Runs a pure function where it holds nobody up, as `asyncio.to_thread` does."""
-
-    def __call__(self, function: Callable[..., T], /, *args: Any) -> Awaitable[T]:
-        """Wait for the result."""
-        ...
-
 
 class Planner:
     """Computes the agreement, and advice for it, whenever that is stirred."""
 
     def __init__(
-        self, view: Callable[[], View | None], agreed: Callable[[], None], think: Think
+        self, view: Callable[[], View | None], agreed: Callable[[], None], run: OffLoop
     ) -> None:
         """Take a snapshot from ``view``, which has none before there is a charter.
 
@@ -43,7 +33,7 @@ class Planner:
         """What would make the ring faster; of the latest agreement, or the one before it."""
         self._view = view
         self._agreed = agreed
-        self._think = think
+        self._off_loop = run
         self._stirred = asyncio.Event()
         self._news = asyncio.Event()
 
@@ -64,7 +54,7 @@ class Planner:
             self._stirred.clear()
             if (view := self._view()) is None:
                 continue
-            agreement = await self._think(agree, view, self.agreement)
+            agreement = await self._off_loop(agree, view, self.agreement)
             was_dropped = not was_dropped and self._stirred.is_set() and self._view() != view
             if not was_dropped:
                 self.agreement = agreement
@@ -79,4 +69,4 @@ class Planner:
             await asyncio.sleep(QUIET_S)
             agreement = self.agreement
             if agreement is not None and agreement != advised and not self._news.is_set():
-                self.advice, advised = await self._think(advise, agreement), agreement
+                self.advice, advised = await self._off_loop(advise, agreement), agreement

@@ -1,5 +1,10 @@
 """What a node would miss after a restart: the charter, the removals, and where others were."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from meshllm.names import NodeId
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.gossip import Item
 from meshllm.protocol.mesh import Mesh
@@ -9,17 +14,34 @@ _NAME = "records"
 _LENGTH_BYTES = 4
 
 
-def write_down(keyring: Keyring, machine: Mesh) -> None:
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What to write down, as it was at one moment."""
+
+    lasting: tuple[Item, ...]
+    met: Mapping[NodeId, tuple[str, ...]]
+    """Where others are."""
+    gone: frozenset[NodeId]
+    """Whom not to remember."""
+
+    @classmethod
+    def of(cls, machine: Mesh) -> Self:
+        """Take a snapshot, for another thread."""
+        met = {node: profile.addresses for node, profile in machine.profiles.items()}
+        return cls(machine.lasting, met, frozenset((machine.me, *machine.removals)))
+
+
+def write_down(keyring: Keyring, memory: Memory) -> None:
     """Keep what lasts in the state folder; of whom it did not meet this time, what it knew before.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    items = [item.encode() for item in machine.lasting]
+    items = [item.encode() for item in memory.lasting]
     keyring.remember(_NAME, b"".join(len(item).to_bytes(_LENGTH_BYTES) + item for item in items))
-    met = {node: profile.addresses for node, profile in machine.profiles.items()}
-    known = met | {node: at for node, at in keyring.peers.items() if node not in met}
-    lasting = [node for node in known if node != machine.me and node not in machine.removals]
+    met = memory.met
+    known = {**met, **{node: at for node, at in keyring.peers.items() if node not in met}}
+    lasting = [node for node in known if node not in memory.gone]
     keyring.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
 
 

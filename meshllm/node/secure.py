@@ -53,7 +53,7 @@ class Doorkeeper(Protocol):
         """Yield the pre-shared keys of the tickets that are open; see `handshake.Listener`."""
         ...
 
-    def judge(
+    async def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
         """Return the dialer's own credential, checked, or a new one for its ticket.
@@ -245,7 +245,7 @@ async def _judge(
 ) -> SecureLink:
     try:
         _refuse_other(link, question.peer)
-        credential = doorkeeper.judge(
+        credential = await doorkeeper.judge(
             question.peer, question.proof, question.purpose, question.instance
         )
     except NotAuthorised as refusal:

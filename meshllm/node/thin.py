@@ -107,7 +107,7 @@ class _Closed:
         """Invite nobody."""
         return ()
 
-    def judge(self, *_: object) -> Credential:
+    async def judge(self, *_: object) -> Credential:
         """Refuse."""
         raise UserError("A client takes no links")
 

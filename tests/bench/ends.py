@@ -145,7 +145,7 @@ class OpenHouse:
     def guests(self) -> tuple[bytes, ...]:
         return ()
 
-    def judge(self, _node: object, proof: Credential | TicketProof, *_: object) -> Credential:
+    async def judge(self, _node: object, proof: Credential | TicketProof, *_: object) -> Credential:
         assert isinstance(proof, Credential)
         return proof
 

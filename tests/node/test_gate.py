@@ -1,15 +1,20 @@
 """Who is let in, and who is not."""
 
+import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node import gate as module
+from meshllm.node import keyring as keyring_module
 from meshllm.node.gate import Gate
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.credential import (
@@ -26,6 +31,8 @@ from meshllm.protocol.handshake import Purpose
 from meshllm.protocol.identity import NodeKey
 from meshllm.protocol.ticket import Ticket, TicketProof
 from tests.protocol.members import GUEST, OTHER
+
+T = TypeVar("T")
 
 CONTEXT = b"of one handshake"
 
@@ -45,7 +52,7 @@ class House:
         return self.keyring.invite([], role, lasts_s=lasts_s, uses=uses)
 
     def judge(self, proof: Credential | TicketProof, peer: NodeId = GUEST.node) -> Credential:
-        return self.gate.judge(peer, proof, Purpose.MESH, 1)
+        return asyncio.run(self.gate.judge(peer, proof, Purpose.MESH, 1))
 
     def remove(self, node: NodeId, *spared: NodeId) -> None:
         mesh = self.credential.mesh
@@ -186,3 +193,64 @@ def test_who_is_too_far_from_the_founder_uses_no_ticket_up(house: House) -> None
         house.judge(house.ticket(uses=1).prove(CONTEXT))
 
     assert house.keyring.invitations()[0].guests == ()
+
+
+def test_of_two_guests_at_once_one_gets_the_last_place(house: House) -> None:
+    proof = house.ticket(uses=1).prove(CONTEXT)
+    judge = house.gate.judge
+
+    async def both() -> list[Credential | BaseException]:
+        guests = [judge(guest.node, proof, Purpose.MESH, 1) for guest in (GUEST, OTHER)]
+        return await asyncio.gather(*guests, return_exceptions=True)
+
+    outcomes = asyncio.run(both())
+
+    assert sorted(type(each).__name__ for each in outcomes) == ["Credential", "NotAuthorised"]
+    (invitation,) = house.keyring.invitations()
+    assert len(invitation.guests) == 1
+
+
+def test_strangers_cost_no_look_at_the_disk(house: House) -> None:
+    ticket = house.ticket()
+    reads = list[Path]()
+    read = keyring_module._read
+
+    def noting(path: Path) -> object:
+        reads.append(path)
+        return read(path)
+
+    with patch.object(keyring_module, "_read", noting):
+        for _ in range(5):
+            assert [*house.gate.guests()] == [ticket.psk]
+        assert not reads
+
+        other = Keyring.open(house.keyring.folder).invite([], Role.NODE, lasts_s=None, uses=None)
+        reads.clear()
+        for _ in range(5):
+            assert [*house.gate.guests()] == [other.psk, ticket.psk]
+
+    assert len(reads) == 1
+
+
+async def test_that_a_ticket_was_used_is_written_elsewhere_before_it_is_told(house: House) -> None:
+    ticket, jobs = house.ticket(uses=1), list[object]()
+
+    async def elsewhere(function: Callable[..., T], /, *args: Any) -> T:
+        jobs.append(function)
+        return function(*args)
+
+    gate = Gate(house.keyring, house.credential, {}, elsewhere)
+    await gate.judge(GUEST.node, ticket.prove(CONTEXT), Purpose.MESH, 1)
+
+    assert jobs == [house.keyring.use]
+    (kept,) = Keyring.open(house.keyring.folder).invitations()
+    assert kept.guests == (GUEST.node,)
+
+
+def test_a_ticket_that_was_forgotten_meanwhile_lets_nobody_in(house: House) -> None:
+    house.ticket(uses=1)
+    (invitation,) = house.keyring.invitations()
+    for _ in range(keyring_module.MAX_INVITATIONS):
+        house.ticket()
+
+    assert not house.keyring.use(invitation, GUEST.node)

@@ -246,7 +246,7 @@ def test_an_inviter_that_has_forgotten_the_ticket_is_not_asked_for_ever(run: Run
     async def story(town: Town) -> None:
         a, keyring = await town.add("a"), guest(town)
         text = ticket(a)
-        a.keyring._save_invitations([])
+        a.keyring._change(lambda content: {**content, "invitations": []})
         began = asyncio.get_running_loop().time()
         with pytest.raises(NotAuthorised, match="does not know this ticket") as raised:
             await come(town, keyring, text)

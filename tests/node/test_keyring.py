@@ -349,3 +349,29 @@ def test_a_guest_counts_once_and_not_without_a_limit(keyring: Keyring) -> None:
 
     limited, free = keyring.invitations()
     assert (limited.guests, free.guests) == ((SOMEBODY,), ())
+
+
+def test_a_file_deleted_while_the_node_runs_is_written_as_it_was_known(keyring: Keyring) -> None:
+    credential = keyring.found()
+    ticket = keyring.invite([], Role.NODE, lasts_s=None, uses=1)
+    (keyring.folder / "mesh.json").unlink()
+
+    (invitation,) = keyring.invitations()
+    assert keyring.use(invitation, GUEST.node)
+
+    (kept,) = again(keyring).invitations()
+    assert (kept.secret, kept.guests) == (ticket.secret, (GUEST.node,))
+    assert again(keyring).credential == credential
+
+
+def test_a_file_damaged_while_the_node_runs_is_told_once(
+    keyring: Keyring, caplog: pytest.LogCaptureFixture
+) -> None:
+    keyring.found()
+    keyring.invite([], Role.NODE, lasts_s=None, uses=1)
+    before = keyring.invitations()
+
+    damage(keyring, "text")
+
+    assert keyring.invitations() == keyring.invitations() == before
+    assert caplog.text.count("cannot be read") == 1

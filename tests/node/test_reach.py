@@ -29,7 +29,7 @@ class Open:
     def guests(self) -> tuple[bytes, ...]:
         return ()
 
-    def judge(
+    async def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
         if self.refusal or not isinstance(proof, Credential):

@@ -1,14 +1,12 @@
 """What a node knows after a restart."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from meshllm.names import NodeId
 from meshllm.node.keyring import Keyring
-from meshllm.node.recollection import write_down
+from meshllm.node.recollection import Memory, write_down
 from meshllm.protocol.records import MAX_MEMBERS
 
 ME, ANN, BOB, EVE = (NodeId(bytes([number]) * 32) for number in range(4))
@@ -19,9 +17,8 @@ def keyring(tmp_path: Path) -> Keyring:
     return Keyring.open(tmp_path)
 
 
-def met(*nodes: NodeId, removed: tuple[NodeId, ...] = (), at: str = "loopback:new") -> Any:
-    profiles = {node: SimpleNamespace(addresses=(at,)) for node in (ME, *nodes)}
-    return SimpleNamespace(me=ME, profiles=profiles, removals=dict.fromkeys(removed), lasting=())
+def met(*nodes: NodeId, removed: tuple[NodeId, ...] = (), at: str = "loopback:new") -> Memory:
+    return Memory((), dict.fromkeys((ME, *nodes), (at,)), frozenset((ME, *removed)))
 
 
 def test_whom_a_node_did_not_meet_this_time_it_still_knows(keyring: Keyring) -> None:

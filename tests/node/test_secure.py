@@ -52,7 +52,7 @@ class House:
     def guests(self) -> tuple[bytes, ...]:
         return (TICKET.psk, guest_psk(bytes(16)))
 
-    def judge(
+    async def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
         if isinstance(proof, Credential):
@@ -301,7 +301,7 @@ async def test_a_cancelled_handshake_closes_its_link() -> None:
 
 async def test_a_bug_of_the_doorkeeper_closes_the_link() -> None:
     class Broken(House):
-        def judge(self, *_: object) -> Credential:
+        async def judge(self, *_: object) -> Credential:
             raise ZeroDivisionError
 
     one, other = await plain()

@@ -292,7 +292,7 @@ def test_a_client_serves_nobody(run: Run) -> None:
                 await link.send([b""])
             thin.dropped(a.me, Why.LEAVING)
         with pytest.raises(UserError, match="takes no links"):
-            _Closed().judge(a.me, a.credential, Purpose.MESH, 1)
+            await _Closed().judge(a.me, a.credential, Purpose.MESH, 1)
 
     run(story)
 

@@ -9,7 +9,7 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 13, 5, 8, 4  # of a node that is at rest
+TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 14, 5, 8, 4  # of a node that is at rest
 FOLLOW_S = 5  # s at most that a plan is followed of which is known that it is over
 
 

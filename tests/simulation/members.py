@@ -82,27 +82,29 @@ class Members:
         """Look at whom the nodes let in that run in the context."""
         judge = Gate.judge
 
-        def judging(
+        async def judging(
             gate: Gate,
             peer: NodeId,
             proof: Credential | TicketProof,
             purpose: Purpose,
             instance: int,
         ) -> Credential:
-            credential = judge(gate, peer, proof, purpose, instance)
+            now_s, tickets = time_of_day(), set(self.tickets.values())
+            credential = await judge(gate, peer, proof, purpose, instance)
             if isinstance(proof, TicketProof):
-                self._let_in(peer, proof)
+                self._let_in(peer, proof, tickets, now_s)
             return credential
 
         with patch.object(Gate, "judge", judging):
             yield
 
-    def _let_in(self, guest: NodeId, proof: TicketProof) -> None:
-        tickets = set(self.tickets.values())
+    def _let_in(
+        self, guest: NodeId, proof: TicketProof, tickets: set[Ticket], now_s: float
+    ) -> None:
         shown = [each for each in tickets if proof.proves(parse_ticket(each.text).secret)]
         if len(shown) != 1:
             self._fault("a ticket that nobody made lets somebody in")
-        elif trouble := shown[0].let_in(guest, time_of_day()):
+        elif trouble := shown[0].let_in(guest, now_s):
             self._fault(trouble)
 
     def folder(self, number: int) -> Path:

@@ -42,14 +42,22 @@ class Schedule:
             world.newcomers = {each for each in range(1, self.count) if people.random() < 0.8}
         self.is_scarce = people.random() < 0.5
         self.is_rough = people.random() > 0.8
-        self.bugs = bugs = Random(f"{seed} bugs")
-        self.has_bug = bugs.random() < 0.25
+        self.bugs = Random(f"{seed} bugs")
+        self.has_bug = False
+        if seed % 2 == 0:
+            self._trouble(self.bugs)
+        self.is_healed = False
+
+    def _trouble(self, bugs: Random) -> None:
+        """Let nodes plan and write slowly, meet a bug, and call themselves alike."""
+        world = self.world
+        self.has_bug = bugs.random() < 0.3
         world.think_s = bugs.choice((0.0, 0.0, 0.05, 0.6))
+        world.disk_s = bugs.choice((0.0, 0.0, 0.02, 1.5))
         if bugs.random() < 0.3:
             world.names = {each: bugs.choice(("a", "b", "c")) for each in range(self.count)}
             world.prefer = (*bugs.sample(("a", "b", "nobody"), 2),)
             world.exclude = bugs.choice((None, ("c", "nobody either")))
-        self.is_healed = False
 
     async def run(self) -> None:
         """Run it all."""

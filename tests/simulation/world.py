@@ -26,7 +26,7 @@ from tests.simulation.toy import ToyPreparation, memory_for
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TIMERS = ("_expire", "_stir", "_remember")
+TIMERS = ("_expire", "_stir")
 BUG_S = 3  # s at most that a node runs on after a bug
 
 
@@ -93,6 +93,8 @@ class World:
         self.exclude: tuple[str, ...] | None = None
         self.think_s = 0.0
         """How long nodes plan."""
+        self.disk_s = 0.0
+        """How long they wait for the disk."""
         self.running: dict[int, Running] = {}
         self.asked: list[Asked] = []
         self.history: list[str] = []
@@ -159,7 +161,7 @@ class World:
         worker = ToyWorker(0.001 + 0.03 * self.random.random())
         seat = self.network.seat(process)
         try:
-            async with open_node(options, seat, worker, ToyPreparation, self._think) as node:
+            async with open_node(options, seat, worker, ToyPreparation, self._off_loop) as node:
                 self.running[number].node = node
                 self._came(number, node)
                 await node.stopped
@@ -176,9 +178,10 @@ class World:
                 self.fault(f"{number} left, and leaves {len(process.ends)} links open")
             self.network.kill(process, silently=False)
 
-    async def _think(self, function: Callable[..., T], /, *args: Any) -> T:
-        if self.think_s:
-            await asyncio.sleep(self.think_s)
+    async def _off_loop(self, function: Callable[..., T], /, *args: Any) -> T:
+        is_planning = function.__module__.startswith("meshllm.protocol")
+        if seconds := self.think_s if is_planning else self.disk_s:
+            await asyncio.sleep(seconds)
         return function(*args)
 
     def _came(self, number: int, node: MeshNode) -> None:
