@@ -10,7 +10,8 @@ that no request goes round in circles.
 The ingress holds the request until it is answered. When the ring breaks, it waits for the next one
 and asks again: the text is a pure function of the request, so the new ring writes the same text,
 and what was already shown is skipped. Only when it differs, or no ring comes in time, the
-request ends with the error.
+request ends with the error. The ingress alone asks again: what it reports to a client in the end is
+final, and the client turns to another node only when it has lost the link.
 """
 
 import asyncio
@@ -134,15 +135,26 @@ class _Shown:
             )
 
 
+class _Reported(LinkLost):
+    """An ingress has asked again as often as it may."""
+
+
 class Desk:
     """Answers requests, here or through the entry."""
 
     def __init__(
-        self, me: NodeId, ring: Ring, send: Callable[[NodeId, Ask | Said | Hush], None]
+        self,
+        me: NodeId,
+        ring: Ring,
+        send: Callable[[NodeId, Ask | Said | Hush], None],
+        *,
+        asks_ingress: bool = False,
     ) -> None:
+        """Answer; with ``asks_ingress`` the nodes that are asked ask the entry again themselves."""
         self._me = me
         self._ring = ring
         self._send = send
+        self._asks_ingress = asks_ingress
         self._calls: dict[bytes, _Call] = {}
         self._served: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
         self._jobs = asyncio.TaskGroup()
@@ -203,7 +215,7 @@ class Desk:
                         if new := shown.take(event):
                             yield new
             except LinkLost as error:
-                if attempt == ATTEMPTS:
+                if attempt == ATTEMPTS or isinstance(error, _Reported):
                     raise
                 logger.info("the ring broke under a request, which is asked again: %s", error)
                 await asyncio.sleep(attempt * AGAIN_S)
@@ -235,10 +247,18 @@ class Desk:
                     raise TimedOut(f"The entry said nothing for {SILENT_S:.0f} s") from None
                 if line is None:
                     raise LinkLost("The entry of the ring is gone")
-                event = event_from_json(line)
+                event = self._event(line)
                 yield event
                 if isinstance(event, Answer):
                     return
+
+    def _event(self, line: bytes) -> Event:
+        try:
+            return event_from_json(line)
+        except LinkLost as error:
+            if self._asks_ingress:
+                raise _Reported(str(error), hint=error.hint) from None
+            raise
 
     @asynccontextmanager
     async def _calling(self, entry: NodeId, request: Request) -> AsyncIterator[_Call]:

@@ -18,6 +18,7 @@ from meshllm.node.links import Links
 from meshllm.node.place import by_scheme, prepare
 from meshllm.node.reach import Caller
 from meshllm.node.secure import SecureLink
+from meshllm.node.supervisor import Supervisor
 from meshllm.protocol.credential import Credential, Role
 from meshllm.protocol.handshake import Own
 from meshllm.protocol.mesh import Mesh
@@ -37,6 +38,7 @@ class Thin:
     def __init__(self, keyring: Keyring, credential: Credential, caller: Caller) -> None:
         self._me = keyring.key.node
         self._linked = asyncio.Event()
+        self._bug: BaseException | None = None
         machine = Mesh(
             keyring.key,
             credential,
@@ -45,7 +47,7 @@ class Thin:
             wall_s=time.time(),
         )
         self.links = Links(caller, machine, _Closed(), self)
-        self.desk = Desk(self._me, self, self.links.post)
+        self.desk = Desk(self._me, self, self.links.post, asks_ingress=True)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield the events of a request; see `desk.Desk.generate`."""
@@ -53,7 +55,26 @@ class Thin:
             async for event in events:
                 yield event
 
-    async def seek(self, ticket: Ticket) -> None:
+    async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
+        """Be a client until cancelled, by a link to the inviter where there is one."""
+        async with asyncio.TaskGroup() as group:
+            for job in (self.links.run([]), self.desk.run(), self._seek(ticket)):
+                group.create_task(job)
+            await asyncio.sleep(0)  # the links take work from now on
+            if link is not None:
+                self.links.adopt(link)
+            else:
+                self.links.hint(ticket.inviter, ticket.addresses)
+
+    def ended(self, running: asyncio.Future[None]) -> None:
+        """Let a bug that ended the client end its requests, too."""
+        if not running.cancelled() and (error := running.exception()):
+            self._bug = error
+            self._linked.set()
+            for peer in self.links.lines:
+                self.desk.lost(peer)
+
+    async def _seek(self, ticket: Ticket) -> None:
         """Look for the inviter whenever nobody is linked, until cancelled."""
         while True:
             await asyncio.sleep(SEEK_S)
@@ -63,6 +84,8 @@ class Thin:
     async def entry(self) -> NodeId:
         """Wait for a node to ask: any can be the ingress."""
         while True:
+            if self._bug is not None:
+                raise self._bug
             if node := next(iter(self.links.lines), None):
                 return node
             self._linked.clear()
@@ -130,6 +153,7 @@ async def open_thin(
         )
     transports = (transport,) if transport else _transports_for(ticket)
     async with AsyncExitStack() as stack:
+        supervisor = stack.enter_context(Supervisor())
         keyring, is_first = stack.enter_context(_keyring(ticket, state))
         instance, link = keyring.next_incarnation(), None
         prepare(transports, keyring.key)
@@ -143,15 +167,13 @@ async def open_thin(
             credential = keyring.join(granted(link), ticket)
         own = Own(keyring.key, instance, credential)
         thin = Thin(keyring, credential, Caller(by_scheme(transports), own))
-        running = asyncio.gather(thin.links.run([]), thin.desk.run(), thin.seek(ticket))
+        with supervisor.scope():
+            running = asyncio.ensure_future(thin.run(ticket, link))
         stack.push_async_callback(_ended, running)
-        await asyncio.sleep(0)  # the links take work from now on
+        running.add_done_callback(thin.ended)
+        supervisor.failed.add_done_callback(thin.ended)
         beacon = open_beacon(credential.mesh, keyring.key.node, thin.links.hint)
         (await stack.enter_async_context(beacon)).send()
-        if link is not None:
-            thin.links.adopt(link)
-        else:
-            thin.links.hint(ticket.inviter, ticket.addresses)
         yield thin
 
 
@@ -181,7 +203,7 @@ def _too_many() -> UserError:
     )
 
 
-async def _ended(running: "asyncio.Future[tuple[None, None, None]]") -> None:
+async def _ended(running: asyncio.Future[None]) -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

@@ -76,7 +76,7 @@ class World:
         self.clients: set[NodeId] = set()
         self.drop: Callable[[NodeId, Ask | Said | Hush], bool] = lambda _, __: False
 
-    def add(self, node: NodeId, ring: FakeRing | None = None) -> Desk:
+    def add(self, node: NodeId, ring: FakeRing | None = None, *, is_client: bool = False) -> Desk:
         def send(peer: NodeId, message: Ask | Said | Hush) -> None:
             self.sent.append((node, peer, message))
             if peer in self.desks and not self.drop(peer, message):
@@ -86,7 +86,7 @@ class World:
                 )
 
         self.rings[node] = ring or FakeRing()
-        self.desks[node] = Desk(node, self.rings[node], send)
+        self.desks[node] = Desk(node, self.rings[node], send, asks_ingress=is_client)
         return self.desks[node]
 
     def said(self, peer: NodeId) -> list[Event | MeshError]:
@@ -324,6 +324,37 @@ def test_not_every_ring_can_break(world: World) -> None:
 
     world.run(story)
     assert len(ring.asked) == ATTEMPTS
+
+
+def test_an_ingress_that_gave_up_is_not_asked_again(world: World) -> None:
+    world.clients = {ME}
+    client = world.add(ME, FakeRing(at=OTHER), is_client=True)
+    ring = FakeRing(at=OTHER, attempts=[[LinkLost(f"gone {n}")] for n in range(2 * ATTEMPTS)])
+    world.add(OTHER, ring)
+
+    async def story() -> None:
+        with pytest.raises(LinkLost, match=f"gone {ATTEMPTS - 1}"):
+            await all_of(client)
+
+    world.run(story)
+    assert len(ring.asked) == ATTEMPTS
+
+
+def test_a_client_that_loses_its_ingress_asks_again(world: World) -> None:
+    world.clients = {ME}
+    client = world.add(ME, FakeRing(at=OTHER), is_client=True)
+    world.add(OTHER, FakeRing(at=OTHER, attempts=[[Piece(TEXT[:3]), None], answer()]))
+    events: list[Event] = []
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(note(client, events))
+        await asyncio.sleep(1)
+        client.lost(OTHER)
+        world.desks[OTHER].lost(ME)
+        await asking
+
+    world.run(story)
+    assert text_of(events) == TEXT
 
 
 def test_other_errors_are_told_at_once(world: World) -> None:

@@ -327,3 +327,31 @@ async def test_a_mistyped_ticket_is_told_before_anything_is_made(tmp_path: Path)
             pass
 
     assert not (tmp_path / "client").exists()
+
+
+@pytest.mark.parametrize("where", ["task", "timer"])
+def test_a_bug_ends_the_requests_of_a_client(
+    run: Run, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def seek(*_: object) -> None:
+        await asyncio.sleep(0.5)
+        if where == "task":
+            fail()
+        asyncio.get_running_loop().call_soon(fail)
+
+    monkeypatch.setattr(Thin, "_seek", seek)
+
+    async def story(town: Town) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        a = await inn(town)
+        a.pause_s = 100.0
+        async with client(town, ticket(a)) as thin:
+            with pytest.raises((ZeroDivisionError, ExceptionGroup)) as raised:
+                await ask(thin)
+        error = raised.value
+        assert isinstance(error, ZeroDivisionError) is (where == "timer")
+
+    run(story)

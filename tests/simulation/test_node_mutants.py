@@ -156,6 +156,9 @@ MUTANTS = {
         {"meshllm.protocol.forming.Forming._sweep": sweep_nothing},
         "links, of the ring and others",
         323,
+        {"meshllm.node.service.Service._sweep": sweep_nothing},
+        "links, of the ring and others",
+        402,
     ),
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
