@@ -9,6 +9,7 @@ from meshllm.errors import MeshError, UserError
 from meshllm.names import NodeId
 from meshllm.node.desk import Counts
 from meshllm.node.founding import find_node
+from meshllm.node.memory import measure
 from meshllm.node.node import MeshNode
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.credential import Removal, Role, remove
@@ -23,6 +24,7 @@ from meshllm.status import (
     MeasuredTimes,
     Members,
     MemberStatus,
+    MemoryStatus,
     MeshStatus,
     ModelStatus,
     Named,
@@ -56,6 +58,8 @@ class NodeControl:
     changes: Callable[[], AsyncGenerator[None, None]]
     """Yields once at first, then whenever something may have changed."""
     answer: Callable[[Request], AsyncGenerator[Event, None]]
+    measure: Callable[[], MemoryStatus]
+    """Tells what the process holds."""
 
     def status(self) -> MeshStatus:
         """Tell how the node, its ring and its mesh are."""
@@ -79,7 +83,7 @@ class NodeControl:
             listening=view.addresses,
             networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),
             since_s=view.since_s,
-            memory=view.memory,
+            memory=self.measure(),
             warnings=view.warnings,
         )
 
@@ -190,6 +194,7 @@ def control_of(node: MeshNode) -> NodeControl:
         node.expel,
         node.standing.changes,
         node.desk.generate,
+        lambda: measure(node.standing.rank),
     )
 
 

@@ -30,7 +30,6 @@ from meshllm.node.gate import Gate
 from meshllm.node.joining import Membership, enter
 from meshllm.node.keyring import Keyring
 from meshllm.node.links import Links
-from meshllm.node.memory import measure
 from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
 from meshllm.node.place import Place, open_place
@@ -177,7 +176,6 @@ class MeshNode:
             trouble=str(standing.trouble or ""),
             sessions=standing.sessions,
             counts=replace(self.desk.counts),
-            memory=measure(standing.rank),
             warnings=(self.ambiguous,) if self.ambiguous else (),
         )
 

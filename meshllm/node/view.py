@@ -10,7 +10,6 @@ from meshllm.protocol.charter import Charter
 from meshllm.protocol.credential import Role
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import Profile, State
-from meshllm.status import MemoryStatus
 from meshllm.transport.contract import LinkStatistics, Network
 
 
@@ -69,7 +68,6 @@ class NodeView:
     sessions: int
     """Under way on this rank."""
     counts: Counts
-    memory: MemoryStatus
     execution: str = ""
     """How its engine runs, and why."""
     warnings: tuple[str, ...] = ()

@@ -9,7 +9,6 @@ from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.credential import Role
 from meshllm.protocol.identity import NodeKey
 from meshllm.protocol.plan import Plan
-from meshllm.status import MemoryStatus
 from meshllm.transport.contract import LinkStatistics, Network
 from tests.protocol.members import FOUNDED
 from tests.protocol.meshes import World, profile
@@ -53,7 +52,6 @@ def view_of(**changes: Any) -> NodeView:
         trouble="",
         sessions=0,
         counts=Counts(),
-        memory=MemoryStatus(),
     )
     return replace(view, **changes)
 

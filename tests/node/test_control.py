@@ -20,6 +20,7 @@ from meshllm.status import (
     Change,
     LinkStatus,
     MeasuredTimes,
+    MemoryStatus,
     ModelStatus,
     Named,
     NetworkStatus,
@@ -43,8 +44,9 @@ class Owned:
         self.expelled: list[Removal] = []
         self.is_full = False
         self.control = NodeControl(
-            lambda: self.view, KEYS[0], self.invite, self.expel, self.changes, self.answer
-        )
+            lambda: self.view, KEYS[0], self.invite, self.expel, self.changes, self.answer,
+            MemoryStatus,
+        )  # fmt: skip
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
         self.invited.append((role, lasts_s, uses))

@@ -155,9 +155,6 @@ MUTANTS = {
     "links of the last plan stay": Mutant(
         {"meshllm.protocol.forming.Forming._sweep": sweep_nothing},
         "links, of the ring and others",
-        323,
-        {"meshllm.node.service.Service._sweep": sweep_nothing},
-        "links, of the ring and others",
         402,
     ),
     "bugs are reported only": Mutant(
