@@ -1,9 +1,13 @@
 """Functions are called with one number before threads share out many."""
 
+import os
 import subprocess
 import sys
 
-from meshllm.model.settle import FUNCTIONS
+import pytest
+import torch
+
+from meshllm.model.settle import FUNCTIONS, rounds_by_alignment
 
 SPY = """
 import torch
@@ -28,3 +32,39 @@ def test_who_can_run_a_model_has_called_them() -> None:
     assert set(said.stdout.splitlines()) >= {
         f"{name} torch.{dtype} 1" for name in FUNCTIONS for dtype in ("float32", "float64")
     }
+
+
+def test_products_do_not_depend_on_where_matrices_lie() -> None:
+    assert not rounds_by_alignment()
+
+
+PROBE = """
+import os
+import torch
+if "late" in os.environ:
+    torch.ones(8, 8) @ torch.ones(8, 8)
+from meshllm.model.settle import rounds_by_alignment
+import meshllm.model.skeleton
+print(rounds_by_alignment())
+"""
+
+
+def probe(**environment: str) -> tuple[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        capture_output=True, text=True, check=True, timeout=120, env=kept | environment,
+    )  # fmt: skip
+    return done.stdout, done.stderr
+
+
+def test_whoever_loads_torch_first_has_them_too() -> None:
+    assert probe() == ("False\n", "")
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="another BLAS")
+@pytest.mark.parametrize("environment", [{"late": "yes"}, {"MKL_CBWR": "OFF"}])
+def test_who_prevents_it_is_told(environment: dict[str, str]) -> None:
+    depends, said = probe(**environment)
+
+    assert ("set `MKL_CBWR=AUTO`" in said) is (depends == "True\n")
