@@ -7,9 +7,11 @@ again on a tiny model with the same switches, and the verdict is remembered.
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -50,6 +52,19 @@ class Split:
     """Greedy tokens are those of ``transformers`` generate."""
     gap: float
     """The largest absolute difference of two logits."""
+    relative: float
+    """The largest difference in one write, of the largest logit there."""
+
+
+class Outcome(StrEnum):
+    """What a comparison comes to."""
+
+    EQUAL = "equal"
+    """Every split gives the numbers of the whole model, bit for bit."""
+    ROUNDING = "rounding"
+    """The numbers differ as those of one sum that is added up in two orders."""
+    DIFFERENT = "different"
+    """The numbers differ by more, or by what could be more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +79,26 @@ class Report:
     splits: tuple[Split, ...]
 
     @property
+    def outcome(self) -> Outcome:
+        """Tell rounding from error; numbers of 16 bits round by as much as a lost state changes."""
+        if not all(split.same_tokens for split in self.splits):
+            return Outcome.DIFFERENT
+        if all(split.equal for split in self.splits):
+            return Outcome.EQUAL
+        exact = self.dtype in ("float32", "float64")
+        if exact and all(split.relative <= parity.TOLERANCE for split in self.splits):
+            return Outcome.ROUNDING
+        return Outcome.DIFFERENT
+
+    @property
     def equal(self) -> bool:
-        """Whether every split gives the numbers of the whole model."""
-        return all(split.equal and split.same_tokens for split in self.splits)
+        """Whether every split gives the numbers of the whole model, bit for bit."""
+        return self.outcome is Outcome.EQUAL
+
+    @property
+    def relative(self) -> float:
+        """The largest relative difference of all splits; NaN where one is."""
+        return _largest([split.relative for split in self.splits])
 
 
 def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
@@ -163,14 +195,20 @@ def _compare(
     ]
     prompt = expected[0].shape[1]
     logits = _write(RingSession(shards), written, prompt)
-    gap = max(float((a - b).abs().max()) for a, b in zip(expected, logits, strict=True))
+    gaps = [float((a - b).abs().max()) for a, b in zip(expected, logits, strict=True)]
+    sizes = [float(rows.abs().max()) for rows in expected]
     chosen = [int(rows[0, -1].argmax()) for rows in logits]
     return Split(
         parts,
         equal=parity.unequal(expected, logits) is None,
         same_tokens=chosen == written[0, prompt:].tolist(),
-        gap=gap,
+        gap=_largest(gaps),
+        relative=_largest([gap / (size or 1) for gap, size in zip(gaps, sizes, strict=True)]),
     )
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def _write(session: Session, ids: Tensor, prompt: int) -> list[Tensor]:

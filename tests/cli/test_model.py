@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshllm.model import capacity, check, source, verdict
+from meshllm.model import capacity, check, settle, source, verdict
 from meshllm.model.check import Report, Split
 from meshllm.model.skeleton import Part
 from meshllm.model.verdict import Verdict
@@ -13,7 +13,7 @@ from meshllm.names import Span
 from tests.cli.conftest import Invoke
 
 HALVES = (Part(Span(0, 4), True, False), Part(Span(4, 8), False, True))
-EQUAL = Report("builtin", "float32", (1, 2), (3,), (Split(HALVES, True, True, 0.0),))
+EQUAL = Report("builtin", "float32", (1, 2), (3,), (Split(HALVES, True, True, 0.0, 0.0),))
 
 
 def test_show_tells_sizes_and_what_fits(meshllm: Invoke) -> None:
@@ -55,11 +55,11 @@ def test_verify_prints_a_verdict(meshllm: Invoke, monkeypatch: pytest.MonkeyPatc
 
     assert result.exit_code == 0
     assert "    2  0:4 4:8  equal   equal\n" in result.stdout
-    assert "builtin in float32: bit-equal to transformers" in result.stdout
+    assert "builtin in float32: equal bit for bit to transformers" in result.stdout
 
 
 def test_a_model_that_differs_exits_4(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = replace(EQUAL, splits=(Split(HALVES, False, True, 0.25),))
+    report = replace(EQUAL, splits=(Split(HALVES, False, True, 0.25, 3e-4),))
     monkeypatch.setattr(check, "verify", lambda *_, **__: report)
 
     result = meshllm("model", "verify", "builtin")
@@ -67,9 +67,38 @@ def test_a_model_that_differs_exits_4(meshllm: Invoke, monkeypatch: pytest.Monke
 
     assert (result.exit_code, as_json.exit_code) == (4, 4)
     assert "differ by 0.25" in result.stdout
-    assert "builtin in float32: NOT equal to transformers" in result.stdout
+    assert "NOT equal to transformers: largest relative difference 3.0e-04" in result.stdout
     assert result.stderr.startswith("error: `builtin` split is not the whole model\n")
-    assert json.loads(as_json.stdout)["equal"] is False
+    assert result.stderr.endswith("hint: use it with `--nodes 1`\n")
+    assert json.loads(as_json.stdout)["outcome"] == "different"
+
+
+@pytest.mark.parametrize("blamed", [False, True])
+def test_rounding_is_told_from_error(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, blamed: bool
+) -> None:
+    report = replace(EQUAL, splits=(Split(HALVES, False, True, 2e-6, 2e-7),))
+    monkeypatch.setattr(check, "verify", lambda *_, **__: report)
+    monkeypatch.setattr(settle, "rounds_by_alignment", lambda: blamed)
+
+    result = meshllm("model", "verify", "builtin")
+    as_json = json.loads(meshllm("model", "verify", "builtin", "--json").stdout)
+
+    assert result.exit_code == 0
+    assert "up to rounding, largest relative difference 2.0e-07" in result.stdout
+    assert ("this machine's BLAS rounds by alignment" in result.stdout) is blamed
+    assert (as_json["outcome"], as_json["equal"], as_json["relative"]) == ("rounding", False, 2e-7)
+
+
+def test_rounding_of_16_bits_hides_errors(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Split(HALVES, False, True, 2e-6, 2e-7)
+    report = replace(EQUAL, dtype="bfloat16", splits=(split,))
+    monkeypatch.setattr(check, "verify", lambda *_, **__: report)
+
+    result = meshllm("model", "verify", "builtin")
+
+    assert result.exit_code == 4
+    assert "tell error from rounding with `--dtype float32`" in result.stderr
 
 
 def test_pull_fetches_the_files_of_a_span(

@@ -1,4 +1,5 @@
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -6,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import CONFIG_MAPPING, CTRLConfig, LlamaConfig, Qwen3Config, Zamba2Config
 
 from meshllm.errors import ModelError
 from meshllm.model import check as module
 from meshllm.model import native
-from meshllm.model.check import check, verify
+from meshllm.model.check import Outcome, Report, Split, check, verify
 from meshllm.model.families import read_table, tiny_config
 from meshllm.model.measure import Depth, specimen
+from meshllm.model.parity import TOLERANCE, RingSession
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.verdict import Verdict
@@ -162,7 +165,7 @@ def test_a_model_is_verified_against_generate(llama: Source) -> None:
 
     report = verify(llama, prompt=PROMPT, progress=stages.append)
 
-    assert report.equal
+    assert report.outcome is Outcome.EQUAL
     assert report.prompt == tuple(PROMPT)
     assert len(report.tokens) == 16
     assert [[part.span for part in split.parts] for split in report.splits] == [
@@ -203,9 +206,37 @@ def test_a_damaged_part_is_not_verified(llama: Source, monkeypatch: pytest.Monke
 
     report = verify(llama, splits=(2,), prompt=PROMPT)
 
-    assert not report.equal
+    assert report.outcome is Outcome.DIFFERENT
+    assert report.relative > TOLERANCE
     assert not report.splits[0].same_tokens
     assert report.splits[0].gap > 0
+
+
+@pytest.mark.parametrize(("size", "outcome"), [(2e-7, Outcome.ROUNDING), (1e-2, Outcome.DIFFERENT)])
+def test_rounding_is_no_error(
+    llama: Source, monkeypatch: pytest.MonkeyPatch, size: float, outcome: Outcome
+) -> None:
+    class Rounding(RingSession):
+        def write(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            rows = super().write(ids, mask)
+            return rows + size * rows.abs().max()  # every choice stays
+
+    monkeypatch.setattr(module, "RingSession", Rounding)
+
+    report = verify(llama, splits=(2,), prompt=PROMPT)
+
+    assert report.outcome is outcome
+    assert report.relative == pytest.approx(size, abs=1e-7)
+
+
+def test_what_is_no_number_is_an_error() -> None:
+    part = Split((), equal=False, same_tokens=True, gap=math.nan, relative=math.nan)
+    other = replace(part, gap=1e-7, relative=1e-7)
+
+    report = Report("llama", "float32", (), (), (other, part))
+
+    assert report.outcome is Outcome.DIFFERENT
+    assert math.isnan(report.relative)
 
 
 def test_more_parts_than_layers_are_refused(llama: Source) -> None:
