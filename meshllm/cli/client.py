@@ -91,8 +91,8 @@ class NodeClient:
 
         async with aclosing(self._lines("/mesh/ask", request_to_json(request))) as lines:
             async for line in lines:
-                event = event_from_json(line)
-                yield event
+                if event := event_from_json(line):
+                    yield event
                 if isinstance(event, Answer):
                     return
         raise LinkLost("The node went away before its answer was complete")

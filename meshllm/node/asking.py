@@ -4,12 +4,18 @@
 
     {"prefilled": [128, 512]}                                 progress
     {"piece": "text"}                                         new text
+    {"tokens": [1, 2, ...]}                                   ids of a long answer, between nodes
     {"answer": {...}}                                         the last line of an answer
     {"error": {"message": ..., "code": "link_lost", ...}}     the last line of a failure
+
+Between nodes a line is bounded however long the answer is: its text is not repeated in the last
+line, and ids that would make that too long go ahead of it (`event_to_lines`, `AnswerReader`).
+A line, a field or a code that this version does not know is of a later one, and does no harm.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from meshllm.errors import (
@@ -28,7 +34,10 @@ from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
-EVENT_BYTES = 4 << 20  # an answer carries every token id
+EVENT_BYTES = 4 << 20  # to the owner of a node an answer carries every token id
+LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
+LINE_LETTERS = 65_536  # of text in a line between nodes: 384 KiB at most, escaped
+MAX_TOKENS = 1 << 24  # of an answer, as of a session
 MESSAGE_LETTERS = 4096
 
 _ERRORS: dict[str, type[MeshError]] = {
@@ -64,6 +73,7 @@ class _Line:
 
     prefilled: tuple[int, ...] | None = None
     piece: str | None = None
+    tokens: tuple[int, ...] | None = None
     answer: Answer | None = None
     error: _Failure | None = None
 
@@ -79,10 +89,10 @@ def request_from_json(data: bytes) -> Request:
     """Read a request.
 
     Raises:
-        UserError: too long, no JSON, or a field that is unknown, missing, or cannot hold.
+        UserError: too long, no JSON, or a field that is missing or cannot hold.
     """
     _check_size(data)
-    request = build(Request, parse(data))
+    request = build(Request, parse(data), strict=False)
     if request.raw is not None and request.turns:
         raise WrongField("raw", "`raw` and `turns` are both prompts", hint="leave out one of them")
     if request.max_tokens < 1:
@@ -103,6 +113,21 @@ def event_to_json(event: Event) -> bytes:
             assert_never(event)
 
 
+def event_to_lines(event: Event) -> Iterator[bytes]:
+    """Write an event for `AnswerReader` as lines, each without its end."""
+    match event:
+        case Piece(text):
+            for at in range(0, len(text), LINE_LETTERS):
+                yield event_to_json(Piece(text[at : at + LINE_LETTERS]))
+        case Answer(tokens=tokens):
+            at = 0
+            for at in range(LINE_TOKENS, len(tokens), LINE_TOKENS):
+                yield _write({"tokens": tokens[at - LINE_TOKENS : at]})
+            yield event_to_json(replace(event, text="", tokens=tokens[at:]))
+        case _:
+            yield event_to_json(event)
+
+
 def error_to_json(error: MeshError) -> bytes:
     """Write the line that ends a failed answer, without its end."""
     return _write({"error": error_to_fields(error)})
@@ -113,19 +138,51 @@ def _check_size(data: bytes) -> None:
         raise UserError(f"The request is {len(data)} bytes long, not at most {REQUEST_BYTES}")
 
 
-def event_from_json(data: bytes) -> Event:
-    """Read one line of an answer.
+def event_from_json(data: bytes) -> Event | None:
+    """Read one line of an answer; None for one that a later version has added.
 
     Raises:
         MeshError: what the line says went wrong where the answer is made.
         PeerFault: the line is none of ours.
     """
+    line = _read_line(data)
+    return None if line.tokens is not None else _event_of(line)
+
+
+class AnswerReader:
+    """Reads the lines of one answer that `event_to_lines` wrote."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+
+    def take(self, data: bytes) -> Event | None:
+        """Read the next line, as `event_from_json`; None where it makes no event."""
+        line = _read_line(data)
+        self._tokens += line.tokens or ()
+        if len(self._tokens) > MAX_TOKENS:
+            raise PeerFault(f"An answer of more than {MAX_TOKENS} tokens")
+        if line.tokens is not None:
+            return None
+        event = _event_of(line)
+        match event:
+            case Piece(text):
+                self._text.append(text)
+            case Answer(tokens=tokens):
+                return replace(event, text="".join(self._text), tokens=(*self._tokens, *tokens))
+        return event
+
+
+def _read_line(data: bytes) -> _Line:
     if len(data) > EVENT_BYTES:
         raise PeerFault(f"A line of {len(data)} bytes in an answer, not at most {EVENT_BYTES}")
     try:
-        line = build(_Line, parse(data))
+        return build(_Line, parse(data), strict=False)
     except UserError as error:
         raise PeerFault(f"A line of an answer is none: {error}") from None
+
+
+def _event_of(line: _Line) -> Event | None:
     match line:
         case _Line(prefilled=(done, total), piece=None, answer=None, error=None):
             return Prefilled(done, total)
@@ -135,8 +192,10 @@ def event_from_json(data: bytes) -> Event:
             return answer
         case _Line(prefilled=None, piece=None, answer=None, error=_Failure() as failure):
             raise _error_of(failure)
+        case _Line(prefilled=None, piece=None, answer=None, error=None):
+            return None
         case _:
-            raise PeerFault("A line of an answer says several things, or nothing")
+            raise PeerFault("Malformed line of an answer: it says several things")
 
 
 def error_to_fields(error: MeshError) -> dict[str, Any]:
@@ -157,7 +216,7 @@ def error_to_fields(error: MeshError) -> dict[str, Any]:
 def error_from_fields(fields: object) -> MeshError:
     """Make the error that `error_to_fields` laid out; a `PeerFault` if it is none."""
     try:
-        return _error_of(build(_Failure, fields, "error"))
+        return _error_of(build(_Failure, fields, "error", strict=False))
     except UserError as error:
         return PeerFault(f"An error that is none: {error}")
 

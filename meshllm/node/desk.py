@@ -3,7 +3,8 @@
 Theory of operation
 -------------------
 The node that takes a request is its ingress. When it is the entry it answers itself, else it asks
-the entry over their link: Ask one way, Said the other until the answer or an error, Hush to cancel.
+the entry over their link: Ask one way, Said the other until the answer or an error; Hush where
+the asker gives up before that.
 A client asks any node, which is then its ingress; an Ask of a node is served by the entry only, so
 that no request goes round in circles.
 
@@ -23,12 +24,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from meshllm.errors import LinkLost, MeshError, TimedOut
+from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
 from meshllm.names import NodeId
 from meshllm.node.asking import (
+    AnswerReader,
     error_to_json,
-    event_from_json,
-    event_to_json,
+    event_to_lines,
     request_from_json,
     request_to_json,
 )
@@ -84,6 +85,9 @@ class _Call:
 
     unread: int = 0
     """Bytes in ``lines``."""
+
+    is_over: bool = False
+    """Nothing more will be said."""
 
     def take(self, line: bytes) -> None:
         """Queue a line; who fills the queue is given up."""
@@ -239,26 +243,28 @@ class Desk:
             ) from None
 
     async def _ask(self, entry: NodeId, request: Request) -> AsyncGenerator[Event, None]:
+        reader = AnswerReader()
         async with self._calling(entry, request) as call:
-            while True:
+            while not call.is_over:
                 try:
                     line = await call.next()
                 except TimeoutError:
                     raise TimedOut(f"The entry said nothing for {SILENT_S:.0f} s") from None
                 if line is None:
                     raise LinkLost("The entry of the ring is gone")
-                event = self._event(line)
-                yield event
-                if isinstance(event, Answer):
-                    return
-
-    def _event(self, line: bytes) -> Event:
-        try:
-            return event_from_json(line)
-        except LinkLost as error:
-            if self._asks_ingress:
-                raise _Reported(str(error), hint=error.hint) from None
-            raise
+                try:
+                    event = reader.take(line)
+                except LinkLost as error:
+                    call.is_over = True
+                    if self._asks_ingress:
+                        raise _Reported(str(error), hint=error.hint) from None
+                    raise
+                except MeshError as error:
+                    call.is_over = not isinstance(error, PeerFault)
+                    raise
+                call.is_over = isinstance(event, Answer)
+                if event is not None:
+                    yield event
 
     @asynccontextmanager
     async def _calling(self, entry: NodeId, request: Request) -> AsyncIterator[_Call]:
@@ -269,7 +275,8 @@ class Desk:
             yield call
         finally:
             del self._calls[ask]
-            self._send(entry, Hush(ask))
+            if not call.is_over:
+                self._send(entry, Hush(ask))
 
     def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         held = Counter(asker for asker, _ in self._served)[peer]
@@ -287,7 +294,8 @@ class Desk:
             events = self.generate(request) if is_client else self._ring.answer(request)
             async with aclosing(events):
                 async for event in events:
-                    self._send(peer, Said(ask, event_to_json(event)))
+                    for line in event_to_lines(event):
+                        self._send(peer, Said(ask, line))
         except MeshError as error:
             self._send(peer, Said(ask, error_to_json(error)))
         except Exception as error:  # the supervisor: a bug ends its request, not the node

@@ -97,7 +97,9 @@ async def test_a_body_that_never_comes_is_given_up(
 async def test_an_answer_comes_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = await client.post("/mesh/ask", content=request_to_json(ASKED))
 
-    events: list[Event] = [event_from_json(line) for line in said.content.split(b"\n") if line]
+    events: list[Event] = [
+        event for line in said.content.split(b"\n") if line if (event := event_from_json(line))
+    ]
     assert said.headers["content-type"] == "application/x-ndjson"
     assert events == [Prefilled(2, 2), Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5)]
     assert door.requests == [ASKED]

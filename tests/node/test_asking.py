@@ -1,7 +1,9 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -21,16 +23,20 @@ from meshllm.errors import (
 from meshllm.node import asking
 from meshllm.node.asking import (
     EVENT_BYTES,
+    LINE_LETTERS,
+    LINE_TOKENS,
     REQUEST_BYTES,
+    AnswerReader,
     error_from_fields,
     error_to_fields,
     error_to_json,
     event_from_json,
     event_to_json,
+    event_to_lines,
     request_from_json,
     request_to_json,
 )
-from meshllm.request import Event, Piece, Prefilled, Request, Sampling, Turn
+from meshllm.request import Event, FinishReason, Piece, Prefilled, Request, Sampling, Turn
 from meshllm.strict_json import WrongField
 from tests.cli.fake import answer_of
 
@@ -69,7 +75,7 @@ def test_an_event_is_read_as_it_was_written(event: Event) -> None:
     [
         (b'{"raw":"a","turns":[{"role":"user","content":"b"}]}', "are both prompts"),
         (b'{"max_tokens":0}', "`max_tokens` is 0, not at least 1"),
-        (b'{"tokens":1}', "`tokens` is not supported"),
+        (b'{"turns":[{"role":"tool","content":"b"}]}', "`turns.0..role` is `tool`"),
         (b" " * (REQUEST_BYTES + 1), f"{REQUEST_BYTES + 1} bytes long"),
     ],
 )
@@ -87,20 +93,59 @@ def test_a_prompt_that_is_no_text_is_told_before_it_is_sent() -> None:
     "data",
     [
         b"",
-        b"{}",
-        b'{"piece":null}',
         b'{"piece":"a","prefilled":[1,2]}',
         b'{"prefilled":[1]}',
         b'{"piece":1}',
         b'{"answer":{}}',
         b'{"error":{}}',
-        b'{"other":1}',
         b" " * (EVENT_BYTES + 1),
     ],
 )
 def test_an_odd_line_is_the_fault_of_the_peer(data: bytes) -> None:
     with pytest.raises(PeerFault):
         event_from_json(data)
+
+
+@pytest.mark.parametrize("data", [b"{}", b'{"piece":null}', b'{"audio":1}', b'{"tokens":[1]}'])
+def test_a_line_of_a_later_version_is_no_event(data: bytes) -> None:
+    assert event_from_json(data) is None
+
+
+def test_unknown_fields_are_ignored_and_an_unknown_finish_is_a_stop() -> None:
+    line = json.loads(event_to_json(answer_of("hello", 2)))
+    line["answer"] |= {"finish_reason": "tool_calls", "energy_j": 3}
+    line["answer"]["hops"] = [{**hop, "joules": 1} for hop in line["answer"]["hops"]]
+    request = json.loads(request_to_json(Request(raw="a"))) | {"logit_bias": {"5": 1}}
+
+    event = event_from_json(json.dumps(line | {"more": 1}).encode())
+
+    assert event == replace(answer_of("hello", 2), finish_reason=FinishReason.STOP)
+    assert request_from_json(json.dumps(request).encode()) == Request(raw="a")
+
+
+@pytest.mark.parametrize("count", [0, 1, LINE_TOKENS, LINE_TOKENS + 1, 700_000])
+def test_an_answer_of_any_length_travels_in_bounded_lines_and_repeats_nothing(count: int) -> None:
+    text = "\x00" * count
+    answer = replace(answer_of("", 0), text=text, tokens=tuple(range(count)))
+    reader = AnswerReader()
+
+    lines = [line for event in (Piece(text), answer) for line in event_to_lines(event)]
+    events = [event for line in lines if (event := reader.take(line))]
+
+    assert events[-1] == answer
+    assert "".join(event.text for event in events if isinstance(event, Piece)) == text
+    assert max(map(len, lines)) <= 512 * 1024 < EVENT_BYTES
+    assert len(lines) == -(-count // LINE_LETTERS) + max(1, -(-count // LINE_TOKENS))
+    assert sum(map(len, lines)) < 14 * count + 1000
+
+
+def test_a_reader_takes_no_more_ids_than_a_session_has() -> None:
+    reader = AnswerReader()
+
+    with patch.object(asking, "MAX_TOKENS", 3):
+        reader.take(b'{"tokens":[1,2]}')
+        with pytest.raises(PeerFault, match="more than 3 tokens"):
+            reader.take(b'{"tokens":[1,2]}')
 
 
 @pytest.mark.property

@@ -1,8 +1,9 @@
 """Requests that are answered here, elsewhere, twice, or not."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut, UserError
 from meshllm.names import NodeId
 from meshllm.node import desk as module
-from meshllm.node.asking import event_from_json, event_to_json, request_to_json
+from meshllm.node.asking import AnswerReader, event_to_json, request_to_json
 from meshllm.node.desk import ATTEMPTS, MAX_ASKED, RING_S, Desk
 from meshllm.protocol.meshwire import Ask, Hush, Said
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
@@ -92,10 +93,12 @@ class World:
     def said(self, peer: NodeId) -> list[Event | MeshError]:
         """Return what a peer was told."""
         told: list[Event | MeshError] = []
+        reader = AnswerReader()
         for _, to, message in self.sent:
             if to == peer and isinstance(message, Said):
                 try:
-                    told.append(event_from_json(message.body))
+                    if event := reader.take(message.body):
+                        told.append(event)
                 except MeshError as error:
                     told.append(error)
         return told
@@ -169,6 +172,38 @@ def test_another_node_asks_the_entry(world: World) -> None:
     world.run(story)
     assert world.rings[ENTRY].asked == [REQUEST]
     assert (desk.counts.served, entry.counts.served) == (1, 0)  # its ingress counts it
+
+
+@pytest.mark.parametrize("last", [answer()[-1], UserError("too long")], ids=["answer", "error"])
+def test_a_request_costs_one_message_and_one_for_each_event(
+    world: World, last: Event | Exception
+) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    events = [*answer()[:-1], last]
+    world.add(ENTRY, FakeRing(attempts=[events]))
+
+    async def story() -> None:
+        with suppress(UserError):
+            await all_of(desk)
+
+    world.run(story)
+    kinds = Counter(type(message) for _, _, message in world.sent)
+    assert kinds == {Ask: 1, Said: len(events)}
+
+
+def test_a_malformed_line_is_a_fault_and_the_rest_is_not_wanted(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(desk))
+        await asyncio.sleep(0.1)
+        for line in (b'{"audio": "a later version"}', b"{"):
+            desk.receive(ENTRY, Said(asked(world), line), is_client=False)
+        with pytest.raises(PeerFault):
+            await asking
+
+    world.run(story)
+    assert [type(message) for _, _, message in world.sent] == [Ask, Hush]
 
 
 def test_a_client_asks_any_node(world: World) -> None:
@@ -400,7 +435,7 @@ def test_a_bug_ends_its_request_and_no_other(
     assert "a request met a bug" in caplog.text
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"raw": 1}', b"\xff", b'{"odd": 1}'])
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"raw": 1}', b"\xff", b'{"max_tokens": 0}'])
 def test_an_odd_question_is_told_to_its_asker(world: World, data: bytes) -> None:
     desk = world.add(ME)
 
@@ -468,9 +503,7 @@ def test_what_others_say_is_not_listened_to(world: World) -> None:
     world.run(story)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"{}", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}']
-)
+@pytest.mark.parametrize("data", [b"", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}'])
 def test_an_odd_answer_is_the_fault_of_the_entry(world: World, data: bytes) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
 
