@@ -24,7 +24,6 @@ Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 QuantName: TypeAlias = Literal["none", "int8", "int4"]
 WireName: TypeAlias = Literal["exact", "plain", "int8", "auto"]
-PolicyName: TypeAlias = Literal["auto", "fastest", "throughput", "proportional"]
 Speculation: TypeAlias = Literal["auto", "off"]
 LogFormat: TypeAlias = Literal["text", "json"]
 Scalar: TypeAlias = str | int | float | bool | None
@@ -101,7 +100,7 @@ class Settings:
     """Memory for models: `8GiB`, or `50%` of what is free."""
     layers: str | None = None
     """Hold exactly the layers A:B."""
-    policy: PolicyName = "auto"
+    policy: str = "auto"
     """What the ring is to be good at."""
     members: int | None = None
     """Nodes of the ring; the policy chooses when not set."""

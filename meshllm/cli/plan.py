@@ -4,14 +4,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshllm.cli import render
-from meshllm.cli.options import Json, settings, takes
+from meshllm.cli.options import Json, PolicyName, settings, takes
 from meshllm.config import Scalar
 from meshllm.errors import UserError
+from meshllm.protocol.policies import POLICIES
 
 if TYPE_CHECKING:
     from meshllm.cli.spec import Spec
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
 ACCEPTANCE = 0.5  # of guesses; texts that repeat themselves have more, prose has less
-PolicyName = Literal["auto", "fastest", "throughput", "proportional"]
 
 _POLICIES = ("policy", "nodes", "ms per token", "guessing", "first token ms", "slowest stage ms")
 
@@ -44,9 +44,7 @@ def plan(
     ] = None,
     policy: Annotated[
         PolicyName,
-        typer.Option(
-            metavar="auto|fastest|throughput|proportional", help="What the ring is to be good at."
-        ),
+        typer.Option(metavar="|".join(POLICIES), help="What the ring is to be good at."),
     ] = "auto",
     context: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of one session to leave room for.")
@@ -67,13 +65,12 @@ def plan(
         raise UserError("`--nodes` and `--spec` both name nodes", hint="leave out one of them")
     with render.Status(sys.stderr) as status:
         status.show("looking at the model")
-        from meshllm.protocol.plan import Policy
         from meshllm.protocol.policies import make_plan
         from meshllm.protocol.prediction import compare, predict
 
         shape = _shape(settings(flags).model, context)
         there = _nodes(nodes, spec, shape)
-        found = make_plan(there.offers, there.links, shape, policy=Policy(policy))
+        found = make_plan(there.offers, there.links, shape, policy=policy)
         outlook = _Outlook(
             plan=found,
             prediction=predict(found, there.offers, there.links, shape, prompt_tokens=PROMPT),
@@ -144,7 +141,7 @@ class _Outlook:
             "speculation": _speculation(self._guessing),
             "policies": [
                 {
-                    "policy": str(each.policy),
+                    "policy": each.policy,
                     "nodes": len(each.plan.stages) if each.plan else None,
                     "ms_per_token": told and told.seconds_per_token * 1e3,
                     "speculation": told and _speculation(told.guessing(self.acceptance)),
@@ -209,7 +206,7 @@ class _Outlook:
         """List what each policy would do; figures are None where it finds no ring."""
         return [
             (
-                str(each.policy),
+                each.policy,
                 len(each.plan.stages) if each.plan else None,
                 told and told.seconds_per_token * 1e3,
                 told and told.guessing(self.acceptance).seconds_per_token * 1e3,

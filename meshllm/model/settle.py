@@ -36,12 +36,17 @@ def settle() -> None:
         one = torch.full((1,), 0.5, dtype=dtype)
         for name in FUNCTIONS:
             getattr(torch, name)(one)
-    if torch.backends.mkl.is_available() and rounds_by_alignment():
+    if has_onemkl() and rounds_by_alignment():
         log.warning(
             "oneMKL rounds by the alignment of matrices, so parts of a float32 model may differ"
             " from the whole by about 1e-6: set `MKL_CBWR=AUTO`, or import meshllm before torch"
             " multiplies"
         )
+
+
+def has_onemkl() -> bool:
+    """Whether torch multiplies float32 matrices with oneMKL."""
+    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]  # of torch
 
 
 @torch.inference_mode()

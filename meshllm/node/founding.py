@@ -11,7 +11,7 @@ from meshllm.node.shape import CONTEXT, plan_shape
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.identity import parse_node, show
 from meshllm.protocol.messages import DType
-from meshllm.protocol.plan import Policy
+from meshllm.protocol.policies import find_policy
 from meshllm.protocol.records import Profile
 
 SHORT_LETTERS = 7  # of an id, as it is shown in short
@@ -70,10 +70,14 @@ def amend(
 
     A session has at most ``longest`` tokens, as the model takes. While a name stands for no node
     or for several, those that were named before may be it, and stay.
+
+    Raises:
+        UserError: no policy has that name.
     """
     changes: dict[str, object] = {}
     if options.policy is not None:
-        changes["policy"] = Policy(options.policy)
+        find_policy(options.policy)
+        changes["policy"] = options.policy
     if options.members is not None:
         changes["members"] = options.members
     if options.exclude is not None:

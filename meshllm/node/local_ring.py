@@ -28,7 +28,7 @@ from meshllm.node.shape import plan_shape
 from meshllm.node.stage import StageNode
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.chunking import RingTimes
-from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Terms
+from meshllm.protocol.plan import Ends, Links, Offer, Plan, Terms
 from meshllm.protocol.policies import make_plan
 from meshllm.protocol.problem import kv_rooms
 from meshllm.request import Event, Request, Sampling
@@ -284,7 +284,7 @@ def local_plan(model: ModelRuntime, options: RingOptions, offers: Sequence[Offer
         offers,
         Links(),
         plan_shape(shape),
-        policy=Policy.PROPORTIONAL,
+        policy="proportional",
         epoch=EPOCH,
         terms=Terms(ends=ends, members=len(offers), entry=entry),
     )

@@ -24,6 +24,7 @@ from meshllm.protocol.messages import Blob, DType, FaultCode
 logger = logging.getLogger(__name__)
 
 _ERRORS: dict[FaultCode, type[MeshError]] = {
+    FaultCode.OTHER: MeshError,
     FaultCode.BUSY: Busy,
     FaultCode.INTEGRITY: IntegrityFault,
     FaultCode.MODEL: ModelError,

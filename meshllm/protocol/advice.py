@@ -4,9 +4,10 @@ from meshllm.errors import MeshError
 from meshllm.protocol.agreement import GAIN, Agreement
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.choice import Best, Case, find_gap
+from meshllm.protocol.division import token_time
 from meshllm.protocol.identity import short
-from meshllm.protocol.plan import Plan, Policy
-from meshllm.protocol.policies import make_plan
+from meshllm.protocol.plan import Plan
+from meshllm.protocol.policies import POLICIES, make_plan
 from meshllm.protocol.prediction import Prediction, predict
 
 ON_THE_WAY = 0.5  # of the time of a token; above it the way is the longer part
@@ -49,7 +50,7 @@ def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
 
 
 def _bounds(charter: Charter) -> list[str]:
-    is_fastest = charter.policy in {Policy.AUTO, Policy.FASTEST}
+    is_fastest = POLICIES[charter.policy].objective is token_time
     bounds = {
         f"`--policy {charter.policy}`": not is_fastest,
         f"`--members {charter.members}`": charter.members,

@@ -19,6 +19,9 @@ What is best never depends on the times at which nodes look, and the best plan s
 it is followed: the same items never make a plan flap. A new plan has an epoch above every epoch
 known, even of nodes that are gone; standbys are not in its bytes, for their coming and going
 changes nothing for a ring.
+
+A node that does not know what the charter asks for agrees to nothing, says so in its state, and is
+no candidate for the others.
 """
 
 from collections.abc import Mapping
@@ -38,9 +41,9 @@ from meshllm.protocol.choice import (
     to_division,
     to_numbers,
 )
-from meshllm.protocol.division import stage_time, token_time
 from meshllm.protocol.identity import short
-from meshllm.protocol.plan import MAX_EPOCH, Links, Offer, Plan, Policy, Standby
+from meshllm.protocol.plan import MAX_EPOCH, Links, Offer, Plan, Standby
+from meshllm.protocol.policies import POLICIES
 from meshllm.protocol.problem import Problem, pose
 from meshllm.protocol.reasons import standby_reasons
 
@@ -74,6 +77,8 @@ def agree(view: View, before: Agreement | None = None) -> Agreement:
     where it answers the same question; it never changes the answer.
     """
     here = view.alive()
+    if why := view.charter.obstacle:
+        return Agreement(None, why, here, {view.me: why}, (), (), Links())
     followed = _followed(view)
     plans = [plan for node, plan in followed.items() if node in here]
     incumbent = max(plans, key=lambda plan: (plan.epoch, plan.digest), default=None)
@@ -168,17 +173,13 @@ def _gain(case: Case, incumbent: Plan, other: Plan) -> float:
 
     It is a quotient of whole numbers, and so the same on every machine.
     """
-    if case.view.charter.policy is Policy.PROPORTIONAL:
+    policy, problem = POLICIES[case.view.charter.policy], case.problem
+    if not policy.is_timed:
         return _moved(incumbent, other)
-    before, after = (_time(case, plan) for plan in (incumbent, other))
-    return (before - after) / before
-
-
-def _time(case: Case, plan: Plan) -> int:
-    """Take the time that the policy makes short: of a token, or of the slowest stage."""
-    problem, division = case.problem, to_division(case.problem, plan)
-    wanted = stage_time if case.view.charter.policy is Policy.THROUGHPUT else token_time
-    return wanted(problem, division)
+    before, after = (
+        policy.objective(problem, to_division(problem, plan)) for plan in (incumbent, other)
+    )
+    return (before - after) / max(before, 1)
 
 
 def _moved(incumbent: Plan, other: Plan) -> float:

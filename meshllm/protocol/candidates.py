@@ -96,7 +96,7 @@ def _sift(
         profile = view.profiles.get(node)
         if profile is None:
             waiting[node] = "its profile has not come yet"
-        elif why := _unready(profile):
+        elif why := _unready(profile, view.states.get(node)):
             waiting[node] = why
         elif why := _objection(view, here, accepted, profile):
             refused[node] = why
@@ -105,7 +105,11 @@ def _sift(
     return accepted, refused, waiting
 
 
-def _unready(profile: Profile) -> str | None:
+def _unready(profile: Profile, state: State | None) -> str | None:
+    if state and state.obstacle:
+        return state.obstacle
+    if state and state.lifecycle is Lifecycle.OTHER:
+        return "it is in a state that this version does not have; update meshllm"
     if not profile.weights:
         return "it has no model yet"
     if not profile.layer_s:

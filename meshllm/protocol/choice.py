@@ -8,8 +8,8 @@ from meshllm.protocol.candidates import NO_WAY, Candidates, View
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.division import Division
 from meshllm.protocol.identity import short
-from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Terms
-from meshllm.protocol.policies import make_plan
+from meshllm.protocol.plan import Ends, Links, Offer, Plan, Terms
+from meshllm.protocol.policies import AUTO, POLICIES, make_plan
 from meshllm.protocol.problem import Problem, pose
 
 
@@ -51,15 +51,12 @@ def find_best(case: Case, before: Best | None = None) -> Best:
     if before is not None and before.answers(case):
         return before
     charter, found = case.view.charter, case.found
-    wanted = charter.policy
-    # Where the policy itself finds no ring; `fastest` finds one wherever `auto` does.
-    last = wanted if wanted is Policy.FASTEST else Policy.AUTO
     ways = _relaxed(case)
     missing = ""
     for terms in ways:
-        for policy in dict.fromkeys((wanted, last)):
-            if terms.spans and policy is Policy.PROPORTIONAL:
-                continue  # it takes no bound spans
+        for policy in dict.fromkeys((charter.policy, AUTO)):
+            if terms.spans and not POLICIES[policy].takes_spans:
+                continue
             try:
                 plan = make_plan(
                     found.offers, found.links, charter.shape, policy=policy, terms=terms

@@ -1,9 +1,9 @@
 """Messages to bytes and back, with every limit of the wire; knows nothing about rings.
 
-A message is one version byte, one kind byte and a fixed little-endian layout; only a tensor, a list
-of tallies or a text follows it. No length is written: what follows the layout is all of the rest,
-so nothing can trail it, and nothing larger than the input is ever allocated. A number without a
-limit of its own is bounded by the width of its field.
+A message is one version byte, one kind byte and a fixed little-endian layout; only a tensor,
+tallies or a text follows it. A tensor is all of the rest; behind anything else a later version may
+have fields, which are not read. A message of an unknown kind is `Unknown`. Nothing larger than the
+input is ever allocated. A number without a limit of its own is bounded by the width of its field.
 """
 
 from enum import IntEnum
@@ -13,6 +13,7 @@ from typing import Any, Literal, assert_never
 from meshllm.errors import PeerFault
 from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId
 from meshllm.protocol.blob import HEADER, check_shape, pack_header, unpack_header
+from meshllm.protocol.layout import Reader, sized
 from meshllm.protocol.messages import (
     MAX_RANKS,
     PROTOCOL_VERSION,
@@ -32,10 +33,12 @@ from meshllm.protocol.messages import (
     Resume,
     Spent,
     Tally,
+    Unknown,
 )
 
 MAX_ROWS = 4096  # rows of one Data message; 64 MiB of 8192 bf16 values
 MAX_POSITION = 1 << 24  # tokens of one session; the longest context published is 10 million
+MAX_TALLY = 512  # bytes of a tally, with what later versions count
 MAX_TEXT = 512  # bytes of UTF-8 in a Fault; longer text is cut when it is sent
 
 
@@ -59,15 +62,13 @@ _LAYOUTS = {  # each begins with version and kind, and goes on with the fields o
     _Kind.DATA: Struct("<BB 16s I I I I B"),  # and a blob: its header, digest and payload
     _Kind.GAP: Struct("<BB 16s I I I"),
     _Kind.CANCEL: Struct("<BB 16s I I"),
-    _Kind.CLOSE: Struct("<BB 16s I I"),  # and tallies
+    _Kind.CLOSE: Struct("<BB 16s I I H"),  # and so many tallies
     _Kind.FAULT: Struct("<BB 16s I B B"),  # and a text
     _Kind.RESUME: Struct("<BB 16s I 16s I B"),
     _Kind.LOGITS: Struct("<BB 16s I I I"),  # and a blob
 }
 _TALLY = Struct("<Q Q Q I Q I")
-_OPEN_ENDED = {_Kind.DATA, _Kind.CLOSE, _Kind.FAULT, _Kind.LOGITS}
-
-_ALL_FLAGS = sum(Flags)
+_FAULTS = {int(code): code for code in FaultCode}
 _DATA_BYTES = _LAYOUTS[_Kind.DATA].size
 _BLOB_BYTES = HEADER.size + DIGEST_BYTES
 
@@ -80,9 +81,12 @@ def encode(message: Message) -> list[Buffer]:
         case Logits(session, epoch, gen, pos, blob):
             return _pack_blob(_pack(_Kind.LOGITS, session, epoch, gen, pos), blob)
         case Close(session, epoch, keep, tallies):
-            return [_pack(_Kind.CLOSE, session, epoch, keep) + b"".join(map(_pack_tally, tallies))]
+            head = _pack(_Kind.CLOSE, session, epoch, keep, len(tallies))
+            return [head + b"".join(sized(_pack_tally(tally)) for tally in tallies)]
         case Fault(session, epoch, code, rank, text):
-            return [_pack(_Kind.FAULT, session, epoch, code, rank) + _cut(text)]
+            return [_pack(_Kind.FAULT, session, epoch, code, rank) + sized(_cut(text))]
+        case Unknown(unknown, body):
+            return [bytes([PROTOCOL_VERSION, unknown]) + body]
         case Hello() | Beat() | Gap() | Cancel() | Resume():
             fields = (getattr(message, name) for name in message.__match_args__)
             return [_pack(_Kind[type(message).__name__.upper()], *fields)]
@@ -100,7 +104,7 @@ def decode(buffer: Buffer) -> Message:
     """Read one whole message; a payload is a view into ``buffer``, not a copy.
 
     Raises:
-        PeerFault: anything but what `encode` writes of a message within the limits.
+        PeerFault: a message of another major version, or of a known kind and beyond the limits.
     """
     view = memoryview(buffer)
     if len(view) < 2:
@@ -113,12 +117,10 @@ def decode(buffer: Buffer) -> Message:
     try:
         kind = _Kind(view[1])
     except ValueError:
-        raise PeerFault(f"Message of unknown kind {view[1]}") from None
+        return Unknown(view[1], bytes(view[2:]))
     layout, name = _LAYOUTS[kind], kind.name.capitalize()
     if len(view) < layout.size:
         raise PeerFault(f"{name} of {len(view)} bytes; it takes {layout.size}")
-    if len(view) > layout.size and kind not in _OPEN_ENDED:
-        raise PeerFault(f"{name} with {len(view) - layout.size} trailing bytes")
     _, _, *fields = layout.unpack_from(view)
     return _build(kind, fields, view[layout.size :])
 
@@ -155,8 +157,9 @@ def _control(
         case _Kind.CANCEL:
             return Cancel(session, *fields)
         case _Kind.CLOSE:
-            epoch, keep = fields
-            return Close(session, epoch, _bounded("keep", keep, 0, MAX_POSITION), _tallies(rest))
+            epoch, keep, count = fields
+            _bounded("keep", keep, 0, MAX_POSITION)
+            return Close(session, epoch, keep, _tallies(count, Reader(bytes(rest), "Close")))
         case _Kind.RESUME:
             epoch, base, length, whole = fields
             _bounded("length", length, 1, MAX_POSITION)
@@ -170,7 +173,6 @@ def _data(fields: list[Any], rest: memoryview) -> Data:
     session, epoch, gen, pos, rows, flags = fields
     _bounded("rows", rows, 1, MAX_ROWS)
     _bounded("pos", pos, 0, MAX_POSITION - rows)
-    _bounded("flags", flags, 0, _ALL_FLAGS)
     blob = _blob(rest) if rest else None
     return Data(SessionId(session), epoch, gen, pos, rows, Flags(flags), blob)
 
@@ -184,24 +186,20 @@ def _blob(rest: memoryview) -> Blob:
     return Blob(dtype, shape, Digest(bytes(rest[HEADER.size : _BLOB_BYTES])), payload)
 
 
-def _tallies(rest: memoryview) -> tuple[Tally, ...]:
-    count, trailing = divmod(len(rest), _TALLY.size)
-    if trailing:
-        raise PeerFault(f"Close with {trailing} trailing bytes after {count} tallies")
+def _tallies(count: int, reader: Reader) -> tuple[Tally, ...]:
     _bounded("tallies", count, 0, MAX_RANKS)
-    rows = _TALLY.iter_unpack(rest)
-    return tuple(Tally(Spent(*fields[:3]), *fields[3:]) for fields in rows)
+    return tuple(_tally(Reader(reader.sized(MAX_TALLY), "Tally")) for _ in range(count))
+
+
+def _tally(reader: Reader) -> Tally:
+    *spent, steps, bytes_sent, round_trip_us = reader.unpack(_TALLY)
+    return Tally(Spent(*spent), steps, bytes_sent, round_trip_us)
 
 
 def _fault(fields: list[Any], rest: memoryview) -> Fault:
     session, epoch, code, rank = fields
-    _bounded("text bytes", len(rest), 0, MAX_TEXT)
-    try:
-        return Fault(SessionId(session), epoch, FaultCode(code), rank, str(rest, "utf-8"))
-    except UnicodeDecodeError:
-        raise PeerFault(f"Fault with {len(rest)} bytes that are no UTF-8") from None
-    except ValueError:
-        raise PeerFault(f"Fault of unknown code {code}") from None
+    text = Reader(bytes(rest), "Fault").text(MAX_TEXT)
+    return Fault(SessionId(session), epoch, _FAULTS.get(code, FaultCode.OTHER), rank, text)
 
 
 def _bounded(name: str, value: int, low: int, high: int) -> int:

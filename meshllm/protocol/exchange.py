@@ -93,7 +93,7 @@ class Exchange:
         self.shared = {
             slot: item
             for slot, item in self.census.store.items()
-            if slot.kind not in _OWN or slot.subject in self.alive
+            if not slot.is_own or slot.subject in self.alive
         }
         self.digest = digest(self.shared.values())
         self.watch(now)

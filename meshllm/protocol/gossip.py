@@ -1,9 +1,14 @@
 """Signed items and which of two is kept; knows not what they say, nor who is linked to whom.
 
 Each item stands in a slot, and of two items for one slot the higher rank is kept, so that stores
-that saw the same items in any order are equal. A node has one slot for its profile and one for its
-state, the mesh has one for its charter, and each removed node has one for its removal. Only the
-author's signature makes an item; whoever passes it on can hold it back and nothing else.
+that saw the same items in any order are equal. A node has one slot for its profile, one for its
+state and one for what it changed of the charter, the mesh has one for the charter itself, and each
+removed node has one for its removal. Only the author's signature makes an item; whoever passes it
+on can hold it back and nothing else.
+
+An item of a kind that this version does not know is carried: it says what its author is or does,
+and goes as far as the author's state does. So records of a later version reach each of its nodes,
+also where only others stand between them, and stores that hold the same items have one digest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,14 +41,25 @@ class Kind(IntEnum):
     PROFILE = 2
     STATE = 3
     CHARTER = 4
+    AMENDMENTS = 5
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+_LASTING = {Kind.REMOVAL, Kind.CHARTER, Kind.AMENDMENTS}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
     """The place of an item: of two items for one slot, one is kept."""
 
-    kind: Kind
+    kind: int
+    """A `Kind`, or a number that this version does not know."""
     subject: NodeId
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its item says what its author is or does, and is forgotten with that."""
+        return self.kind not in _LASTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +76,14 @@ class Entry:
 class Item:
     """One signed record."""
 
-    kind: Kind
+    kind: int
     subject: NodeId
     """Whom it is about: its author, the removed node, or `NOBODY`."""
     author: NodeId
     incarnation: int
-    """Of the author; the version of a charter, 0 of a removal."""
+    """Of the author; the version of a charter and of amendments, 0 of a removal."""
     seq: int
-    """Counts the author's items of this incarnation; 0 of a charter and of a removal."""
+    """Counts the author's items of this incarnation; 0 of what has a version, or is a removal."""
     credential: bytes
     """The author's; empty in a state, which needs a profile to be believed."""
     payload: bytes
@@ -83,13 +99,18 @@ class Item:
         reader = Reader(data, "Item")
         reader.bounded("bytes", len(data), 0, MAX_ITEM_BYTES)
         kind, subject, author, incarnation, seq = reader.unpack(_HEAD)
-        kind = Kind(reader.bounded("as kind", kind, 1, len(Kind)))
         credential = reader.sized(MAX_CREDENTIAL_BYTES)
         payload = reader.sized(MAX_ITEM_BYTES)
         signature = reader.take(SIGNATURE_BYTES)
-        reader.end()
         return cls(
-            kind, NodeId(subject), NodeId(author), incarnation, seq, credential, payload, signature
+            kind_of(kind),
+            NodeId(subject),
+            NodeId(author),
+            incarnation,
+            seq,
+            credential,
+            payload,
+            signature,
         )
 
     def encode(self) -> bytes:
@@ -155,8 +176,17 @@ class Store(Mapping[Slot, Item]):
 
     def forget(self, author: NodeId) -> None:
         """Drop what a node said of itself."""
-        for kind in (Kind.PROFILE, Kind.STATE):
-            self._items.pop(Slot(kind, author), None)
+        for slot in [each for each in self if each.is_own and each.subject == author]:
+            del self._items[slot]
+
+    def drop(self, slot: Slot) -> None:
+        """Drop the item of a slot."""
+        del self._items[slot]
+
+
+def kind_of(code: int) -> int:
+    """Return the kind of this number, or the number where this version does not know it."""
+    return _KINDS.get(code, code)
 
 
 def summarise(items: Iterable[Item]) -> tuple[Entry, ...]:

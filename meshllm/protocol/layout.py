@@ -6,7 +6,7 @@ from typing import Any
 from meshllm.errors import PeerFault
 
 RECORD_VERSION = 1
-"""The first byte of every record; a node refuses any other."""
+"""The first byte of every record; a later one only adds fields behind those that are known."""
 
 _LENGTH = Struct("<H")
 
@@ -22,13 +22,9 @@ def start_record() -> bytes:
 
 
 def open_record(data: bytes, name: str) -> "Reader":
-    """Read the fields of a record; raise `PeerFault` when it is of another version."""
+    """Read the fields of a record of this version or a later one, whose other fields are left."""
     reader = Reader(data, name)
-    if (version := reader.take(1)[0]) != RECORD_VERSION:
-        raise PeerFault(
-            f"{name} of version {version}; this node reads {RECORD_VERSION}",
-            hint="run the same version of meshllm on every node",
-        )
+    reader.version = reader.bounded("as version", reader.take(1)[0], 1, 255)
     return reader
 
 
@@ -39,6 +35,8 @@ class Reader:
         self._data = data
         self._at = 0
         self._name = name
+        self.version = RECORD_VERSION
+        """Of the record that is read."""
 
     def take(self, size: int) -> bytes:
         """Read exactly so many bytes."""
@@ -78,8 +76,3 @@ class Reader:
     def rest(self, limit: int) -> bytes:
         """Read all that is left, at most ``limit`` bytes."""
         return self.take(self.bounded("bytes", self.left, 0, limit))
-
-    def end(self) -> None:
-        """Check that nothing follows."""
-        if self.left:
-            raise PeerFault(f"{self._name} with {self.left} trailing bytes")

@@ -12,9 +12,10 @@ Messages are in order, so the first one of an honest neighbour is its Hello: any
 dialing is a fault, and so is a second Hello. A Hello for another epoch or plan is refused here, so
 nothing above ever sees a message of a ring that is not its own.
 
-Every message proves that the neighbour is there. A side that sends nothing for `BEAT` sends a Beat,
-and one each `MEASURE` however busy the link is, because only beats measure the round trip: the
-other side returns my stamp and how long it held it (as RTP does, RFC 3550 section 6.4.1).
+Every message proves that the neighbour is there, one of an unknown kind too. A side that sends
+nothing for `BEAT` sends a Beat, and one each `MEASURE` however busy the link is, because only beats
+measure the round trip: the other side returns my stamp and how long it held it (as RTP does, RFC
+3550 section 6.4.1).
 
 `SILENCE` without a message is loss. A message that has arrived but was not read races with that
 deadline, and wins: when ``expire`` is called late it was this side that slept, and the neighbour
@@ -27,7 +28,7 @@ from typing import get_args
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
-from meshllm.protocol.messages import Beat, Hello, Message, SessionMessage
+from meshllm.protocol.messages import Beat, Hello, Message, SessionMessage, Unknown
 
 BEAT = 0.5  # s; six chances to be heard before SILENCE
 MEASURE = 5.0  # s; ten beats: a path that moves from relay to direct shows within seconds
@@ -45,7 +46,7 @@ class State(Enum):
 
 _NEXT: dict[State, dict[type[Message], State]] = {
     State.DIALING: {Hello: State.OPEN},
-    State.OPEN: dict.fromkeys((Beat, *get_args(SessionMessage)), State.OPEN),
+    State.OPEN: dict.fromkeys((Beat, Unknown, *get_args(SessionMessage)), State.OPEN),
 }
 
 
@@ -114,6 +115,8 @@ class Link:
             case Beat():
                 self.is_met = True
                 self._measure(message, now)
+                return []
+            case Unknown():
                 return []
             case _:
                 return [Deliver(message)]

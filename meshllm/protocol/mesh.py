@@ -28,16 +28,26 @@ from typing import assert_never
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.census import Record, ends_s
-from meshllm.protocol.charter import Charter
+from meshllm.protocol.charter import Amendments, Charter, amend, bound_by, merge
 from meshllm.protocol.credential import Credential, Removal, Role
 from meshllm.protocol.dialling import Dialling
 from meshllm.protocol.exchange import Exchange
 from meshllm.protocol.gossip import NOBODY, Item, Kind, Slot, compare, summarise
 from meshllm.protocol.identity import NodeKey
 from meshllm.protocol.meshactions import Action, Changed, Deliver, Dial, Drop, Parted, Send
-from meshllm.protocol.meshwire import Beat, Bye, Items, Message, Summary, Want, Why, batches
+from meshllm.protocol.meshwire import (
+    Beat,
+    Bye,
+    Items,
+    Message,
+    Summary,
+    Unknown,
+    Want,
+    Why,
+    batches,
+)
 from meshllm.protocol.presence import BEAT, Contact, Links, worth
-from meshllm.protocol.records import Lifecycle, Profile, State
+from meshllm.protocol.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, State
 
 STABLE = 10.0  # s after which a link is one that works, and a dial after it a first one
 RECLAIM = 1.0  # s between two signings over items of ours that came back
@@ -66,6 +76,7 @@ class Mesh:
         self._beat_due = now
         self._told = -inf  # when our state was last told
         self._told_links: tuple[tuple[NodeId, int], ...] = ()
+        self._told_obstacle = ""
         self._retell_due = inf
         self._is_changed = False
 
@@ -102,16 +113,15 @@ class Mesh:
 
     @property
     def author(self) -> NodeId | None:
-        """Who wrote the charter."""
+        """Who founded the mesh, and wrote its first charter."""
         item = self._exchange.census.store.get(Slot(Kind.CHARTER, NOBODY))
         return item.author if item else None
 
     @property
     def lasting(self) -> tuple[Item, ...]:
-        """What is to outlive this process: the charter and the removals, in order."""
+        """What is to outlive this process: charter, amendments and removals, in order."""
         store = self._exchange.census.store
-        kinds = Kind.CHARTER, Kind.REMOVAL
-        return tuple(store[slot] for slot in sorted(store) if slot.kind in kinds)
+        return tuple(store[slot] for slot in sorted(store) if not slot.is_own)
 
     def restore(self, items: Iterable[Item], now: float) -> None:
         """Take back what was lasting before this process began."""
@@ -139,16 +149,26 @@ class Mesh:
         charter: Charter | None = None,
         now: float,
     ) -> list[Action]:
-        """Sign records of our own and tell them; the links of the state are filled in here.
+        """Sign records of our own and tell them; what the state says of links is filled in here.
+
+        Of a charter this tells what differs from the one in force, or all where there is none.
 
         Raises:
             PeerFault: a record is not within its limits.
         """
         self._profile, self._state = profile or self._profile, state or self._state
-        actions = self._tell([record for record in (profile, charter) if record])
+        actions = self._tell([profile] if profile else [])
+        if charter is not None:
+            actions += self._tell_charter(charter)
         if state is not None:
             actions += self._tell_state(now)
         return self._settled(actions, now)
+
+    def _tell_charter(self, wanted: Charter) -> list[Action]:
+        census = self._exchange.census
+        actions = self._tell([wanted]) if census.base is None else []
+        changed = amend(wanted, census.charter or wanted, self.me, census.amendments)
+        return [*actions, *(self._tell([changed]) if changed else ())]
 
     def remove(self, removal: Removal, now: float) -> list[Action]:
         """Tell a removal that this node signed, and cut the links that it voids."""
@@ -228,6 +248,8 @@ class Mesh:
             case Bye(why):
                 self._let_go(peer, now)
                 return [Parted(peer, why)]
+            case Unknown():
+                return []
             case Items() | Summary() | Want():
                 if not (self._is_node and contact.role is Role.NODE):
                     raise PeerFault("Gossip on the link of a client")
@@ -268,8 +290,14 @@ class Mesh:
     def _take(
         self, peer: NodeId, contact: Contact, items: Iterable[Item], now: float
     ) -> list[Action]:
+        census = self._exchange.census
+        items, own = list(items), Amendments(())
+        if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
+            own = bound_by(self.me, census.amendments)
         news, answers = self._exchange.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers)
+        if own.terms and census.charter is not None:  # of a life that we forgot, and may outrank us
+            actions += self._tell_charter(merge(census.charter, {self.me: own}))
         for other, at in self.links.nodes() if news else ():
             if other != peer and self._gossips(at):
                 actions += self._send(other, self._exchange.for_peer(other, news))
@@ -289,15 +317,25 @@ class Mesh:
         """Tell our state again where the links have changed, or someone remembers a newer one."""
         if self._state is None:
             return []
-        wait = worth(self._told_links, self.links.told())
+        is_other = self._told_obstacle != self._obstacle
+        wait = 0.0 if is_other else worth(self._told_links, self.links.told())
         self._retell_due = self._told + min(wait, RECLAIM if self._exchange.is_behind else inf)
         return self._tell_state(now) if now >= self._retell_due else []
+
+    @property
+    def _obstacle(self) -> str:
+        """Why this node stands by, as the others hear it."""
+        why = self.charter.obstacle if self.charter else ""
+        return why.encode()[:MAX_OBSTACLE_BYTES].decode(errors="ignore")
 
     def _tell_state(self, now: float) -> list[Action]:
         self._told, self._retell_due, self._told_links = now, inf, self.links.told()
         lost = self._profile if self._exchange.is_behind else None
         self._exchange.is_behind = False
-        state = replace(self._state or State(), links=self._told_links)
+        self._told_obstacle = self._obstacle
+        state = replace(
+            self._state or State(), links=self._told_links, obstacle=self._told_obstacle
+        )
         return self._tell([record for record in (lost, state) if record])
 
     def _tell(self, records: Iterable[Record]) -> list[Action]:

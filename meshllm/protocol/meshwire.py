@@ -1,9 +1,12 @@
 """Messages of mesh links to bytes and back, with every limit; knows not when one is sent.
 
-A message is one version byte, one kind byte and fields; what follows the fixed ones is all of the
-rest. An item is only taken apart here: whether it is to be believed is not decided by its bytes.
+A message is one version byte, one kind byte and fields. The version is the major one of the
+protocol: within it kinds are added, and fields behind those that are known. A message of an unknown
+kind is `Unknown`, other fields are not read, and a reason that is not known is `Why.OTHER`. An item
+is only taken apart here: whether it is to be believed is not decided by its bytes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -11,13 +14,15 @@ from typing import TypeAlias, assert_never
 
 from meshllm.errors import PeerFault
 from meshllm.names import NODE_ID_BYTES, NodeId
-from meshllm.protocol.gossip import MARK_BYTES, MAX_ITEM_BYTES, Entry, Item, Kind, Slot
+from meshllm.protocol.gossip import MARK_BYTES, MAX_ITEM_BYTES, Entry, Item, Slot, kind_of
 from meshllm.protocol.layout import Reader, sized
 from meshllm.protocol.messages import PROTOCOL_VERSION, Buffer
 from meshllm.protocol.records import MAX_MEMBERS
 
 MAX_REMOVALS = 1024  # nodes that were removed from one mesh, ever
-MAX_SLOTS = 2 * MAX_MEMBERS + 1 + MAX_REMOVALS
+MAX_AMENDERS = 128  # nodes that changed the charter, those that are gone among them
+MAX_CARRIED = 4  # records of one node that this version does not know
+MAX_SLOTS = (2 + MAX_CARRIED) * MAX_MEMBERS + 1 + MAX_AMENDERS + MAX_REMOVALS
 MAX_ITEMS = 256  # of one message
 MAX_ITEMS_BYTES = 256 * 1024  # of one message
 MAX_ASK_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
@@ -27,6 +32,7 @@ MAX_HELD_US = 2**32 - 1  # 71 minutes; a stamp that old measures nothing
 MAX_WALL_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 
 _PREFIX = Struct("<BB")
+_COUNT = Struct("<H")
 _BEAT = Struct(f"<QQIQ {MARK_BYTES}s")
 _SLOT = Struct(f"<B {NODE_ID_BYTES}s")
 _ENTRY = Struct(f"<B {NODE_ID_BYTES}s Q Q {MARK_BYTES}s")
@@ -35,6 +41,8 @@ _ENTRY = Struct(f"<B {NODE_ID_BYTES}s Q Q {MARK_BYTES}s")
 class Why(IntEnum):
     """Why a link is closed by one side."""
 
+    OTHER = 0
+    """For a reason of a later version."""
     LEAVING = 1
     """Its node stops."""
     TWIN = 2
@@ -121,10 +129,18 @@ class Bye:
     why: Why
 
 
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A message of a later version, which proves that its sender is there, and nothing else."""
+
+    kind: int
+    body: bytes
+
+
 Talk: TypeAlias = Ask | Said | Hush
 """What goes through a link for the node above."""
 
-Message: TypeAlias = Beat | Summary | Items | Want | Bye | Talk
+Message: TypeAlias = Beat | Summary | Items | Want | Bye | Talk | Unknown
 
 
 class _Kind(IntEnum):
@@ -138,23 +154,28 @@ class _Kind(IntEnum):
     BYE = 8
 
 
+_KINDS = set(_Kind)
+_WHYS = {int(why): why for why in Why}
+
+
 def encode(message: Message) -> bytes:
     """Write a message."""
     match message:
         case Beat(stamp, echo, held, wall_ms, digest):
             return _pack(_Kind.BEAT, _BEAT.pack(stamp, echo, held, wall_ms, digest))
         case Summary(entries):
-            return _pack(_Kind.SUMMARY, *map(_pack_entry, entries))
+            return _pack_list(_Kind.SUMMARY, map(_pack_entry, entries))
         case Items(items):
-            return _pack(_Kind.ITEMS, *(sized(item.encode()) for item in items))
+            return _pack_list(_Kind.ITEMS, (sized(item.encode()) for item in items))
         case Want(slots):
-            return _pack(_Kind.WANT, *(_SLOT.pack(slot.kind, slot.subject) for slot in slots))
-        case Ask(ask, body) | Said(ask, body):
-            return _pack(_Kind.ASK if isinstance(message, Ask) else _Kind.SAID, ask, body)
-        case Hush(ask):
-            return _pack(_Kind.HUSH, ask)
+            return _pack_list(_Kind.WANT, (_SLOT.pack(slot.kind, slot.subject) for slot in slots))
+        case Ask() | Said() | Hush():
+            body = b"" if isinstance(message, Hush) else message.body
+            return _pack(_Kind[type(message).__name__.upper()], message.ask, body)
         case Bye(why):
             return _pack(_Kind.BYE, bytes([why]))
+        case Unknown(kind, body):
+            return _pack(kind, body)
         case _:
             assert_never(message)
 
@@ -163,7 +184,7 @@ def decode(buffer: Buffer) -> Message:
     """Read one whole message.
 
     Raises:
-        PeerFault: anything but what `encode` writes of a message within the limits.
+        PeerFault: a message of another major version, or of a known kind and beyond the limits.
     """
     reader = Reader(bytes(buffer), "Message")
     version, code = reader.unpack(_PREFIX)
@@ -172,10 +193,9 @@ def decode(buffer: Buffer) -> Message:
             f"Message of protocol version {version}; this node speaks {PROTOCOL_VERSION}",
             hint="run the same version of meshllm on every node",
         )
-    kind = _Kind(reader.bounded("as kind", code, 1, len(_Kind)))
-    message = _read(kind, reader)
-    reader.end()
-    return message
+    if code not in _KINDS:
+        return Unknown(code, reader.rest(reader.left))
+    return _read(_Kind(code), reader)
 
 
 def batches(items: list[Item]) -> list[Items]:
@@ -195,17 +215,19 @@ def _read(kind: _Kind, reader: Reader) -> Message:
         case _Kind.BEAT:
             return _beat(reader)
         case _Kind.SUMMARY:
-            count = reader.bounded("entries", reader.left // _ENTRY.size, 0, MAX_SLOTS)
+            count = _counted(reader, "entries", MAX_SLOTS)
             return Summary(tuple(_entry(reader) for _ in range(count)))
         case _Kind.ITEMS:
-            return Items(tuple(_items(reader)))
+            reader.bounded("bytes of items", reader.left, 0, MAX_ITEMS_BYTES)
+            count = _counted(reader, "items", MAX_ITEMS)
+            return Items(tuple(Item.decode(reader.sized(MAX_ITEM_BYTES)) for _ in range(count)))
         case _Kind.WANT:
-            count = reader.bounded("slots", reader.left // _SLOT.size, 0, MAX_SLOTS)
-            return Want(tuple(_slot(reader, *reader.unpack(_SLOT)) for _ in range(count)))
+            count = _counted(reader, "slots", MAX_SLOTS)
+            return Want(tuple(_slot(*reader.unpack(_SLOT)) for _ in range(count)))
         case _Kind.ASK | _Kind.SAID | _Kind.HUSH:
             return _talk(kind, reader)
         case _Kind.BYE:
-            return Bye(Why(reader.bounded("as reason", reader.take(1)[0], 1, len(Why))))
+            return Bye(_WHYS.get(reader.take(1)[0], Why.OTHER))
         case _:
             assert_never(kind)
 
@@ -225,26 +247,28 @@ def _talk(kind: _Kind, reader: Reader) -> Talk:
     return Said(ask, reader.rest(MAX_SAID_BYTES))
 
 
-def _items(reader: Reader) -> list[Item]:
-    reader.bounded("bytes of items", reader.left, 0, MAX_ITEMS_BYTES)
-    items: list[Item] = []
-    while reader.left:
-        reader.bounded("items", len(items), 0, MAX_ITEMS - 1)
-        items.append(Item.decode(reader.sized(MAX_ITEM_BYTES)))
-    return items
+def _counted(reader: Reader, name: str, most: int) -> int:
+    (count,) = reader.unpack(_COUNT)
+    reader.bounded(name, count, 0, most)
+    return int(count)
 
 
 def _entry(reader: Reader) -> Entry:
     code, subject, incarnation, seq, mark = reader.unpack(_ENTRY)
-    return Entry(_slot(reader, code, subject), incarnation, seq, mark)
+    return Entry(_slot(code, subject), incarnation, seq, mark)
 
 
-def _slot(reader: Reader, code: int, subject: bytes) -> Slot:
-    return Slot(Kind(reader.bounded("as kind of item", code, 1, len(Kind))), NodeId(subject))
+def _slot(code: int, subject: bytes) -> Slot:
+    return Slot(kind_of(code), NodeId(subject))
 
 
-def _pack(kind: _Kind, *parts: bytes) -> bytes:
+def _pack(kind: int, *parts: bytes) -> bytes:
     return _PREFIX.pack(PROTOCOL_VERSION, kind) + b"".join(parts)
+
+
+def _pack_list(kind: _Kind, parts: Iterable[bytes]) -> bytes:
+    packed = list(parts)
+    return _pack(kind, _COUNT.pack(len(packed)), *packed)
 
 
 def _pack_entry(entry: Entry) -> bytes:

@@ -10,8 +10,12 @@ from math import prod
 
 from meshllm.names import Digest, NodeId, SessionId
 
-PROTOCOL_VERSION = 1
-"""The first byte of every message; a node refuses any other."""
+PROTOCOL_VERSION = 2
+"""The major version, and the first byte of every message; a node refuses any other. Within it,
+messages, fields, records and names are added only, and skipped where they are not known."""
+
+PROTOCOL_MINOR = 0
+"""Counts what was added; only told, for people."""
 
 MAX_RANKS = 256
 """Ranks of one ring: more hops than any model has layers to share."""
@@ -58,7 +62,7 @@ class DType(IntEnum):
 
 
 class Flags(IntFlag):
-    """What the entry wants of a Data message."""
+    """What the entry wants of a Data message; bits that are not known go on to the next rank."""
 
     PREFILL = auto()
     """The rows are a chunk of the prompt."""
@@ -217,6 +221,8 @@ class Close:
 class FaultCode(IntEnum):
     """Why a session cannot go on."""
 
+    OTHER = 0
+    """For a reason of a later version."""
     BUSY = 1
     """No room for another session's cache."""
     INTEGRITY = 2
@@ -244,10 +250,18 @@ class Fault:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A message of a later version, which proves that its sender is there, and nothing else."""
+
+    kind: int
+    body: bytes
+
+
 SessionMessage = Data | Logits | Resume | Gap | Cancel | Close | Fault
 """What goes from rank to rank, round the ring."""
 
-Message = Hello | Beat | SessionMessage
+Message = Hello | Beat | SessionMessage | Unknown
 
 
 @dataclass(frozen=True, slots=True)

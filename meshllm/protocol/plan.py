@@ -37,19 +37,6 @@ class Ends(StrEnum):
     """Rank 0, which is the node that asks and holds no layers; the others see no token."""
 
 
-class Policy(StrEnum):
-    """What a plan is to be good at."""
-
-    AUTO = "auto"
-    """The same as `fastest`."""
-    FASTEST = "fastest"
-    """Least time per token of one session; nodes that only add latency stand by."""
-    THROUGHPUT = "throughput"
-    """Least time of the slowest stage, for many sessions at once."""
-    PROPORTIONAL = "proportional"
-    """Every node, layers in proportion to memory, as in the paper."""
-
-
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What one node brings: memory and measured speed."""

@@ -1,4 +1,7 @@
-"""What makes one plan better than another; knows nothing about sessions.
+"""What makes one plan better than another, by name; knows nothing about sessions.
+
+A policy is a row of `POLICIES`: its name travels as text, and a node that does not have it stands
+by. What a row must have is an objective; one without a solver gets the best of the likeliest rings.
 
 Theory of operation
 -------------------
@@ -22,12 +25,14 @@ the largest remainder, where no capacity binds.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from meshllm.errors import UserError
 from meshllm.names import Span
 from meshllm.protocol.division import Division, Filling, divide, stage_time, token_time
-from meshllm.protocol.plan import Links, Offer, Plan, Policy, Shape, Stage, Standby, Terms
+from meshllm.protocol.plan import Links, Offer, Plan, Shape, Stage, Standby, Terms
 from meshllm.protocol.problem import NANOSECOND, Problem, pose
 from meshllm.protocol.reasons import refusal, standby_reasons
 from meshllm.protocol.rings import rings
@@ -38,11 +43,48 @@ SLACK = 32
 WORTH = 8
 """How much the slowest stage must gain, as a part of it, for what a token loses of its time."""
 
+_TRIES = 64  # rings that are divided for a policy without a solver
 _LIMITS = 64  # to be tried for the slowest stage, from that of `fastest` down
 _LOOSEN = 16  # a limit that unequal layers cannot keep grows by 1/16
 _EVEN = 1 << 32  # more than the sum of squares of the spans of any model
 
 UNBOUND = Terms()
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a plan is to be good at."""
+
+    objective: Callable[[Problem, Division], int]
+    """What is to be small, from 0 in whole numbers: they are the same on every machine."""
+    solve: Callable[[Problem], Division | None] | None = None
+    """Finds the ring."""
+    takes_spans: bool = True
+    """Nodes may ask for the span that they hold."""
+    is_timed: bool = True
+    """The objective is a time; else a change is worth the layers that it moves."""
+
+    def find(self, problem: Problem) -> Division | None:
+        """Find the best ring; None where there is none."""
+        if self.solve is not None:
+            return self.solve(problem)
+        likeliest = islice(sorted(rings(problem, Filling(problem))), _TRIES)
+        found = (_divide_evenly(problem, ring) for _, _, ring in likeliest)
+        divisions = [division for division in found if division]
+        return min(divisions, key=lambda each: self.objective(problem, each), default=None)
+
+
+def find_policy(name: str) -> Policy:
+    """Return the policy of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in POLICIES:
+        names = ", ".join(f"`{each}`" for each in POLICIES)
+        raise UserError(f"Unknown policy `{name}`", hint=f"one of {names}")
+    return POLICIES[name]
 
 
 def make_plan(
@@ -50,7 +92,7 @@ def make_plan(
     links: Links,
     shape: Shape,
     *,
-    policy: Policy = Policy.AUTO,
+    policy: str = AUTO,
     epoch: int = 1,
     terms: Terms = UNBOUND,
 ) -> Plan:
@@ -58,15 +100,16 @@ def make_plan(
 
     Raises:
         ModelError: the model does not fit; the message names what is missing.
-        UserError: the offers or the terms contradict each other.
+        UserError: the offers or the terms contradict each other, or there is no such policy.
     """
     offers = sorted(offers, key=lambda offer: offer.node)
     if len({offer.node for offer in offers}) < len(offers):
         raise UserError("A node makes one offer")
-    if terms.spans and policy is Policy.PROPORTIONAL:
-        raise UserError("`proportional` takes no bound spans", hint="use `fastest`")
+    chosen = find_policy(policy)
+    if terms.spans and not chosen.takes_spans:
+        raise UserError(f"`{policy}` takes no bound spans", hint="use `fastest`")
     problem = pose(offers, links, shape, terms)
-    division = _SOLVERS[policy](problem)
+    division = chosen.find(problem)
     if division is None:
         raise refusal(problem, shape)
     stages = zip(division.order, division.spans, strict=True)
@@ -149,14 +192,6 @@ def proportional(problem: Problem) -> Division | None:
     return None
 
 
-_SOLVERS: dict[Policy, Callable[[Problem], Division | None]] = {
-    Policy.AUTO: auto,
-    Policy.FASTEST: fastest,
-    Policy.THROUGHPUT: throughput,
-    Policy.PROPORTIONAL: proportional,
-}
-
-
 def _share(problem: Problem, order: Sequence[int]) -> Callable[[int, Span], int]:
     usable = {node: problem.usable(node, entry=node == order[0]) for node in order}
     if problem.client:
@@ -196,3 +231,19 @@ def _has_room(problem: Problem) -> bool:
         if problem.allows(ring) and sum(rooms[node] for node in ring) >= problem.works[-1]:
             return True
     return False
+
+
+def _unevenness(problem: Problem, division: Division) -> int:
+    """Return how far a division is from the shares of `proportional`."""
+    distance = _share(problem, division.order)
+    holders = zip(division.order, division.spans, strict=True)
+    return sum(distance(node, span) for node, span in holders if span)
+
+
+POLICIES: Mapping[str, Policy] = {
+    AUTO: Policy(token_time, auto),
+    "fastest": Policy(token_time, fastest),
+    "throughput": Policy(stage_time, throughput),
+    "proportional": Policy(_unevenness, proportional, takes_spans=False, is_timed=False),
+}
+"""The policies by name, the default first."""

@@ -7,8 +7,8 @@ from meshllm.errors import MeshError
 from meshllm.names import NodeId, Span
 from meshllm.protocol.chunking import ring_times
 from meshllm.protocol.lookahead import GUESSES
-from meshllm.protocol.plan import Links, Offer, Plan, Policy, Shape, Terms
-from meshllm.protocol.policies import UNBOUND, make_plan
+from meshllm.protocol.plan import Links, Offer, Plan, Shape, Terms
+from meshllm.protocol.policies import POLICIES, UNBOUND, make_plan
 
 PROMPT = 256  # tokens
 
@@ -78,7 +78,7 @@ class Prediction:
 class Alternative:
     """What a policy would do with the same nodes."""
 
-    policy: Policy
+    policy: str
     plan: Plan | None
     """None where the policy finds no ring."""
     prediction: Prediction | None
@@ -117,9 +117,9 @@ def predict(
 def compare(
     offers: Sequence[Offer], links: Links, shape: Shape, *, terms: Terms = UNBOUND
 ) -> tuple[Alternative, ...]:
-    """Plan with every policy, `auto` first."""
+    """Plan with every policy, the default first."""
     found: list[Alternative] = []
-    for policy in (Policy.AUTO, Policy.FASTEST, Policy.THROUGHPUT, Policy.PROPORTIONAL):
+    for policy in POLICIES:
         try:
             plan = make_plan(offers, links, shape, policy=policy, terms=terms)
         except MeshError as error:

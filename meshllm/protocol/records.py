@@ -1,6 +1,7 @@
 """What nodes tell of themselves, its bytes, and who is alive by it; knows not who signed it.
 
-A record is a version byte and fields in a fixed order. Where it is decoded, every count, text and
+A record is a version byte and fields in a fixed order; a later version only adds fields behind
+them, which are not read here. Where it is decoded, every count, text and
 number is within the limits below, so that what is computed from records cannot be made to raise.
 """
 
@@ -19,6 +20,7 @@ MAX_LAYERS = 1024  # of a model; the most published is 126
 MAX_BYTES = 1 << 50  # of memory or of one layer: 1 PiB
 MAX_ADDRESSES = 16
 MAX_ADDRESS_BYTES = 256
+MAX_OBSTACLE_BYTES = 512
 MAX_LABEL_BYTES = 64  # name of a node, version of its program
 MAX_COSTS = 16  # rows of a cost table
 MAX_ROWS = 4096  # of one step, as on the wire
@@ -39,11 +41,17 @@ _LINK = Struct(f"<{NODE_ID_BYTES}sI")
 class Lifecycle(IntEnum):
     """What a node says of itself; it never goes back within one incarnation."""
 
+    OTHER = 0
+    """Something of a later version: it is here, and holds no layers."""
+
     JOIN = 1
     """Measuring or loading."""
     SERVING = 2
     LEFT = 3
     """Gone for good, on purpose."""
+
+
+_LIFECYCLES = set(Lifecycle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,6 @@ class Profile:
         reader.bounded("addresses", counts[1], 0, MAX_ADDRESSES)
         addresses = tuple(reader.text(MAX_ADDRESS_BYTES) for _ in range(counts[1]))
         weights = reader.sized((MAX_LAYERS + ENDS) * DIGEST_PART_BYTES)
-        reader.end()
         reader.bounded("bytes at the end of its weights", len(weights) % DIGEST_PART_BYTES, 0, 0)
         reader.bounded("first layer", start, 0, reader.bounded("layers", stop, 0, MAX_LAYERS))
         return cls(
@@ -131,12 +138,15 @@ class State:
     """It holds its layers of that plan and can serve."""
     may_change: bool = True
     """As the entry of that plan it has no session that a change would hurt."""
+    obstacle: str = ""
+    """Why it can hold no layers, as half a sentence; empty where it can."""
 
     def encode(self) -> bytes:
         """Write the record."""
         flags = self.is_loaded, self.may_change, len(self.links)
         links = b"".join(_LINK.pack(node, round_trip) for node, round_trip in self.links)
-        return start_record() + _STATE.pack(self.lifecycle, *flags) + links + sized(self.followed)
+        texts = sized(self.followed) + sized(self.obstacle.encode())
+        return start_record() + _STATE.pack(self.lifecycle, *flags) + links + texts
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -148,13 +158,13 @@ class State:
         for _, round_trip in links:
             reader.bounded("microseconds of a round trip", round_trip, 0, MAX_ROUND_TRIP_US)
         followed = reader.sized(MAX_PLAN_BYTES)
-        reader.end()
         return cls(
-            Lifecycle(reader.bounded("as lifecycle", lifecycle, 1, len(Lifecycle))),
+            Lifecycle(lifecycle) if lifecycle in _LIFECYCLES else Lifecycle.OTHER,
             tuple((NodeId(node), round_trip) for node, round_trip in links),
             followed,
             bool(reader.bounded("for a flag", is_loaded, 0, 1)),
             bool(reader.bounded("for a flag", may_change, 0, 1)),
+            reader.text(MAX_OBSTACLE_BYTES),
         )
 
 
@@ -164,7 +174,7 @@ def alive(states: Mapping[NodeId, State], me: NodeId) -> frozenset[NodeId]:
     Nobody can declare another dead. A node that has not left is alive while it and another node
     that is alive name each other.
     """
-    here = {node: state for node, state in states.items() if state.lifecycle < Lifecycle.LEFT}
+    here = {node: state for node, state in states.items() if state.lifecycle is not Lifecycle.LEFT}
     named = {node: {peer for peer, _ in state.links} for node, state in here.items()}
     found, wave = {me}, {me}
     while wave:

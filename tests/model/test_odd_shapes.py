@@ -21,7 +21,7 @@ SIZES = (7, 1, 1, 3)
 
 
 def pieces() -> list[Tensor]:
-    return list(torch.arange(3, 3 + sum(SIZES))[None].split(SIZES, dim=1))
+    return list(torch.split(torch.arange(3, 3 + sum(SIZES))[None], list(SIZES), dim=1))
 
 
 def whole(source: Source) -> list[Tensor]:

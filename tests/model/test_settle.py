@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from meshllm.model.settle import FUNCTIONS, rounds_by_alignment
+from meshllm.model.settle import FUNCTIONS, has_onemkl, rounds_by_alignment
 
 SPY = """
 import torch
@@ -62,7 +61,7 @@ def test_whoever_loads_torch_first_has_them_too() -> None:
     assert probe() == ("False\n", "")
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="another BLAS")
+@pytest.mark.skipif(not has_onemkl(), reason="another BLAS")
 @pytest.mark.parametrize("environment", [{"late": "yes"}, {"MKL_CBWR": "OFF"}])
 def test_who_prevents_it_is_told(environment: dict[str, str]) -> None:
     depends, said = probe(**environment)

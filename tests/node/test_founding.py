@@ -22,7 +22,6 @@ from meshllm.node.options import NodeOptions
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.identity import NodeKey, show
 from meshllm.protocol.messages import DType
-from meshllm.protocol.plan import Policy
 from meshllm.protocol.records import Profile
 from tests.node.wishes import node_options
 from tests.protocol.meshes import CONFIG, charter
@@ -77,7 +76,7 @@ def test_what_is_wanted_is_a_new_version() -> None:
     changed = amend(charter(), wishes, PROFILES, LONGEST)
 
     assert changed.version == 2
-    assert (changed.policy, changed.members) == (Policy.THROUGHPUT, 2)
+    assert (changed.policy, changed.members) == ("throughput", 2)
     assert (changed.exclude, changed.prefer) == ((A,), (B,))
     assert changed.shape.context == 5
     assert amend(changed, wishes, PROFILES, LONGEST) is changed

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from meshllm.names import Digest, Quant, Span
-from meshllm.protocol.charter import MAX_VERSION, Charter
+from meshllm.protocol.charter import MAX_VERSION, Amendments, Charter, Term
 from meshllm.protocol.gossip import Entry, Item, Kind, Slot
 from meshllm.protocol.meshwire import (
     MAX_HELD_US,
@@ -16,11 +16,13 @@ from meshllm.protocol.meshwire import (
     Message,
     Said,
     Summary,
+    Unknown,
     Want,
     Why,
 )
 from meshllm.protocol.messages import DType
-from meshllm.protocol.plan import MAX_SECONDS, Ends, Policy, Shape
+from meshllm.protocol.plan import MAX_SECONDS, Ends, Shape
+from meshllm.protocol.policies import POLICIES
 from meshllm.protocol.records import (
     MAX_ADDRESSES,
     MAX_BYTES,
@@ -65,6 +67,7 @@ states = st.builds(
     st.binary(max_size=40),
     st.booleans(),
     st.booleans(),
+    labels,
 )
 few_nodes = st.lists(nodes, max_size=3).map(tuple)
 
@@ -89,17 +92,29 @@ def charters(draw: st.DrawFn) -> Charter:
         shape,
         draw(st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])),
         Digest(draw(digests)),
-        draw(st.sampled_from(Policy)),
-        draw(st.none() | st.integers(1, MAX_MEMBERS)),
-        draw(st.integers(1, 9)),
-        draw(st.sampled_from(Ends)),
-        draw(few_nodes),
-        draw(few_nodes),
-        draw(st.sampled_from(Quant)),
+        quant=draw(st.sampled_from(Quant)),
     )
 
 
-kinds = st.sampled_from(Kind)
+TEXTS: dict[str, st.SearchStrategy[str]] = {
+    "context": st.integers(1, 99_999).map(str),
+    "ends": st.sampled_from([*map(str, Ends), "nowhere"]),
+    "exclude": few_nodes.map(lambda found: b"".join(found).hex()),
+    "members": st.integers(0, MAX_MEMBERS).map(str),
+    "policy": st.sampled_from([*POLICIES, "greenest"]),
+    "prefer": few_nodes.map(lambda found: b"".join(found).hex()),
+    "sessions": st.integers(1, 9).map(str),
+    "tariff": st.text(max_size=9),
+}
+"""What a term may be; the last is one of a later version, as some of the words are."""
+versions = st.integers(0, 5) | st.integers(0, 2**64 - 1)
+terms = st.one_of([st.builds(Term, st.just(name), versions, text) for name, text in TEXTS.items()])
+amendments = st.lists(terms, max_size=4, unique_by=lambda term: term.name).map(
+    lambda found: Amendments(tuple(sorted(found, key=lambda term: term.name)))
+)
+
+
+kinds = st.sampled_from(Kind) | st.integers(100, 255)
 slots = st.builds(Slot, kinds, nodes)
 signatures = st.binary(min_size=64, max_size=64)
 items = st.builds(
@@ -114,4 +129,5 @@ mesh_messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Said, sixteen, st.binary(max_size=30)),
     st.builds(Hush, sixteen),
     st.builds(Bye, st.sampled_from(Why)),
+    st.builds(Unknown, st.integers(100, 255), st.binary(max_size=30)),
 )

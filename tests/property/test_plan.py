@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from meshllm.errors import ModelError, UserError
 from meshllm.names import NodeId
-from meshllm.protocol.plan import Ends, Links, Offer, Plan, Policy, Shape, Terms
-from meshllm.protocol.policies import SLACK, WORTH, make_plan
+from meshllm.protocol.plan import Ends, Links, Offer, Plan, Shape, Terms
+from meshllm.protocol.policies import POLICIES, SLACK, WORTH, make_plan
 from meshllm.protocol.prediction import predict
 from tests.property import strategies
 from tests.protocol.nodes import apart, model, offer
@@ -31,7 +31,7 @@ class Case:
     shape: Shape
     terms: Terms = field(default_factory=Terms)
 
-    def plan(self, policy: Policy) -> Plan:
+    def plan(self, policy: str) -> Plan:
         """Make the plan of a policy."""
         return make_plan(self.offers, self.links, self.shape, policy=policy, terms=self.terms)
 
@@ -55,11 +55,11 @@ def cases(draw: st.DrawFn, *, nodes: int = 4, layers: int = 6, alike: bool = Fal
     return Case(offers, links, shape, Terms(ends=ends, entry=entry))
 
 
-policies = st.sampled_from(Policy)
+policies = st.sampled_from(sorted(POLICIES))
 
 
 @given(cases(), policies)
-def test_a_plan_tiles_the_layers_within_what_nodes_hold(case: Case, policy: Policy) -> None:
+def test_a_plan_tiles_the_layers_within_what_nodes_hold(case: Case, policy: str) -> None:
     try:
         plan = case.plan(policy)
     except ModelError:
@@ -76,9 +76,7 @@ def test_a_plan_tiles_the_layers_within_what_nodes_hold(case: Case, policy: Poli
 
 
 @given(cases(), policies, st.data())
-def test_the_order_of_offers_changes_nothing(
-    case: Case, policy: Policy, data: st.DataObject
-) -> None:
+def test_the_order_of_offers_changes_nothing(case: Case, policy: str, data: st.DataObject) -> None:
     shuffled = replace(case, offers=tuple(data.draw(st.permutations(case.offers))))
     try:
         plan = case.plan(policy)
@@ -98,7 +96,7 @@ def test_nothing_is_faster_than_fastest(case: Case) -> None:
     best = min((sum(times) + way for times, way in every_ring(case)), default=inf)
 
     # Each layer's share of the work is rounded to a millionth of a layer.
-    assert measured(case, Policy.FASTEST)[0] == pytest.approx(best, rel=1e-4)
+    assert measured(case, "fastest")[0] == pytest.approx(best, rel=1e-4)
 
 
 @given(cases(), st.booleans())
@@ -108,11 +106,11 @@ def test_auto_is_the_fastest_ring_a_little_slower_for_a_faster_slowest_stage(
     if together:
         case = replace(case, terms=replace(case.terms, members=min(2, len(case.offers))))
     try:
-        fastest, auto = case.plan(Policy.FASTEST), case.plan(Policy.AUTO)
+        fastest, auto = case.plan("fastest"), case.plan("auto")
     except (ModelError, UserError):  # no room, or too few members for a client
         return
 
-    before, after = measured(case, Policy.FASTEST), measured(case, Policy.AUTO)
+    before, after = measured(case, "fastest"), measured(case, "auto")
 
     assert [stage.node for stage in auto.stages] == [stage.node for stage in fastest.stages]
     assert after[0] <= before[0] * (1 + 1 / SLACK) * (1 + 1e-9)
@@ -125,14 +123,14 @@ def test_auto_is_the_fastest_ring_a_little_slower_for_a_faster_slowest_stage(
 def test_nothing_has_a_faster_slowest_stage_than_throughput(case: Case) -> None:
     best = min((max(times) for times, _ in every_ring(case)), default=inf)
 
-    assert measured(case, Policy.THROUGHPUT)[1] == pytest.approx(best)
+    assert measured(case, "throughput")[1] == pytest.approx(best)
 
 
 @given(cases(alike=True))
 def test_proportional_is_as_near_to_the_shares_as_whole_layers_allow(case: Case) -> None:
     assume(case.terms.ends is Ends.ENTRY and not case.shape.ends_bytes)
     try:
-        plan = case.plan(Policy.PROPORTIONAL)
+        plan = case.plan("proportional")
     except ModelError:
         return
 
@@ -148,12 +146,12 @@ def test_another_node_never_makes_the_ring_slower(case: Case) -> None:
     fewer = replace(case, offers=case.offers[:-1])
     assume(case.terms.entry in {None, *(one.node for one in fewer.offers)})
 
-    before, after = measured(fewer, Policy.FASTEST)[0], measured(case, Policy.FASTEST)[0]
+    before, after = measured(fewer, "fastest")[0], measured(case, "fastest")[0]
 
     assert after <= before * (1 + 1e-9)
 
 
-def measured(case: Case, policy: Policy) -> tuple[float, float]:
+def measured(case: Case, policy: str) -> tuple[float, float]:
     """Predict the time of a token and of the slowest stage; for ever where nothing fits."""
     try:
         plan = case.plan(policy)

@@ -19,9 +19,11 @@ from meshllm.protocol.messages import (
     Blob,
     Data,
     DType,
+    Logits,
     Message,
     SessionMessage,
     Spent,
+    Unknown,
 )
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import Shelf
@@ -63,12 +65,26 @@ def test_damaged_bytes_are_a_peer_fault_or_another_message(
 
 
 @given(messages, st.data())
-def test_what_is_decoded_encodes_to_the_same_bytes(message: Message, draws: st.DataObject) -> None:
+def test_a_part_of_a_message_is_refused_or_what_encodes_to_it(
+    message: Message, draws: st.DataObject
+) -> None:
     encoded = b"".join(encode(message))
     part = encoded[: draws.draw(st.integers(0, len(encoded)))]
 
     with suppress(PeerFault):
         assert b"".join(encode(decode(part))) == part
+
+
+@given(messages, st.binary(min_size=1, max_size=30))
+def test_fields_of_a_later_version_change_nothing_behind_what_has_an_end(
+    message: Message, later: bytes
+) -> None:
+    encoded = b"".join(encode(message)) + later
+    if isinstance(message, Data | Logits | Unknown):  # what they carry is all of the rest
+        with suppress(PeerFault):
+            assert b"".join(encode(decode(encoded))) == encoded
+    else:
+        assert decode(encoded) == message
 
 
 @given(sessions, st.sampled_from(DType), st.binary(min_size=8, max_size=64), st.data())

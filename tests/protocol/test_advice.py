@@ -3,7 +3,7 @@ from dataclasses import replace
 from meshllm.names import Span
 from meshllm.protocol.advice import advise
 from meshllm.protocol.identity import short
-from meshllm.protocol.plan import Ends, Plan, Policy, Stage
+from meshllm.protocol.plan import Ends, Plan, Stage
 from tests.protocol.meshes import World, charter, profile, weights
 from tests.protocol.nodes import A, B, C
 
@@ -25,7 +25,7 @@ def test_a_waiting_ring_is_named() -> None:
 
 
 def test_what_the_charter_binds_is_named_where_it_costs() -> None:
-    agreed = replace(charter(), policy=Policy.PROPORTIONAL, members=2)
+    agreed = replace(charter(), policy="proportional", members=2)
 
     advice = advise(World({A: profile(4), B: profile(4, ms=3.0)}, agreed).agree())
 

@@ -1,12 +1,15 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from meshllm.names import NodeId, Span
+from meshllm.protocol.advice import advise
 from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.identity import short
-from meshllm.protocol.plan import MAX_EPOCH, Ends, Plan, Policy, Stage
-from meshllm.protocol.records import State
+from meshllm.protocol.plan import MAX_EPOCH, Ends, Plan, Stage, Standby
+from meshllm.protocol.policies import POLICIES
+from meshllm.protocol.records import Lifecycle, State
 from tests.protocol.meshes import World, charter, profile, weights
 from tests.protocol.nodes import A, B, C, D, model, node, spans
 
@@ -106,20 +109,20 @@ def test_a_better_ring_waits_for_the_sessions_of_the_entry() -> None:
     assert replace(world, busy={B}).agree().plan == ring((B, 0, 4), epoch=6)
 
 
-@pytest.mark.parametrize("policy", Policy)
-def test_every_policy_has_its_own_measure(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_its_own_measure(policy: str) -> None:
     agreed = replace(charter(), policy=policy)
     world = World({A: profile(8), B: profile(8)}, agreed, followed={A: ring((A, 0, 4))})
 
     plan = planned(world.agree())
 
-    together = policy in {Policy.THROUGHPUT, Policy.PROPORTIONAL}
+    together = policy in {"throughput", "proportional"}
     assert plan.epoch == (6 if together else 5)
     assert spans(plan) == ({A: "0:2", B: "2:4"} if together else {A: "0:4"})
 
 
 def test_shares_that_move_little_are_left_as_they_are() -> None:
-    agreed = replace(charter(8), policy=Policy.PROPORTIONAL)
+    agreed = replace(charter(8), policy="proportional")
     profiles = {at: replace(profile(9), weights=weights(8)) for at in (A, B)}
     world = World(profiles, agreed, followed={A: ring((A, 0, 5), (B, 5, 8))})
 
@@ -229,7 +232,7 @@ def test_a_ring_that_nobody_links_is_none() -> None:
 
 
 def test_a_policy_that_needs_a_missing_link_gives_way() -> None:
-    agreed = replace(charter(), policy=Policy.PROPORTIONAL)
+    agreed = replace(charter(), policy="proportional")
     cut = [frozenset({A, C})]
 
     agreement = World({A: profile(3), B: profile(3), C: profile(3)}, agreed, cut=cut).agree()
@@ -300,7 +303,7 @@ def test_a_ring_with_another_span_than_wanted_is_none() -> None:
 
 
 def test_spans_come_under_the_shares_of_all() -> None:
-    agreed = replace(charter(), policy=Policy.PROPORTIONAL)
+    agreed = replace(charter(), policy="proportional")
     world = World({A: profile(4), B: profile(4, span=Span(1, 4))}, agreed)
 
     assert spans(planned(world.agree())) == {A: "0:1", B: "1:4"}
@@ -344,7 +347,7 @@ def test_a_ring_whose_entry_has_no_room_for_the_ends_is_none() -> None:
 
 
 def test_the_shares_of_all_are_not_why_spans_lack_memory() -> None:
-    agreed = replace(charter(), policy=Policy.PROPORTIONAL)
+    agreed = replace(charter(), policy="proportional")
 
     agreement = World({A: profile(1), B: profile(1, span=Span(0, 1))}, agreed).agree()
 
@@ -455,3 +458,41 @@ def test_a_full_mesh_agrees() -> None:
     assert len(planned(agreement).stages) == 4
     assert len(agreement.standbys) == 60
     assert world.follow(agreement).agree(nodes[-1]).plan == agreement.plan
+
+
+def test_a_node_that_does_not_know_the_policy_stands_by_and_says_so() -> None:
+    unknown = ("node `x` asks for policy `greenest`",)
+    world = World({A: profile(4), B: profile(4)}, replace(charter(), unknown=unknown))
+
+    agreement = world.agree(A)
+
+    assert agreement.plan is None
+    assert agreement.reason == (
+        "node `x` asks for policy `greenest`, which this version does not have; update meshllm"
+    )
+    assert agreement.refused == {A: agreement.reason}
+    assert advise(agreement) == f"There is no ring: {agreement.reason}"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"obstacle": "it is old"}, "it is old"),
+        (
+            {"lifecycle": Lifecycle.OTHER},
+            "it is in a state that this version does not have; update meshllm",
+        ),
+    ],
+)
+def test_the_others_go_on_without_a_node_that_stands_by(state: dict[str, Any], reason: str) -> None:
+    world = World({A: profile(4), B: profile(4, ms=9)})
+    world = world.follow(world.agree())
+    view = world.view(B)
+    states = {**view.states, A: replace(view.states[A], **state)}
+
+    agreement = agree(replace(view, states=states))
+
+    assert agreement.plan is not None
+    assert [stage.node for stage in agreement.plan.stages] == [B]
+    assert agreement.standbys == (Standby(A, reason),)
+    assert agreement.standbys[0].reason == reason

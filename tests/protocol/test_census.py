@@ -4,17 +4,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 from math import inf
+from unittest.mock import patch
 
 import pytest
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
+from meshllm.protocol import census as module
 from meshllm.protocol.census import Census, ends_s
-from meshllm.protocol.charter import Charter
+from meshllm.protocol.charter import MAX_STEP, Amendments, Term
 from meshllm.protocol.credential import Role, remove
-from meshllm.protocol.gossip import Item, Kind, digest
+from meshllm.protocol.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.identity import NodeKey
-from meshllm.protocol.meshwire import MAX_REMOVALS
+from meshllm.protocol.meshwire import MAX_CARRIED, MAX_REMOVALS
 from meshllm.protocol.records import Profile
 from tests.protocol.people import (
     CHARTER,
@@ -32,7 +34,14 @@ from tests.protocol.people import (
     sign,
 )
 
+AMENDED = Amendments((Term("members", 1, "2"),))
 REMOVAL = remove(FOUNDER, MESH, MIDDLE.node, int(WALL))
+
+
+def later(key: NodeKey, kind: int, seq: int = 1) -> Item:
+    """Make an item of a kind that a later version has."""
+    item = Item(kind, key.node, key.node, 1, seq, b"", b"whatever")
+    return item.sign(key, MESH)
 
 
 def told(*items: Item) -> Census:
@@ -44,7 +53,7 @@ def told(*items: Item) -> Census:
 
 def test_what_members_say_is_kept_and_read() -> None:
     census = told(
-        sign(LAST, PROFILE), sign(LAST, STATE), sign(LAST, CHARTER), sign(FOUNDER, REMOVAL)
+        sign(LAST, PROFILE), sign(LAST, STATE), sign(FOUNDER, CHARTER), sign(FOUNDER, REMOVAL)
     )
 
     assert census.profiles == {LAST.node: PROFILE}
@@ -62,9 +71,9 @@ def test_what_is_no_news_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("key", [CLIENT, STRANGER], ids=["client", "stranger"])
-@pytest.mark.parametrize("record", [PROFILE, CHARTER], ids=["profile", "charter"])
+@pytest.mark.parametrize("record", [PROFILE, AMENDED], ids=["profile", "amendments"])
 def test_who_is_no_node_of_the_mesh_is_not_believed(
-    key: NodeKey, record: Profile | Charter
+    key: NodeKey, record: Profile | Amendments
 ) -> None:
     census = Census(MESH)
 
@@ -108,8 +117,61 @@ def test_a_forgery_is_the_fault_of_who_passes_it_on(forge: Callable[[Item], Item
     assert not census.store
 
 
+def test_a_charter_is_believed_of_the_founder_only() -> None:
+    census = told(sign(FOUNDER, CHARTER))
+
+    assert not census.take(sign(LAST, replace(CHARTER, version=2**32)), WALL)
+    assert census.charter == CHARTER
+
+
+def test_amendments_count_before_and_behind_their_charter() -> None:
+    items = sign(LAST, AMENDED), sign(FOUNDER, CHARTER)
+
+    charters = [told(*order).charter for order in permutations(items)]
+
+    assert charters == [replace(CHARTER, members=2)] * 2
+
+
+def test_amendments_have_room_and_the_lowest_that_does_not_bind_makes_more() -> None:
+    census = told(sign(FOUNDER, CHARTER), sign(MIDDLE, AMENDED))
+    with patch.object(module, "MAX_AMENDERS", 1):
+        assert not census.take(sign(LAST, Amendments((Term("members", 1, "3"),))), WALL)
+        assert not census.take(sign(LAST, Amendments((Term("policy", 9, "auto"),))), WALL)
+        assert census.take(sign(MIDDLE, Amendments((Term("members", 2, "4"),), 2)), WALL)
+    with patch.object(module, "MAX_AMENDERS", 2):
+        assert census.take(sign(LAST, Amendments((Term("members", 3, "3"),))), WALL)
+        assert not census.take(sign(FOUNDER, Amendments((Term("policy", 2, "auto"),))), WALL)
+        assert census.take(sign(FOUNDER, Amendments((Term("members", 4, "5"),))), WALL)
+
+    assert census.amendments.keys() == {LAST.node, FOUNDER.node}
+    assert Slot(Kind.AMENDMENTS, MIDDLE.node) not in census.store
+    assert census.charter == replace(CHARTER, members=5)
+
+
+def test_an_absurd_version_freezes_nothing() -> None:
+    absurd = Amendments((Term("members", 2 * MAX_STEP, "9"),))
+    census = told(sign(FOUNDER, CHARTER), sign(LAST, absurd), sign(MIDDLE, AMENDED))
+
+    assert census.charter == replace(CHARTER, members=2)
+
+
+def test_records_of_a_later_version_are_carried_of_who_is_known_and_a_few_of_each() -> None:
+    census = told(sign(LAST, PROFILE))
+
+    taken = [census.take(later(LAST, kind), WALL) for kind in range(99, 99 + MAX_CARRIED + 1)]
+
+    assert taken == [True] * MAX_CARRIED + [False]
+    assert census.take(later(LAST, 99, seq=2), WALL)
+    assert not census.take(later(MIDDLE, 99), WALL)
+    assert not census.take(replace(later(LAST, 99, seq=3), subject=MIDDLE.node), WALL)
+    with pytest.raises(PeerFault, match="forged"):
+        census.take(replace(later(LAST, 99, seq=3), payload=b"other"), WALL)
+    census.forget(LAST.node)
+    assert not census.store
+
+
 def test_a_charter_stands_under_its_own_version() -> None:
-    item = replace(sign(LAST, CHARTER), incarnation=99).sign(LAST, MESH)
+    item = replace(sign(FOUNDER, CHARTER), incarnation=99).sign(FOUNDER, MESH)
 
     with pytest.raises(PeerFault, match="Charter in the place of another"):
         Census(MESH).take(item, WALL)
@@ -151,7 +213,7 @@ def test_a_membership_without_an_end_has_none() -> None:
 def test_charter_and_removals_outlive_their_authors() -> None:
     by_last = remove(LAST, MESH, CLIENT.node, int(WALL))
     of_last = remove(FOUNDER, MESH, LAST.node, int(WALL))
-    items = sign(LAST, CHARTER), sign(LAST, by_last), sign(FOUNDER, of_last)
+    items = sign(FOUNDER, CHARTER), sign(LAST, AMENDED), sign(LAST, by_last), sign(FOUNDER, of_last)
     late = WALL + 2 * DAY
 
     digests = set()

@@ -1,5 +1,7 @@
 """The wire: each message comes back, every limit holds, nothing is copied."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshllm.errors import PeerFault
@@ -23,6 +25,7 @@ from meshllm.protocol.messages import (
     Resume,
     Spent,
     Tally,
+    Unknown,
 )
 
 SESSION, BASE = SessionId(bytes(range(16))), SessionId(bytes(16))
@@ -70,15 +73,35 @@ def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
-def test_one_byte_more_or_less_is_refused(message: Message) -> None:
+def test_a_missing_byte_is_refused_and_fields_of_a_later_version_are_left(
+    message: Message,
+) -> None:
     encoded = packed(message)
-    text = isinstance(message, Fault)  # a text has no length of its own
 
     with pytest.raises(PeerFault):
-        decode(encoded[: 2 if text else -1])
-    if not text:
+        decode(encoded[:-1])
+    if isinstance(message, Data | Logits):  # a tensor is all of the rest
         with pytest.raises(PeerFault):
             decode(encoded + b"\0")
+    else:
+        assert decode(encoded + b"later") == message
+
+
+def test_a_message_of_a_later_version_is_unknown() -> None:
+    assert decode(b"\x02\x63abc") == Unknown(0x63, b"abc")
+    assert packed(Unknown(0x63, b"abc")) == b"\x02\x63abc"
+
+
+def test_flags_codes_and_tallies_of_a_later_version_do_no_harm() -> None:
+    data = packed(Data(SESSION, 0, 0, 0, 1, Flags(128 | Flags.HELP), None))
+    fault = packed(FAULT)
+    fault[22] = 99
+    close = packed(Close(SESSION, 3, 17, (TALLY,)))
+    longer = close[:28] + (40 + 3).to_bytes(2, "little") + close[30:] + b"new"
+
+    assert decode(data) == Data(SESSION, 0, 0, 0, 1, Flags(128 | Flags.HELP), None)
+    assert decode(fault) == replace(FAULT, code=FaultCode.OTHER)
+    assert decode(longer) == Close(SESSION, 3, 17, (TALLY,))
 
 
 def test_a_payload_is_not_copied_on_either_side() -> None:
@@ -101,8 +124,8 @@ def test_the_header_of_data_leaves_room_in_the_budget() -> None:
 
 
 def test_another_version_is_refused_with_a_way_out() -> None:
-    with pytest.raises(PeerFault, match=r"version 2.*speaks 1") as caught:
-        decode(b"\x02" + packed(DATA)[1:])
+    with pytest.raises(PeerFault, match=r"version 3.*speaks 2") as caught:
+        decode(b"\x03" + packed(DATA)[1:])
 
     assert caught.value.hint is not None
 
@@ -113,7 +136,6 @@ def test_another_version_is_refused_with_a_way_out() -> None:
         (Data(SESSION, 0, 0, 0, 0, Flags(0), None), "0 rows"),
         (Data(SESSION, 0, 0, 0, MAX_ROWS + 1, Flags(0), None), "4097 rows"),
         (Data(SESSION, 0, 0, MAX_POSITION, 1, Flags(0), None), "pos"),
-        (Data(SESSION, 0, 0, 0, 1, Flags(128), None), "128 flags"),
         (Gap(SESSION, 0, 0, MAX_POSITION + 1), "kv_len"),
         (Logits(SESSION, 0, 0, MAX_POSITION, BLOB), "pos"),
         (Resume(SESSION, 0, BASE, 0, whole=True), "0 length"),
@@ -132,15 +154,14 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
     [
         (b"", "0 bytes"),
         (b"\x01", "1 bytes"),
-        (b"\x01\x63", "unknown kind 99"),
-        (b"\x01\x01abc", "Hello of 5 bytes"),
+        (b"\x02\x01abc", "Hello of 5 bytes"),
         (packed(DATA)[:40], "header takes"),
         (packed(Logits(SESSION, 3, 1, 7, BLOB))[:30], "Blob of 0 bytes"),
         (packed(DATA)[:-2], "is 16 bytes, not 14"),
-        (packed(FAULT)[:24] + b"\xff", "no UTF-8"),
-        (packed(FAULT)[:22] + b"\x63\x00", "unknown code 99"),
+        (packed(FAULT)[:24] + b"\x01\x00\xff", "no UTF-8"),
         (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-1] + b"\x02", "2 whole"),
-        (packed(FAULT) + MAX_TEXT * b"x", "532 text bytes"),
+        (packed(FAULT)[:24] + b"\x01\x02" + MAX_TEXT * b"xx", "513 bytes"),
+        (packed(Close(SESSION, 0))[:26] + b"\x01\x00\xff\xff", "65535 bytes"),
     ],
 )
 def test_bytes_that_nobody_writes_are_refused(encoded: bytes, words: str) -> None:

@@ -7,12 +7,23 @@ from typing import TypeVar
 import pytest
 
 from meshllm.errors import PeerFault
+from meshllm.protocol.charter import Amendments, Term
 from meshllm.protocol.credential import remove
 from meshllm.protocol.gossip import Item, Kind
-from meshllm.protocol.identity import NodeKey
+from meshllm.protocol.identity import NodeKey, short
 from meshllm.protocol.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.meshactions import Action, Changed, Deliver, Dial, Drop, Parted, Send
-from meshllm.protocol.meshwire import Ask, Beat, Bye, Items, Message, Summary, Want, Why
+from meshllm.protocol.meshwire import (
+    Ask,
+    Beat,
+    Bye,
+    Items,
+    Message,
+    Summary,
+    Unknown,
+    Want,
+    Why,
+)
 from meshllm.protocol.presence import BEAT, FRESH, GAP, RETELL, SILENCE
 from meshllm.protocol.records import Lifecycle
 from tests.protocol.people import (
@@ -484,19 +495,72 @@ def test_a_record_beyond_the_limits_is_not_published() -> None:
 
 
 def test_what_lasts_is_restored() -> None:
-    node, again = linked(LAST), mesh(FOUNDER)
-    node.publish(charter=CHARTER, now=1.5)
+    node, again = linked(LAST), mesh(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 1.2)
+    node.publish(charter=replace(CHARTER, members=2), now=1.5)
     node.remove(remove(MIDDLE, MESH, CLIENT.node, int(WALL)), 1.5)
 
     again.restore(node.lasting, 2.0)
 
-    assert [item.kind for item in node.lasting] == [Kind.REMOVAL, Kind.CHARTER]
-    assert again.charter == CHARTER
+    assert [item.kind for item in node.lasting] == [
+        Kind.REMOVAL, Kind.CHARTER, Kind.AMENDMENTS,
+    ]  # fmt: skip
+    assert again.charter == replace(CHARTER, members=2)
     assert again.removals == node.removals
-    assert again.author == node.author == MIDDLE.node
+    assert again.author == node.author == FOUNDER.node
     assert mesh().author is None
 
 
 def test_nodes_that_know_the_same_have_the_same_digest() -> None:
     node, other = mesh(MIDDLE), mesh(LAST)
     assert node.digest != other.digest
+
+
+def test_a_message_of_a_later_version_proves_only_that_its_sender_is_there() -> None:
+    node = linked(LAST)
+
+    actions = node.receive(LAST.node, Unknown(99, b"whatever"), 1.0 + SILENCE)
+
+    assert actions == []
+    assert node.links[LAST.node].heard == 1.0 + SILENCE
+
+
+def test_what_this_version_does_not_know_is_told_and_told_again_when_it_is_over() -> None:
+    node = linked(LAST)
+    asks = sign(LAST, Amendments((Term("policy", 1, "greenest"),)))
+    takes_back = sign(LAST, Amendments((Term("policy", 2, "auto"),), version=2))
+
+    begins = node.receive(LAST.node, Items((sign(FOUNDER, CHARTER), asks)), 2.0)
+    obstacle = node.states[MIDDLE.node].obstacle
+    ends = node.receive(LAST.node, Items((takes_back,)), 3.0)
+
+    assert obstacle == (
+        f"node `{short(LAST.node)}` asks for policy `greenest`, which this version does not have;"
+        " update meshllm"
+    )
+    assert [item.kind for item in items(begins, LAST)] == [Kind.STATE]
+    assert [item.kind for item in items(ends, LAST)] == [Kind.STATE]
+    assert node.states[MIDDLE.node].obstacle == ""
+    assert node.charter == CHARTER
+
+
+def test_only_what_differs_from_the_charter_is_told_of_a_new_one() -> None:
+    node = linked(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 2.0)
+
+    told = items(node.publish(charter=replace(CHARTER, members=2), now=2.0), LAST)
+
+    assert [item.kind for item in told] == [Kind.AMENDMENTS]
+    assert node.publish(charter=replace(CHARTER, members=2), now=2.0) == []
+
+
+def test_what_we_changed_before_we_forgot_does_not_undo_what_we_change_now() -> None:
+    node = linked(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 2.0)
+    node.publish(charter=replace(CHARTER, members=2), now=2.0)
+    before = Amendments((Term("members", 5, "9"), Term("sessions", 4, "3")), version=7)
+
+    actions = node.receive(LAST.node, Items((sign(MIDDLE, before),)), 3.0)
+
+    assert node.charter == replace(CHARTER, members=2, sessions=3)
+    assert [item.incarnation for item in items(actions, LAST)] == [8]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
-from meshllm.protocol.gossip import summarise
+from meshllm.protocol.gossip import Slot, summarise
 from meshllm.protocol.meshwire import (
     MAX_ASK_BYTES,
     MAX_ITEMS,
@@ -23,6 +23,7 @@ from meshllm.protocol.meshwire import (
     Message,
     Said,
     Summary,
+    Unknown,
     Want,
     Why,
     batches,
@@ -60,32 +61,47 @@ def test_any_message_comes_back_from_its_bytes(message: Message) -> None:
 @given(st.integers(0, 9), st.binary())
 def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
     try:
-        message = decode(bytes([1, kind]) + data)
+        message = decode(bytes([2, kind]) + data)
     except PeerFault:
         return
-    assert encode(message) == bytes([1, kind]) + data
+    assert decode(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_one_byte_more_or_less_is_refused(message: Message) -> None:
+def test_a_missing_byte_is_refused_and_fields_of_a_later_version_are_left(
+    message: Message,
+) -> None:
     if isinstance(message, Ask | Said):  # JSON has no length of its own
         with pytest.raises(PeerFault):
             decode(encode(message)[:17])
         return
-    for data in (encode(message) + b"\0", encode(message)[:-1]):
-        with pytest.raises(PeerFault):
-            decode(data)
+    with pytest.raises(PeerFault):
+        decode(encode(message)[:-1])
+    assert decode(encode(message) + b"later") == message
 
 
-@pytest.mark.parametrize("data", [b"", b"\x01", b"\x01\x00", b"\x01\x09", b"\x01\x08\x00"])
+def test_a_message_of_a_later_version_is_unknown() -> None:
+    assert decode(b"\x02\x63abc") == Unknown(0x63, b"abc")
+    assert encode(Unknown(0x63, b"abc")) == b"\x02\x63abc"
+
+
+def test_reasons_and_kinds_of_items_of_a_later_version_do_no_harm() -> None:
+    later = Slot(99, ITEM.author)
+
+    assert decode(b"\x02\x08\x63") == Bye(Why.OTHER)
+    assert decode(encode(Want((later,)))) == Want((later,))
+    assert decode(encode(Items((replace(ITEM, kind=99),)))) == Items((replace(ITEM, kind=99),))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x02", b"\x02\x08", b"\x01\x09"])
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(PeerFault):
         decode(data)
 
 
 def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
-    with pytest.raises(PeerFault, match="protocol version 2; this node speaks 1") as caught:
-        decode(b"\x02\x01")
+    with pytest.raises(PeerFault, match="protocol version 3; this node speaks 2") as caught:
+        decode(b"\x03\x01")
     assert caught.value.hint
 
 

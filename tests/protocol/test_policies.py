@@ -1,18 +1,27 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from math import floor
+from unittest.mock import patch
 
 import pytest
 
 from meshllm.errors import ModelError, UserError
 from meshllm.names import Span
-from meshllm.protocol.plan import Ends, Links, Offer, Policy, Terms
-from meshllm.protocol.policies import make_plan
+from meshllm.protocol import policies
+from meshllm.protocol.advice import advise
+from meshllm.protocol.charter import Amendments, Term, merge
+from meshllm.protocol.choice import to_division
+from meshllm.protocol.division import token_time
+from meshllm.protocol.plan import Ends, Links, Offer, Terms
+from meshllm.protocol.policies import Policy, make_plan
+from meshllm.protocol.prediction import compare
+from meshllm.protocol.problem import pose
+from tests.protocol.meshes import World, charter, profile
 from tests.protocol.nodes import A, B, C, D, apart, model, node, offer, spans
 
 NEAR = Links()
-EXACT_POLICIES = [Policy.FASTEST, Policy.THROUGHPUT]
-POLICIES = [*EXACT_POLICIES, Policy.AUTO, Policy.PROPORTIONAL]
+EXACT_POLICIES = ["fastest", "throughput"]
+POLICIES = [*EXACT_POLICIES, "auto", "proportional"]
 
 
 def test_one_node_that_holds_all_is_the_ring() -> None:
@@ -69,7 +78,7 @@ def test_nodes_that_measure_nearly_alike_share_the_layers(
     offers = [offer(A, 35, ms=slower), offer(B, 35)]
 
     plan = make_plan(offers, apart({}, others=0), model(28), terms=TWO)
-    fastest = make_plan(offers, apart({}, others=0), model(28), terms=TWO, policy=Policy.FASTEST)
+    fastest = make_plan(offers, apart({}, others=0), model(28), terms=TWO, policy="fastest")
 
     layers = {stage.node: len(stage.span) for stage in plan.stages}
     assert [layers[A], layers[B]] == expected
@@ -136,7 +145,7 @@ def test_a_bound_that_unequal_layers_cannot_reach_decides_nothing() -> None:
 def test_throughput_has_the_fastest_slowest_stage() -> None:
     offers = [offer(A, 8, ms=1), offer(B, 8, ms=3)]
 
-    plan = make_plan(offers, apart({}, others=50), model(8), policy=Policy.THROUGHPUT)
+    plan = make_plan(offers, apart({}, others=50), model(8), policy="throughput")
 
     assert [len(stage.span) for stage in plan.stages if stage.node == A] == [6]
 
@@ -144,7 +153,7 @@ def test_throughput_has_the_fastest_slowest_stage() -> None:
 def test_throughput_counts_the_head_of_the_entry() -> None:
     offers = [offer(A, 8, head_ms=4), offer(B, 8)]
 
-    plan = make_plan(offers, NEAR, model(8), policy=Policy.THROUGHPUT, terms=Terms(entry=A))
+    plan = make_plan(offers, NEAR, model(8), policy="throughput", terms=Terms(entry=A))
 
     assert spans(plan) == {A: "0:2", B: "2:8"}
 
@@ -152,7 +161,7 @@ def test_throughput_counts_the_head_of_the_entry() -> None:
 def test_throughput_leaves_out_a_node_that_is_too_slow_for_one_layer() -> None:
     offers = [offer(A, 4), offer(B, 4), offer(C, 4, ms=10)]
 
-    plan = make_plan(offers, NEAR, model(4), policy=Policy.THROUGHPUT)
+    plan = make_plan(offers, NEAR, model(4), policy="throughput")
 
     assert spans(plan) == {A: "0:2", B: "2:4"}
 
@@ -162,7 +171,7 @@ def test_throughput_loosens_the_limit_until_whole_layers_fit() -> None:
     # that whole layers allow is 3 ms.
     offers = [offer(A, 4, ms=2), offer(B, 3, ms=2), offer(C, 6, ms=1)]
 
-    plan = make_plan(offers, NEAR, model(sizes=(240, 80, 80, 240)), policy=Policy.THROUGHPUT)
+    plan = make_plan(offers, NEAR, model(sizes=(240, 80, 80, 240)), policy="throughput")
 
     assert spans(plan) == {A: "0:1", C: "1:4"}
 
@@ -185,7 +194,7 @@ def test_proportional_repairs_what_algorithm_1_breaks(
 ) -> None:
     offers = [offer(node(at), memory) for at, memory in enumerate(memories)]
 
-    plan = make_plan(offers, NEAR, model(layers), policy=Policy.PROPORTIONAL)
+    plan = make_plan(offers, NEAR, model(layers), policy="proportional")
 
     assert [len(stage.span) for stage in plan.stages] == expected
 
@@ -221,15 +230,15 @@ def test_proportional_takes_the_first_entry_that_works() -> None:
     offers = [offer(A, 3.9), offer(B, 2), offer(C, 3.9)]
     shape = model(sizes=(80, 320), ends=0)
 
-    plan = make_plan([offer(A, 3), offer(B, 4)], NEAR, shape, policy=Policy.PROPORTIONAL)
+    plan = make_plan([offer(A, 3), offer(B, 4)], NEAR, shape, policy="proportional")
 
     assert spans(plan) == {A: "0:1", B: "1:2"}
     with pytest.raises(ModelError, match="lacks"):
-        make_plan(offers, NEAR, shape, policy=Policy.PROPORTIONAL)
+        make_plan(offers, NEAR, shape, policy="proportional")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_entry_has_less_room_for_the_ends(policy: Policy) -> None:
+def test_the_entry_has_less_room_for_the_ends(policy: str) -> None:
     offers = [offer(A, 4), offer(B, 4)]
 
     plan = make_plan(
@@ -241,7 +250,7 @@ def test_the_entry_has_less_room_for_the_ends(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_client_holds_the_ends_and_no_layer(policy: Policy) -> None:
+def test_a_client_holds_the_ends_and_no_layer(policy: str) -> None:
     offers = [offer(A, 1), offer(B, 8), offer(C, 8)]
     terms = Terms(ends=Ends.CLIENT, entry=A, members=3)
 
@@ -252,7 +261,7 @@ def test_a_client_holds_the_ends_and_no_layer(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_caches_of_all_sessions_take_room(policy: Policy) -> None:
+def test_caches_of_all_sessions_take_room(policy: str) -> None:
     # A layer of 80 bytes with 10 tokens of 4 bytes in 2 sessions takes 160, and growing one of them
     # 40 more: two fit into 360.
     offers = [replace(offer(each, 0), memory_bytes=360 * 100 // 80) for each in (A, B)]
@@ -263,7 +272,7 @@ def test_caches_of_all_sessions_take_room(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_large_layers_count_by_their_own_bytes(policy: Policy) -> None:
+def test_large_layers_count_by_their_own_bytes(policy: str) -> None:
     offers = [offer(A, 5), offer(B, 5)]
 
     plan = make_plan(offers, NEAR, model(sizes=(80, 80, 80, 160, 240, 160)), policy=policy)
@@ -272,7 +281,7 @@ def test_large_layers_count_by_their_own_bytes(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_terms_bind_every_policy(policy: Policy) -> None:
+def test_terms_bind_every_policy(policy: str) -> None:
     offers = [offer(at, 9) for at in (A, B, C, D)]
     memory = {B: 100, C: 200, D: 300}
     terms = Terms(exclude=[A], prefer=[C, node(9)], entry=B, members=3, memory=memory)
@@ -299,7 +308,7 @@ def test_a_preferred_node_without_room_for_a_layer_stands_by() -> None:
 
 
 @pytest.mark.parametrize("policy", EXACT_POLICIES)
-def test_a_bound_span_stays_where_it_is(policy: Policy) -> None:
+def test_a_bound_span_stays_where_it_is(policy: str) -> None:
     offers = [offer(at, 9) for at in (A, B, C)]
 
     plan = make_plan(offers, NEAR, model(6), policy=policy, terms=Terms(spans={B: Span(2, 3)}))
@@ -371,7 +380,7 @@ GIB = 1 << 30
 )
 @pytest.mark.parametrize("policy", EXACT_POLICIES)
 def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(
-    policy: Policy, memories: list[float], terms: Terms, message: str
+    policy: str, memories: list[float], terms: Terms, message: str
 ) -> None:
     names = [A, B, C]
     offers = [offer(at, memory * GIB / 80) for at, memory in zip(names, memories, strict=False)]
@@ -416,7 +425,7 @@ def test_proportional_takes_no_bound_spans() -> None:
             [offer(A, 9)],
             NEAR,
             model(4),
-            policy=Policy.PROPORTIONAL,
+            policy="proportional",
             terms=Terms(spans={A: Span(0, 4)}),
         )
 
@@ -476,7 +485,7 @@ def test_many_nodes_stay_within_one_site(count: int) -> None:
 def test_throughput_takes_the_fastest_of_many_nodes() -> None:
     offers, links = two_sites(20)
 
-    plan = make_plan(offers, links, model(4), policy=Policy.THROUGHPUT)
+    plan = make_plan(offers, links, model(4), policy="throughput")
 
     assert [stage.node[-1] % 5 for stage in plan.stages] == [0] * 4
 
@@ -509,3 +518,52 @@ def test_a_client_plans_with_many_nodes(members: int | None) -> None:
     assert plan.stages[0].node == node(0)
     assert plan.rank(node(1)) is not None
     assert len(plan.stages) == members or members is None
+
+
+def test_an_objective_in_the_table_is_all_that_a_policy_needs() -> None:
+    offers = [offer(node, 4) for node in (A, B, C)]
+    most = Policy(lambda _, division: 99 - len(division.order))
+
+    with patch.dict(policies.POLICIES, {"widest": most}):
+        plan = make_plan(offers, NEAR, model(4), policy="widest")
+        agreed = replace(charter(), policy="widest")
+        world = World({A: profile(4), B: profile(4)}, agreed)
+        agreement = world.follow(world.agree()).agree()
+        compared = [each.policy for each in compare(offers, NEAR, model(4))]
+        asked = merge(charter(), {A: Amendments((Term("policy", 1, "widest"),))})
+        advice = advise(agreement)
+
+    assert len(plan.stages) == 3
+    assert agreement.plan is not None
+    assert len(agreement.plan.stages) == 2
+    assert "`--policy widest`" in advice
+    assert compared == ["auto", "fastest", "throughput", "proportional", "widest"]
+    assert (asked.policy, asked.obstacle) == ("widest", "")
+
+
+def test_shares_in_proportion_are_what_proportional_makes_small() -> None:
+    offers = [offer(A, 3), offer(B, 9), offer(C, 4, ms=9)]
+    problem = pose(offers, NEAR, model(8), Terms())
+    objective = policies.POLICIES["proportional"].objective
+
+    even, other = (
+        objective(problem, to_division(problem, make_plan(offers, NEAR, model(8), policy=name)))
+        for name in ("proportional", "throughput")
+    )
+
+    assert 0 <= even < other
+
+
+def test_a_policy_without_a_ring_finds_none() -> None:
+    with (
+        patch.dict(policies.POLICIES, {"widest": Policy(token_time)}),
+        pytest.raises(ModelError),
+    ):
+        make_plan([offer(A, 1)], NEAR, model(4), policy="widest")
+
+
+def test_an_unknown_policy_is_refused_with_the_names_of_the_others() -> None:
+    with pytest.raises(UserError, match="Unknown policy `greenest`") as caught:
+        make_plan([offer(A, 9)], NEAR, model(4), policy="greenest")
+
+    assert caught.value.hint == "one of `auto`, `fastest`, `throughput`, `proportional`"

@@ -18,6 +18,7 @@ from meshllm.protocol.records import (
     MAX_LABEL_BYTES,
     MAX_LAYERS,
     MAX_MEMBERS,
+    MAX_OBSTACLE_BYTES,
     MAX_PLAN_BYTES,
     MAX_ROUND_TRIP_US,
     Lifecycle,
@@ -50,10 +51,21 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("record", [PROFILE, State(links=((A, 9),), followed=b"plan")])
-def test_one_byte_more_or_less_is_refused(record: Profile | State) -> None:
-    for data in (record.encode() + b"\0", record.encode()[:-1]):
-        with pytest.raises(PeerFault):
-            record.decode(data)
+def test_fields_of_a_later_version_are_left_and_a_missing_one_is_refused(
+    record: Profile | State,
+) -> None:
+    assert record.decode(b"\x02" + record.encode()[1:] + b"later") == record
+
+    with pytest.raises(PeerFault):
+        record.decode(record.encode()[:-1])
+
+
+@pytest.mark.parametrize("code", [0, 4, 255])
+def test_a_lifecycle_of_a_later_version_is_another_one(code: int) -> None:
+    data = bytearray(State().encode())
+    data[1] = code
+
+    assert State.decode(bytes(data)).lifecycle is Lifecycle.OTHER
 
 
 @pytest.mark.parametrize(
@@ -101,16 +113,17 @@ def test_a_span_from_above_to_below_is_refused() -> None:
         State(links=((A, 1),) * (MAX_MEMBERS + 1)),
         State(links=((A, MAX_ROUND_TRIP_US + 1),)),
         State(followed=bytes(MAX_PLAN_BYTES + 1)),
+        State(obstacle="o" * (MAX_OBSTACLE_BYTES + 1)),
     ],
-    ids=["links", "round trip", "plan"],
+    ids=["links", "round trip", "plan", "obstacle"],
 )
 def test_a_state_beyond_a_limit_is_refused(state: State) -> None:
     with pytest.raises(PeerFault):
         State.decode(state.encode())
 
 
-@pytest.mark.parametrize(("place", "value"), [(1, 0), (1, 4), (2, 2), (3, 2)])
-def test_a_code_that_is_not_known_is_refused(place: int, value: int) -> None:
+@pytest.mark.parametrize(("place", "value"), [(2, 2), (3, 2)])
+def test_a_flag_that_is_none_is_refused(place: int, value: int) -> None:
     data = bytearray(State().encode())
     data[place] = value
 

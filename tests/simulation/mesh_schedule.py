@@ -4,9 +4,9 @@
 
 A schedule starts some nodes and lets them fail in every way for a while: they crash with and
 without a word, pause, leave, come back (also with a lost count), lose links, are cut off in one
-direction or both, hear things twice and late, see the time of day jump, and remove each other. Then
-the network heals, and within `BOUND` seconds all living nodes must know the same, be linked to each
-other and name nobody else.
+direction or both, hear things twice and late, see the time of day jump, change the charter at the
+same time, and remove each other. Then the network heals, and within `BOUND` seconds all living
+nodes must know the same, be linked to each other and name nobody else.
 """
 
 import argparse
@@ -67,6 +67,7 @@ class Schedule:
             self._lose,
             self._jump,
             self._charter,
+            self._rivals,
             self._publish,
             self._remove,
         )
@@ -116,6 +117,11 @@ class Schedule:
     def _charter(self, node: Node) -> None:
         if not node.is_paused:
             self.world.charter(node)
+
+    def _rivals(self, _: Node) -> None:
+        """Let two nodes change two terms at the same time."""
+        nodes = [node for node in self.world.living if not node.is_paused]
+        self.world.charter(*self.random.sample(nodes, min(2, len(nodes))))
 
     def _publish(self, node: Node) -> None:
         if not node.is_paused:

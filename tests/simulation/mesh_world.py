@@ -5,11 +5,12 @@ Every message goes through the codec.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from heapq import heappop, heappush
 from itertools import combinations, count
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 from blake3 import blake3
@@ -26,6 +27,12 @@ from meshllm.protocol.plan import Shape
 from meshllm.protocol.records import DIGEST_PART_BYTES, ENDS, Lifecycle, Profile, State
 
 MOST = 6  # nodes
+TERMS: dict[str, tuple[Any, ...]] = {
+    "sessions": (1, 2),
+    "members": (None, 1, 2, 3),
+    "policy": ("auto", "throughput"),
+}
+"""What nodes change in the charter."""
 START_S = 1_800_000_000.0  # time of day
 DIAL_S = 10.0  # s after which a dial that nobody answers is given up
 SHAPE = Shape("toy", (100,) * 4, (1,) * 4, 10, 10, tied=False, hidden_size=8, itemsize=4, context=8)
@@ -111,7 +118,8 @@ class World:
         self.nodes: dict[int, Node] = {}
         self.counts: dict[int, int] = {}
         """The incarnation that each state folder remembers."""
-        self.version = 0
+        self.wishes: dict[str, list[tuple[Node, object]]] = {}
+        """Who changed a term of the charter, and to what."""
         self._on_changed = on_changed or (lambda *_: None)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -190,11 +198,20 @@ class World:
         removal = remove(key, credential.mesh, member(victim)[0].node, int(START_S), spared)
         self.act(node, node.mesh.remove(removal, self.now))
 
-    def charter(self, node: Node) -> None:
-        self.version += self.random.randint(0, 1)  # now and then two of one version
-        sessions = self.random.randint(1, 2)
-        charter = Charter(self.version, SHAPE, DType.FLOAT32, CONFIG, sessions=sessions)
-        self.act(node, node.mesh.publish(charter=charter, now=self.now))
+    def charter(self, *nodes: Node) -> None:
+        """Let nodes change a term each, at the same time; the founder writes the first charter."""
+        terms = self.random.sample(sorted(TERMS), len(nodes))
+        for node, name in zip(nodes, terms, strict=True):
+            charter = node.mesh.charter
+            if charter is None and node.number == 0:
+                charter = Charter(1, SHAPE, DType.FLOAT32, CONFIG)
+            if charter is not None:
+                value = self.random.choice(
+                    [at for at in TERMS[name] if at != getattr(charter, name)]
+                )
+                self.wishes.setdefault(name, []).append((node, value))
+                wanted = replace(charter, **{name: value})
+                self.act(node, node.mesh.publish(charter=wanted, now=self.now))
 
     # The driver of every node
 
@@ -342,6 +359,16 @@ def disagreement(world: World) -> str | None:
             return f"nodes {one.number} and {other.number} each have a link of their own"
         if known(one, here) != known(other, here):
             return f"nodes {one.number} and {other.number} do not know the same"
+    return lost_term(world)
+
+
+def lost_term(world: World) -> str | None:
+    """Name a term of the charter that one node alone changed, and that is not as it wrote it."""
+    for name, wishes in world.wishes.items():
+        node, value = wishes[0]
+        is_alone = len(wishes) == 1 and node in world.members
+        if is_alone and getattr(node.mesh.charter, name) != value:
+            return f"node {node.number} alone changed `{name}`, which is not {value}"
     return None
 
 

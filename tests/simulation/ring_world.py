@@ -33,6 +33,7 @@ from meshllm.protocol.messages import (
     Hello,
     SessionMessage,
     Spent,
+    Unknown,
 )
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.shelf import Base, Shelf
@@ -289,7 +290,7 @@ class Simulation:
 
     def deliver(self, rank: int, wire: bytes) -> None:
         message = decode(wire)
-        assert not isinstance(message, Hello | Beat)
+        assert not isinstance(message, Hello | Beat | Unknown)
         if self.weather.poison:
             message = self.poisoned(message)
         if rank == 0:

@@ -3,19 +3,29 @@
 The mutants at the end show that these tests can fail.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 
+from meshllm.names import NodeId
 from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
+from meshllm.protocol.charter import Amendments, Charter, in_force
+from meshllm.protocol.messages import DType
 from meshllm.protocol.presence import BEAT, SILENCE
 from meshllm.protocol.records import State
 from tests.simulation.mesh_schedule import Schedule
-from tests.simulation.mesh_world import Node, World, disagreement, remembered_signatures
+from tests.simulation.mesh_world import (
+    CONFIG,
+    SHAPE,
+    Node,
+    World,
+    disagreement,
+    remembered_signatures,
+)
 
 BLOCKS, BLOCK = 10, 190  # schedules of the gate, in parts that run side by side
 ON_THE_WAY = 0.3  # s: what was sent before, what is told after, and the gap between two tellings
@@ -100,8 +110,11 @@ def test_all_living_nodes_come_to_follow_the_same_plan() -> None:
 def start_with_charter(world: World) -> None:
     if 0 not in world.nodes:
         world.start(0)
-    world.version += 1
     world.charter(world.nodes[0])
+
+
+def toy_charter() -> Charter:
+    return Charter(1, SHAPE, DType.FLOAT32, CONFIG)
 
 
 def followed(node: Node) -> bytes:
@@ -164,6 +177,32 @@ def test_halves_of_a_mesh_that_parted_for_an_hour_find_each_other() -> None:
     assert disagreement(world) is None
 
 
+def newest(amendments: Mapping[NodeId, Amendments]) -> dict[NodeId, Amendments]:
+    """Keep what was changed last, as if a charter were one register."""
+    last = max(amendments, key=lambda node: (amendments[node].version, node), default=None)
+    return {last: amendments[last]} if last else {}
+
+
+def test_halves_of_a_mesh_that_amend_the_charter_keep_the_terms_of_both() -> None:
+    world = settled(4)
+    world.act(world.nodes[0], world.nodes[0].mesh.publish(charter=toy_charter(), now=world.now))
+    world.run(2)
+
+    world.network.loss |= {(a, b): 1.0 for a in range(4) for b in range(4) if (a < 2) != (b < 2)}
+    for number, changes in ((1, {"members": 3}), (2, {"policy": "throughput"})):
+        mesh = world.nodes[number].mesh
+        assert mesh.charter is not None
+        wanted = replace(mesh.charter, **changes)
+        world.act(world.nodes[number], mesh.publish(charter=wanted, now=world.now))
+    world.run(5)
+    world.network.loss.clear()
+    world.run(60)
+
+    wanted = replace(toy_charter(), members=3, policy="throughput")
+    assert [node.mesh.charter for node in world.living] == [wanted] * 4
+    assert disagreement(world) is None
+
+
 @pytest.mark.parametrize(
     "mutant",
     [
@@ -172,8 +211,9 @@ def test_halves_of_a_mesh_that_parted_for_an_hour_find_each_other() -> None:
         ("meshllm.protocol.exchange.Exchange._recount", lambda *_: None),
         ("meshllm.protocol.presence.SILENCE", 1e9),
         ("meshllm.protocol.dialling.Dialling.want", lambda *_: None),
+        ("meshllm.protocol.charter.in_force", lambda at: in_force(newest(at))),
     ],
-    ids=["no summaries", "no order", "no recount", "no silence", "no dials"],
+    ids=["no summaries", "no order", "no recount", "no silence", "no dials", "no merging"],
 )
 def test_a_broken_machine_is_found(mutant: tuple[str, object]) -> None:
     with patch(*mutant), patch("tests.simulation.mesh_schedule.BOUND", 30):
