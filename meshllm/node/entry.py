@@ -242,7 +242,7 @@ class EntryNode:
         if isinstance(message, Data) and not message.flags & Flags.PREFILL:
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
             is_lone = message.rows == 1 and self.sessions == 1
-            if is_lone and self._head and self._head.control.asks():
+            if is_lone and self._neighbours.helps and self._head and self._head.control.asks():
                 generation.asked = LogitsRequest(message.gen, message.pos)
                 action = Forward(replace(message, flags=message.flags | Flags.HELP))
         self._neighbours.forward(action)

@@ -12,6 +12,7 @@ from meshllm.names import SessionId, WireMode
 from meshllm.node.wire import sealed
 from meshllm.protocol.blob import SessionKey, session_key
 from meshllm.protocol.compression import Compression
+from meshllm.protocol.handshake import Features
 from meshllm.protocol.messages import Blob
 
 
@@ -25,6 +26,10 @@ class Way(Protocol):
     @property
     def bytes_per_s(self) -> float | None:
         """Rate of the link; None where nobody knows it."""
+
+    @property
+    def features(self) -> Features:
+        """What the next rank understands."""
 
 
 def settle(mode: WireMode, config: Any, dtype: torch.dtype) -> WireMode:
@@ -67,13 +72,16 @@ class Outgoing:
         """Return the lane of a session, the same each time."""
         round_trip_us = self._way.round_trip_us if self._way else 0
         is_int8 = self._compression.is_int8(session, round_trip_us, self._rate)
-        return Lane(session_key(session), is_int8, self)
+        return Lane(session_key(session), is_int8 and self._knows(Features.INT8), self)
 
     def packs(self, size: int, compute_us: int, *, is_step: bool) -> bool:
         """Note rows that took so long to compute; tell whether so many bytes are packed."""
         self._compression.note(compute_us, size, self._rate, is_step=is_step)
-        return self._compression.packs(size)
+        return self._compression.packs(size) and self._knows(Features.PACKED)
 
     @property
     def _rate(self) -> float | None:
         return self._way.bytes_per_s if self._way else None
+
+    def _knows(self, feature: Features) -> bool:
+        return self._way is None or bool(self._way.features & feature)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import assert_never
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
+from meshllm.node.secure import SecureLink
 from meshllm.protocol.codec import decode, encode
+from meshllm.protocol.handshake import ALL_FEATURES, Features
 from meshllm.protocol.link import BEAT, Action, Deliver, Link, Lost, Send
 from meshllm.protocol.messages import Beat, Forward, Message, SessionMessage
 from meshllm.transport import contract
@@ -38,6 +40,11 @@ class Peer:
     def bytes_per_s(self) -> float | None:
         """Rate of the way to the neighbour; None where the transport does not know it."""
         return self._link.statistics.bytes_per_s
+
+    @property
+    def features(self) -> Features:
+        """What the neighbour understands; all of it where it is of this process."""
+        return self._link.features if isinstance(self._link, SecureLink) else ALL_FEATURES
 
     @property
     def is_waiting(self) -> bool:
@@ -173,6 +180,16 @@ class Neighbours:
     def bytes_per_s(self) -> float | None:
         """Rate of the way to the rank after; None where the transport does not know it."""
         return self._after.bytes_per_s
+
+    @property
+    def features(self) -> Features:
+        """What the rank after understands."""
+        return self._after.features
+
+    @property
+    def helps(self) -> bool:
+        """Whether the last rank, which comes before, knows how to help with the logits."""
+        return bool(self._before.features & Features.HELP)
 
     @property
     def is_waiting(self) -> bool:

@@ -29,7 +29,7 @@ from meshllm.protocol.handshake import (
     State,
 )
 from meshllm.protocol.ticket import TicketProof
-from meshllm.protocol.transcript import Fresh
+from meshllm.protocol.transcript import Fresh, OtherVersion
 from meshllm.transport.contract import (
     MAX_MESSAGE_BYTES,
     Buffer,
@@ -80,6 +80,8 @@ class SecureLink:
         """By what the peer is a member."""
         self.granted = known.granted
         """By what this node is a member from now on, if it dialled with a ticket."""
+        self.features = known.features
+        """What the peer understands, and may be sent."""
         self.address = ""
         """Where it was dialled; empty where the other end dialled."""
         self._link = link
@@ -208,7 +210,13 @@ async def secure_accept(link: Link, own: Own, doorkeeper: Doorkeeper) -> SecureL
             channel, message = await link.receive()
             if channel is not Channel.CONTROL:
                 raise _early(message)
-            for action in listener.receive(bytes(message)):
+            try:
+                actions = listener.receive(bytes(message))
+            except OtherVersion as other:
+                if other.answer:
+                    await link.send([other.answer], Channel.CONTROL)
+                raise
+            for action in actions:
                 match action:
                     case Send(answer):
                         await link.send([answer], Channel.CONTROL)

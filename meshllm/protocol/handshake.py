@@ -7,8 +7,8 @@ The dialer speaks first; after the fourth message both hold the keys of the link
 ::
 
     1  D > L   version, X25519 key, nonce, MAC under the pre-shared key
-    2  L > D   version, X25519 key, nonce, {node, signature}
-    3  D > L   {node, signature, purpose, instance, proof}
+    2  L > D   version, X25519 key, nonce, {node, signature, capabilities}
+    3  D > L   {node, signature, purpose, instance, capabilities, proof}
     4  L > D   {why not} or {welcome: instance, credential, and a new one for a ticket}
 
     Dialer    START -start-> HAILED -2-> PROVEN -4-> OPEN
@@ -23,7 +23,12 @@ secret and the pre-shared key, over the hash of all that was said, labelled with
 Ed25519 signatures are over that hash and label too. A message that was replayed, taken from another
 link or returned to its sender, or that answers a changed one, opens under no key and is a fault;
 the keys of the link cover all four. A low-order X25519 point yields no secret and is refused
-(RFC 7748, 6.1). The version is the first byte, and there is nothing else to negotiate or downgrade.
+(RFC 7748, 6.1).
+
+The first byte is the major version. Who knows the pre-shared key and speaks another is told ours,
+and both ends say so. Within one major version each side says what it understands: the minor version
+and its `Features`, sealed and signed like all else, so that nobody in between can take one away. A
+side is never sent what it did not declare. Fields behind those that are known are not read.
 
 Who learns what, in this order. A stranger to the pre-shared keys, as one whose ticket is over, gets
 no byte: its first message bears no MAC that fits, and the listener hangs up. Who repeats the first
@@ -40,13 +45,14 @@ member, in the role of a node.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import Enum, IntEnum, IntFlag, auto
 from struct import Struct
 
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import MeshId, NodeId
 from meshllm.protocol.credential import Credential, Removals, Role, check
 from meshllm.protocol.identity import NodeKey, short
+from meshllm.protocol.messages import PROTOCOL_MINOR
 from meshllm.protocol.ticket import Ticket, TicketProof
 from meshllm.protocol.transcript import HAIL_BYTES, Fresh, Keys, Transcript
 
@@ -54,9 +60,10 @@ PRE_AUTH_BYTES = 64 * 1024  # that one side hears; an honest handshake takes les
 PRE_AUTH_S = 10.0  # three round trips of the slowest link, and a busy machine
 MAX_REFUSAL = 512  # bytes of UTF-8; a longer line is cut
 
-_CLAIM = Struct("<B Q B")  # purpose, instance, kind of proof; and a credential or
+_CAPABLE = Struct("<B Q")  # minor version, features
+_CLAIM = Struct("<B Q B Q B H")  # purpose, instance, capabilities, kind and length of the proof
 _TICKET = Struct("<B 32s")  # role, MAC
-_ANSWER = Struct("<B Q H")  # welcome, instance, length of a credential; and it, and a new one
+_ANSWER = Struct("<B Q H H")  # welcome, instance, lengths of a credential and of a new one
 _ROLES = tuple(Role)
 _REFUSED, _WELCOME = 0, 1
 _BY_CREDENTIAL, _BY_TICKET = 0, 1
@@ -69,6 +76,20 @@ class Purpose(IntEnum):
     """Gossip and requests."""
     RING = 2
     """Hidden states of one plan."""
+
+
+class Features(IntFlag):
+    """Optional parts of the protocol that a side understands; bits that are not known stay."""
+
+    HELP = auto()
+    """The last rank sends its part of the logits to the entry."""
+    INT8 = auto()
+    """Hidden states in 8 bits."""
+    PACKED = auto()
+    """Hidden states in fewer bytes, without loss."""
+
+
+ALL_FEATURES = ~Features(0)
 
 
 class State(Enum):
@@ -101,6 +122,8 @@ class Own:
     """Counts the starts of this node; another number is another process."""
     proof: Credential | Ticket
     """By what it is a member, or is to become one; who listens is one."""
+    features: Features = ALL_FEATURES
+    """What it understands."""
 
     @property
     def psk(self) -> bytes:
@@ -123,6 +146,7 @@ class Judge:
     proof: Credential | TicketProof
     instance: int
     purpose: Purpose
+    features: Features
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +161,8 @@ class Established:
     """By what the peer is a member."""
     granted: Credential | None
     """By what the dialer is a member from now on, where it came with a ticket."""
+    features: Features
+    """What the peer understands."""
     keys: Keys
 
 
@@ -162,6 +188,7 @@ class Dialer:
         self._transcript = Transcript(own.psk, fresh)
         self._heard = 0
         self._peer = NodeId(b"")
+        self._features = Features(0)
 
     def start(self) -> list[Send | Established]:
         """Begin, once the connection stands."""
@@ -189,14 +216,16 @@ class Dialer:
         transcript = self._transcript
         transcript.agree(transcript.add(message[:HAIL_BYTES]))
         self._peer, words = transcript.recognise("listener", message[HAIL_BYTES:])
-        if words:
-            raise PeerFault(f"Identity with {len(words)} trailing bytes")
+        if len(words) < _CAPABLE.size:
+            raise PeerFault(f"Capabilities of {len(words)} bytes; they take {_CAPABLE.size}")
+        self._features = Features(_CAPABLE.unpack_from(words)[1])
         if self._expect is not None and self._expect != self._peer:
             raise NotAuthorised(
                 f"Node `{short(self._peer)}` answered where `{short(self._expect)}` was expected"
             )
         kind, proof = self._proof()
-        words = _CLAIM.pack(self._purpose, self._own.instance, kind) + proof
+        capable = PROTOCOL_MINOR, self._own.features
+        words = _CLAIM.pack(self._purpose, self._own.instance, *capable, kind, len(proof)) + proof
         return Send(transcript.identify("dialer", self._own.key, words))
 
     def _proof(self) -> tuple[int, bytes]:
@@ -213,16 +242,19 @@ class Dialer:
             )
         if len(answer) < _ANSWER.size or answer[0] != _WELCOME:
             raise PeerFault(f"Answer of {len(answer)} bytes that is no welcome")
-        _, instance, length = _ANSWER.unpack_from(answer)
-        credential = Credential.decode(answer[_ANSWER.size :][:length])
+        _, instance, length, new = _ANSWER.unpack_from(answer)
+        shown, rest = answer[_ANSWER.size :][:length], answer[_ANSWER.size :][length:]
+        credential = Credential.decode(shown)
         proof = self._own.proof
         mesh = proof.mesh if isinstance(proof, Credential) else credential.mesh
         role = self._check(credential, self._peer, mesh)
-        granted = self._granted(answer[_ANSWER.size :][length:], mesh)
+        granted = self._granted(rest[:new], mesh)
         if role is not Role.NODE:
             raise NotAuthorised(f"Node `{short(self._peer)}` is a client, which admits nobody")
         keys = self._transcript.keys("dialer", "listener")
-        return Established(self._peer, role, instance, self._purpose, credential, granted, keys)
+        return Established(
+            self._peer, role, instance, self._purpose, credential, granted, self._features, keys
+        )
 
     def _granted(self, encoded: bytes, mesh: MeshId) -> Credential | None:
         if isinstance(self._own.proof, Credential):
@@ -281,8 +313,8 @@ class Listener:
         self.state = State.OPEN
         own = self._credential.encode()
         granted = None if isinstance(judged.proof, Credential) else credential
-        words = _ANSWER.pack(_WELCOME, self._own.instance, len(own)) + own
-        words += b"" if granted is None else granted.encode()
+        new = b"" if granted is None else granted.encode()
+        words = _ANSWER.pack(_WELCOME, self._own.instance, len(own), len(new)) + own + new
         welcome = Send(self._transcript.seal("listener", words))
         established = Established(
             judged.peer,
@@ -291,6 +323,7 @@ class Listener:
             judged.purpose,
             credential,
             granted,
+            judged.features,
             self._transcript.keys("listener", "dialer"),
         )
         return welcome, established
@@ -307,18 +340,19 @@ class Listener:
         transcript.check_first(message, self._guests)
         hail = transcript.add(transcript.hail)
         transcript.agree(message[:HAIL_BYTES])
-        return Send(hail + transcript.identify("listener", self._own.key, b""))
+        words = _CAPABLE.pack(PROTOCOL_MINOR, self._own.features)
+        return Send(hail + transcript.identify("listener", self._own.key, words))
 
     def _ask(self, message: bytes) -> Judge:
         said = self._transcript.digest
         peer, words = self._transcript.recognise("dialer", message)
         if len(words) < _CLAIM.size:
             raise PeerFault(f"Claim of {len(words)} bytes; it takes {_CLAIM.size}")
-        purpose, instance, kind = _CLAIM.unpack_from(words)
+        purpose, instance, _, features, kind, length = _CLAIM.unpack_from(words)
         if purpose not in set(Purpose):
             raise PeerFault(f"Link for unknown purpose {purpose}")
-        proof = _read_proof(kind, words[_CLAIM.size :], said + peer)
-        self._judged = Judge(peer, proof, instance, Purpose(purpose))
+        proof = _read_proof(kind, words[_CLAIM.size :][:length], said + peer)
+        self._judged = Judge(peer, proof, instance, Purpose(purpose), Features(features))
         return self._judged
 
 

@@ -22,7 +22,8 @@ from meshllm.names import NodeId
 from meshllm.protocol.cipher import derive
 from meshllm.protocol.identity import NodeKey, verify
 
-VERSION = 1
+VERSION = 2
+"""The major version of the protocol, and the first byte that each side says."""
 CHANNELS = 2  # of a link; each direction of each has a key
 
 Side = Literal["dialer", "listener"]
@@ -54,6 +55,18 @@ class Keys:
     incoming: tuple[bytes, ...] = field(repr=False)
 
 
+class OtherVersion(PeerFault):
+    """The other side speaks another major version of the protocol."""
+
+    def __init__(self, version: str, *, is_known: bool) -> None:
+        super().__init__(
+            f"The peer speaks protocol version `{version}`, this node `{VERSION:02x}`",
+            hint="update meshllm on the one with the lower version",
+        )
+        self.answer = bytes([VERSION]) if is_known else b""
+        """What tells it to the other side; nothing for a stranger."""
+
+
 class Transcript:
     """One side's view of a handshake, under a pre-shared key: the mesh id, or that of a ticket."""
 
@@ -77,16 +90,19 @@ class Transcript:
             PeerFault: it is none.
             NotAuthorised: it is under no such key.
         """
-        _check_version(message)
+        # In every version the MAC is at the end, and over all that is before it.
+        hail, mac = message[:-_MAC_BYTES], message[-_MAC_BYTES:]
+        keys = (psk for psk in chain((self._psk,), others) if _fits(psk, hail, mac))
+        psk = next(keys, None)
+        _check_version(message, is_known=psk is not None)
         if len(message) != FIRST_BYTES:
             raise PeerFault(f"First message of {len(message)} bytes; it takes {FIRST_BYTES}")
-        hail, mac = message[:HAIL_BYTES], message[HAIL_BYTES:]
-        for psk in chain((self._psk,), others):
-            if hmac.compare_digest(_mac(psk, hail), mac):
-                self._psk, self.digest = psk, _first_digest(psk)
-                self.add(message)
-                return
-        raise NotAuthorised("The dialer does not know this mesh, and has no ticket that is open")
+        if psk is None:
+            raise NotAuthorised(
+                "The dialer does not know this mesh, and has no ticket that is open"
+            )
+        self._psk, self.digest = psk, _first_digest(psk)
+        self.add(message)
 
     def add(self, message: bytes) -> bytes:
         """Take what one of the sides said, and return it."""
@@ -157,13 +173,14 @@ def _mac(psk: bytes, hail: bytes) -> bytes:
     return hmac.digest(psk, b"meshllm dialer hail 1" + hail, "sha256")
 
 
+def _fits(psk: bytes, hail: bytes, mac: bytes) -> bool:
+    return hmac.compare_digest(_mac(psk, hail), mac)
+
+
 def _signed(side: Side, said: bytes, node: NodeId, words: bytes) -> bytes:
     return b"meshllm " + side.encode() + b" identity 1" + said + node + words
 
 
-def _check_version(message: bytes) -> None:
+def _check_version(message: bytes, *, is_known: bool = False) -> None:
     if message[:1] != bytes([VERSION]):
-        raise PeerFault(
-            f"Handshake of version `{message[:1].hex()}`; this node speaks `{VERSION:02x}`",
-            hint="run the same version of meshllm on every node",
-        )
+        raise OtherVersion(message[:1].hex(), is_known=is_known)

@@ -8,6 +8,7 @@ import torch
 
 from meshllm.names import SessionId, WireMode
 from meshllm.node.outgoing import Outgoing, settle
+from meshllm.protocol.handshake import ALL_FEATURES, Features
 from meshllm.protocol.messages import DType
 from meshllm.testing.models import tiny_model
 
@@ -22,6 +23,7 @@ class Known:
 
     round_trip_us: int = 20_000
     bytes_per_s: float | None = 10 * MBIT
+    features: Features = ALL_FEATURES
 
 
 def session(number: int) -> SessionId:
@@ -81,6 +83,15 @@ def test_who_asks_for_plain_or_8_bits_gets_nothing_packed(mode: WireMode) -> Non
     outgoing = Outgoing(mode, Known(bytes_per_s=MBIT))
 
     assert sent_as(outgoing, 256) is not DType.BFLOAT16_PACKED
+
+
+@pytest.mark.parametrize("mode", [WireMode.EXACT, WireMode.INT8])
+def test_rows_go_plain_to_a_rank_that_understands_nothing_else(mode: WireMode) -> None:
+    knows = Outgoing(mode, Known(bytes_per_s=MBIT))
+    does_not = Outgoing(mode, Known(bytes_per_s=MBIT, features=Features(0)))
+
+    assert sent_as(knows, 256) in {DType.BFLOAT16_PACKED, DType.BFLOAT16_INT8}
+    assert sent_as(does_not, 256) is DType.BFLOAT16
 
 
 def test_steps_go_by_the_rate_at_which_a_prompt_left() -> None:

@@ -24,6 +24,9 @@ SALT = bytes(range(100, 116))
 SECRET = bytes(range(200, 216))
 PSK_LABEL = b"meshllm ticket psk 1"
 PURPOSE = 1
+VERSION = 2
+MINOR, FEATURES = 0, 7
+CAPABLE = bytes([MINOR]) + FEATURES.to_bytes(8, "little")
 EXPIRES_S = 1_900_000_000
 REFUSAL = "The ticket has expired"
 REKEY_MESSAGES = 65536
@@ -69,7 +72,7 @@ class Talk:
         return message
 
     def hail(self, side: str) -> bytes:
-        return b"\1" + self.points[side] + NONCES[side]
+        return bytes([VERSION]) + self.points[side] + NONCES[side]
 
     def key(self, label: str) -> bytes:
         return hkdf(self.secret, self.digest, f"meshllm {label} 1")
@@ -88,19 +91,22 @@ def talk(proof: str, *, refused: bool = False) -> dict[str, Any]:
     said = Talk(psk)
     mac = hmac.digest(psk, b"meshllm dialer hail 1" + said.hail("dialer"), "sha256")
     first = said.say(said.hail("dialer") + mac)
-    second = said.say(said.hail("listener")) + said.identify("listener", b"")
+    second = said.say(said.hail("listener")) + said.identify("listener", CAPABLE)
 
-    claim = bytes([PURPOSE]) + INSTANCES["dialer"].to_bytes(8, "little")
     if proof == "credential":
-        claim += b"\0" + granted()
+        kind, shown = b"\0", granted()
     else:
         context = said.digest + public("dialer")
-        claim += b"\1\0" + hmac.digest(SECRET, b"meshllm ticket 1\0" + context, "sha256")
+        mac = hmac.digest(SECRET, b"meshllm ticket 1\0" + context, "sha256")
+        kind, shown = b"\1", b"\0" + mac
+    claim = bytes([PURPOSE]) + INSTANCES["dialer"].to_bytes(8, "little") + CAPABLE
+    claim += kind + len(shown).to_bytes(2, "little") + shown
     third = said.identify("dialer", claim)
 
     own = mesh() + SALT
-    welcome = b"\1" + INSTANCES["listener"].to_bytes(8, "little") + len(own).to_bytes(2, "little")
-    welcome += own + (granted() if proof == "ticket" else b"")
+    new = granted() if proof == "ticket" else b""
+    welcome = b"\1" + INSTANCES["listener"].to_bytes(8, "little")
+    welcome += len(own).to_bytes(2, "little") + len(new).to_bytes(2, "little") + own + new
     fourth = said.seal("listener", b"\0" + REFUSAL.encode() if refused else welcome)
     messages = [message.hex() for message in (first, second, third, fourth)]
     return {"proof": proof, "refused": refused, "messages": messages, "links": links(said)}
@@ -146,6 +152,9 @@ def make() -> dict[str, Any]:
         "salt": SALT.hex(),
         "secret": SECRET.hex(),
         "purpose": PURPOSE,
+        "version": VERSION,
+        "minor": MINOR,
+        "features": FEATURES,
         "expires_s": EXPIRES_S,
         "refusal": REFUSAL,
         "credential": granted().hex(),

@@ -1,6 +1,7 @@
 """The handshake: what is published holds, and whatever is wrong ends in one refusal."""
 
 import base64
+import hmac
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,17 +13,26 @@ from meshllm.names import MeshId
 from meshllm.protocol.cipher import REKEY_MESSAGES, Seal
 from meshllm.protocol.credential import Credential, Role, found, issue, remove
 from meshllm.protocol.handshake import (
+    ALL_FEATURES,
     MAX_REFUSAL,
     PRE_AUTH_BYTES,
     Dialer,
     Established,
+    Features,
     Listener,
     Own,
     Purpose,
     State,
 )
+from meshllm.protocol.messages import PROTOCOL_VERSION
 from meshllm.protocol.ticket import TicketProof, guest_psk
-from meshllm.protocol.transcript import FIRST_BYTES, HAIL_BYTES, Transcript
+from meshllm.protocol.transcript import (
+    FIRST_BYTES,
+    HAIL_BYTES,
+    VERSION,
+    OtherVersion,
+    Transcript,
+)
 from tests.bench.handshake import fuzz
 from tests.protocol import handshake_vectors as vectors
 from tests.protocol.members import (
@@ -331,13 +341,13 @@ def waiting_for(due: int) -> Dialer | Listener:
     return talk.listener if due == 3 else talk.dialer
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [0, 1, 3])
 def test_another_version_is_refused_with_a_way_out(version: int) -> None:
     talk = Talk(until=2)
 
     machines: tuple[Dialer | Listener, ...] = (make_listener(), talk.dialer)
     for machine, message in zip(machines, talk.messages, strict=True):
-        with pytest.raises(PeerFault, match=f"version `0{version}`.*speaks `01`") as caught:
+        with pytest.raises(PeerFault, match=f"version `0{version}`, this node `02`") as caught:
             machine.receive(bytes([version]) + message[1:])
         assert caught.value.hint is not None
 
@@ -407,11 +417,11 @@ def insider(until: int) -> tuple[Listener, Transcript]:
     ("claim", "words"),
     [
         (b"", "Claim of 0 bytes"),
-        (b"\x09" + bytes(9), "unknown purpose 9"),
-        (b"\1" + bytes(8) + b"\0", "Credential of 0 bytes"),
-        (b"\1" + bytes(8) + b"\2", "unknown kind 2"),
-        (b"\1" + bytes(8) + b"\1" + bytes(32), "unknown kind 1 with 32 bytes"),
-        (b"\1" + bytes(8) + b"\1\2" + bytes(32), "unknown role 2"),
+        (b"\x09" + bytes(20), "unknown purpose 9"),
+        (b"\1" + bytes(17) + b"\0\0\0", "Credential of 0 bytes"),
+        (b"\1" + bytes(17) + b"\2\0\0", "unknown kind 2"),
+        (b"\1" + bytes(17) + b"\1\x20\0" + bytes(32), "unknown kind 1 with 32 bytes"),
+        (b"\1" + bytes(17) + b"\1\x21\0\2" + bytes(32), "unknown role 2"),
     ],
 )
 def test_a_claim_that_nobody_writes_is_refused(claim: bytes, words: str) -> None:
@@ -443,13 +453,60 @@ def host(dialer: Dialer) -> Transcript:
     return transcript
 
 
-def test_a_listener_that_says_too_much_is_refused() -> None:
+def test_a_listener_without_capabilities_is_refused() -> None:
     dialer = make_dialer()
     transcript = host(dialer)
 
     second = transcript.hail + transcript.identify("listener", HOST, b"more")
 
-    assert "4 trailing bytes" in expect_end(dialer, second, PeerFault)
+    assert "Capabilities of 4 bytes" in expect_end(dialer, second, PeerFault)
+
+
+def test_fields_of_a_later_version_are_not_read_in_any_message() -> None:
+    dialer = make_dialer()
+    transcript = host(dialer)
+    second = transcript.hail + transcript.identify("listener", HOST, b"\5" + bytes(8) + b"later")
+    _, claim = transcript.recognise("dialer", said(dialer.receive(second)))
+    shown = FOUNDED.encode()
+    welcome = b"\1" + bytes(8) + len(shown).to_bytes(2, "little") + b"\0\0" + shown + b"later"
+
+    established = known(dialer.receive(transcript.seal("listener", welcome)))
+    listener, other = insider(2)
+    judged = asked(listener.receive(other.identify("dialer", GUEST, claim + b"later")))
+
+    assert established.features == Features(0)
+    assert (judged.peer, judged.proof) == (GUEST.node, MEMBER)
+
+
+def test_each_side_learns_what_the_other_understands() -> None:
+    later = Features(1 << 40)
+    talk = Talk(replace(AS_MEMBER, features=Features.INT8 | later), replace(AS_HOST))
+
+    at_dialer, at_listener = talk.admit()
+
+    assert at_dialer.features == ALL_FEATURES
+    assert at_listener.features == Features.INT8 | later
+    assert not at_listener.features & Features.HELP
+
+
+def test_who_knows_the_mesh_is_told_our_version_and_a_stranger_is_not() -> None:
+    later = bytes([VERSION + 1]) + make_dialer().start()[0].message[1:HAIL_BYTES] + b"more"
+    mac = hmac.digest(MESH, b"meshllm dialer hail 1" + later, "sha256")
+
+    with pytest.raises(OtherVersion) as known_one:
+        make_listener().receive(later + mac)
+    with pytest.raises(OtherVersion) as stranger:
+        make_listener().receive(later + bytes(32))
+    dialer = make_dialer()
+    dialer.start()
+
+    assert stranger.value.answer == b""
+    assert known_one.value.answer == bytes([VERSION])
+    assert "version `01`, this node `02`" in expect_end(dialer, b"\1", PeerFault)
+
+
+def test_there_is_one_major_version() -> None:
+    assert VERSION == PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize(
@@ -457,15 +514,15 @@ def test_a_listener_that_says_too_much_is_refused() -> None:
     [
         (b"", "of 0 bytes that is no welcome"),
         (b"\2" + bytes(20), "no welcome"),
-        (b"\1" + bytes(9), "no welcome"),
-        (b"\1" + bytes(10), "Credential of 0 bytes"),
-        (b"\1" + bytes(8) + b"\x20\0" + FOUNDED.encode() + b"more", "4 trailing bytes"),
+        (b"\1" + bytes(11), "no welcome"),
+        (b"\1" + bytes(12), "Credential of 0 bytes"),
+        (b"\1" + bytes(8) + b"\x20\0\4\0" + FOUNDED.encode() + b"more", "4 trailing bytes"),
     ],
 )
 def test_a_welcome_that_nobody_writes_is_refused(answer: bytes, words: str) -> None:
     dialer = make_dialer()
     transcript = host(dialer)
-    second = transcript.hail + transcript.identify("listener", HOST, b"")
+    second = transcript.hail + transcript.identify("listener", HOST, vectors.CAPABLE)
     transcript.recognise("dialer", said(dialer.receive(second)))
 
     assert words in expect_end(dialer, transcript.seal("listener", answer), PeerFault)
