@@ -490,7 +490,7 @@ def test_each_side_learns_what_the_other_understands() -> None:
 
 
 def test_who_knows_the_mesh_is_told_our_version_and_a_stranger_is_not() -> None:
-    later = bytes([VERSION + 1]) + make_dialer().start()[0].message[1:HAIL_BYTES] + b"more"
+    later = bytes([VERSION + 1]) + said(make_dialer().start())[1:HAIL_BYTES] + b"more"
     mac = hmac.digest(MESH, b"meshllm dialer hail 1" + later, "sha256")
 
     with pytest.raises(OtherVersion) as known_one:
