@@ -37,7 +37,7 @@ NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
         "heard_s", "clock_s"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
-          "networks", "since_s", "warnings"}  # fmt: skip
+          "networks", "since_s", "memory", "warnings"}  # fmt: skip
 
 
 def sent(value: object) -> Any:

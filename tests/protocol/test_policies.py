@@ -351,9 +351,9 @@ GIB = 1 << 30
         (
             [1e-6],
             Terms(),
-            "is 1.0 KiB",
+            "1.0 KiB are for that",
         ),
-        ([2e-9], Terms(), "is 2 B"),
+        ([2e-9], Terms(), "2 B are for that"),
         (
             [],
             Terms(),
