@@ -19,7 +19,6 @@ always the same number of rows, see `meshllm.model.graph`.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import accumulate
 from typing import Any, cast
 
@@ -40,6 +39,7 @@ from meshllm.model.shard import Shard
 from meshllm.model.skeleton import build
 from meshllm.model.steady import find_floors, loosen, steady
 from meshllm.model.tail import find_tail, run_tail
+from meshllm.model.trial import BEFORE, TRIED, draw_rows, read_prompt, try_steps
 
 STOCK = {"sdpa", SHARED_KEYS}
 STEADY = "meshllm_steady"
@@ -47,8 +47,6 @@ STEADY = "meshllm_steady"
 MOST_ROWS = 17
 """Of all sessions that compute together."""
 
-_ALIKE = 0.25  # of the norm of a row: what rounding may change in a deep model of random weights
-_BEFORE, _TRIED = 24, 5  # rows of a trial: of its prompt, and behind it
 _REHEARSALS = 2 * (1 + PROOFS)  # of a step at most; a text has more tries, if that is not enough
 _KINDS = {"full_attention", "sliding_attention"}
 _KNOWN = {
@@ -129,9 +127,9 @@ class Runner:
         can_record = self.is_steady and self._records and native.works()
         if not (can_record and any(map(self._replay.expect, self._counts))):
             return
-        rows, cache = self._rows(), self.new_cache() if self.shard.span else None
+        rows, cache = draw_rows(self.shard), self.new_cache() if self.shard.span else None
         if cache is not None:
-            self.shard.forward(rows[:, :_BEFORE], cache, rows=1)
+            self.shard.forward(rows[:, :BEFORE], cache, rows=1)
         for count in sorted(self._counts):
             for number in range(_REHEARSALS):
                 if not self._replay.expect(count):
@@ -139,7 +137,7 @@ class Runner:
                 yield
                 self._steady(rows.roll(number, 1)[:, :count], cache)
             if cache is not None:
-                cache.crop(_BEFORE)
+                cache.crop(BEFORE)
 
     def _chunk(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run rows of a prompt where stock attention takes longer: many, or behind others."""
@@ -235,51 +233,25 @@ class Runner:
         adopt(model, self._mode)
         return True
 
-    @torch.inference_mode()
     def _agrees(self) -> bool:
         """Try rows together and alone, sessions together and alone, and the stock forward."""
-        x, layers, device = self._rows(), bool(self.shard.span), self.shard.device
-
-        def filled() -> SpanCache | None:
-            return deepcopy(read) if layers else None
-
-        rows, read = x[:, _BEFORE:], self.new_cache()
+        records, self._records = self._records, False  # of a part of the layers
+        self.is_steady = True
         try:
-            self.shard.forward(put(x[:, :_BEFORE], device), read, rows=1)
-            if device != CPU:
-                self._graph = Graph(self.shard, MOST_ROWS)
-                self._graph.record(self._laid, rows, filled)
-            cache = filled()
-            self.is_steady = True
-            alone = torch.cat([self.step(row, cache) for row in _alone(rows)], 1)
-            together = (self.step if self._graph else self._steady)(rows, filled())
-            both = self.step_many([rows[:, :2], rows[:, :_TRIED]], [filled(), filled()])
-            stock = fetch(self.shard.forward(put(rows, device), filled()))
-            behind = filled() if device == CPU else None
-            chunk = self._chunk(rows, behind) if behind is not None else alone
-        except Exception as reason:  # foreign code meets what it was not made for
-            level = logging.INFO if device == CPU or not lacks() else logging.WARNING
-            logger.log(level, "one row at a time: %s: %s", type(reason).__name__, reason)
+            if self.shard.device != CPU:
+                with torch.inference_mode():
+                    rows = draw_rows(self.shard, MOST_ROWS)
+                    graph = self._graph = Graph(self.shard, MOST_ROWS)
+                    graph.record(self._laid, rows[:, BEFORE:], read_prompt(self.shard, rows))
+            reason = try_steps(self.shard, self, TRIED if self._graph is None else MOST_ROWS)
+        except Exception as error:  # foreign code meets what it was not made for
+            level = logging.INFO if self.shard.device == CPU or not lacks() else logging.WARNING
+            logger.log(level, "one row at a time: %s: %s", type(error).__name__, error)
             return False
-        pairs = (alone[:, :1], stock[:, :1]), (chunk, stock)
-        errors = [
-            float((own.float() - its.float()).norm() / its.float().norm()) for own, its in pairs
-        ]
-        equal = [torch.equal(each, alone[:, : each.shape[1]]) for each in (together, *both)]
-        if not all(equal) or max(errors) > _ALIKE:
-            logger.info("one row at a time: same %s, beside the stock forward %s", equal, errors)
-            return False
-        return True
-
-    def _rows(self) -> Tensor:
-        """Draw the rows [1, T or T, D] of a trial; the same each time."""
-        config = self.shard.model.config.get_text_config(decoder=True)
-        generator = torch.Generator().manual_seed(0)
-        count = _BEFORE + (_TRIED if self.shard.device == CPU else MOST_ROWS)
-        if self.shard.embed:
-            return torch.randint(0, config.vocab_size, (1, count), generator=generator)
-        rows = torch.randn(1, count, config.hidden_size, generator=generator)
-        return rows.to(self.shard.model.dtype)
+        self._records = records
+        if reason:
+            logger.info("one row at a time: %s", reason)
+        return not reason
 
     def _steady(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         start, count = cache.length if cache is not None else 0, x.shape[1]

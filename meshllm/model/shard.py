@@ -50,6 +50,9 @@ class Shard:
         """Where its weights are, and where it takes and gives rows."""
         self.outputs = skeleton.anatomy.outputs
         """Names of the modules behind the layers."""
+        self.arity = skeleton.anatomy.arity
+        """How many values a layer returns; 0 is a bare tensor."""
+        self._parts = skeleton.parts
         self._call = skeleton.anatomy.call
         self._entering: Tensor | None = None
         self._gate = _open_gates(self, skeleton.parts)
@@ -109,6 +112,10 @@ class Shard:
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""
         return SpanCache(self.model.config, self.span)
+
+    def layer(self, index: int) -> nn.Module:
+        """Give a layer by its index in the whole model; a stub stands for one of another span."""
+        return self._parts[index]
 
     @torch.inference_mode()
     def forward(

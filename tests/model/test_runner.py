@@ -139,7 +139,7 @@ class Biased(Shard):
 
     def forward(self, x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
         logits = super().forward(x, cache, **options)
-        return logits if self.model.config._attn_implementation in STOCK else logits * 1.4
+        return logits if self.model.config._attn_implementation in STOCK else logits * 1.1
 
 
 class Sociable(Shard):
