@@ -1,6 +1,8 @@
 """A few rows attend together, and each as if alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,21 +39,30 @@ def reference(query: Tensor, key: Tensor, value: Tensor, window: int | None = No
     return attended.transpose(1, 2)
 
 
-@pytest.fixture(params=["compiled", "by torch"])
-def attend(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
-    def by_torch(*asked: object) -> Tensor:
-        with patch.object(native_attention, "takes", lambda _: False):
-            return attend_alone(*asked)  # type: ignore[arg-type]  # as given
-
-    return attend_alone if request.param == "compiled" else by_torch
+def by_torch(*asked: object) -> Tensor:
+    with patch.object(native_attention, "takes", lambda _: False):
+        return attend_alone(*asked)  # type: ignore[arg-type]  # as given
 
 
-@pytest.mark.parametrize("heads", ODD, ids=str)
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 40), (5, 5), (9, 300), (3, 2055)])
-@pytest.mark.parametrize("window", [None, 16], ids=["full", "window"])
+WAYS = [attend_alone, by_torch]
+
+
+def mixed(first: Sequence[Any], second: Sequence[Any], *rest: Sequence[Any]) -> list[Any]:
+    """Pair each of the first with each of the second; the others take turns."""
+    return [
+        (*pair, *(axis[(number + number // len(second)) % len(axis)] for axis in rest))
+        for number, pair in enumerate(product(first, second))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heads", "shape", "window", "attend"),
+    mixed(ODD, [(1, 1), (1, 40), (5, 5), (9, 300), (3, 2055)], [None, None, 16], WAYS),
+)
 def test_it_is_attention(
-    attend: Callable[..., Tensor], heads: Heads, rows: int, keys: int, window: int | None
+    attend: Callable[..., Tensor], heads: Heads, shape: tuple[int, int], window: int | None
 ) -> None:
+    rows, keys = shape
     query, key, value = drawn(heads, rows, keys, torch.float32)
 
     attended = attend(query, key, value, heads[2] ** -0.5, window)
@@ -71,10 +82,12 @@ def test_only_what_comes_out_is_rounded(heads: Heads) -> None:
     assert float((attended - exact).norm() / exact.norm()) < 2**-8.5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("keys", [18, 20, 31, 201, 1027, 2057])
-@pytest.mark.parametrize("window", [None, 19], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("heads", "keys", "dtype", "window", "attend"),
+    mixed(
+        HEADS, [18, 20, 31, 201, 1027, 2057], [torch.bfloat16, torch.float32], [None, 19, 19], WAYS
+    ),
+)
 def test_rows_together_are_the_rows_alone(
     attend: Callable[..., Tensor],
     heads: Heads,
@@ -190,19 +203,25 @@ def test_shares_are_exact() -> None:
     assert ((torch.cat(shares) - exact).abs() <= 5 * 2**-24 * exact).all()
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 40, 500])
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (33, 33), (20, 90), (65, 300)])
-@pytest.mark.parametrize("room", [1 << 10, 1 << 13, 1 << 20])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("window", "shape", "room", "heads"),
+    mixed(
+        [None, 1, 7, 40, 500],
+        [(1, 1), (33, 33), (20, 90), (65, 300)],
+        [1 << 10, 1 << 13, 1 << 20],
+        HEADS,
+    ),
+)
 def test_a_chunk_is_attention_whatever_is_made_at_a_time(
-    heads: Heads, room: int, rows: int, keys: int, window: int | None
+    heads: Heads, room: int, shape: tuple[int, int], window: int | None
 ) -> None:
+    rows, keys = shape
     query, key, value = drawn(heads, rows, keys, torch.float32)
 
     with patch.object(attention, "SCORES", room):
-        mixed = attention.attend_chunk(query, key, value, heads[2] ** -0.5, window)
+        found = attention.attend_chunk(query, key, value, heads[2] ** -0.5, window)
 
-    assert torch.allclose(mixed, reference(query, key, value, window), atol=1e-5)
+    assert torch.allclose(found, reference(query, key, value, window), atol=1e-5)
 
 
 @pytest.mark.parametrize("has_matrices", [False, True])
@@ -211,8 +230,8 @@ def test_a_chunk_of_bfloat16_is_rounded_once_but_where_it_costs(has_matrices: bo
     exact = attention.attend_chunk(query.float(), key.float(), value.float(), 0.125)
 
     with patch.object(quant_int8, "multiplies_matrices", lambda: has_matrices):
-        mixed = attention.attend_chunk(query, key, value, 0.125)
+        found = attention.attend_chunk(query, key, value, 0.125)
 
-    assert mixed.dtype == torch.bfloat16
-    assert torch.equal(mixed, exact.bfloat16()) != has_matrices
-    assert float((mixed.float() - exact).norm() / exact.norm()) < 2**-7
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, exact.bfloat16()) != has_matrices
+    assert float((found.float() - exact).norm() / exact.norm()) < 2**-7

@@ -14,6 +14,7 @@ from meshllm.model.record import KernelCall, Recorder
 from meshllm.model.tape import Tape
 
 SHAPES = [(64, 1), (64, 77), (192, 576), (1024, 100)]
+DTYPES = torch.bfloat16, torch.float32, torch.float16
 
 
 @pytest.fixture
@@ -32,8 +33,7 @@ def matrix(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     return whole, blocks, 2.0 ** torch.randint(-3, 4, (outputs,), generator=generator)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 16, 100])
+@pytest.mark.parametrize(("shape", "rows"), list(zip(SHAPES, [1, 7, 16, 100], strict=True)))
 def test_whole_numbers_are_multiplied_exactly(shape: tuple[int, int], rows: int) -> None:
     whole, blocks, scales = matrix(*shape)
     x = torch.randint(-100, 101, (rows, shape[1])).float()
@@ -44,8 +44,7 @@ def test_whole_numbers_are_multiplied_exactly(shape: tuple[int, int], rows: int)
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES[1:], DTYPES, strict=True)))
 def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int], dtype: torch.dtype) -> None:
     _, blocks, scales = matrix(*shape)
     x = torch.randn(130, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -69,7 +68,7 @@ def _anew() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_anew")
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[2:3])
 def test_processors_without_one_instruction_for_it_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
@@ -99,9 +98,10 @@ def expected(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
     return total * scales
 
 
-@pytest.mark.parametrize("inputs", [1, 2, 3, 127, 128, 129, 257, 300])
-@pytest.mark.parametrize("rows", [1, 5, 13, 25])
-@pytest.mark.parametrize("size", [1e-36, 0.1, 1e30])
+@pytest.mark.parametrize(
+    ("inputs", "rows", "size"),
+    [(1, 1, 0.1), (3, 5, 1e30), (128, 13, 1e-36), (129, 25, 0.1), (257, 5, 1e-36), (300, 1, 1e30)],
+)
 def test_it_is_done_as_it_is_said_to_be(inputs: int, rows: int, size: float) -> None:
     whole, blocks, scales = matrix(128, inputs)
     x = torch.randn(rows, inputs) * size
@@ -119,8 +119,7 @@ def test_the_largest_sum_there_can_be_has_room(sign: int) -> None:
     assert torch.equal(y, torch.full_like(y, -sign * 3 * GROUP * 128 * 32767 / 2**14))
 
 
-@pytest.mark.parametrize("inputs", [576, 640])
-@pytest.mark.parametrize("rows", [1, 9, 17])
+@pytest.mark.parametrize(("inputs", "rows"), [(576, 9), (640, 17)])
 @torch.inference_mode()
 def test_a_product_is_recorded_as_calls_alone(inputs: int, rows: int) -> None:
     _, blocks, scales = matrix(192, inputs)
@@ -182,8 +181,9 @@ def test_an_outlier_costs_the_rest_of_its_group_little_and_other_groups_nothing(
     assert (after - before)[:, others].norm() < 0.01 * before[:, others].norm()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("bad", "dtype"), list(zip([torch.nan, torch.inf, -torch.inf], DTYPES, strict=True))
+)
 def test_what_is_no_number_spoils_its_row_alone(bad: float, dtype: torch.dtype) -> None:
     _, blocks, scales = matrix(192, 576)
     x = torch.randn(8, 576).to(dtype)
@@ -234,7 +234,7 @@ def test_nothing_is_written_beside_the_weights() -> None:
     assert (wide[33] == 7.0).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[1:3])
 def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
     whole, blocks, scales = matrix(*shape)
     scales = scales * 1.1

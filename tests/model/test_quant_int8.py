@@ -44,29 +44,6 @@ def test_normal_weights_lose_less_than_a_hundredth(
     assert relative(y, x.float() @ weight.float().T) < 0.012
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
-    matrix, x = packed(normal(*shape)), normal(quant_int8.MANY - 1, shape[1]).bfloat16()
-
-    whole = matrix(x)
-
-    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 46):
-        assert torch.equal(matrix(x[:rows]), whole[:rows])
-        assert torch.equal(matrix(x[-rows:]), whole[-rows:])
-
-
-@pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_the_number_of_threads_changes_no_bit(rows: int) -> None:
-    matrix, x = packed(normal(1024, 512)), normal(rows, 512).bfloat16()
-    torch.set_num_threads(1)
-    alone = matrix(x)
-
-    torch.set_num_threads(2)
-
-    assert torch.equal(matrix(x), alone)
-
-
 def test_outliers_cost_the_other_columns_next_to_nothing() -> None:
     weight, x = normal(64, 512), normal(8, 512)
     weight[:, [3, 77, 400]] = 0  # what they add themselves would hide what the others lose
@@ -114,16 +91,6 @@ def test_rows_of_zeros_give_zeros() -> None:
 
 def test_outputs_of_zeros_give_zeros() -> None:
     assert torch.equal(packed(torch.zeros(32, 64))(normal(3, 64)), torch.zeros(3, 32))
-
-
-def test_what_is_no_number_stays_none() -> None:
-    x = normal(2, 64)
-    x[0, 5] = torch.nan
-
-    y = packed(normal(32, 64))(x)
-
-    assert y[0].isnan().all()
-    assert y[1].isfinite().all()
 
 
 def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
