@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from meshllm.model.attention import attend_alone
 from meshllm.model.cache import SpanCache
 
 
@@ -22,14 +23,16 @@ class Bundle(DynamicCache):  # type: ignore[misc]  # transformers is not followe
         self._caches = caches
         self.rows = list(rows)
 
-    @property
-    def position_ids(self) -> Tensor:
-        """The places [1, T] of the rows in their texts."""
-        parts = [
-            torch.arange(cache.length, cache.length + rows)
-            for cache, rows in zip(self._caches, self.rows, strict=True)
+    def attend(
+        self, query: Tensor, _key: Tensor, _value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Let each session's rows attend to its own cache: query [1, H, T, D] to [1, T, H, E]."""
+        queries = torch.split(query, self.rows, 2)
+        attended = [
+            attend_alone(own, *seen, scale, window)
+            for own, seen in zip(queries, self.seen, strict=True)
         ]
-        return torch.cat(parts)[None]
+        return torch.cat(attended, 1)
 
     def advance(self) -> None:
         """Count the rows in their caches."""

@@ -24,7 +24,8 @@ from meshllm.model.cache import SpanCache
 from meshllm.model.capacity import ModelShape, shape_of
 from meshllm.model.check import check
 from meshllm.model.device import CPU
-from meshllm.model.runner import MOST_ROWS, Runner
+from meshllm.model.native_linear import MOST_ROWS
+from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text

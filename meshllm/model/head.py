@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model.capacity import ModelShape
+from meshllm.model.measure import PROBE_ERRORS
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Span
@@ -69,7 +70,7 @@ def _may_part(source: Source, shape: ModelShape, parts: Parts) -> bool:
         given = zip(*(logits(part) for part in parts), strict=True)
         joined = [torch.cat(each, -1) for each in given]
         is_same = all(map(torch.equal, joined, logits(None)))
-    except Exception as reason:  # foreign code meets what it was not made for
+    except PROBE_ERRORS as reason:  # foreign code meets what it was not made for
         logger.info("the head is in one part: %s: %s", type(reason).__name__, reason)
         return False
     if not is_same:

@@ -1,31 +1,26 @@
-"""Products with matrices of bfloat16 in the orders of torch's kernels, compiled; knows no models.
+"""Products with matrices of bfloat16 on processors without instructions for it; knows no models.
 
 Theory of operation
 -------------------
-The bits of a sum depend on the order of adding. On processors without instructions for bfloat16
-torch has two orders, which are those of the functions here (a product of two bfloat16 is exact in
-float32, so nothing else matters):
+A product of two bfloat16 is exact in float32, so the bits of a sum depend on the order of adding
+and on nothing else. There are two orders, each the same for a row in any company:
 
-- One row: input k is added to sum k modulo `LANES_OF_ROW`, and these sums are added in halves
-  (torch, ReducedPrecisionFloatGemvFastPathKernel.cpp).
-- Many rows: inputs are cut into blocks. In a block the product with the second of each pair of
-  inputs is added, then that with the first; then the sums of the blocks one after the other, and
-  the bias (oneDNN, emulation of VDPBF16PS).
-
-torch turns the weights into what it adds for every few rows, or for each, again. Here they are read
-as they lie in their file, once for a few rows; for many a block of them is turned round once, so
-that each lane of a vector is an output. A copy may be turned round as a whole, once for ever.
+- Few rows: input k is added to sum k modulo `LANES_OF_ROW`, and these sums are added in halves.
+  Weights are read as they lie in their file, once for all rows.
+- Many rows: inputs are cut into blocks of `PART`. In a block the product with the second of each
+  pair of inputs is added, then that with the first; then the sums of the blocks one after the
+  other, and the bias. A block of weights is transposed once, so that each lane of a vector is an
+  output.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.native import Native, room
-from meshllm.model.native_ahead import AHEAD, LINE, Pass, ask
 from meshllm.model.native_code import FLOAT, HALF, INT, LANES, WORD, Code
 from meshllm.model.scratch import scratch
 
@@ -33,6 +28,8 @@ LANES_OF_ROW = 64
 """Sums of one product with one row; inputs are a multiple of it."""
 OUTPUTS = 64
 """Of a block of many rows; their number is a multiple of it."""
+PART = 768
+"""Inputs of a block of many rows: as many as stay in the processor's cache."""
 MOST_ROWS = 192
 """Whose sums are kept beside the weights in the processor's cache."""
 
@@ -41,7 +38,6 @@ _TOGETHER = 4  # outputs that share what is loaded of several rows, where there 
 _TILE = 6  # rows whose sums are held in registers; of many, twice as many where there are more
 _AHEAD = 2048  # weights that are on their way: processors themselves ask for fewer
 _FEW = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
-_TURNER = "*weights", "*copy", "pairs"
 _MANY = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
     *("parts", "tiles", "room", "threads"),
@@ -52,7 +48,6 @@ class Matrix:
     """Weights [N, K] and a bias [N], bfloat16, which are read where they lie."""
 
     __slots__ = ("_bias", "_inputs", "_kept", "_outputs", "_weights")
-    _is_turned = False
 
     def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
         """Take weights whose place and shape do not change any more.
@@ -76,7 +71,7 @@ class Matrix:
         self._bias = 0 if bias is None else bias.data_ptr()
 
     def few(self, rows: Tensor) -> Tensor:
-        """Multiply rows [M, K], each as torch multiplies one: [M, N], bfloat16.
+        """Multiply rows [M, K], each as one by itself: [M, N], bfloat16.
 
         Raises:
             ValueError: the rows are longer or shorter, of another dtype, or on a GPU.
@@ -96,30 +91,29 @@ class Matrix:
         )
         return products if tiles * each == count else products[:count]
 
-    def many(self, rows: Tensor, part: int) -> Tensor:
-        """Multiply rows [M, K] in blocks of ``part`` inputs: [M, N], bfloat16.
+    def many(self, rows: Tensor) -> Tensor:
+        """Multiply rows [M, K] in blocks of inputs: [M, N], bfloat16.
 
         Raises:
-            ValueError: N is no multiple of `OUTPUTS` or ``part`` of 32, or as of `few`.
+            ValueError: N is no multiple of `OUTPUTS`, or as of `few`.
         """
         count, outputs = self._count(rows), self._outputs
-        if outputs % OUTPUTS or part % (2 * LANES) or part < 1:
-            raise ValueError(f"{outputs} outputs in blocks of {part} inputs")
+        if outputs % OUTPUTS:
+            raise ValueError(f"{outputs} outputs")
         if count > MOST_ROWS:
-            return torch.cat([self.many(each, part) for each in torch.split(rows, MOST_ROWS)])
-        tiles, part = -(-count // max(_TILE, room() // 2)) or 1, min(part, self._inputs)
+            return torch.cat([self.many(each) for each in torch.split(rows, MOST_ROWS)])
+        tiles, part = -(-count // max(_TILE, room() // 2)) or 1, min(PART, self._inputs)
         each, threads = -(-count // tiles), torch.get_num_threads()
         products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
         if not count:
             return products
         given = _widened(rows, tiles * each)
-        words = (part // 2 * (not self._is_turned) + tiles * each) * OUTPUTS
-        make = partial(torch.empty, dtype=torch.bfloat16) if self._is_turned else scratch
-        written = make(2 * threads * words)  # a recorded step needs room of its own
-        _many(each, bool(self._bias), self._is_turned and min(tiles, 2))(
+        words = (part // 2 + tiles * each) * OUTPUTS
+        written = scratch(2 * threads * words)
+        _many(each, bool(self._bias))(
             *(outputs // OUTPUTS, threads, self._weights, self._bias, given.data_ptr()),
             *(products.data_ptr(), written.data_ptr(), outputs, self._inputs // 2, part // 2),
-            *(-(-self._inputs // part), tiles, words, threads),
+            *(-(-self._inputs // part), tiles, words),
         )
         return products[:count]
 
@@ -131,32 +125,6 @@ class Matrix:
         if rows.dtype != torch.bfloat16 or not rows.is_cpu:
             raise ValueError(f"rows of {rows.dtype} on {rows.device}")
         return shape[0]
-
-
-class Turned(Matrix):
-    """A copy of weights [N, K] as many rows read them: pairs of inputs [N / 64, K / 2, 64].
-
-    It has no `few`: a row by itself has the bits of a row among many.
-    """
-
-    __slots__ = ()
-    _is_turned = True
-
-    def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
-        """Copy; raise `ValueError` as `Matrix`, or if N is no multiple of `OUTPUTS`."""
-        super().__init__(weights, bias)
-        if self._outputs % OUTPUTS:
-            raise ValueError(f"{self._outputs} outputs")
-        copy, pairs = torch.empty_like(weights), self._inputs // 2
-        _turner()(
-            *(self._outputs // OUTPUTS, torch.get_num_threads()),
-            *(weights.data_ptr(), copy.data_ptr(), pairs),
-        )
-        self._kept, self._weights = (copy, bias), copy.data_ptr()
-
-    def few(self, rows: Tensor) -> Tensor:
-        """Raise: the weights do not lie so."""
-        raise NotImplementedError
 
 
 def _widened(rows: Tensor, count: int) -> Tensor:
@@ -248,32 +216,24 @@ def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
 
 
 @cache
-def _many(rows: int, has_bias: bool, turned_for: int) -> Native:
-    """Compile it for tiles of so many rows, and at least so many where weights lie turned."""
+def _many(rows: int, has_bias: bool) -> Native:
+    """Compile it for tiles of so many rows."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
-    wide, is_turned = LANES * columns, turned_for > 0
-    passes = OUTPUTS // wide * turned_for
+    wide = LANES * columns
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
         do, pairs, tiles = code.do, fields["pairs"], fields["tiles"]
         first, width = do.mul(block, code.index(OUTPUTS)), code.index(OUTPUTS)
-        own = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
-        behind = code.index(0) if is_turned else do.mul(fields["part"], width)
-        totals = code.at(own, behind, FLOAT)
+        turned = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
+        totals = code.at(turned, do.mul(fields["part"], width), FLOAT)
         weights = code.at(fields["weights"], do.mul(first, pairs), WORD)
         with code.rounds(fields["parts"]) as part:
             begin = do.mul(part.index, fields["part"])
             left = do.sub(pairs, begin)
             is_last = do.icmp_unsigned("<=", left, fields["part"])
             count = do.select(is_last, left, fields["part"])
-            turned = code.at(weights, do.mul(begin, width), WORD) if is_turned else own
-            if not is_turned:
-                _turn(code, code.at(weights, begin, WORD), own, (pairs, count))
+            _turn(code, code.at(weights, begin, WORD), turned, (pairs, count))
             is_first = do.icmp_unsigned("==", part.index, code.index(0))
-            others = do.mul(do.sub(fields["threads"], code.index(1)), do.mul(pairs, width))
-            skipped = do.select(is_last, others, code.index(0))  # blocks of other threads
-            ahead = do.add(do.mul(count, width), skipped) if passes > 1 else code.index(AHEAD // 4)
-            following = code.at(turned, ahead, WORD)
             for column in range(0, OUTPUTS, wide):
                 places = [code.index(column + at * LANES) for at in range(columns)]
                 with code.rounds(tiles) as tile:
@@ -283,10 +243,7 @@ def _many(rows: int, has_bias: bool, turned_for: int) -> Native:
                         code.at(fields["rows"], do.add(do.mul(line, pairs), begin), INT)
                         for line in lines
                     ]
-                    number = do.add(do.mul(tiles, code.index(column // wide)), tile.index)
-                    one = Pass(number, passes, count)
-                    asked = following if is_turned else None
-                    sums = iter(_add_pairs(code, turned, starts, (one, asked), places))
+                    sums = iter(_add_pairs(code, turned, starts, count, places))
                     for line in lines:
                         for place in places:
                             at, new = do.add(do.mul(line, width), place), next(sums)
@@ -341,17 +298,12 @@ def _add_pairs(
     code: Code,
     turned: ir.Value,
     rows: Sequence[ir.Value],
-    way: tuple[Pass, ir.Value | None],
+    count: ir.Value,
     places: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Add up the products of rows with a pair of inputs a step, for outputs at some places.
-
-    ``way`` is the pass, and where the pairs lie that are passed over next, if they are waited for.
-    """
-    do, (one, following) = code.do, way
-    with code.rounds(one.steps, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
-        if following is not None:
-            ask(code, following, 4 * OUTPUTS // LINE, one, loop.index)
+    """Add up the products of rows with ``count`` pairs of inputs, for outputs at some places."""
+    do = code.do
+    with code.rounds(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
         line = code.at(turned, do.mul(loop.index, code.index(OUTPUTS)), WORD)
         words = [code.load(WORD, line, place, LANES) for place in places]
         lows, highs = [code.low(word) for word in words], [code.high(word) for word in words]
@@ -361,16 +313,3 @@ def _add_pairs(
             for low, high, total in zip(lows, highs, sums, strict=True):
                 loop.then.append(code.fma(low, first, code.fma(high, second, total)))
     return loop.then
-
-
-@cache
-def _turner() -> Native:
-    """Compile what turns a copy."""
-
-    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
-        pairs = fields["pairs"]
-        first = code.do.mul(block, code.do.mul(pairs, code.index(OUTPUTS)))
-        weights, copy = (code.at(fields[name], first, WORD) for name in ("weights", "copy"))
-        _turn(code, weights, copy, (pairs, pairs))
-
-    return Native(_TURNER, write)

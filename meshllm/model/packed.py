@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.native_linear import SMALLEST, is_native, native_of, turned_of
+from meshllm.model.native_linear import is_native
 from meshllm.model.specimen import MOST_ROWS, specimen
 
+SMALLEST = 1 << 18  # values; a smaller matrix stays in the processor's cache as it is
 LARGEST = 1 << 26  # values; of a larger one no second is made to try, its many outputs are enough
 ROWS = (1, 2, 5, 8, 17, MOST_ROWS)
 """Rows that are compared: of a token, a draft and a prompt, even and odd."""
@@ -29,7 +30,6 @@ TRIALS = 5
 
 Apply = Callable[[Tensor], Tensor]
 _Kind = tuple[int, int, torch.dtype, bool]
-_Exchange = Callable[[nn.Linear], nn.Module | None]
 
 
 class PackedLinear(nn.Linear):
@@ -54,26 +54,16 @@ class PackedLinear(nn.Linear):
 
 @torch.inference_mode()
 def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
-    """Exchange the linear modules that are compiled, or whose copies are faster.
-
-    None in or under ``skip``.
-    """
-    verdicts: dict[_Kind, _Exchange] = {}
+    """Exchange the linear modules whose copies are faster; none in or under ``skip``."""
+    gains: dict[_Kind, bool] = {}
     for name, plain in list(_candidates(model)):
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):
             continue
         kind = *plain.weight.shape, plain.weight.dtype, plain.bias is not None
-        if kind not in verdicts:
-            verdicts[kind] = _choose(plain)
-        if exchanged := verdicts[kind](plain):
-            model.set_submodule(name, exchanged)
-
-
-def turn(model: nn.Module) -> None:
-    """Exchange all linear modules, packed ones included, that have a turned copy."""
-    for name, module in list(model.named_modules()):
-        if type(module) in (nn.Linear, PackedLinear) and (made := turned_of(module)):
-            model.set_submodule(name, made)
+        if kind not in gains:
+            gains[kind] = not is_native(plain) and _gains(plain)
+        if gains[kind]:
+            model.set_submodule(name, PackedLinear(plain))
 
 
 @torch.inference_mode()
@@ -87,17 +77,6 @@ def sooner(one: Apply, other: Apply, x: Tensor) -> bool:
     """Whether the second of two modules takes at most `GAIN` of the time of the first."""
     times = [(_seconds(one, x), _seconds(other, x)) for _ in range(TRIALS)]
     return min(mine for _, mine in times) <= GAIN * min(theirs for theirs, _ in times)
-
-
-def _choose(plain: nn.Linear) -> _Exchange:
-    """Find what matrices of this shape are exchanged for."""
-    if is_native(plain):
-        return native_of
-    return PackedLinear if _gains(plain) else _keep
-
-
-def _keep(_plain: nn.Linear) -> None:
-    return None
 
 
 def _gains(plain: nn.Linear) -> bool:

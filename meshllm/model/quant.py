@@ -21,13 +21,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from meshllm.model.quant_attention import share_keys
 from meshllm.model.quant_choice import Plain, choose, families
 from meshllm.model.quant_form import Matrix, Shape
 from meshllm.model.quant_kernels import kernel, size_of
 from meshllm.model.quant_linear import QuantLinear, Siblings
 from meshllm.model.quant_store import find, keep, page_out, tidy
-from meshllm.model.quick_norm import quicken
 from meshllm.names import Quant
 
 SAMPLES = 16  # rows that a matrix is tried on
@@ -79,8 +77,6 @@ def quantise(
     work = _Work(model, kind, digests or {}, cache, mapped)
     for names in families(linears):
         plain += work.exchange({name: linears[name] for name in names})
-    share_keys(model)
-    quicken(model)
     if cache is not None:
         tidy(cache)
     report = Report(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
 from meshllm.model.device import CPU
+from meshllm.model.exchange import exchange_modules
 from meshllm.model.loader import load
-from meshllm.model.packed import pack
-from meshllm.model.quant import quantise
 from meshllm.model.quant_store import digest_weights
-from meshllm.model.quick_norm import quicken
 from meshllm.model.rotary import hold
 from meshllm.model.skeleton import Part, Skeleton, build, strip
 from meshllm.model.source import Source, stored_dtype
@@ -37,7 +35,13 @@ from meshllm.names import Quant, Span
 class Shard:
     """Layers ``[start, stop)`` with or without the ends; one thread at a time runs it."""
 
-    def __init__(self, skeleton: Skeleton, part: Part, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        part: Part,
+        device: torch.device = CPU,
+        quant: Quant = Quant.NONE,
+    ) -> None:
         self.span = part.span
         self.embed = part.embed
         self.head = part.head
@@ -48,6 +52,8 @@ class Shard:
         hold(self.model)
         self.device = device
         """Where its weights are, and where it takes and gives rows."""
+        self.quant = quant
+        """How its matrices are held."""
         self.outputs = skeleton.anatomy.outputs
         """Names of the modules behind the layers."""
         self.arity = skeleton.anatomy.arity
@@ -97,17 +103,18 @@ class Shard:
         load(skeleton, source.folder, dtype, share.model if share else None, device)
         names = _cut(skeleton.model, outputs) if outputs is not None else []
         mapped, unused = dtype == stored_dtype(source), skeleton.foreign(part)
-        if quant is not Quant.NONE:
-            digests = digest_weights(skeleton, source.folder, cache) if cache else {}
-            if found := [digests[name] for name in names if name in digests]:
-                digests[names[-1]] = f"{found[-1]} {outputs}"
-            quantise(
-                skeleton.model, quant, skip=unused, digests=digests, cache=cache, mapped=mapped
+        digests = (
+            digest_weights(skeleton, source.folder, cache)
+            if quant is not Quant.NONE and cache
+            else {}
+        )
+        if found := [digests[name] for name in names if name in digests]:
+            digests[names[-1]] = f"{found[-1]} {outputs}"
+        if packed or quant is not Quant.NONE:
+            exchange_modules(
+                skeleton.model, device, quant, cache, skip=unused, digests=digests, mapped=mapped
             )
-        elif packed and mapped and device == CPU:  # of a cast matrix two copies would stay
-            pack(skeleton.model, skip=unused)
-            quicken(skeleton.model, exact=True)
-        return cls(skeleton, part, device)
+        return cls(skeleton, part, device, quant)
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one session."""

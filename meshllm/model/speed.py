@@ -15,16 +15,15 @@ import meshllm
 from meshllm.model.cache import SpanCache
 from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes, name_of, wait
+from meshllm.model.exchange import exchange_modules
+from meshllm.model.execution import lacks_invariance
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
 from meshllm.model.native import machine
-from meshllm.model.native_linear import Bits, Mode, adopt
-from meshllm.model.packed import pack, turn
-from meshllm.model.quant import quantise
-from meshllm.model.quick_norm import quicken
+from meshllm.model.native_linear import MOST_ROWS
 from meshllm.model.replay import SETTLED
 from meshllm.model.rotary import context_of
-from meshllm.model.runner import MOST_ROWS, Runner, may_be_steady
+from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype
@@ -140,9 +139,10 @@ def _stock_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
     context = context_of(skeleton.model.config) or max(ROWS)
+    runner = Runner(shard, (MOST_ROWS,) if device == CPU else ())
 
     def seconds(rows: int) -> float:
-        _forward(shard, rows)
+        runner.prefill(_hidden(shard, rows), shard.new_cache())
         return stopwatch.seconds
 
     seconds(1)  # what is made once, at the first call, is not the price of a layer
@@ -163,7 +163,7 @@ def _step_seconds(
     mean = sum(sizes) / len(sizes)
     span = Span(0, min(len(sizes), max(1, int(_STEP_BYTES / mean))))
     is_croppable = SpanCache(config, span).croppable
-    if not is_croppable or not may_be_steady(config, skeleton.model, device):
+    if not is_croppable or lacks_invariance(config, skeleton.model, device):
         return {}
     part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
     shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
@@ -239,14 +239,10 @@ def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> f
     return min(times)
 
 
-def _forward(shard: Shard, rows: int) -> Tensor:
-    return shard.forward(_hidden(shard, rows, shard.device), shard.new_cache())
-
-
-def _hidden(shard: Shard, rows: int, device: torch.device = CPU) -> Tensor:
+def _hidden(shard: Shard, rows: int) -> Tensor:
     """Make rows [1, T, D]."""
     width = shard.model.config.get_text_config(decoder=True).hidden_size
-    return torch.ones(1, rows, width, dtype=shard.model.dtype, device=device)
+    return torch.ones(1, rows, width, dtype=shard.model.dtype)
 
 
 def _sizes(skeleton: Skeleton) -> list[int]:
@@ -280,14 +276,9 @@ def _random_shard(
         model._initialize_missing_keys(False)
         model.tie_weights(recompute_mapping=False)
     model.to(device)
-    if quant is not Quant.NONE:
-        quantise(model, quant, skip=skeleton.foreign(part), mapped=False)
-    elif packed and device == CPU:
-        pack(model, skip=skeleton.foreign(part))
-        turn(model)
-        quicken(model, exact=True)
-        adopt(model, Mode(Bits.PROMPT))
-    return Shard(skeleton, part, device)
+    unused = skeleton.foreign(part)
+    exchange_modules(model, device, quant, skip=unused, mapped=packed and quant is Quant.NONE)
+    return Shard(skeleton, part, device, quant)
 
 
 def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:

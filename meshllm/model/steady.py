@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshllm.model.native_linear import is_native, native_of, turned_of
+from meshllm.model.native_linear import NativeLinear, is_native, native_of
 from meshllm.model.specimen import specimen
 
 FLOORS = (1, 2, 3)
@@ -80,7 +80,7 @@ def steady(model: nn.Module, floors: Floors) -> bool:
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or module.weight.is_meta:
             continue
-        if own := native_of(module) or turned_of(module):
+        if own := native_of(module):
             model.set_submodule(name, own)
             continue
         floor = floors.get(_shape(module))
@@ -92,9 +92,9 @@ def steady(model: nn.Module, floors: Floors) -> bool:
 
 
 def loosen(model: nn.Module) -> None:
-    """Take back what has other bits."""
+    """Take back what `steady` exchanged."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, SteadyLinear):
+        if isinstance(module, SteadyLinear | NativeLinear):
             model.set_submodule(name, module.plain)
 
 

@@ -30,8 +30,9 @@ BUDGET = 256 << 20
 ALIKE = 0.05
 """Of the norm of all rows tried, between row-invariant steps and the stock forward.
 
-Measured: 0.001 to 0.011 in 13 families of tiny random models of 6 layers, all in bfloat16, plain
-and quantised; a model whose steps are 1.1 times the stock ones comes to 0.1.
+Measured with random weights in bfloat16, plain and quantised: at most 0.013 in six families of 6
+layers, 0.022 in three of 28, as rounding adds up. A model whose steps are 1.1 times the stock ones
+comes to 0.1.
 """
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshllm.model.runner import mixes
+from meshllm.model.execution import mixes
 from meshllm.model.skeleton import build
 from meshllm.names import SessionId, WireMode
 from meshllm.node.wire import sealed

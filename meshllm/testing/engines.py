@@ -1,11 +1,13 @@
 """Who runs a model for the table of engines; knows nothing about times.
 
 Transformers runs it in a loop as ``generate`` has it; one shard, for each way to hold the weights,
-as a node does; and two shards as ``exact`` nodes do, whose logits are to be those of transformers.
+as a node does, with its steps replayed and ``eager``; one by ``stock`` steps, a row at a time; and
+two shards as ``exact`` nodes do, whose logits are to be those of transformers. So the table shows
+what kernels gain, and what replay does.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from meshllm.model.device import CPU, fetch, put
+from meshllm.model.execution import matrix_bytes
 from meshllm.model.parity import divide
-from meshllm.model.quant import quantise
 from meshllm.model.replay import SETTLED
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import quiet
 from meshllm.model.source import Source, open_folder
+from meshllm.model.steps import InvariantSteps, ReplayedSteps, Steps
 from meshllm.names import Quant, Span
 from meshllm.protocol.lookahead import STEPS
 from meshllm.testing.table1 import TRANSFORMERS
@@ -83,11 +86,15 @@ def line_up(
     source = open_folder(folder.name, folder)
     told(f"{TRANSFORMERS} loads")
     contestants = [_stock(source, device)]
+    size = contestants[0].bytes
     for quant in quants:
         told(f"{quant} loads")
-        contestants.append(_node(source, quant, contestants[0].bytes, device))
+        contestants += _node(source, quant, device)
+    told("stock steps load")
+    shard = Shard.load(source, _all(source), embed=True, head=True, device=device)
+    stock = Contestant("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
     told("two shards load")
-    return [*contestants, _exact(source, contestants[0].bytes, device)]
+    return [*contestants, stock, _exact(source, size, device)]
 
 
 def _stock(source: Source, device: torch.device) -> Contestant:
@@ -120,29 +127,36 @@ def _stock(source: Source, device: torch.device) -> Contestant:
     return Contestant(TRANSFORMERS, _matrix_bytes(model), begin)
 
 
-def _node(source: Source, quant: Quant, size: int, device: torch.device) -> Contestant:
-    """Run one shard as a node does that is alone: prompts whole, sessions together."""
-    plain = quant is Quant.NONE
-    shard = Shard.load(source, _all(source), embed=True, head=True, packed=plain, device=device)
-    report = quantise(shard.model, quant)
-    runner = Runner(shard, STEPS)
+def _node(source: Source, quant: Quant, device: torch.device) -> Iterator[Contestant]:
+    """Run one shard as a node does that is alone; where steps can be replayed, both ways."""
+    shard = Shard.load(source, _all(source), embed=True, head=True, quant=quant, device=device)
+    size, steps = matrix_bytes(shard.model, quant), Runner(shard, STEPS).steps
+    eager = steps.inner if isinstance(steps, ReplayedSteps) else steps
+    if isinstance(eager, InvariantSteps):
+        yield Contestant(quant, size, _begin(ReplayedSteps(eager), shard))
+        yield Contestant(f"{quant}, eager", size, _begin(eager, shard))
+    else:
+        yield Contestant(quant, size, _begin(steps, shard))
+
+
+def _begin(steps: Steps, shard: Shard) -> Callable[[Task], Forward]:
+    """Begin as a node does: prompts whole, sessions together."""
 
     def begin(task: Task) -> Forward:
-        cache = runner.new_cache()
+        cache = shard.new_cache()
         if task.kind == "prefill":
-            return lambda ids: runner.prefill(ids, cache, LAST)
-        runner.prefill(_context(), cache, LAST)
+            return lambda ids: steps.prefill(ids, cache, LAST)
+        steps.prefill(_context(), cache, LAST)
         caches = [cache, *(copy.deepcopy(cache) for _ in range(1, task.rows))]
 
         def step(ids: Tensor) -> Tensor:
-            return torch.cat(runner.step_many(torch.split(ids, 1), caches))
+            return torch.cat(steps.step_many(torch.split(ids, 1), caches))
 
         for _ in range(SETTLED):  # as a node that has been at it for a while
             step(torch.zeros(task.rows, 1, dtype=torch.int64))
         return step
 
-    exact = ("prefill",) if plain else ()
-    return Contestant(quant, size - report.plain_bytes + report.bytes, begin, exact)
+    return begin
 
 
 def _exact(source: Source, size: int, device: torch.device) -> Contestant:

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from meshllm.model import graph as module
+from meshllm.model.attention_switch import AttentionSwitch
 from meshllm.model.cache import GrowingLayer, SpanCache
 from meshllm.model.device import choose
 from meshllm.model.graph import Graph
+from meshllm.model.native_linear import MOST_ROWS
 from meshllm.model.record import Unfit
-from meshllm.model.runner import MOST_ROWS, Runner
+from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, open_folder
+from meshllm.model.steps import StockSteps
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
 from tests.model.gpu import GPU, OTHER_CPU, graphs_pretended, needs_gpu, pretended
@@ -214,7 +217,7 @@ def test_without_triton_steps_are_those_of_the_stock_model(
         given = runner.step(tokens(3), after(runner, 9))
         expected = stock(runner, tokens(3), after(runner, 9))
 
-    assert "one row at a time: Unfit: " in caplog.text
+    assert "row-invariant kernels disabled (Unfit: " in caplog.text
     assert "triton" in caplog.text
     assert torch.equal(given, expected)
 
@@ -314,12 +317,12 @@ def test_all_of_a_step_is_on_the_gpu(
     shard = Shard.load(
         tiny_model(tmp_path, family), Span(0, LAYERS), embed=True, head=True, device=GPU
     )
-    runner = Runner(shard)
+    switch, stock = AttentionSwitch(shard), StockSteps(shard)
     with pretended(monkeypatch) as traffic, torch.inference_mode():
-        runner._graph = graph = Graph(runner.shard, MOST_ROWS)
+        graph = Graph(shard, MOST_ROWS)
         traffic.taken()
-        with module._Watch(GPU):
-            graph._run(runner._laid, 0)
+        with module._Watch(GPU), switch.using(graph.attend):
+            graph._run(stock.forward, 0)
 
     assert traffic.taken() == []
 

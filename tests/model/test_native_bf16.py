@@ -1,17 +1,16 @@
 """Products of bfloat16 in the orders that are promised, each row as it would be alone."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.native_bf16 import LANES_OF_ROW, MOST_ROWS, OUTPUTS, Matrix, Turned
+from meshllm.model.native_bf16 import LANES_OF_ROW, MOST_ROWS, PART, Matrix
 from meshllm.model.specimen import specimen
 
 FEW = [(1, 64), (7, 128), (64, 64), (100, 448), (129, 1024)]
-MANY = [(64, 64, 64), (128, 448, 224), (64, 2048, 768), (192, 320, 160), (64, 192, 32)]
+MANY = [(64, 64), (128, 448), (64, PART), (64, 2048), (192, 896)]
 
 
 @pytest.fixture
@@ -25,8 +24,8 @@ def multiply_few(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return Matrix(weight, bias).few(rows)
 
 
-def multiply_many(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, part: int) -> Tensor:
-    return Matrix(weight, bias).many(rows, part)
+def multiply_many(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return Matrix(weight, bias).many(rows)
 
 
 def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,20 +73,14 @@ def test_few_rows_are_added_up_in_lanes(outputs: int, inputs: int) -> None:
     assert torch.equal(multiply_few(x[:7], weight, bias), (sums + bias.float()).bfloat16())
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "part"), MANY)
-def test_many_rows_are_added_up_in_blocks(outputs: int, inputs: int, part: int) -> None:
+@pytest.mark.parametrize(("outputs", "inputs"), MANY)
+def test_many_rows_are_added_up_in_blocks(outputs: int, inputs: int) -> None:
     x, weight, bias = drawn(outputs, inputs)
-    sums = in_blocks(x, weight, part)
+    sums = in_blocks(x, weight, PART)
 
-    assert torch.equal(multiply_many(x, weight, part=part), sums.bfloat16())
-    with_bias = multiply_many(x, weight, bias, part=part)
+    assert torch.equal(multiply_many(x, weight), sums.bfloat16())
+    with_bias = multiply_many(x, weight, bias)
     assert torch.equal(with_bias, (sums + bias.float()).bfloat16())
-
-
-def test_a_part_longer_than_the_rows_is_all_of_them() -> None:
-    x, weight, _ = drawn(64, 128)
-
-    assert torch.equal(multiply_many(x, weight, part=768), multiply_many(x, weight, part=128))
 
 
 @pytest.mark.usefixtures("_threads")
@@ -96,7 +89,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     x = torch.cat([x, x.flip(0) * 3, x.roll(1, 0)[:, :1088], x[:9]])
     assert len(x) > MOST_ROWS
     torch.set_num_threads(1)
-    ways: list[Callable[..., Tensor]] = [multiply_few, partial(multiply_many, part=544)]
+    ways: list[Callable[..., Tensor]] = [multiply_few, multiply_many]
     alone = [torch.cat([way(row[None], weight, bias) for row in x]) for way in ways]
     assert not torch.equal(*alone)
 
@@ -112,7 +105,7 @@ def test_what_is_no_number_stays_none_and_stays_where_it_is() -> None:
     x, weight, _ = drawn(64, 128)
     x[1, 3], x[2, 5] = torch.nan, torch.inf
 
-    for products in (multiply_few(x, weight), multiply_many(x, weight, part=64)):
+    for products in (multiply_few(x, weight), multiply_many(x, weight)):
         assert products[1].isnan().all()
         assert not products[2].isfinite().any()
         assert products[[0, 3, 63]].isfinite().all()
@@ -122,7 +115,7 @@ def test_no_rows_have_no_products() -> None:
     x, weight, _ = drawn(64, 128)
 
     assert multiply_few(x[:0], weight).shape == (0, 64)
-    assert multiply_many(x[:0], weight, part=64).shape == (0, 64)
+    assert multiply_many(x[:0], weight).shape == (0, 64)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
@@ -145,40 +138,6 @@ def test_what_does_not_belong_together_is_refused() -> None:
         with pytest.raises(ValueError, match=r"\w"):
             multiply_few(rows, matrix, extra)
         with pytest.raises(ValueError, match=r"\w"):
-            multiply_many(rows, matrix, extra, part=64)
-    for outputs, part in ((63, 64), (64, 48), (64, 0), (64, -64)):
-        with pytest.raises(ValueError, match="outputs in blocks"):
-            multiply_many(x, weight[:outputs], part=part)
-
-
-@pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize(("outputs", "inputs", "part"), MANY)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_turned_copy_gives_the_same_bits(
-    outputs: int, inputs: int, part: int, threads: int
-) -> None:
-    torch.set_num_threads(threads)
-    x, weight, bias = drawn(outputs, inputs)
-    x = x.repeat(4, 1)  # more than are multiplied at once
-    bare, biased = Turned(weight), Turned(weight, bias)
-
-    for count in (0, 1, 2, 6, 7, 17, MOST_ROWS + 1, len(x)):
-        rows = x[:count]
-        assert torch.equal(bare.many(rows, part), multiply_many(rows, weight, part=part))
-        assert torch.equal(biased.many(rows, part), multiply_many(rows, weight, bias, part=part))
-
-
-def test_a_turned_copy_is_one() -> None:
-    x, weight, _ = drawn(64, 128)
-    copy, before = Turned(weight), multiply_many(x, weight, part=128)
-
-    weight.zero_()
-
-    assert torch.equal(copy.many(x, 128), before)
-    with pytest.raises(NotImplementedError):
-        copy.few(x)
-
-
-def test_a_matrix_that_fills_no_blocks_is_not_turned() -> None:
-    with pytest.raises(ValueError, match=f"{OUTPUTS + 1} outputs"):
-        Turned(drawn(OUTPUTS + 1, 64)[1])
+            multiply_many(rows, matrix, extra)
+    with pytest.raises(ValueError, match="63 outputs"):
+        multiply_many(x, weight[:63])

@@ -1,14 +1,13 @@
 """Which matrices are copied, and that no copy changes a bit; how fast they are is not asked."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshllm.model import packed as module
-from meshllm.model.packed import PackedLinear, pack, same, sooner
+from meshllm.model.packed import PackedLinear, pack, same
 from meshllm.model.shard import Shard
 from meshllm.model.specimen import specimen
 from meshllm.names import Span
@@ -18,7 +17,7 @@ from meshllm.testing.models import stock_model, tiny_model
 @pytest.fixture(autouse=True)
 def _copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile nothing, which goes first."""
-    monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: False)
+    monkeypatch.setattr("meshllm.model.native_linear.use_own_gemm", lambda: False)
 
 
 def linear(outputs: int = 512, inputs: int = 512, *, bias: bool = False) -> nn.Linear:
@@ -90,15 +89,6 @@ def test_a_specimen_has_the_shape_of_the_module() -> None:
     assert plain(x).abs().max() < 1e-3
 
 
-def test_sooner_means_by_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    times: dict[Callable[[Tensor], Tensor], float] = {torch.neg: 1.0, torch.abs: 0.91}
-    monkeypatch.setattr(module, "_seconds", lambda apply, _: times[apply])
-
-    assert not sooner(torch.neg, torch.abs, torch.ones(1))
-    times[torch.abs] = 0.89
-    assert sooner(torch.neg, torch.abs, torch.ones(1))
-
-
 @pytest.mark.usefixtures("always")
 def test_what_gains_is_exchanged_and_keeps_its_weights() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear(bias=True))
@@ -154,23 +144,6 @@ def test_other_bits_or_no_gain_leave_the_plain_module(
     pack(model)
 
     assert type(model[0]) is nn.Linear
-
-
-@pytest.mark.usefixtures("always")
-def test_one_matrix_of_a_shape_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[torch.Size] = []
-
-    def gains(plain: nn.Linear) -> bool:
-        tried.append(plain.weight.shape)
-        return len(tried) == 1
-
-    monkeypatch.setattr(module, "_gains", gains)
-    model = nn.Sequential(linear(), linear(512, 256), linear(), linear(512, 256))
-
-    pack(model)
-
-    assert tried == [(512, 512), (512, 256)]
-    assert [type(part) is PackedLinear for part in model] == [True, False, True, False]
 
 
 def test_a_matrix_too_large_for_a_second_is_tried_itself(monkeypatch: pytest.MonkeyPatch) -> None:

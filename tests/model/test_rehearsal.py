@@ -10,12 +10,14 @@ from torch import Tensor
 
 from meshllm.model import native
 from meshllm.model.cache import SpanCache
-from meshllm.model.replay import PROOFS, Replay
+from meshllm.model.replay import PROOFS
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
+from meshllm.model.steps import ReplayedSteps
 from meshllm.names import Quant, Span
 from meshllm.protocol.lookahead import STEPS
 from meshllm.testing.models import tiny_model
+from tests.model.invariance import require_row_invariant
 
 SIZES = (1, *STEPS)
 SEEN = 6
@@ -34,8 +36,7 @@ def runner_of(folder: Path, family: str, part: str, quant: Quant = Quant.NONE) -
     layers, which = source.config.num_hidden_layers, dict(PARTS[part])
     start, stop = (layers if at is None else at for at in (which.pop("start"), which.pop("stop")))
     runner = Runner(Shard.load(source, Span(start, stop), quant=quant, **which), STEPS)
-    if not runner.is_steady:
-        pytest.skip("this processor adds in another order")
+    require_row_invariant(runner)
     return runner
 
 
@@ -90,7 +91,8 @@ def test_a_rehearsed_step_has_the_bits_of_the_model(
     forwards, count = forwards_of(runner), len(between)
     outputs = between + written(runner, text, SIZES)
     taken = len(forwards)
-    runner._replay, runner._records = Replay(), False
+    assert isinstance(runner.steps, ReplayedSteps)
+    runner.step = runner.steps.inner.step
     sizes = [output.shape[1] for output in between]
     plain = written(runner, other, (*sizes, *SIZES))
 
@@ -113,7 +115,8 @@ def test_one_that_ended_early_is_taken_up_by_the_next(tmp_path: Path) -> None:
 
 def test_what_cannot_be_recorded_is_not_rehearsed_for_ever(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", "whole")
-    runner._replay, most = Replay(), 200
+    assert isinstance(runner.steps, ReplayedSteps)
+    most = 200
     with torch.inference_mode():
         norm = next(
             value for name, value in runner.shard.model.named_parameters() if "norm" in name
@@ -121,4 +124,4 @@ def test_what_cannot_be_recorded_is_not_rehearsed_for_ever(tmp_path: Path) -> No
         norm.fill_(float("nan"))  # what comes of it proves nothing
 
     assert 0 < len(list(islice(runner.rehearsal(), most))) < most
-    assert not any(known.is_unfit for known in runner._replay._known.values())
+    assert not any(known.is_unfit for known in runner.steps.replay._known.values())

@@ -13,17 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model import native, native_linear, replay
+from meshllm.model import native, replay
 from meshllm.model.cache import SpanCache
-from meshllm.model.native_linear import TurnedLinear
 from meshllm.model.packed import PackedLinear
 from meshllm.model.record import Op
 from meshllm.model.replay import MOST_TRIES, PROOFS, SETTLED, Replay
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
+from meshllm.model.steps import ReplayedSteps
 from meshllm.model.tape import Tape
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
+from tests.model.invariance import require_row_invariant
 
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "opt",
@@ -38,8 +39,7 @@ def runner_of(
     source = tiny_model(folder, family, dtype=torch.bfloat16)
     parts = parts or {"span": Span(0, source.config.num_hidden_layers), "embed": True, "head": True}
     runner = Runner(Shard.load(source, quant=quant, **parts), (2, 3, 5, 9))
-    if not runner.is_steady:
-        pytest.skip("this processor adds in another order")
+    require_row_invariant(runner)
     return runner
 
 
@@ -53,10 +53,15 @@ def filled(runner: Runner, length: int, seed: int = 0) -> SpanCache:
     return cache
 
 
+def steps_of(runner: Runner) -> ReplayedSteps:
+    assert isinstance(runner.steps, ReplayedSteps)
+    return runner.steps
+
+
 def forget(runner: Runner) -> None:
     """Let a runner record nothing any more."""
-    runner._replay = Replay()
-    runner._records = False
+    steps = steps_of(runner)
+    runner.step, runner.step_many = steps.inner.step, steps.inner.step_many
 
 
 def check_record(runner: Runner) -> None:
@@ -64,7 +69,7 @@ def check_record(runner: Runner) -> None:
     cache, other = filled(runner, 6), filled(runner, 6)
 
     outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
-    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    assert steps_of(runner).replay._known[1, torch.get_num_threads()].proofs == PROOFS
     forget(runner)
 
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
@@ -122,16 +127,6 @@ def test_steps_that_prepare_for_others_are_counted(tmp_path: Path) -> None:
     assert sum(counts) == 2 + PROOFS
 
 
-def test_turned_copies_are_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_linear, "SMALLEST", 1)
-    monkeypatch.setattr(native_linear, "turns", lambda: True)
-    runner = runner_of(tmp_path, "phi3")
-    if not any(isinstance(each, TurnedLinear) for each in runner.shard.model.modules()):
-        pytest.skip("this processor adds in another order")
-
-    check_record(runner)
-
-
 def test_what_goes_back_and_branches_goes_on_from_the_record(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     tokens = ids(60, seed=2)
@@ -178,7 +173,7 @@ def test_sessions_go_together_from_the_record(tmp_path: Path) -> None:
 
 def tape_of(runner: Runner, rows: int) -> Tape:
     """Find the recording of steps of so many rows."""
-    tape = runner._replay._known[rows, torch.get_num_threads()].tape
+    tape = steps_of(runner).replay._known[rows, torch.get_num_threads()].tape
     assert tape is not None
     return tape
 
@@ -239,7 +234,7 @@ def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
         return torch.cat([runner.step(rows[:, at : at + 1], cache) for at in range(6, 40)], 1)
 
     recorded = run()
-    assert runner._replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    assert steps_of(runner).replay._known[1, torch.get_num_threads()].proofs == PROOFS
     assert tape_of(runner, 1)
     forget(runner)
 
@@ -248,7 +243,7 @@ def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
 
 def test_a_recording_costs_two_forwards_more(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
-    runner._replay, cache, counts = Replay(), filled(runner, 6), list[int]()
+    steps_of(runner).replay, cache, counts = Replay(), filled(runner, 6), list[int]()
     forwards = count_forwards(runner)
 
     for seed in range(6):
@@ -266,7 +261,7 @@ def test_threads_have_records_of_their_own(tmp_path: Path) -> None:
         for at in range(12):
             torch.set_num_threads(1 + at % 2)
             assert torch.equal(runner.step(ids(1, at), cache), runner.step(ids(1, at), other))
-        assert {(1, 1), (1, 2)} <= runner._replay._known.keys()
+        assert {(1, 1), (1, 2)} <= steps_of(runner).replay._known.keys()
     finally:
         torch.set_num_threads(threads)
 
@@ -336,7 +331,7 @@ def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
     for _ in range(SETTLED + 3):
         assert runner.step(bad, cache).isnan().all()
 
-    known = runner._replay._known[2, torch.get_num_threads()]
+    known = steps_of(runner).replay._known[2, torch.get_num_threads()]
     assert not known.is_unfit
     assert known.proofs == 0
     for _ in range(MOST_TRIES):
@@ -375,16 +370,17 @@ def test_what_is_on_no_record_is_done_each_time(
     runner = runner_of(tmp_path)
     layer, strange = runner.shard.model.model.layers[1].mlp, Strange(kind)
     layer.register_forward_hook(lambda _module, _args, output: strange(output))
-    runner._replay = Replay()
+    steps_of(runner).replay = Replay()
     cache, other = filled(runner, 6), filled(runner, 6)
 
     with caplog.at_level(logging.INFO, logger=replay.__name__):
         outputs = [runner.step(ids(1, seed), cache) for seed in range(12)]
-    runner._records, strange.steps = False, 2 if kind == "counts" else 0
+    forget(runner)
+    strange.steps = 2 if kind == "counts" else 0
     plain = [runner.step(ids(1, seed), other) for seed in range(12)]
 
     assert "steps of 1 rows are not" in caplog.text
-    assert runner._replay._known[1, torch.get_num_threads()].is_unfit
+    assert steps_of(runner).replay._known[1, torch.get_num_threads()].is_unfit
     if kind != "counts":
         assert all(map(torch.equal, outputs, plain))
 
@@ -417,7 +413,7 @@ def test_a_forward_that_asks_for_the_cache_length_is_not_replayed(
     runner = runner_of(tmp_path)
     layer = runner.shard.model.model.layers[2]
     layer.register_forward_hook(doubling(is_so), with_kwargs=True)
-    runner._replay = Replay()
+    steps_of(runner).replay = Replay()
     before = 12 if is_so(30) else 6  # so that the switch is behind the proofs
 
     def run() -> list[Tensor]:
@@ -441,7 +437,7 @@ def test_numbers_that_lie_on_each_other_stay_with_torch(tmp_path: Path) -> None:
     runner, strange = runner_of(tmp_path), Strange("widens")
     layer = runner.shard.model.model.layers[1].mlp
     layer.register_forward_hook(lambda _module, _args, output: strange(output))
-    runner._replay = Replay()
+    steps_of(runner).replay = Replay()
 
     check_record(runner)
 
@@ -451,7 +447,7 @@ def test_a_record_that_cannot_be_used_costs_no_step(
 ) -> None:
     runner = runner_of(tmp_path)
     cache, other = filled(runner, 6), filled(runner, 6)
-    runner._replay = Replay()
+    steps_of(runner).replay = Replay()
     monkeypatch.setattr(replay, "Tape", lambda *_: 1 / 0)
 
     outputs = [runner.step(ids(1, seed), cache) for seed in range(4)]
@@ -465,14 +461,14 @@ def test_ranks_of_one_process_record_at_the_same_time(tmp_path: Path) -> None:
     both_record = threading.Barrier(2, timeout=30)
 
     def wait(runner: Runner, *_: Any) -> None:
-        if runner._replay.recorder:
+        if steps_of(runner).replay.recorder:
             both_record.wait()
 
     expected = runners[0].step(ids(1), filled(runners[0], 6))
     for runner in runners:
         layer = runner.shard.model.model.layers[1]
         layer.register_forward_pre_hook(partial(wait, runner))
-        runner._replay = Replay()
+        steps_of(runner).replay = Replay()
 
     def step(runner: Runner) -> Tensor:
         return runner.step(ids(1), filled(runner, 6))
@@ -493,7 +489,7 @@ def test_packed_matrices_stay_with_torch(tmp_path: Path) -> None:
         runner.shard.model.lm_head = PackedLinear(plain)
     except RuntimeError:
         pytest.skip("this processor has no kernel for packed matrices")
-    runner._replay = Replay()
+    steps_of(runner).replay = Replay()
 
     check_record(runner)
 
@@ -523,18 +519,21 @@ def test_where_nothing_is_compiled_nothing_is_recorded(
 ) -> None:
     runner = runner_of(tmp_path)
     monkeypatch.setattr(native, "works", lambda: False)
-    runner._replay = Replay()
+    steps_of(runner).replay = Replay()
     cache = filled(runner, 6)
 
     for seed in range(4):
         runner.step(ids(1, seed), cache)
 
-    assert all(each.tape is None for each in runner._replay._known.values())
+    assert all(each.tape is None for each in steps_of(runner).replay._known.values())
 
 
 def test_memory_is_used_again(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
-    tape = runner._replay._known[1, torch.get_num_threads()].tape
+    cache = filled(runner, 6)
+    for seed in range(8):
+        runner.step(ids(1, seed), cache)
+    tape = steps_of(runner).replay._known[1, torch.get_num_threads()].tape
 
     assert tape is not None
     places = {offset for offset in tape._offsets if offset >= 0}

@@ -1,6 +1,7 @@
 """Steps of several rows give what steps of one give, in every family, bit for bit."""
 
 import gc
+import logging
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -9,21 +10,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model import runner as runner_module
-from meshllm.model.attention import attend_chunk
+from meshllm.model import native
 from meshllm.model.cache import SpanCache
-from meshllm.model.native_linear import Bits
-from meshllm.model.runner import STOCK, Runner
+from meshllm.model.device import CPU
+from meshllm.model.execution import Strategy, forecast
+from meshllm.model.native_linear import use_own_gemm
+from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
+from meshllm.model.skeleton import build
 from meshllm.model.steady import SteadyLinear, find_floors
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
+from tests.model.invariance import require_row_invariant
 
 COUNTS = (2, 3, 5, 9, 17)
-FAMILIES = (
-    "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "falcon", "bloom", "phi3", "doge",
-    "glm4_moe", "llama4_text", "qwen3_moe", "gpt_oss", "deepseek_v3",
-)  # fmt: skip
+INVARIANT = ("llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3")
+REFUSED = {
+    "qwen3_moe": "mixture of experts",
+    "gpt_oss": "mixture of experts",
+    "bloom": "attention is",
+    "lfm2": "layers of",
+    "falcon": "FalconLinear",
+}
 
 
 def runner_of(folder: Path, family: str, dtype: torch.dtype, counts: Any = COUNTS) -> Runner:
@@ -42,10 +50,10 @@ def filled(runner: Runner, length: int) -> SpanCache:
     return cache
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_together_are_rows_alone(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    runner = runner_of(tmp_path, family, dtype)
+@pytest.mark.parametrize("family", INVARIANT)
+def test_rows_together_are_rows_alone(tmp_path: Path, family: str) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    require_row_invariant(runner)
     alone, together = filled(runner, 3), filled(runner, 3)
     tokens = ids(40, seed=1)
 
@@ -60,22 +68,94 @@ def test_rows_together_are_rows_alone(tmp_path: Path, family: str, dtype: torch.
     assert (alone.length, together.length) == (43, 43)
 
 
-def test_matrices_are_told_what_the_rows_are(tmp_path: Path) -> None:
-    runner, told = runner_of(tmp_path, "qwen3", torch.bfloat16), list[Bits]()
-    if not runner.is_steady:
-        pytest.skip("this processor adds in another order")
-    runner.shard.model.register_forward_pre_hook(lambda *_: told.append(runner._mode.bits))
-    cache = filled(runner, 5)
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_is_not_row_invariant_says_why(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    together, alone = filled(runner, 9), filled(runner, 9)
 
-    runner.step(ids(2), cache)
-    runner.step_many([ids(1), ids(2)], [cache, filled(runner, 3)])
-    runner.prefill(ids(4), cache)
-    with pytest.raises(AttributeError):
-        runner.step(ids(2), "no cache")  # type: ignore[arg-type]
-    runner.prefill(ids(4), runner.new_cache())
+    given = runner.step(ids(3, seed=1), together)
 
-    prompt, step = Bits.PROMPT, Bits.STEP
-    assert told == [prompt, step, prompt, step, prompt, prompt]  # what fails does not get so far
+    assert runner.execution.strategy is Strategy.STOCK
+    assert REFUSED[family] in runner.execution.reason
+    assert not runner.is_steady
+    assert not runner.is_one_step(3)
+    rows = torch.split(ids(3, seed=1), 1, 1)
+    assert torch.equal(given, torch.cat([runner.shard.forward(row, alone) for row in rows], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_numbers_on_a_cpu_are_told_what_helps(tmp_path: Path, dtype: torch.dtype) -> None:
+    execution = runner_of(tmp_path, "qwen3", dtype).execution
+
+    assert execution.strategy is Strategy.STOCK
+    assert "--dtype bfloat16" in execution.reason
+    assert dict(execution.linears).keys() == {"torch"}
+
+
+def test_how_a_model_is_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+    require_row_invariant(runner)
+    monkeypatch.setattr("meshllm.model.steps.REPLAYED_BYTES", 0)
+    eager = runner_of(tmp_path, "qwen3", torch.bfloat16)
+    config = runner.shard.model.config
+    plain = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
+    whole, foreseen = build(plain, torch.bfloat16).model, forecast(plain, torch.bfloat16, CPU)
+
+    assert (runner.execution.strategy, runner.execution.reason) == (Strategy.REPLAYED, "")
+    assert sum(count for _, count in runner.execution.linears) == sum(
+        isinstance(module, nn.Linear) for module in whole.modules()
+    )
+    assert eager.execution.strategy is Strategy.INVARIANT
+    assert "less than 5 %" in eager.execution.reason
+    assert runner.execution.replays > eager.execution.replays
+    assert foreseen.strategy is Strategy.REPLAYED
+    before = config._attn_implementation
+    runner.step(ids(1), filled(runner, 3))
+    assert config._attn_implementation == before
+
+
+def test_a_step_that_could_be_row_invariant_and_is_not_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+
+    Runner(Sociable.load(source, Span(0, 6), embed=True, head=True), COUNTS)
+
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "row-invariant kernels disabled (" in record.message
+    assert "no batched verification, no session batching" in record.message
+
+
+def test_an_error_of_ours_is_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bug(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Bug
+
+    monkeypatch.setattr("meshllm.model.steps.try_steps", fail)
+
+    with pytest.raises(Bug):
+        runner_of(tmp_path, "qwen3", torch.bfloat16)
+
+
+def test_without_executable_memory_nothing_is_replayed_and_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "works", lambda: False)
+    use_own_gemm.cache_clear()
+    try:
+        runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+        config = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
+        foreseen = forecast(config, torch.bfloat16, CPU)
+    finally:
+        use_own_gemm.cache_clear()
+
+    assert not runner.execution.replays
+    assert runner.execution.reason
+    assert not foreseen.replays
 
 
 def test_wrong_rows_leave_no_trace(tmp_path: Path) -> None:
@@ -90,7 +170,7 @@ def test_wrong_rows_leave_no_trace(tmp_path: Path) -> None:
     assert torch.equal(runner.step(right[:, 1:], cache), expected[:, 1:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", INVARIANT)
 def test_a_step_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, family: str) -> None:
     runner = runner_of(tmp_path, family, torch.bfloat16)
     steady, stock = filled(runner, 30), filled(runner, 30)
@@ -101,28 +181,18 @@ def test_a_step_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, fami
     assert (got - expected).norm() <= 0.02 * expected.norm()
 
 
-def test_a_prompt_attends_on_its_own_where_nobody_expects_stock_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, attended = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16), list[int]()
+@pytest.mark.parametrize("quant", Quant)
+def test_a_prompt_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, quant: Quant) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = Shard.load(source, Span(0, 6), embed=True, head=True, quant=quant)
+    runner = Runner(shard, COUNTS)
+    stock, cache = shard.forward(ids(40), runner.new_cache()), runner.new_cache()
 
-    def attend(query: Tensor, *args: Any) -> Tensor:
-        attended.append(query.shape[2])
-        return attend_chunk(query, *args)
+    got = torch.cat(
+        [runner.prefill(ids(40)[:, :25], cache), runner.prefill(ids(40)[:, 25:], cache)], 1
+    )
 
-    for quant, parts in ((Quant.NONE, [9]), (Quant.INT8, [40, 9])):
-        shard = Shard.load(source, Span(0, 6), embed=True, head=True, quant=quant)
-        runner = Runner(shard, COUNTS)
-        stock, cache = shard.forward(ids(40), runner.new_cache()), runner.new_cache()
-        monkeypatch.setattr(runner_module, "attend_chunk", attend)
-        attended.clear()
-
-        got = runner.prefill(ids(40), cache)
-        runner.prefill(ids(9, seed=1), cache)
-
-        assert runner.is_steady
-        assert attended[::6] == parts
-        assert (got - stock).norm() <= 0.02 * stock.norm()
+    assert (got - stock).norm() <= 0.02 * stock.norm()
 
 
 def test_without_counts_a_step_is_that_of_the_stock_model(tmp_path: Path) -> None:
@@ -139,7 +209,8 @@ class Biased(Shard):
 
     def forward(self, x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
         logits = super().forward(x, cache, **options)
-        return logits if self.model.config._attn_implementation in STOCK else logits * 1.1
+        is_step = options.get("position_ids") is not None
+        return logits * 1.1 if is_step else logits
 
 
 class Sociable(Shard):
@@ -169,8 +240,8 @@ def test_matrices_that_did_not_help_are_taken_back(
     def find(model: nn.Module, *how: Any) -> dict[Any, int]:
         return dict.fromkeys(find_floors(model, *how) or (), 2)
 
-    monkeypatch.setattr("meshllm.model.runner.find_floors", find)
-    monkeypatch.setattr("meshllm.model.native_linear.suits", lambda: False)
+    monkeypatch.setattr("meshllm.model.exchange.find_floors", find)
+    monkeypatch.setattr("meshllm.model.native_linear.use_own_gemm", lambda: False)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
     runners = [
@@ -193,10 +264,6 @@ def test_what_no_trial_can_prove_goes_one_by_one_in_every_part(tmp_path: Path, f
     shards = [Shard.load(source, span, embed=False, head=False) for span in parts]
 
     assert not any(Runner(shard, COUNTS).is_steady for shard in shards)
-
-
-def test_half_precision_of_another_kind_goes_one_by_one(tmp_path: Path) -> None:
-    assert not runner_of(tmp_path, "qwen3", torch.float16).is_steady
 
 
 def test_a_bad_row_of_one_session_is_nothing_to_others(tmp_path: Path) -> None:
@@ -222,12 +289,10 @@ def test_nothing_keeps_a_runner_alive(tmp_path: Path) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sessions_together_are_sessions_alone(
-    tmp_path: Path, family: str, dtype: torch.dtype
-) -> None:
-    runner = runner_of(tmp_path, family, dtype)
+@pytest.mark.parametrize("family", INVARIANT)
+def test_sessions_together_are_sessions_alone(tmp_path: Path, family: str) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    require_row_invariant(runner)
     lengths = (11, 3, 40, 25)
     alone = [filled(runner, length) for length in lengths]
     together = [filled(runner, length) for length in lengths]
@@ -246,8 +311,7 @@ def test_sessions_together_are_sessions_alone(
 
 def test_sessions_really_go_together(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
-    if not runner.is_steady:
-        pytest.skip("this processor gives rows other bits in company")
+    require_row_invariant(runner)
     caches = [filled(runner, length) for length in (5, 9, 30)]
     rows = []
     runner.shard.model.get_submodule("model.layers.3.mlp").register_forward_pre_hook(

@@ -72,22 +72,6 @@ def test_the_most_rows_are_left_out_where_they_would_take_long(
     assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
 
 
-@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 0)])
-def test_a_layer_and_the_head_are_timed_as_they_are_loaded(
-    source: Source,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    copies: int,
-) -> None:
-    packed: list[object] = []
-    monkeypatch.setattr(module, "pack", lambda model, skip: packed.append(model))
-
-    measure_speed(source, dtype, tmp_path)
-
-    assert len(packed) == copies
-
-
 @pytest.mark.parametrize("quant", [Quant.INT8, Quant.INT4])
 def test_quantised_weights_are_timed(tmp_path: Path, quant: Quant) -> None:
     source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
