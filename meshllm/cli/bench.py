@@ -33,7 +33,10 @@ def bench(
     invocation: typer.Context,
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Published dimensions: `qwen3-0.6b` or `llama-3.2-1b`."),
+        typer.Option(
+            metavar="NAME",
+            help="Published dimensions: `qwen3-0.6b`, `llama-3.2-1b` or `qwen3-8b-4-layers`.",
+        ),
     ] = "qwen3-0.6b",
     engine: Annotated[
         bool,

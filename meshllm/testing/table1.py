@@ -118,6 +118,14 @@ def _llama() -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _qwen3_8b() -> PretrainedConfig:
+    return Qwen3Config(
+        vocab_size=32_000, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=4,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        max_position_embeddings=40_960,
+    )  # fmt: skip
+
+
 def _small() -> PretrainedConfig:
     return Qwen3Config(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=6,
@@ -128,9 +136,10 @@ def _small() -> PretrainedConfig:
 DIMENSIONS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-0.6b": _qwen3,
     "llama-3.2-1b": _llama,
+    "qwen3-8b-4-layers": _qwen3_8b,
     "tiny": _small,
 }
-"""Published dimensions by name; `tiny` shows the shape of the table in a second."""
+"""Published dimensions by name, of the largest a few layers; `tiny` shows the table in a second."""
 
 
 Turn: TypeAlias = Callable[[int], Awaitable[Run]]
