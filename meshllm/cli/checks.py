@@ -23,8 +23,9 @@ from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model import device
 from meshllm.model.manifest import manifest
-from meshllm.model.source import resolve
+from meshllm.model.source import resolve, stored_dtype
 from meshllm.model.verdict import known_verdicts
+from meshllm.names import Quant
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.identity import show
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
@@ -58,6 +59,7 @@ def examine(
     yield (model := check_model(chosen.model))
     if model.verdict != "fail":
         yield check_weights(chosen.model, state_path(chosen) / "cache")
+        yield check_execution(chosen)
     yield from check_transports(transports, Registry.discover())
     parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
     found = ", ".join(
@@ -219,6 +221,25 @@ def check_weights(name: str, cache: Path) -> Finding:
         found = f"{digest}, and {absent} of {len(parts)} parts are not on this machine"
         return Finding("warn", "weights", found, f"meshllm model pull {name}")
     return Finding("ok", "weights", f"{digest}, {len(parts)} parts hashed")
+
+
+def check_execution(chosen: Settings) -> Finding:
+    """Tell how steps of the model would be run here, without loading it."""
+    from meshllm.model.execution import forecast
+
+    try:
+        source, quant = resolve(chosen.model), Quant(chosen.quant)
+        stored = chosen.dtype == "auto"
+        dtype = stored_dtype(source) if stored else getattr(torch, chosen.dtype)
+        where = device.choose(chosen.device, dtype, quant)
+        found = forecast(source.config, dtype, where, quant)
+    except MeshError as error:
+        return Finding("fail", "execution", str(error), error.hint or "")
+    if chosen.exact:
+        return Finding("ok", "execution", "stock, one row per step, as `--exact` asks")
+    if "--dtype" in found.reason:
+        return Finding("warn", "execution", str(found), "choose `--dtype bfloat16`")
+    return Finding("ok", "execution", str(found))
 
 
 def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Finding]:

@@ -72,7 +72,11 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     """Show layers and bytes of a model, and what fits here."""
     chosen = settings(flags)
     with _loading(f"looking at {model}"):
+        import torch
+
         from meshllm.model.capacity import free_memory, shape_of
+        from meshllm.model.device import CPU
+        from meshllm.model.execution import forecast
         from meshllm.model.loader import list_weights
         from meshllm.model.source import resolve
 
@@ -80,13 +84,19 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         list_weights(source.folder)  # a config alone is no model
         shape = shape_of(source, _dtype(chosen))
         free = free_memory()
+        execution = forecast(source.config, getattr(torch, shape.dtype), CPU)
     fitting = _fitting(shape, free)
     if as_json:
         tokens = min(CONTEXT, shape.context)
-        here = {"free_bytes": free, "context": tokens, "layers_with_ends": fitting}
+        here = {
+            "free_bytes": free,
+            "context": tokens,
+            "layers_with_ends": fitting,
+            "execution": asdict(execution),
+        }
         render.dump({**asdict(shape), "folder": str(source.folder), "here": here})
         return
-    render.out(_facts(shape, free, fitting))
+    render.out(_facts(shape, free, fitting, str(execution)))
 
 
 @app.command()
@@ -240,7 +250,7 @@ def _hint(report: "Report") -> str:
     return "use it with `--nodes 1`, or tell error from rounding with `--dtype float32`"
 
 
-def _facts(shape: "ModelShape", free: int, fitting: int) -> str:
+def _facts(shape: "ModelShape", free: int, fitting: int, execution: str) -> str:
     sizes = sorted({render.bytes_of(size) for size in shape.layer_bytes})
     weights = sum(shape.layer_bytes) + shape.embed_bytes + shape.head_bytes
     whole = "all of it" if fitting == shape.layers else f"{fitting} of {shape.layers} layers"
@@ -255,5 +265,6 @@ def _facts(shape: "ModelShape", free: int, fitting: int) -> str:
         ("context", f"{shape.context} tokens"),
         ("hidden state", f"{render.bytes_of(shape.hidden_size * shape.itemsize)} per hop"),
         ("fits here", f"{whole} in {render.bytes_of(free)} free memory"),
+        ("steps on cpu", execution),
     ]
     return render.table((shape.name, ""), rows)

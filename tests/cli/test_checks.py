@@ -7,6 +7,7 @@ import torch
 
 from meshllm.cli import checks
 from meshllm.cli.finding import Finding
+from meshllm.config import Settings
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.model import device
 from meshllm.model.verdict import known_verdicts
@@ -226,6 +227,19 @@ def test_the_weights_are_hashed_and_what_is_absent_is_counted(
 
     assert (whole.verdict, whole.found[12:]) == ("ok", ", 11 parts hashed")
     assert (part.verdict, part.found[12:]) == ("warn", ", and 1 of 2 parts are not on this machine")
+    assert missing.verdict == "fail"
+
+
+def test_how_steps_would_be_run_is_told() -> None:
+    told = checks.check_execution(Settings(model="builtin"))
+    wide = checks.check_execution(Settings(model="builtin", dtype="float32"))
+    exact = checks.check_execution(Settings(model="builtin", exact=True))
+    missing = checks.check_execution(Settings(model="no/model"))
+
+    assert (told.verdict, wide.verdict, exact.verdict) == ("ok", "warn", "ok")
+    assert "row-invariant" in told.found or "replayed" in told.found
+    assert wide.advice == "choose `--dtype bfloat16`"
+    assert exact.found.startswith("stock")
     assert missing.verdict == "fail"
 
 

@@ -22,6 +22,7 @@ def test_show_tells_sizes_and_what_fits(meshllm: Invoke) -> None:
     assert "\nlayers        8 of " in text
     assert " per token\n" in text
     assert "\nfits here     all of it in " in text
+    assert "\nsteps on cpu  " in text
 
 
 def test_show_json(meshllm: Invoke) -> None:
@@ -30,6 +31,8 @@ def test_show_json(meshllm: Invoke) -> None:
     assert (shape["schema"], shape["name"], shape["layers"]) == (1, "builtin", 8)
     assert (shape["dtype"], shape["itemsize"]) == ("float32", 4)
     assert shape["here"]["layers_with_ends"] == 8
+    assert shape["here"]["execution"]["strategy"] == "stock"
+    assert "--dtype bfloat16" in shape["here"]["execution"]["reason"]
 
 
 def test_show_counts_the_layers_that_fit(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
