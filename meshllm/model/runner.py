@@ -36,11 +36,6 @@ class Runner:
     @property
     def recorded_bytes(self) -> int:
         """Memory of recorded steps."""
-        return self._replay.bytes
-
-    @property
-    def recorded_bytes(self) -> int:
-        """Memory of recorded steps."""
         return self.steps.replay.bytes if isinstance(self.steps, ReplayedSteps) else 0
 
     @property
