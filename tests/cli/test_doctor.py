@@ -49,7 +49,7 @@ def test_a_machine_without_a_node_is_examined(meshllm: Invoke, door: FakeClient)
     found = {line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")}
     assert found == {
         "state", "clock", "door", "port", "memory", "threads", "device", "model", "weights",
-        "transport", "versions",
+        "execution", "transport", "versions",
     }  # fmt: skip
     assert "ok    model      builtin: `qwen3` splits bit for bit" in result.stdout
     assert "websocket is chosen and loads" in result.stdout

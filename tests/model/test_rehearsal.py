@@ -87,7 +87,7 @@ def test_a_rehearsed_step_has_the_bits_of_the_model(
     text, other, between = begun(runner), begun(runner), list[Tensor]()
 
     for number, _ in enumerate(runner.rehearsal()):
-        between += written(runner, text, (1, 4) if number % 3 else (3,))
+        between += written(runner, text, (1, 2) if number % 3 else (3,))
     forwards, count = forwards_of(runner), len(between)
     outputs = between + written(runner, text, SIZES)
     taken = len(forwards)
@@ -108,7 +108,7 @@ def test_one_that_ended_early_is_taken_up_by_the_next(tmp_path: Path) -> None:
     rest = len(list(runner.rehearsal()))
     prompts = forwards_of(runner)
 
-    assert 0 < rest < len(STEPS) * (1 + PROOFS)
+    assert 0 < rest < len(SIZES) * (1 + PROOFS)
     assert not list(runner.rehearsal())
     assert not prompts
 
