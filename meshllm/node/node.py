@@ -62,6 +62,7 @@ SETTLE_S = 0.5  # s; a beat: in that time both ends of a link say that it stands
 REMEMBER_S = 1.0  # s; what changes at once is written down once
 SEEK_S = 2.0  # s between two looks for a mesh that was lost
 SEEK_LINKED_S = 30.0  # s between two looks for members that are not linked
+WATCH_S = 1.0  # s between two looks at the compute thread
 DRAIN_S = 60.0  # s that requests under way are given when the node is told to leave
 TICKET_S = 24 * 3600.0  # s that the ticket of the start lasts
 
@@ -101,8 +102,7 @@ class MeshNode:
         self.standing = Standing(self.machine, self.links, self._why)
         self.desk = Desk(self.me, self.standing, self.links.post)
         self.planner = Planner(self._view, self._agreed, off_loop)
-        self.ambiguous = ""
-        """Which names in the options stand for several nodes; empty while none does."""
+        self._ambiguous = self._hang = ""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_leaving = False
         self._options = options
@@ -124,6 +124,11 @@ class MeshNode:
     def agreement(self) -> Agreement | None:
         """The latest; None while there is none."""
         return self.planner.agreement
+
+    @property
+    def trouble(self) -> str:
+        """What its owner should look at; empty when nothing is wrong."""
+        return self._hang or self._ambiguous
 
     @property
     def ticket(self) -> str:
@@ -176,7 +181,7 @@ class MeshNode:
             trouble=str(standing.trouble or ""),
             sessions=standing.sessions,
             counts=replace(self.desk.counts),
-            warnings=(self.ambiguous,) if self.ambiguous else (),
+            warnings=(self.trouble,) if self.trouble else (),
         )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
@@ -205,6 +210,7 @@ class MeshNode:
                 self._seek,
                 self._serve,
                 self._remember,
+                self._watch,
             ):
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # the links take work from now on
@@ -327,11 +333,13 @@ class MeshNode:
             if name not in before.ambiguous:
                 logger.warning("several nodes are called `%s`: give the whole id of one", name)
         several = ", ".join(f"`{name}`" for name in names.ambiguous)
-        self.ambiguous = several and f"several nodes are called {several}: give whole ids"
+        self._ambiguous = several and f"several nodes are called {several}: give whole ids"
         return names != before
 
     def _why(self) -> str:
         """Say why there is no plan."""
+        if self._hang:
+            return self._hang
         if self.agreement is not None and self.agreement.plan is not None:
             return "its nodes agree on a plan"
         if self.agreement is not None:
@@ -352,8 +360,33 @@ class MeshNode:
     def _withdraw(self) -> None:
         """Offer nothing any more where the span of the plan could not be loaded."""
         if self.standing.trouble and self._profile.layer_s:
-            self._profile = replace(self._profile, weights=(), layer_s=())
-            self._tell(profile=self._profile)
+            self._offer((), ())
+
+    def _offer(self, weights: tuple[bytes, ...], layer_s: tuple[tuple[int, float], ...]) -> None:
+        self._profile = replace(self._profile, weights=weights, layer_s=layer_s)
+        self._tell(profile=self._profile)
+
+    async def _watch(self) -> None:
+        """Take this node out of the ring while its compute thread hangs.
+
+        Its beats go on, as the event loop does: nobody else can tell it from one that is busy.
+        """
+        worker = self._preparation.worker
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not (hung_s := worker.hung_s) or not self._profile.layer_s:
+                continue
+            self._hang = f"its compute thread has hung for {hung_s:.0f} s"
+            logger.warning("%s: this node offers nothing until that ends", self._hang)
+            weights, layer_s = self._profile.weights, self._profile.layer_s
+            self._offer((), ())
+            self.standing.publish()
+            while worker.hung_s:  # noqa: ASYNC110  # a thread that hangs tells nobody
+                await asyncio.sleep(WATCH_S)
+            self._hang = ""
+            logger.warning("the compute thread goes on, and so does this node")
+            if not self.standing.trouble:
+                self._offer(weights, layer_s)
 
     async def _serve(self) -> None:
         """Look at the model, tell what this node offers, and serve."""

@@ -10,11 +10,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
 
+HANG_S = 300.0  # s that a step or a chunk of a prompt may take; the first may compile kernels
+LOAD_HANG_S = 3600.0  # s that anything else may take: 100 GB from a slow disk take half of it
+HANG_TIMES = 10  # of the longest so far, where that is more
 TRIALS = 20  # matrices; long enough to meet another program's time slice, a few ms
 
 P = ParamSpec("P")
@@ -31,11 +35,16 @@ class Worker:
         self._latest: Callable[[], Future[Any] | None] = lambda: None
         self._asked = 0.0  # when a function was, or was seen at work; in the time of the event loop
         self._spare = asyncio.Lock()
+        self._at_work: tuple[float, float] | None = None  # since when, and until when it is usual
+        self._longest_s: dict[float, float] = {}  # by the least limit
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Let a function run that tells by itself what became of it, exceptions included."""
+        return self._submit(HANG_S, function, *args)
+
+    def _submit(self, hang_s: float, function: Callable[..., T], *args: Any) -> Future[T]:
         self._asked = asyncio.get_running_loop().time()
-        future = self._executor.submit(function, *args)
+        future = self._executor.submit(self._timed, hang_s, function, *args)
         self._latest = ref(future)  # what it gave may be the weights of a model, and let go
         return future
 
@@ -44,7 +53,28 @@ class Worker:
 
         If cancelled, the function still runs to its end when it has begun.
         """
-        return await asyncio.wrap_future(self.start(lambda: function(*args, **kwargs)))
+        work = partial(function, *args, **kwargs)
+        return await asyncio.wrap_future(self._submit(LOAD_HANG_S, work))
+
+    @property
+    def hung_s(self) -> float:
+        """Since when the function at work hangs, in seconds; 0 while it takes a usual time.
+
+        What is usual follows what functions took before. No thread can be made to stop.
+        """
+        at_work = self._at_work
+        if at_work is None or time.monotonic() < at_work[1]:
+            return 0.0
+        return time.monotonic() - at_work[0]
+
+    def _timed(self, hang_s: float, function: Callable[..., T], *args: Any) -> T:
+        begin, longest_s = time.monotonic(), self._longest_s.get(hang_s, 0.0)
+        self._at_work = begin, begin + max(hang_s, HANG_TIMES * longest_s)
+        try:
+            return function(*args)
+        finally:
+            self._at_work = None
+            self._longest_s[hang_s] = max(longest_s, time.monotonic() - begin)
 
     async def spare(self, quiet_s: float, function: Callable[..., T], *args: Any) -> T:
         """Wait for the result of a function that nobody waits for.
@@ -55,7 +85,9 @@ class Worker:
         async with self._spare:
             while (left := self._busy_until(loop.time()) + quiet_s - loop.time()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(left)
-            return await loop.run_in_executor(self._executor, function, *args)
+            return await loop.run_in_executor(
+                self._executor, self._timed, LOAD_HANG_S, function, *args
+            )
 
     def _busy_until(self, now: float) -> float:
         """Say when something ran last, as far as that was seen."""

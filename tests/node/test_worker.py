@@ -4,7 +4,8 @@ import threading
 import pytest
 import torch
 
-from meshllm.node.worker import calibrate, compute_thread
+from meshllm.node import worker as module
+from meshllm.node.worker import HANG_S, HANG_TIMES, LOAD_HANG_S, calibrate, compute_thread
 
 
 async def test_functions_run_off_the_loop_in_the_order_given() -> None:
@@ -42,3 +43,66 @@ async def test_the_number_of_threads_is_measured_and_then_used() -> None:
         assert chosen in {1, 2}
         assert await worker.run(torch.get_num_threads) == chosen
     assert torch.get_num_threads() == before
+
+
+class Clock:
+    """The time, and what a job does with it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+async def test_what_takes_longer_than_is_usual_hangs_until_it_ends(clock: Clock) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        go_on.wait()
+
+    async with compute_thread() as worker:
+        assert worker.hung_s == 0
+        future = worker.start(hang)
+        await asyncio.to_thread(begun.wait)
+        assert worker.hung_s == 0
+        clock.now += HANG_S
+        assert worker.hung_s == HANG_S
+        go_on.set()
+        await asyncio.wrap_future(future)
+        assert worker.hung_s == 0
+
+
+@pytest.mark.parametrize("took_s", [1.0, HANG_S])
+async def test_what_is_usual_follows_what_was(clock: Clock, took_s: float) -> None:
+    def take(seconds: float) -> float:
+        clock.now += seconds
+        return worker.hung_s
+
+    usual_s = max(HANG_S, HANG_TIMES * took_s)
+    async with compute_thread() as worker:
+        await asyncio.wrap_future(worker.start(take, took_s))
+        assert await asyncio.wrap_future(worker.start(take, usual_s - 1)) == 0
+        assert await asyncio.wrap_future(worker.start(take, HANG_TIMES * usual_s)) > 0
+
+
+async def test_to_load_may_take_longer(clock: Clock) -> None:
+    def take(seconds: float) -> float:
+        clock.now += seconds
+        return worker.hung_s
+
+    async with compute_thread() as worker:
+        assert await worker.run(take, LOAD_HANG_S - 1) == 0
+        assert await worker.spare(0, take, LOAD_HANG_S - 1) == 0
+        assert await asyncio.wrap_future(worker.start(take, HANG_S)) == HANG_S

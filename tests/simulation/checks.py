@@ -9,7 +9,7 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 14, 5, 8, 4  # of a node that is at rest
+TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 15, 5, 8, 4  # of a node that is at rest
 FOLLOW_S = 5  # s at most that a plan is followed of which is known that it is over
 
 
@@ -90,6 +90,8 @@ class Checks:
         world = self._world
         if world.coming or len(world.nodes) < len(world.running):
             return "not all nodes have come back"
+        if any(at.hung_s is not None for at in world.running.values()):
+            return "a node hangs"
         for number, node in world.nodes.items():
             if node.me in node.machine.removals:
                 return f"{number} knows that it is removed, and goes on"

@@ -43,7 +43,7 @@ class Schedule:
         self.is_scarce = people.random() < 0.5
         self.is_rough = people.random() > 0.8
         self.bugs = Random(f"{seed} bugs")
-        self.has_bug = False
+        self.has_bug = self.has_hang = False
         if seed % 2 == 0:
             self._trouble(self.bugs)
         self.is_healed = False
@@ -52,6 +52,7 @@ class Schedule:
         """Let nodes plan and write slowly, meet a bug, and call themselves alike."""
         world = self.world
         self.has_bug = bugs.random() < 0.3
+        self.has_hang = bugs.random() < 0.4
         world.think_s = bugs.choice((0.0, 0.0, 0.05, 0.6))
         world.disk_s = bugs.choice((0.0, 0.0, 0.02, 1.5))
         if bugs.random() < 0.3:
@@ -94,6 +95,8 @@ class Schedule:
                 self._jump(number)
             for _ in range(people.randint(1, 6)):
                 loop.call_later(people.uniform(0, end), self._jump, people.randrange(self.count))
+        if self.has_hang:
+            loop.call_later(self.bugs.uniform(2, end), self._harm, self._hang, 0)
         if self.has_removal:
             loop.call_later(people.uniform(3, end), self._remove)
         for _ in range(ROUGH if self.is_rough else 0):
@@ -105,6 +108,7 @@ class Schedule:
             await asyncio.sleep(LOOK_S)
             self.checks.look()
             self.world.look_for_bugs()
+            self.world.look_for_hangs()
             if self.is_healed:
                 self._bring_back()
 
@@ -186,6 +190,11 @@ class Schedule:
             if self.bugs.random() < 0.7:
                 self.world.coming += 1
                 self.world.loop.call_later(self.bugs.uniform(4, 8), self._back, number)
+
+    def _hang(self, _: int) -> None:
+        if self.world.nodes:
+            number = self.bugs.choice(sorted(self.world.nodes))
+            self.world.hang(number, self.bugs.choice((1.0, 30.0)))
 
     def _leave(self, number: int) -> None:
         self.world.leave(number)

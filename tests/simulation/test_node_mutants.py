@@ -160,6 +160,7 @@ MUTANTS = {
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
     ),
+    "hangs are not seen": Mutant({"tests.simulation.world.ToyWorker.hung_s": 0.0}, "hangs, and"),
     "two nodes of one name": Mutant(
         {"meshllm.node.node.resolve_names": one_node_for_each}, "several nodes are called so"
     ),

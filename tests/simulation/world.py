@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -26,6 +27,8 @@ from tests.simulation.toy import ToyPreparation, memory_for
 P = ParamSpec("P")
 T = TypeVar("T")
 
+LONG_S = 2.0  # s; what takes longer hangs
+OUT_S = 12  # s at most that others follow a plan with a node that hangs; plans and disks are slow
 TIMERS = ("_expire", "_stir")
 BUG_S = 3  # s at most that a node runs on after a bug
 
@@ -46,11 +49,42 @@ class ToyWorker(Worker):
         super().__init__(InlineExecutor())
         self._seconds = seconds
         self._turn = asyncio.Lock()
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._held: list[Callable[[], None]] = []
+        self._since = 0.0
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         async with self._turn:
             await asyncio.sleep(self._seconds)
+            await self._goes_on.wait()
             return function(*args, **kwargs)
+
+    def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        if self._goes_on.is_set():
+            return super().start(function, *args)
+        later: Future[T] = Future()
+        self._held.append(lambda: later.set_result(function(*args)))
+        return later
+
+    @property
+    def hung_s(self) -> float:
+        now_s = asyncio.get_running_loop().time()
+        return (
+            0.0 if self._goes_on.is_set() or now_s < self._since + LONG_S else now_s - self._since
+        )
+
+    def hang(self) -> None:
+        """Do nothing from now on."""
+        self._goes_on.clear()
+        self._since = asyncio.get_running_loop().time()
+
+    def go_on(self) -> None:
+        """Do what was to be done."""
+        self._goes_on.set()
+        held, self._held = self._held, []
+        for each in held:
+            each()
 
 
 @dataclass(eq=False)
@@ -59,11 +93,14 @@ class Running:
 
     process: Process
     task: "asyncio.Task[None]"
+    worker: ToyWorker
     node: MeshNode | None = None
     """None until it is a member."""
     asked: "list[asyncio.Task[None]]" = field(default_factory=list)
     buggy_s: int | None = None
     """For how long it has run with a bug; None is without."""
+    hung_s: int | None = None
+    """For how long its compute thread has hung; None is not at all."""
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call as a part of this process."""
@@ -141,10 +178,11 @@ class World:
             if self.random.random() < 0.5:
                 self.network.reset(number)
         process = Process(number)
-        task = self.loop.create_task(self._live(process), context=process.context)
-        self.running[number] = Running(process, task)
+        worker = process.context.run(ToyWorker, 0.001 + 0.03 * self.random.random())
+        task = self.loop.create_task(self._live(process, worker), context=process.context)
+        self.running[number] = Running(process, task, worker)
 
-    async def _live(self, process: Process) -> None:
+    async def _live(self, process: Process, worker: ToyWorker) -> None:
         number = process.number
         ticket = self.members.tickets.get(number)
         options = NodeOptions(
@@ -158,7 +196,6 @@ class World:
             prefer=self.prefer if number == 0 else None,
             exclude=self.exclude if number == 0 else None,
         )
-        worker = ToyWorker(0.001 + 0.03 * self.random.random())
         seat = self.network.seat(process)
         try:
             async with open_node(options, seat, worker, ToyPreparation, self._off_loop) as node:
@@ -247,6 +284,35 @@ class World:
                 at.buggy_s += 1
                 if at.buggy_s > BUG_S:
                     self.fault(f"{number} met a bug, and goes on")
+
+    def hang(self, number: int, seconds: float) -> None:
+        """Let the compute thread of a node stand still for a while."""
+        at = self.running.get(number)
+        if at and at.node and at.hung_s is None:
+            self.is_calm, at.hung_s = False, 0
+            self.note(f"{number} hangs for {seconds:.1f} s")
+            at.call(at.worker.hang)
+            self.loop.call_later(seconds, self.go_on, at)
+
+    def go_on(self, at: Running) -> None:
+        """Let a compute thread go on."""
+        if at.hung_s is not None:
+            self.note(f"{at.process.number} hangs no more")
+            at.hung_s = None
+            at.call(at.worker.go_on)
+
+    def look_for_hangs(self) -> None:
+        """Look, once a second, whether others wait for a node that hangs."""
+        for number, at in self.running.items():
+            if at.hung_s is None or at.process.is_paused or self.network.cuts:
+                continue
+            at.hung_s += 1
+            key = member(number)[0].node
+            for other, node in self.nodes.items():
+                plan = node.standing.plan
+                is_awake = not self.running[other].process.is_paused
+                if at.hung_s > OUT_S and plan and plan.rank(key) is not None and is_awake:
+                    self.fault(f"{number} hangs, and {other} follows a plan with it")
 
     # Who is a member
 
