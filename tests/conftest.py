@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshllm.testing.models import tiny_model
+from meshllm.model.lean import lean
+
+with lean():  # as the command line does
+    from meshllm.testing.models import tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)

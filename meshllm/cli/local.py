@@ -36,7 +36,8 @@ async def open_local(settings: Settings) -> AsyncIterator[Answers]:
 
 
 def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
-    """Do what takes seconds, torch first, away from the event loop."""
+    """Do what takes seconds, imports first, away from the event loop."""
+    import_heavy()
     from meshllm.model.source import resolve
     from meshllm.node.local_ring import RingOptions, open_local_ring
     from meshllm.protocol.plan import Ends
@@ -53,8 +54,15 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
 def import_heavy(module: str = "meshllm.node.local_ring") -> None:
     """Import what takes seconds here and now: Ctrl-C stops it in the main thread only.
 
-    Modules stay, so the collector of garbage need not look at them: with those of torch that takes
-    a quarter of a second, in which no token is computed.
+    Modules stay, so the garbage collector need not look at them: while they are imported that
+    takes half a second, and later a quarter of one, in which no token is computed.
     """
-    import_module(module)
-    gc.freeze()
+    gc.disable()
+    try:
+        from meshllm.model.lean import lean
+
+        with lean():
+            import_module(module)
+        gc.freeze()
+    finally:
+        gc.enable()

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
+from meshllm.model.lean import lean
 from meshllm.model.rotary import held
 from meshllm.model.stub import LayerStub
 from meshllm.names import Span
@@ -115,6 +116,7 @@ def _trace(
     return calls if shape == PROBE and layers in calls else None
 
 
+@lean()
 def run_on_meta(model: Any, call: Call, cache: SpanCache) -> tuple[int, ...] | None:
     """Run a stock forward without data; return the shape of the logits, without V.
 

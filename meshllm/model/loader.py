@@ -31,6 +31,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.device import CPU
+from meshllm.model.lean import lean
 from meshllm.model.skeleton import Skeleton, quiet
 
 INDEX = "model.safetensors.index.json"
@@ -119,7 +120,7 @@ def load(
             _assembling(entry, device) for entry in get_model_conversion_mapping(model)
         ],
     )
-    with quiet(), ExitStack() as opened:
+    with quiet(), lean(), ExitStack() as opened:
         files = {
             file: opened.enter_context(open_file(folder / file))
             for file in sorted({weights[name] for name in chosen})

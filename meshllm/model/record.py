@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshllm.model.device import CPU
+from meshllm.model.lean import lean
 from meshllm.model.native import Native, heard
 
 _HIDDEN = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
@@ -132,6 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         """Begin."""
         self._exits.enter_context(heard(self._hear))
+        self._exits.enter_context(lean())  # torch asks its compiler to leave this class alone
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

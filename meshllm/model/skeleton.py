@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from meshllm.errors import ModelError
 from meshllm.model.anatomy import META_ERRORS, Anatomy, examine
+from meshllm.model.lean import lean
 from meshllm.model.settle import settle
 from meshllm.model.stub import EndStub, LayerStub
 from meshllm.names import Span
@@ -65,6 +66,7 @@ class Skeleton:
         return (none if part.embed else inputs) | (none if part.head else outputs)
 
 
+@lean()
 def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skeleton:
     """Build a whole stock model on meta, as ``from_pretrained`` would.
 

@@ -1,0 +1,125 @@
+"""transformers and torch without the parts that never run here; knows no model.
+
+transformers decorates functions for torch's compiler, and asks of each tensor whether it is spread
+over machines; torch itself, on meta, asks whether sizes are symbols of a formula. For that they
+import the compiler, distributed tensors and sympy: half the time of the import, and 100 MB. Here
+nothing is compiled, spread or symbolic, so stand-ins take their place for as long as it lasts.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
+_CERTAIN = (
+    "expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
+    "statically_known_true",
+)  # fmt: skip
+"""What tells whether a condition holds, which is certain where sizes are numbers."""
+_PACKAGES = {"torch._dynamo", "sympy"}
+
+
+class _StandIn(ModuleType):
+    """A module with a few of its names; who wants another one gets the module itself."""
+
+    __file__ = None  # `inspect` looks at that of every module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__path__" and self.__name__ not in _PACKAGES:
+            raise AttributeError(name)
+        _leave()
+        return getattr(import_module(self.__name__), name)
+
+
+@contextmanager
+def lean() -> Iterator[None]:
+    """Import transformers, and build models on meta, without what is not needed for it.
+
+    Where torch's compiler is imported already nothing changes. It can be imported afterwards.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    sys.modules.update(_stand_ins())
+    try:
+        _import_whole()
+        yield
+    finally:
+        _leave()
+
+
+def _leave() -> None:
+    """Let whoever imports a module next have the module itself."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, _StandIn):
+            del sys.modules[name]
+
+
+def _stand_ins() -> dict[str, _StandIn]:
+    names: dict[str, dict[str, Any]] = {
+        "torch._dynamo": dict.fromkeys(
+            ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address"),
+            _unchanged,
+        ),
+        _MASKS: {"TransformGetItemToIndex": _index_masks},
+        "torch.fx.experimental.symbolic_shapes": {
+            **dict.fromkeys(_CERTAIN, bool),
+            "guarding_hint_or_throw": int,
+            "has_guarding_hint": lambda _: True,
+            "is_nested_int": lambda _: False,
+            "sym_and": lambda *terms: all(terms),
+            "sym_eq": _are_equal,
+            "sym_or": lambda *terms: any(terms),
+        },
+        "torch.utils._sympy.functions": {"Max": max},
+        "sympy": {"Basic": _StandIn},  # of which no size is an instance
+    }
+    modules = {name: _StandIn(name) for name in names.keys() - sys.modules.keys()}
+    for name, module in modules.items():
+        vars(module).update(names[name])
+    return modules
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Compare numbers, or sequences of them; a shape may be a tuple or a list."""
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return list(one) == list(other)
+    return bool(one == other)
+
+
+def _unchanged(marked: Any = None, *_: Any, **__: Any) -> Any:
+    """Give back a function, or a tensor, that the compiler is told about."""
+    return _unchanged if marked is None else marked
+
+
+def _index_masks() -> Any:
+    """Make what masks of a few families need, when they do."""
+    return import_module(_MASKS).TransformGetItemToIndex()
+
+
+def _import_whole() -> None:
+    """Import transformers, which decides once whether tensors may be spread over machines.
+
+    It reads its 1,600 modules of models to see what is in them: here once, by itself twice.
+    """
+    if "transformers" in sys.modules:
+        return
+    from transformers.utils import import_utils
+
+    spread, scan = torch.distributed.is_available, import_utils.create_import_structure_from_path
+    torch.distributed.is_available = lambda: False
+    import_utils.create_import_structure_from_path = lambda path: scan(
+        Path(path).parent if Path(path).is_file() else path
+    )
+    try:
+        import_utils.is_torch_distributed_available()
+        import_module("transformers.models")
+    finally:
+        torch.distributed.is_available = spread
+        import_utils.create_import_structure_from_path = scan

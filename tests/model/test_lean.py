@@ -1,0 +1,92 @@
+import subprocess
+import sys
+import textwrap
+
+UNUSED = {
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+}
+
+
+def run(code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_a_model_is_loaded_and_run_without_a_compiler() -> None:
+    code = f"""
+        import sys
+        from meshllm.cli.local import import_heavy
+        import_heavy("meshllm.node.node")
+        import torch
+        from meshllm.model.capacity import shape_of
+        from meshllm.model.runner import Runner
+        from meshllm.model.shard import Shard
+        from meshllm.model.source import resolve
+        from meshllm.model.text import Text
+        from meshllm.names import Span
+        source = resolve("builtin")
+        tokens = torch.tensor([Text.load(source.folder).encode("hello")])
+        shard = Shard.load(source, Span(0, shape_of(source).layers), embed=True, head=True)
+        runner = Runner(shard, (1, 2))
+        cache = runner.new_cache()
+        runner.prefill(tokens, cache)
+        runner.step(tokens[:, :2], cache)
+        print(*{UNUSED} & set(sys.modules))
+    """
+
+    assert run(code) == []
+
+
+def test_the_compiler_can_be_used_afterwards() -> None:
+    code = """
+        from meshllm.cli.local import import_heavy
+        import_heavy()
+        import torch
+        from transformers.masking_utils import TransformGetItemToIndex
+        with TransformGetItemToIndex():
+            print(*torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
+    """
+
+    assert run(code) == ["2.0", "2.0"]
+
+
+def test_what_a_stand_in_lacks_the_module_itself_has() -> None:
+    code = """
+        import sys
+        from meshllm.model.lean import lean
+        with lean():
+            from torch._dynamo import reset
+            from torch.fx.experimental.symbolic_shapes import ShapeEnv
+            print(reset.__module__, ShapeEnv.__module__, "sympy" in sys.modules)
+    """
+
+    assert run(code) == ["torch._dynamo", "torch.fx.experimental.symbolic_shapes", "True"]
+
+
+def test_models_on_meta_are_the_same_without_a_compiler() -> None:
+    code = """
+        import sys
+        from meshllm.model.lean import lean
+        with lean():
+            from meshllm.model.capacity import shape_of
+        import torch
+        from meshllm.model.families import read_table, tiny_config
+        from meshllm.model.skeleton import build
+        def look(kind):
+            skeleton = build(tiny_config(kind, read_table()), torch.bfloat16)
+            shapes = {name: tuple(t.shape) for name, t in skeleton.model.state_dict().items()}
+            return shapes, skeleton.anatomy
+        kinds = "qwen3", "qwen3_moe", "mamba", "gpt2"
+        without = [look(kind) for kind in kinds]
+        print("torch._dynamo" in sys.modules)
+        import torch._dynamo
+        print(without == [look(kind) for kind in kinds])
+    """
+
+    assert run(code) == ["False", "True"]
