@@ -8,6 +8,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from meshllm.cli import render
+from meshllm.cli.local import import_heavy
 from meshllm.cli.node import Carrier, transports_of
 from meshllm.cli.options import Json, takes
 from meshllm.config import Scalar, Settings, load
@@ -33,6 +34,7 @@ def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) ->
     """
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
+        import_heavy("meshllm.cli.checks")
         from meshllm.cli import checks
 
         config = load({**flags, "transport": transport})

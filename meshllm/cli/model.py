@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshllm.cli import complete, render
+from meshllm.cli.local import import_heavy
 from meshllm.cli.options import Json, settings, takes
 from meshllm.config import Scalar, Settings
 from meshllm.errors import ModelError
@@ -109,6 +110,7 @@ def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     """
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
+        import_heavy("meshllm.model.check")
         from meshllm.model import check
         from meshllm.model.settle import rounds_by_alignment
         from meshllm.model.source import resolve
@@ -187,6 +189,7 @@ def _loading(text: str) -> Iterator[None]:
     """Say what takes so long, while it does."""
     with render.Status(sys.stderr) as status:
         status.show(text)
+        import_heavy("meshllm.model.capacity")
         yield
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshllm.cli import render
+from meshllm.cli.local import import_heavy
 from meshllm.cli.options import Json, PolicyName, settings, takes
 from meshllm.config import Scalar
 from meshllm.errors import UserError
@@ -86,6 +87,7 @@ def plan(
 
 
 def _shape(model: str, context: int) -> "Shape":
+    import_heavy()
     from meshllm.model.capacity import shape_of
     from meshllm.model.source import resolve
     from meshllm.node.shape import plan_shape
