@@ -122,6 +122,11 @@ def workspace_bytes(shape: ModelShape) -> int:
     return CHUNK * (row + mask) + STEP * shape.vocab_size * 4
 
 
+def process_memory() -> int:
+    """Tell how many bytes of memory this process takes."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def free_memory() -> int:
     """Tell how many bytes can be used without swapping."""
     return int(psutil.virtual_memory().available)

@@ -89,17 +89,19 @@ def memory_budget(
     share: float = SHARE,
     cgroup: Path = CGROUP,
     device: torch.device = CPU,
+    own: int = 0,
 ) -> int:
-    """Tell how many bytes this machine gives to models: a share of what is free, or ``limit``.
+    """Tell how many bytes this machine gives: a share of what is free, or ``limit``.
 
     ``limit`` is what its owner says, and counts as far as it is free. A container's own limit
     binds too, which the machine's free memory does not show. A GPU gives of its own memory.
+    What is ``own`` already is no longer free, and part of what is given.
     """
     if device != CPU:
         free = free_bytes(device)
     else:
         free = max(0, int(min(free_memory(), _cgroup_free(cgroup))))
-    return int(free * share) if limit is None else min(limit, free)
+    return own + int(free * share) if limit is None else min(limit, own + free)
 
 
 def _read(record: Any) -> Speed | None:

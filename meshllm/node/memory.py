@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-import psutil  # type: ignore[import-untyped]  # ships no types
-
+from meshllm.model.capacity import process_memory
 from meshllm.model.draft import SuffixDrafting
 from meshllm.model.runner import Runner
 from meshllm.node.entry import EntryNode
@@ -13,7 +12,7 @@ from meshllm.status import MemoryStatus
 
 def measure(node: EntryNode | StageNode | None) -> MemoryStatus:
     """Tell what a rank holds; None is at work in no ring."""
-    process = int(psutil.Process().memory_info().rss)
+    process = process_memory()
     if node is None:
         return MemoryStatus(process)
     drafting = node.drafting

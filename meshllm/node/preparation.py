@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from meshllm.model.capacity import process_memory, workspace_bytes
+from meshllm.model.device import CPU
 from meshllm.model.manifest import config_digest, manifest
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed, memory_budget
@@ -16,6 +18,7 @@ from meshllm.node.worker import Worker
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.records import Profile
 
+RUNTIME_BYTES = 256 << 20  # that a process comes to take once it serves, whatever the model
 FIRST_MODEL = "builtin"  # of a mesh whose founder names none
 
 
@@ -63,10 +66,13 @@ class Preparation:
         dtype: torch.dtype = getattr(torch, model.shape.dtype)
         what = model.source, dtype, self.cache, model.quant, model.device
         speed = await run(measure_speed, *what)
-        memory = memory_budget(limit=options.inference.memory_bytes, device=model.device)
+        own = process_memory() + RUNTIME_BYTES if model.device == CPU else 0
+        limit = options.inference.memory_bytes
+        memory = memory_budget(limit=limit, device=model.device, own=own)
         return replace(
             profile,
             memory_bytes=max(0, memory - (model.draft.bytes if model.draft else 0)),
+            reserve_bytes=own + workspace_bytes(model.shape),
             layer_s=speed.layer_s,
             head_s=speed.head_s,
             span=options.layers,

@@ -161,6 +161,8 @@ def test_the_limit_of_a_container_binds(tmp_path: Path) -> None:
 
     assert memory_budget(cgroup=tmp_path) == 400_000
     assert memory_budget(share=0.5, cgroup=tmp_path) == 250_000
+    assert memory_budget(share=0.5, cgroup=tmp_path, own=7) == 250_007
+    assert memory_budget(600_000, cgroup=tmp_path, own=7) == 500_007
     (tmp_path / "memory.max").write_text("max\n")
     assert memory_budget(cgroup=tmp_path) > 1_000_000
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import ModelError
-from meshllm.model.capacity import shape_of
+from meshllm.model.capacity import process_memory, shape_of
 from meshllm.model.source import resolve
 from meshllm.names import Digest, Span, WireMode
 from meshllm.node import model_runtime
@@ -80,6 +80,20 @@ async def test_the_memory_of_a_draft_is_not_offered(llama: Path, tmp_path: Path)
     none = await offering(memory_bytes=size - 1000).offer(engine, EMPTY)
 
     assert (some.memory_bytes, none.memory_bytes) == (1000, 0)
+
+
+async def test_what_the_process_takes_itself_counts_against_its_offer(
+    llama: Path, tmp_path: Path
+) -> None:
+    limit = process_memory() + (1 << 30)
+    preparation = prepare(tmp_path, model=str(llama), memory_bytes=limit)
+    engine, _ = await preparation.found()
+
+    profile = await preparation.offer(engine, EMPTY)
+
+    assert profile.memory_bytes == limit
+    assert profile.reserve_bytes > process_memory() // 2
+    assert profile.reserve_bytes - process_memory() < (1 << 30)
 
 
 async def test_a_draft_that_is_not_here_is_told(llama: Path, tmp_path: Path) -> None:
