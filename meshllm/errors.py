@@ -6,6 +6,7 @@
       UserError          2  you can fix it
       LinkLost           3  a peer is gone, nobody's fault
       ModelError         4  the model is not found, not supported or does not fit
+        OutOfMemory      4  an allocation failed
       NotAuthorised      5  the other side refuses who you are
       TimedOut           6  a deadline passed
       PeerFault          7  a peer broke the rules
@@ -45,6 +46,15 @@ class ModelError(MeshError):
     """A model that is not found, not supported, damaged, or too large."""
 
     exit_code = 4
+
+
+class OutOfMemory(ModelError):
+    """The memory that is free here does not hold what was to be loaded."""
+
+    def __init__(self, message: str, *, hint: str | None = None, needed_bytes: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.needed_bytes = needed_bytes
+        """At least."""
 
 
 class NotAuthorised(MeshError):

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from meshllm.errors import OutOfMemory
 from meshllm.model.cache import slack_of
 from meshllm.model.capacity import ModelShape, shape_of
 from meshllm.model.check import check
@@ -28,6 +29,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.outgoing import settle
 from meshllm.node.session import Ends as HeldEnds
 from meshllm.node.shape import CONTEXT
+from meshllm.node.wire import is_out_of_memory
 from meshllm.node.worker import Worker, calibrate
 from meshllm.protocol.chunking import RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
@@ -170,6 +172,7 @@ class ModelRuntime:
 
         Raises:
             ModelError: the weights are not here, or damaged.
+            OutOfMemory: they do not fit into what is free.
         """
         rank = plan.rank(me)
         assert rank is not None  # the caller asks for its own place
@@ -180,7 +183,7 @@ class ModelRuntime:
         if not (held and held.span == span and self._fits(held, rank, alone)):
             self._held = held = None
             self._held = held = await self.worker.run(
-                self._load, span, rank == 0, alone, is_divided
+                self._loaded, span, rank == 0, alone, is_divided
             )
         if is_divided and 0 < rank == len(plan.stages) - 1 and held.help is None:
             part = await self.worker.run(self._help_beside, span)
@@ -211,6 +214,20 @@ class ModelRuntime:
         if rank > 0:
             return held.runner is not None
         return held.ends is not None and (held.ends.head is None) is alone
+
+    def _loaded(self, span: Span, *what: bool) -> LoadedSpan:
+        """Load; an allocation that fails is an error of the machine, not a bug."""
+        try:
+            return self._load(span, *what)
+        except (MemoryError, RuntimeError) as error:  # torch says it as the latter
+            if not is_out_of_memory(error):
+                raise
+            weights = sum(self.shape.layer_bytes[span.start : span.stop])
+            raise OutOfMemory(
+                f"Not enough memory for layers {span} of `{self.shape.name}`: {error}",
+                hint="offer less with `--memory`, or free some",
+                needed_bytes=weights,
+            ) from error
 
     def _load(self, span: Span, is_entry: bool, alone: bool, is_divided: bool) -> LoadedSpan:
         if not is_entry:

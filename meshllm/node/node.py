@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 from meshllm import __version__
-from meshllm.errors import MeshError, NotAuthorised
+from meshllm.errors import MeshError, NotAuthorised, OutOfMemory
 from meshllm.names import MeshId, NodeId
 from meshllm.node.beacon import Beacon, open_beacon
 from meshllm.node.desk import Desk
@@ -62,6 +62,8 @@ SETTLE_S = 0.5  # s; a beat: in that time both ends of a link say that it stands
 REMEMBER_S = 1.0  # s; what changes at once is written down once
 SEEK_S = 2.0  # s between two looks for a mesh that was lost
 SEEK_LINKED_S = 30.0  # s between two looks for members that are not linked
+FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before a failed span is offered for again
+SMALLER = 0.9  # of the weights of a span for which there was no memory
 WATCH_S = 1.0  # s between two looks at the compute thread
 DRAIN_S = 60.0  # s that requests under way are given when the node is told to leave
 TICKET_S = 24 * 3600.0  # s that the ticket of the start lasts
@@ -109,6 +111,8 @@ class MeshNode:
         self._own = own
         self._preparation = preparation
         self._profile = Profile(self.name, __version__, place.addresses, memory_bytes=0)
+        self._measured = self._profile
+        self._retry_s = FIRST_RETRY_S
         self._is_stirred = False
         self._off_loop = off_loop
         self._unwritten = asyncio.Event()
@@ -358,13 +362,37 @@ class MeshNode:
         return True
 
     def _withdraw(self) -> None:
-        """Offer nothing any more where the span of the plan could not be loaded."""
-        if self.standing.trouble and self._profile.layer_s:
-            self._offer((), ())
+        """Take the offer back where the span cannot be loaded, and offer again later.
 
-    def _offer(self, weights: tuple[bytes, ...], layer_s: tuple[tuple[int, float], ...]) -> None:
-        self._profile = replace(self._profile, weights=weights, layer_s=layer_s)
-        self._tell(profile=self._profile)
+        Where memory was short, what is offered then is too little for that span.
+        """
+        trouble = self.standing.trouble
+        if trouble is None or not self._profile.layer_s:
+            return
+        if isinstance(trouble, OutOfMemory):
+            less = self._measured.reserve_bytes + int(trouble.needed_bytes * SMALLER)
+            memory = min(self._measured.memory_bytes, less)
+            self._measured = replace(self._measured, memory_bytes=memory)
+        self._offer(is_open=False)
+        self._later(self._retry_s, self._offer_again)
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+
+    def _offer_again(self) -> None:
+        trouble, self.standing.trouble = self.standing.trouble, None
+        self._offer(is_open=not self._hang)
+        if self.standing.runtime and not isinstance(trouble, OutOfMemory):
+            self.standing.runtime.reload()  # the plan may be the same still
+
+    def _offer(self, *, is_open: bool) -> None:
+        """Publish what was measured, or nothing of it."""
+        own, told = self._measured, self._profile
+        if is_open:
+            weights, layer_s, memory = own.weights, own.layer_s, own.memory_bytes
+            told = replace(told, weights=weights, layer_s=layer_s, memory_bytes=memory)
+        else:
+            told = replace(told, weights=(), layer_s=())
+        self._profile = told
+        self._tell(profile=told)
 
     async def _watch(self) -> None:
         """Take this node out of the ring while its compute thread hangs.
@@ -378,15 +406,14 @@ class MeshNode:
                 continue
             self._hang = f"its compute thread has hung for {hung_s:.0f} s"
             logger.warning("%s: this node offers nothing until that ends", self._hang)
-            weights, layer_s = self._profile.weights, self._profile.layer_s
-            self._offer((), ())
+            self._offer(is_open=False)
             self.standing.publish()
             while worker.hung_s:  # noqa: ASYNC110  # a thread that hangs tells nobody
                 await asyncio.sleep(WATCH_S)
             self._hang = ""
             logger.warning("the compute thread goes on, and so does this node")
             if not self.standing.trouble:
-                self._offer(weights, layer_s)
+                self._offer(is_open=True)
 
     async def _serve(self) -> None:
         """Look at the model, tell what this node offers, and serve."""
@@ -403,6 +430,7 @@ class MeshNode:
         for name in self._names.unknown:
             logger.warning("no node is called `%s` yet", name)
         offered = await preparation.offer(model, self._profile)
+        self._measured = offered
         self._profile = replace(offered, addresses=self.place.addresses)  # it may have moved
         self._tell(profile=self._profile)
         runtime = self.standing.begin(model)

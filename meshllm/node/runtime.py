@@ -158,6 +158,10 @@ class RingRuntime:
             self.entry = self.stage = None  # theirs was the last plan, and they are about to end
             self._act(self._machine.follow(plan, self._now()))
 
+    def reload(self) -> None:
+        """Try again to load what could not be loaded."""
+        self._act(self._machine.reload(self._now()))
+
     def formed(self, *, is_formed: bool) -> None:
         """Hear whether all nodes of the plan in force have loaded."""
         self._act(self._machine.formed(self._now(), is_formed=is_formed))

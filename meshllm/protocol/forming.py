@@ -49,7 +49,7 @@ class State(Enum):
     """The plan gives it no layers."""
     LOADING = auto()
     UNLOADED = auto()
-    """Its span cannot be loaded; another plan will not give it that span."""
+    """Its span cannot be loaded; it waits for another plan, or for ``reload``."""
     WAITING = auto()
     DIALING = auto()
     HALF = auto()
@@ -174,6 +174,13 @@ class Forming:
             return []
         self._enter(State.UNLOADED, now)
         return [Report(is_loaded=False, trouble=trouble)]
+
+    def reload(self, now: float) -> list[Action]:
+        """Try again to load a span that could not be loaded."""
+        if self.state is not State.UNLOADED or self.plan is None:
+            return []
+        self._enter(State.LOADING, now)
+        return [Load(self.plan)]
 
     def formed(self, now: float, *, is_formed: bool) -> list[Action]:
         """Hear whether all nodes of the plan in force have loaded their spans."""

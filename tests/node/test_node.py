@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.source import resolve
+from meshllm.names import Span
+from meshllm.node import node as node_module
 from meshllm.node.control import control_of
 from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.model_runtime import LoadedSpan, ModelRuntime
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
@@ -101,6 +104,34 @@ async def test_three_nodes_form_a_ring_and_each_answers_as_one_process(mesh: Mes
     plans = [control_of(node).plan() for node in (a, b, c)]
     assert len({(plan.epoch, plan.digest, plan.stages) for plan in plans}) == 1
     assert states(b) == dict.fromkeys("abc", "serving")
+
+
+TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [(MemoryError(), True), (RuntimeError(TORCH), True), (ModelError("damaged"), False)],
+    ids=["no memory", "torch has no memory", "another error"],
+)
+async def test_a_span_that_cannot_be_loaded_is_offered_for_again_later(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, error: Exception, *, is_memory: bool
+) -> None:
+    monkeypatch.setattr(node_module, "FIRST_RETRY_S", 0.01)
+    load, failing = ModelRuntime._load, [error, error]
+
+    def fail(self: ModelRuntime, span: Span, *what: bool) -> LoadedSpan:
+        if failing and len(span) == self.shape.layers:
+            raise failing.pop()
+        return load(self, span, *what)
+
+    monkeypatch.setattr(ModelRuntime, "_load", fail)
+    a = await mesh.start("a", context=64)
+    b = await mesh.start("b", join=a.ticket)
+    await until(lambda: not failing and bool(spans(a)), a)
+
+    assert await ask(control_of(b)) == await reference()
+    assert not is_memory or len(spans(a)) == 2  # neither offers enough for all layers again
 
 
 async def test_a_node_that_is_gone_is_replaced_and_takes_part_again(mesh: Mesh) -> None:

@@ -169,6 +169,16 @@ def test_a_span_that_cannot_be_loaded_waits_for_another_plan() -> None:
     assert machine.follow(ALONE, 3.0)[-1] == Load(ALONE)
 
 
+def test_what_could_not_be_loaded_is_tried_again_on_request() -> None:
+    machine = Forming(A)
+    machine.follow(RING, 0.0)
+    assert machine.reload(0.5) == []
+    machine.unloadable(ModelError("damaged"), 1.0)
+
+    assert machine.reload(2.0) == [Load(RING)]
+    assert machine.loaded(3.0) == [LOADED]
+
+
 def test_an_end_of_the_rank_after_ends_the_attempt() -> None:
     machine = half(now=10.0)
 
