@@ -5,7 +5,7 @@ import pytest
 from meshllm.errors import PeerFault
 from meshllm.names import Digest, NodeId, SessionId
 from meshllm.protocol.link import BEAT, MEASURE, SILENCE, Deliver, Link, Lost, Send, State
-from meshllm.protocol.messages import Beat, Cancel, Hello, Message
+from meshllm.protocol.messages import Beat, Cancel, Hello, Message, Unknown
 
 PLAN = Digest(bytes(32))
 OURS = Hello(NodeId(b"a" * 32), 3, PLAN)
@@ -45,6 +45,13 @@ def test_a_hello_opens_the_link_and_is_answered_by_the_first_beat() -> None:
 
 def test_what_is_for_a_session_goes_up() -> None:
     assert opened().receive(CANCEL, 10.2) == [Deliver(CANCEL)]
+
+
+def test_a_message_of_a_later_version_is_a_sign_of_life_and_goes_nowhere() -> None:
+    link = opened(now=10.0)
+
+    assert link.receive(Unknown(99, b"later"), 10.0 + SILENCE - 0.1) == []
+    assert not any(isinstance(action, Lost) for action in link.expire(10.0 + SILENCE))
 
 
 def test_silence_is_loss() -> None:
