@@ -14,7 +14,9 @@ from meshllm.node.node import MeshNode
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.credential import Removal, Role, remove
 from meshllm.protocol.identity import NodeKey, short, show
+from meshllm.protocol.plan import Plan
 from meshllm.protocol.prediction import predict
+from meshllm.protocol.problem import room_tokens
 from meshllm.protocol.records import Lifecycle, Profile, State
 from meshllm.request import Event, Request
 from meshllm.status import (
@@ -168,8 +170,10 @@ class NodeControl:
             policy=str(view.charter.policy) if view.charter else "auto",
             entry=show(plan.stages[0].node) if plan else None,
             stages=tuple(
-                StageStatus(rank, *_named(view, stage.node), stage.span)
-                for rank, stage in enumerate(plan.stages if plan else ())
+                StageStatus(rank, *_named(view, stage.node), stage.span, room)
+                for rank, (stage, room) in enumerate(
+                    zip(plan.stages, _rooms(view, plan), strict=True) if plan else ()
+                )
             ),
             predicted=_predicted(view),
             measured=_measured(view.counts),
@@ -298,6 +302,16 @@ def _link(link: LinkView) -> LinkStatus:
         heard_s=link.heard_s,
         clock_s=link.ahead_s,
     )
+
+
+def _rooms(view: NodeView, plan: Plan) -> Sequence[int | None]:
+    """Tell the tokens for which each rank has room; None where it is not known."""
+    if view.agreement and view.charter:
+        try:
+            return room_tokens(plan, view.agreement.offers, view.charter.shape)
+        except UserError:  # a member has gone, and another plan is on its way
+            pass
+    return [None] * len(plan.stages)
 
 
 def _predicted(view: NodeView) -> Planned | None:

@@ -174,6 +174,19 @@ def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
     return rooms
 
 
+def room_tokens(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
+    """Tell the tokens of all sessions for which each rank of a plan has room.
+
+    Raises:
+        UserError: a node of the plan made no offer.
+    """
+    rooms = zip(plan.stages, kv_rooms(plan, offers, shape), strict=True)
+    return [
+        max(0, room) // max(1, sum(shape.kv_bytes_per_token[stage.span.start : stage.span.stop]))
+        for stage, room in rooms
+    ]
+
+
 def usable_bytes(offer: Offer, most: int | None = None) -> int:
     """Tell the bytes of an offer that weights and caches may take; ``most`` binds it further."""
     memory = offer.memory_bytes if most is None else min(most, offer.memory_bytes)

@@ -104,6 +104,7 @@ def test_the_ring_is_told_as_it_forms(node: Owned) -> None:
     assert [(each.rank, each.node, each.layers) for each in ring.stages] == [
         (rank, show(stage.node), stage.span) for rank, stage in enumerate(plan.stages)
     ]
+    assert all(each.room_tokens for each in ring.stages)
     assert ring.predicted
     assert ring.predicted.ms_per_token > 0
     assert [hop.rank for hop in ring.predicted.hops] == [0, 1]
@@ -131,9 +132,11 @@ def test_what_cannot_be_predicted_is_not(node: Owned) -> None:
     assert node.view.agreement
     node.see(agreement=replace(node.view.agreement, plan=None, offers=()))
     assert node.ring().predicted is None
+    assert {each.room_tokens for each in node.ring().stages} == {None}
 
     node.see(agreement=None)
     assert node.ring().predicted is None
+    assert {each.room_tokens for each in node.ring().stages} == {None}
 
 
 def test_this_node_comes_first(node: Owned) -> None:

@@ -12,10 +12,10 @@ from meshllm.protocol.advice import advise
 from meshllm.protocol.charter import Amendments, Term, merge
 from meshllm.protocol.choice import to_division
 from meshllm.protocol.division import token_time
-from meshllm.protocol.plan import Ends, Links, Offer, Terms
+from meshllm.protocol.plan import Ends, Links, Offer, Plan, Stage, Terms
 from meshllm.protocol.policies import Policy, make_plan
 from meshllm.protocol.prediction import compare
-from meshllm.protocol.problem import pose
+from meshllm.protocol.problem import kv_rooms, pose, room_tokens
 from tests.protocol.meshes import World, charter, profile
 from tests.protocol.nodes import A, B, C, D, apart, model, node, offer, spans
 
@@ -567,3 +567,25 @@ def test_an_unknown_policy_is_refused_with_the_names_of_the_others() -> None:
         make_plan([offer(A, 9)], NEAR, model(4), policy="greenest")
 
     assert caught.value.hint == "one of `auto`, `fastest`, `throughput`, `proportional`"
+
+
+def test_the_room_of_each_rank_is_what_its_weights_leave() -> None:
+    shape = model(4, ends=20, kv=4)
+    plan = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 1)), Stage(B, Span(1, 4))))
+    offers = [replace(offer(A, 0), memory_bytes=1000, reserve_bytes=500), offer(B, 1)]
+
+    assert kv_rooms(plan, offers, shape) == [500 * 80 // 100 - 80 - 20, 80 - 240]
+    assert room_tokens(plan, offers, shape) == [300 // 4, 0]
+    with pytest.raises(UserError, match="is in the plan and offers nothing"):
+        kv_rooms(plan, offers[:1], shape)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_planned_has_room(policy: str) -> None:
+    offers, terms = [offer(A, 20), offer(B, 30), offer(C, 9)], Terms(sessions=3)
+    shape = model(4, ends=10, kv=2)
+
+    plan = make_plan(offers, NEAR, shape, policy=policy, terms=terms)
+
+    rooms = room_tokens(plan, offers, shape)
+    assert min(rooms) >= 3 * shape.context
