@@ -1,5 +1,7 @@
 """The parity table: ``python -m tests.bench.families [--types a,b] [--write]``.
 
+With ``--odd`` models of odd shapes are verified instead, as `meshllm model verify` does it.
+
 Types run one after the other in a process of their own; when one crashes or hangs, that is its
 verdict and a new process goes on with the next.
 """
@@ -17,9 +19,11 @@ from pathlib import Path
 import torch
 import transformers
 
+from meshllm.model.check import verify
 from meshllm.model.families import Table, read_table, text_types, tiny_config
 from meshllm.model.measure import FULL, PROBE_ERRORS, describe, measure
 from meshllm.model.verdict import Verdict, known_verdicts
+from tests.model.odd_shapes import ODD_SHAPES, odd_model
 
 LIMIT = 120.0  # s for one type; the slowest takes 10 s of one core
 FOLDER = Path(__file__).parents[2] / "meshllm" / "model"
@@ -104,7 +108,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.families")
     parser.add_argument("--types", help="only these, separated by commas")
     parser.add_argument("--write", action="store_true", help="renew their rows in the package")
+    parser.add_argument("--odd", action="store_true", help="verify models of odd shapes instead")
     options = parser.parse_args(arguments)
+    if options.odd:
+        return verify_odd(options.types.split(",") if options.types else list(ODD_SHAPES))
     table = read_table()
     verdicts = {}
     for name, verdict in survey(options.types.split(",") if options.types else text_types(table)):
@@ -116,6 +123,22 @@ def main(arguments: Sequence[str]) -> int:
     equal = sum(verdict.equal for verdict in verdicts.values())
     print(f"{equal} of {len(verdicts)} equal, {used.ru_utime + used.ru_stime:.0f} s of one core")
     return 0
+
+
+def verify_odd(names: Sequence[str]) -> int:
+    """Verify models of odd shapes, weights at odd offsets; return 1 unless all are equal."""
+    torch.set_num_threads(1)
+    equal = 0
+    for name in names:
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            with odd_model(name, dtype) as source:
+                report = verify(source, prompt=range(3, 10))
+            found.append(f"{report.outcome} ({report.relative:.1e})")
+            equal += report.equal
+        print(f"| {name} | {' | '.join(found)} |", flush=True)
+    print(f"{equal} of {2 * len(names)} equal bit for bit")
+    return 0 if equal == 2 * len(names) else 1
 
 
 def write(verdicts: dict[str, Verdict], table: Table) -> None:

@@ -16,12 +16,12 @@ from meshllm.testing.models import stock_model
 from tests.model.odd_shapes import odd_model
 
 PROMPT = list(range(3, 10))
-SIZES = (7, 1, 1, 3)
+SIZES = [7, 1, 1, 3]
 """Rows of the writes: a prompt, tokens, a draft."""
 
 
 def pieces() -> list[Tensor]:
-    return list(torch.split(torch.arange(3, 3 + sum(SIZES))[None], list(SIZES), dim=1))
+    return list(torch.split(torch.arange(3, 3 + sum(SIZES))[None], SIZES, dim=1))
 
 
 def whole(source: Source) -> list[Tensor]:
