@@ -5,6 +5,8 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Self
 
+AFTER_ERROR_S = 0.5  # s; a beat
+
 
 class Alarm:
     """Calls ``expire`` soon after ``deadline()``, in loop time, has passed.
@@ -35,13 +37,19 @@ class Alarm:
             return
         if self._timer:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(
-            deadline, self._ring, context=self._context
-        )
+        self._arm(deadline)
+
+    def _arm(self, at: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(at, self._ring, context=self._context)
 
     def _ring(self) -> None:
         self._timer = None
         try:
             self._expire()
-        finally:
-            self.reset()
+        except Exception:
+            # Its deadline may not have moved: without a pause the loop would do nothing else.
+            if (deadline := self._deadline()) is not None:
+                self._arm(max(deadline, asyncio.get_running_loop().time() + AFTER_ERROR_S))
+            raise
+        self.reset()

@@ -1,7 +1,7 @@
 import asyncio
 from contextvars import ContextVar
 
-from meshllm.node.alarm import Alarm
+from meshllm.node.alarm import AFTER_ERROR_S, Alarm
 from meshllm.testing.clock import run_virtual
 
 
@@ -90,3 +90,20 @@ def test_an_alarm_goes_on_after_an_error_which_is_told_in_its_own_context() -> N
         return len(calls), told
 
     assert run_virtual(story()) == (3, ["here"] * 3)
+
+
+def test_an_alarm_whose_deadline_an_error_leaves_in_the_past_pauses() -> None:
+    async def story() -> list[float]:
+        loop, calls = asyncio.get_running_loop(), list[float]()
+        loop.set_exception_handler(lambda *_: None)
+
+        def expire() -> None:
+            calls.append(loop.time())
+            assert len(calls) < 50  # else time stands still
+            raise ValueError
+
+        async with Alarm(lambda: 1.0, expire):
+            await asyncio.sleep(1.0 + 3 * AFTER_ERROR_S)
+        return calls
+
+    assert len(run_virtual(story())) == 4
