@@ -59,6 +59,7 @@ __all__ = ["MeshNode", "NodeOptions", "open_node"]
 
 SWITCH_S = 0.0005  # s a thread may keep the interpreter; 5 ms of a beat or a token otherwise
 SETTLE_S = 0.5  # s; a beat: in that time both ends of a link say that it stands, or is gone
+GATHER_S = 30.0  # s that the first ring waits for the members that are wanted
 REMEMBER_S = 1.0  # s; what changes at once is written down once
 SEEK_S = 2.0  # s between two looks for a mesh that was lost
 SEEK_LINKED_S = 30.0  # s between two looks for members that are not linked
@@ -116,7 +117,7 @@ class MeshNode:
         self._is_stirred = False
         self._off_loop = off_loop
         self._unwritten = asyncio.Event()
-        self._considered: Plan | None = None
+        self._considered: tuple[Plan | None, bool] | None = None
         self._names = resolve_names((), {})
         self._twin = Twin()
         self._charter_known = asyncio.Event()
@@ -309,13 +310,15 @@ class MeshNode:
         moment, for which layers are loaded.
         """
         plan = self.agreement.plan if self.agreement else None
-        if plan == self._considered:
+        is_whole = not (self.agreement and self.agreement.lacking)
+        if (plan, is_whole) == self._considered:
             return
-        self._considered = plan
-        self._later(SETTLE_S, self._follow, plan)
+        self._considered = plan, is_whole
+        self._later(SETTLE_S if is_whole else GATHER_S, self._follow, self._considered)
 
-    def _follow(self, plan: Plan | None) -> None:
-        if plan == self._considered and self.standing.runtime:
+    def _follow(self, considered: tuple[Plan | None, bool]) -> None:
+        plan, _ = considered
+        if considered == self._considered and self.standing.runtime:
             self.standing.runtime.follow(plan)
             self.standing.publish()
 
@@ -345,6 +348,8 @@ class MeshNode:
         if self._hang:
             return self._hang
         if self.agreement is not None and self.agreement.plan is not None:
+            if lacking := self.agreement.lacking:
+                return f"it waits up to {GATHER_S:.0f} s for {lacking} more members"
             return "its nodes agree on a plan"
         if self.agreement is not None:
             is_early = not self.agreement.offers and not self.agreement.refused

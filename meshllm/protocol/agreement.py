@@ -13,7 +13,9 @@ heals, one of the two rings gives way. The incumbent stays as long as it works: 
 accepted and linked rank to rank, its layers fit, the charter still names its model. When it does
 not, the best plan follows at once. When it does, a better plan waits until its entry has no session
 that the change would hurt, and must be better by `GAIN`, or keep what the charter binds (exclude,
-prefer, members, spans of nodes) where the incumbent does not.
+prefer, members, spans of nodes) where the incumbent does not. A first plan that lacks
+members which the charter asks for says so: who follows it waits for them for a while, as each ring
+of fewer would be loaded for nothing.
 
 What is best never depends on the times at which nodes look, and the best plan stays the best when
 it is followed: the same items never make a plan flap. A new plan has an epoch above every epoch
@@ -30,7 +32,7 @@ from dataclasses import dataclass, field, replace
 
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.candidates import View, find_candidates
+from meshllm.protocol.candidates import View, count_lacking, find_candidates
 from meshllm.protocol.choice import (
     Best,
     Case,
@@ -66,6 +68,8 @@ class Agreement:
     offers: tuple[Offer, ...]
     """What was planned with; with `links` what `predict` needs."""
     links: Links
+    lacking: int = 0
+    """Members that are wanted and not ready, where no plan was followed yet."""
     best: Best | None = field(default=None, repr=False, compare=False)
     """The work that went into it."""
 
@@ -102,6 +106,7 @@ def agree(view: View, before: Agreement | None = None) -> Agreement:
         tuple(Standby(node, standbys[node]) for node in sorted(standbys)),
         found.offers,
         found.links,
+        0 if followed else count_lacking(view, here),
         best,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from meshllm.names import NodeId, Span
 from meshllm.protocol.charter import Charter
 from meshllm.protocol.identity import short
-from meshllm.protocol.plan import MAX_SECONDS, Links, Offer, Wire
+from meshllm.protocol.plan import MAX_SECONDS, Ends, Links, Offer, Wire
 from meshllm.protocol.records import DIGEST_PART_BYTES, ENDS, Lifecycle, Profile, State, alive
 
 NEAR_US = 250  # round trips below this are alike: they are noise beside the layers of any node
@@ -73,6 +73,21 @@ def find_candidates(view: View, here: Collection[NodeId], ring: Sequence[NodeId]
         {node: why for node, why in (waiting | idle).items() if node in here},
         spans,
     )
+
+
+def count_lacking(view: View, here: Collection[NodeId]) -> int:
+    """Count the members that the charter asks for and that are not here, or not ready yet.
+
+    A node that is ready counts even where the ring cannot have it: none is to come in its place.
+    """
+    charter = view.charter
+    most = charter.shape.layers + (charter.ends is Ends.CLIENT)
+    ready = [
+        node
+        for node in here
+        if (profile := view.profiles.get(node)) is not None and not _unready(profile, None)
+    ]
+    return max(0, min(charter.members or 0, most) - len(ready))
 
 
 def conflicts(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:

@@ -240,12 +240,46 @@ def test_a_policy_that_needs_a_missing_link_gives_way() -> None:
     assert len(planned(agreement).stages) == 2
 
 
-def test_more_members_than_there_are_means_all() -> None:
+def test_a_first_ring_of_fewer_members_than_wanted_lacks_some() -> None:
     agreed = replace(charter(), members=3)
+    two = World({A: profile(4), B: profile(4)}, agreed)
+    unready = replace(two, profiles={**two.profiles, C: replace(profile(4), layer_s=())})
+    three = replace(two, profiles={**two.profiles, C: profile(4)})
 
-    agreement = World({A: profile(4), B: profile(4)}, agreed).agree()
+    found = [world.agree() for world in (two, unready, three)]
 
-    assert len(planned(agreement).stages) == 2
+    assert [agreement.lacking for agreement in found] == [1, 1, 0]
+    assert [len(planned(agreement).stages) for agreement in found] == [2, 2, 3]
+
+
+def test_a_ring_that_lost_a_member_lacks_none() -> None:
+    agreed = replace(charter(), members=2)
+    both = World({A: profile(4), B: profile(4)}, agreed)
+    both = both.follow(both.agree())
+
+    agreement = replace(both, gone={B}).agree()
+
+    assert spans(planned(agreement)) == {A: "0:4"}
+    assert agreement.lacking == 0
+
+
+def test_more_members_than_layers_means_one_for_each() -> None:
+    agreed = replace(charter(4), members=9)
+
+    agreement = World({node(at): profile(4) for at in range(1, 5)}, agreed).agree()
+
+    assert len(planned(agreement).stages) == 4
+    assert agreement.lacking == 0
+
+
+def test_a_refused_node_is_not_waited_for() -> None:
+    agreed = replace(charter(), members=2)
+    other = replace(profile(4), weights=weights(changed={1: b"x" * 16}))
+
+    agreement = World({A: profile(4), B: other}, agreed).agree()
+
+    assert set(agreement.refused) == {B}
+    assert agreement.lacking == 0
 
 
 def test_a_member_too_small_for_a_layer_does_not_count() -> None:
