@@ -17,6 +17,7 @@ from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.exchange import exchange_modules
 from meshllm.model.execution import lacks_invariance
+from meshllm.model.lean import lean
 from meshllm.model.manifest import config_digest
 from meshllm.model.memo import recall, remember
 from meshllm.model.native import machine
@@ -270,7 +271,7 @@ def _random_shard(
         owner, _, leaf = name.rpartition(".")
         values = tile.to(device, parameter.dtype)
         setattr(model.get_submodule(owner), leaf, _tiled(parameter, values))
-    with quiet():  # buffers are made by the stock model, as when weights are loaded
+    with quiet(), lean():  # buffers are made by the stock model, as when weights are loaded
         buffers = set(model.state_dict()) - set(
             dict(model.named_parameters(remove_duplicate=False))
         )
