@@ -128,6 +128,7 @@ class RingRuntime:
         self._host = host
         self._machine = Forming(me)
         self._links: dict[int, _IdleLink] = {}
+        self._closing = set[asyncio.Task[None]]()
         self._numbers = count()
         self._span: LoadedSpan | None = None
         self._job: Job | None = None  # the next one
@@ -176,7 +177,7 @@ class RingRuntime:
             self._is_closed = True
             self._machine.close()
             links, self._links = self._links, {}
-            await asyncio.gather(*(link.close() for link in links.values()))
+            await asyncio.gather(*(link.close() for link in links.values()), *self._closing)
 
     async def arrive(self, link: contract.Link, peer: NodeId) -> None:
         """Take a link for a ring; it is closed when it is not for the plan in force or the next.
@@ -228,7 +229,10 @@ class RingRuntime:
             case Dial(node):
                 return partial(self._dial, node)
             case Begin(plan, before, after):
-                return partial(self._serve, plan, self._taken(before, after))
+                for number in (before, after):
+                    if number is not None:
+                        self._links[number].settle()
+                return partial(self._serve, plan, before, after)
             case Stop():
                 return None
 
@@ -276,8 +280,9 @@ class RingRuntime:
         else:
             self._act(self._machine.dialled(number, self._now()))
 
-    async def _serve(self, plan: Plan, links: Sequence[_IdleLink]) -> None:
+    async def _serve(self, plan: Plan, *numbers: int | None) -> None:
         """Be at work until a neighbour is gone."""
+        links = [self._links.pop(number) for number in numbers if number is not None]
         try:
             for link in links:
                 await link.settled()
@@ -286,7 +291,7 @@ class RingRuntime:
             reason = await self._run(node) if node else LinkLost("A node offers nothing any more")
         finally:  # who closes waits for the other end; the next plan need not
             for link in links:
-                self._tasks.create_task(link.close())
+                self._discard(link)
         self._act(self._machine.broke(str(reason), self._now()))
 
     async def _run(self, node: EntryNode | StageNode) -> MeshError:
@@ -380,15 +385,15 @@ class RingRuntime:
     def _gone(self, number: int) -> None:
         self._act(self._machine.gone(number, self._now()))
 
-    def _taken(self, *numbers: int | None) -> list[_IdleLink]:
-        links = [self._links.pop(number) for number in numbers if number is not None]
-        for link in links:
-            link.settle()
-        return links
-
     def _close(self, number: int) -> None:
-        (link,) = self._taken(number)
-        self._tasks.create_task(_closed(link))
+        if link := self._links.pop(number, None):
+            link.settle()
+            self._discard(link)
+
+    def _discard(self, link: _IdleLink) -> None:
+        task = asyncio.create_task(_closed(link))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     @staticmethod
     def _now() -> float:

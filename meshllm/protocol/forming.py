@@ -17,7 +17,7 @@ gives everything up in any state: the job under way stops, idle links of older p
 
 The driver does one job at a time, `Load`, `Dial` or `Begin`, and reports its outcome; a job that
 was stopped reports nothing. It reads ahead on every idle link and reports ``gone`` when the other
-end let go of it. Links have numbers here; those of a `Begin` belong to its job.
+end let go of it. Links have numbers here; those of a `Begin` belong to its job once that has begun.
 
 Races, and who wins:
 
@@ -92,7 +92,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close an idle link."""
+    """Close a link, unless it belongs to a job."""
 
     link: int
 
@@ -135,6 +135,7 @@ class Forming:
         self._is_formed = False
         self._arrivals: dict[NodeId, _Arrival] = {}
         self._dialled: int | None = None
+        self._given: list[int] = []  # to a Begin whose job may not have begun
         self._pause = FIRST_PAUSE_S / 2  # doubled before each pause
         self._since = 0.0  # the state is entered
 
@@ -221,6 +222,7 @@ class Forming:
         """Hear that the ring at work has ended."""
         if self.state is not State.OPEN:
             return []
+        self._given = []
         if now - self._since > SILENCE:
             self._pause = FIRST_PAUSE_S / 2
         return self._back_off(reason, now)
@@ -269,6 +271,7 @@ class Forming:
             return self._back_off("The rank before follows a later plan", now)
         del self._arrivals[before]
         after, self._dialled = self._dialled, None
+        self._given = [link for link in (arrival.link, after) if link is not None]
         self._enter(State.OPEN, now)
         return [Begin(self.plan, arrival.link, after)]
 
@@ -283,8 +286,9 @@ class Forming:
         return [Failed(reason), *self._let_go()]
 
     def _let_go(self) -> list[Close]:
-        link, self._dialled = self._dialled, None
-        return [] if link is None else [Close(link)]
+        links = [*self._given, *([] if self._dialled is None else [self._dialled])]
+        self._given, self._dialled = [], None
+        return [Close(link) for link in links]
 
     def _sweep(self, oldest: float) -> list[Close]:
         """Close the links for plans before this epoch, which nobody takes any more."""

@@ -17,6 +17,7 @@ from meshllm.node.session import Order, Token
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.codec import encode
+from meshllm.protocol.forming import Begin
 from meshllm.protocol.link import SILENCE
 from meshllm.protocol.messages import Beat, Hello, Message
 from meshllm.protocol.plan import Ends, Plan, Stage, Wire
@@ -196,6 +197,42 @@ def test_a_ring_that_breaks_is_linked_again(world: World) -> None:
                 assert len(world.links) >= count
                 await world.links[-1].close()
                 await asyncio.sleep(0.2)
+
+    run_virtual(main())
+
+
+def test_a_node_that_ends_lets_its_neighbours_know_at_once(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(BOTH)
+            await until(lambda: at_work(a, b))
+        for link in world.links:
+            with pytest.raises(LinkLost):
+                await link.send([b""])
+
+    run_virtual(main())
+
+
+def test_a_plan_that_follows_at_once_leaves_no_link_open(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(BOTH)
+            begin = RingRuntime._job_of
+
+            def changed(self: RingRuntime, action: Begin) -> object:
+                job = begin(self, action)
+                if isinstance(action, Begin):
+                    asyncio.get_running_loop().call_soon(self.follow, None)
+                return job
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(RingRuntime, "_job_of", changed)
+                await until(lambda: not a.runtime.plan and not b.runtime.plan)
+                await asyncio.sleep(1)
+            assert not a.runtime._links
+            for link in world.links:
+                with pytest.raises(LinkLost):
+                    await link.send([b""])
 
     run_virtual(main())
 

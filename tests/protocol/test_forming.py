@@ -159,6 +159,21 @@ def test_what_was_dialled_is_closed_with_the_plan() -> None:
     assert half().follow(None, 1.0) == [Stop(), Close(7), UNLOADED, Release()]
 
 
+def test_links_whose_job_may_not_have_begun_are_closed_with_the_plan() -> None:
+    machine = half()
+    machine.arrived(C, hello(), 8, 1.0)
+
+    assert machine.follow(None, 1.0) == [Stop(), Close(8), Close(7), UNLOADED, Release()]
+
+
+def test_links_of_a_ring_that_broke_are_those_of_its_job() -> None:
+    machine = half()
+    machine.arrived(C, hello(), 8, 1.0)
+
+    assert machine.broke("gone", 2.0) == [Failed("gone")]
+    assert machine.follow(None, 3.0) == [Stop(), UNLOADED, Release()]
+
+
 def test_a_span_that_cannot_be_loaded_waits_for_another_plan() -> None:
     machine, trouble = Forming(A), ModelError("damaged")
     machine.follow(RING, 0.0)
