@@ -49,6 +49,8 @@ Carrier = Annotated[
     ),
 ]
 
+SWITCH_S = 0.0005  # s a thread may keep the interpreter; 5 ms of a beat or a token otherwise
+
 _SOON_S = 0.02
 _AS_GIVEN = ("model", "join", "name", "policy", "members", "discovery", "context")
 _SETTINGS = (
@@ -148,6 +150,7 @@ async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path 
         tell(News("leaving", "leaving when all is answered; once more ends it at once"))
         opened.leave()
 
+    sys.setswitchinterval(SWITCH_S)  # of this process: it belongs to the node alone
     with draining() as drain:
         async with open_node(options) as opened, asyncio.TaskGroup() as group:
             drain.leave = leave

@@ -11,7 +11,6 @@ entry. Nobody decides for another: every node does this alone, from the same rec
 import asyncio
 import logging
 import platform
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -57,7 +56,6 @@ from meshllm.transport.contract import Transport
 
 __all__ = ["MeshNode", "NodeOptions", "open_node"]
 
-SWITCH_S = 0.0005  # s a thread may keep the interpreter; 5 ms of a beat or a token otherwise
 SETTLE_S = 0.5  # s; a beat: in that time both ends of a link say that it stands, or is gone
 GATHER_S = 30.0  # s that the first ring waits for the members that are wanted
 REMEMBER_S = 1.0  # s; what changes at once is written down once
@@ -546,7 +544,6 @@ async def open_node(
         NotAuthorised: the ticket is not accepted.
         PluginError: there is no such transport.
     """
-    sys.setswitchinterval(SWITCH_S)
     keyring = Keyring.open(options.state)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())

@@ -212,13 +212,8 @@ def _transports_for(ticket: Ticket) -> tuple[Transport, ...]:
     """Choose the transports that dial the addresses of a ticket."""
     registry = Registry.discover()
     schemes = {address.partition(":")[0] for address in ticket.addresses}
-    found: list[Transport] = []
-    for name in registry.names():
-        if schemes.difference(by_scheme(found)):  # else nobody else is needed, or may be broken
-            transport = registry.load(name)
-            found += [transport] if schemes.intersection(transport.schemes) else []
-    if found:
-        return tuple(found)
+    if found := registry.dialing(schemes):
+        return found
     listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
     raise UserError(
         f"No transport here dials an address of the ticket ({listed})",

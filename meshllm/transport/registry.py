@@ -4,7 +4,8 @@ Listing reads the metadata of entry points and imports nothing; only the transpo
 is imported, so that a broken plugin harms nobody who does not ask for it.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -14,6 +15,8 @@ from meshllm.errors import PluginError
 from meshllm.transport.contract import Transport
 
 GROUP = "meshllm.transports"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,25 @@ class Registry:
         """
         return _make(self._find(name))
 
+    def dialing(self, schemes: Collection[str]) -> tuple[Transport, ...]:
+        """Make transports that dial addresses of these schemes, as far as there are any.
+
+        A broken transport is passed over: nobody asked for it by name.
+        """
+        missing, found = set(schemes), list[Transport]()
+        for name in self.names():
+            if not missing:
+                break
+            try:
+                transport = self.load(name)
+            except PluginError as error:
+                logger.warning("%s", error)
+                continue
+            if missing.intersection(transport.schemes):
+                found.append(transport)
+                missing.difference_update(transport.schemes)
+        return tuple(found)
+
     def _find(self, name: str) -> EntryPoint:
         points = [point for point in self._points if point.name == name]
         if not points:
@@ -76,7 +98,7 @@ def _make(point: EntryPoint) -> Transport:
     try:
         factory: Callable[[], object] = point.load()
         transport = factory()
-    except (ImportError, AttributeError, SyntaxError, TypeError) as error:
+    except Exception as error:  # foreign code, whatever it does at import
         raise PluginError(
             f"Transport `{point.name}` of {_source(point)} is broken: {error}",
             hint=f"update or uninstall `{_offer(point).distribution}`",

@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 
+from meshllm.cli.node import SWITCH_S
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
 from meshllm.model import device
@@ -96,6 +97,17 @@ def test_stdout_is_a_ticket_and_the_command_for_the_next_machine(
         "meshllm1abc\nmeshllm node --join meshllm1abc\n",
     )
     assert not node.is_open
+
+
+def test_only_the_process_of_a_node_lets_threads_take_turns_sooner(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[float] = []
+    monkeypatch.setattr(sys, "setswitchinterval", chosen.append)
+
+    meshllm("node")
+
+    assert chosen == [SWITCH_S]
 
 
 def test_what_happens_is_told_with_the_time(meshllm: Invoke, node: FakeNode) -> None:

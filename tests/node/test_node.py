@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -104,6 +105,14 @@ async def test_three_nodes_form_a_ring_and_each_answers_as_one_process(mesh: Mes
     plans = [control_of(node).plan() for node in (a, b, c)]
     assert len({(plan.epoch, plan.digest, plan.stages) for plan in plans}) == 1
     assert states(b) == dict.fromkeys("abc", "serving")
+
+
+async def test_a_node_changes_nothing_of_the_process_it_is_in(mesh: Mesh) -> None:
+    before = sys.getswitchinterval()
+
+    await mesh.start("a")
+
+    assert sys.getswitchinterval() == before
 
 
 TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"

@@ -59,6 +59,28 @@ def test_the_chosen_transport_alone_is_imported(install: Install) -> None:
     assert "mesh_right" not in sys.modules
 
 
+@pytest.mark.parametrize("source", ["raise ValueError('broken')", "import nowhere"])
+def test_a_broken_transport_harms_nobody_who_wants_another(
+    install: Install, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("mesh-aaa", "aaa", source)
+    install("mesh-left", "bbb", GOOD.format(name="bbb"))
+    registry = Registry.discover()
+
+    assert [each.name for each in registry.dialing({"bbb"})] == ["bbb"]
+    assert "Transport `aaa` of `mesh-aaa` 1.2 is broken" in caplog.text
+    with pytest.raises(PluginError, match="is broken"):
+        registry.load("aaa")
+
+
+def test_no_more_transports_are_imported_than_dial_an_address(install: Install) -> None:
+    install("mesh-aaa", "aaa", GOOD.format(name="aaa"))
+    install("mesh-bbb", "bbb", GOOD.format(name="bbb"))
+
+    assert [each.name for each in Registry.discover().dialing({"aaa"})] == ["aaa"]
+    assert "mesh_bbb" not in sys.modules
+
+
 def test_the_built_in_transport_comes_through_the_same_door() -> None:
     assert Registry.discover().load("loopback").name == "loopback"
 
