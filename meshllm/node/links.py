@@ -35,7 +35,7 @@ P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 
-class Handler(Protocol):
+class LinkHost(Protocol):
     """What becomes of what the links bring."""
 
     def changed(self) -> None:
@@ -146,7 +146,7 @@ class Links:
     """All links of a node, over every transport it has."""
 
     def __init__(
-        self, caller: Caller, machine: Mesh, doorkeeper: Doorkeeper, handler: Handler
+        self, caller: Caller, machine: Mesh, doorkeeper: Doorkeeper, handler: LinkHost
     ) -> None:
         self._caller = caller
         self._machine = machine
