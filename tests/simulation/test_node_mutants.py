@@ -17,7 +17,6 @@ from meshllm.node.secure import SecureLink
 from meshllm.protocol.agreement import Agreement, agree
 from meshllm.protocol.candidates import View
 from meshllm.protocol.credential import Credential, Removals, Role, check
-from meshllm.protocol.forming import Forming
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import Profile
 from meshllm.request import HopReport
@@ -83,14 +82,6 @@ def load_one_more(
 LOAD, HOPS = ToyModel._load, generate._hops
 
 
-def sweep_nothing(_: Forming, __: float) -> list[object]:
-    return []
-
-
-def see_no_end(_: Forming, __: int, ___: float) -> list[object]:
-    return []
-
-
 async def stay_open(_: SecureLink) -> None:
     pass
 
@@ -152,10 +143,8 @@ MUTANTS = {
     "links are left open": Mutant(
         {"meshllm.node.secure.SecureLink.close": stay_open}, "links, of the ring and others"
     ),
-    "links of the last plan stay": Mutant(
-        {"meshllm.protocol.forming.Forming._sweep": sweep_nothing},
-        "links, of the ring and others",
-        402,
+    "links of a ring that ended stay": Mutant(
+        {"meshllm.node.runtime.RingRuntime._discard": nod}, "links, of the ring and others"
     ),
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
@@ -164,8 +153,8 @@ MUTANTS = {
     "two nodes of one name": Mutant(
         {"meshllm.node.node.resolve_names": one_node_for_each}, "several nodes are called so"
     ),
-    "links are not looked at": Mutant(
-        {"meshllm.protocol.forming.Forming.gone": see_no_end}, "sees no ring", 143
+    "attempts are never given up": Mutant(
+        {"meshllm.protocol.forming.Forming.deadline": property(lambda _: None)}, "is not at work"
     ),
 }
 
