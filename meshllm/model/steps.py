@@ -28,7 +28,7 @@ from meshllm.model.attention import attend_alone, attend_chunk
 from meshllm.model.attention_switch import Attend, AttentionSwitch
 from meshllm.model.bundle import Bundle
 from meshllm.model.cache import SpanCache
-from meshllm.model.device import CPU, fetch, put
+from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
 from meshllm.model.exchange import exchange_modules, restore_modules
 from meshllm.model.execution import (
     Execution,
@@ -100,12 +100,15 @@ class StockSteps:
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run rows one after the other."""
-        x = put(x, self._shard.device)
-        return fetch(torch.cat([self.forward(row, cache) for row in torch.split(x, 1, 1)], 1))
+        return self.step_many([x], [cache])[0]
 
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
-        """Run sessions one after the other."""
-        return [self.step(*each) for each in zip(parts, caches, strict=True)]
+        """Run sessions one after the other; all go to the device together, and back."""
+        outputs = [
+            torch.cat([self.forward(row, cache) for row in torch.split(x, 1, 1)], 1)
+            for x, cache in zip(put_all(parts, self._shard.device), caches, strict=True)
+        ]
+        return fetch_all(outputs)
 
     def takes(self, rows: int) -> bool:
         """Nothing is computed together."""
