@@ -43,7 +43,6 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from meshllm.errors import PeerFault
 from meshllm.names import SessionId
 from meshllm.protocol.codec import MAX_POSITION, size
 from meshllm.protocol.kv_budget import KvBudget
@@ -174,11 +173,7 @@ class Stage:
         self._closed: dict[SessionId, Tally] = {}
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
-        """Take one message from the rank before.
-
-        Raises:
-            PeerFault: the message breaks the rules; no session was changed.
-        """
+        """Take one message from the rank before; one that breaks the rules ends its session."""
         if message.epoch < self.epoch:
             return []
         match message:
@@ -192,8 +187,8 @@ class Stage:
                 if session in self._sessions:
                     self._sessions[session].raise_gen(gen)
                 return [Forward(message)]
-            case Gap() | Fault() | Logits():
-                return [_onward(message)]
+            case Gap() | Fault() | Logits():  # only the last rank sends the latter, to the entry
+                return [] if isinstance(message, Logits) else [Forward(message)]
             case _:
                 assert_never(message)
 
@@ -262,7 +257,10 @@ class Stage:
         if data.epoch > self.epoch:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
-        blob = _checked(data)
+        blob = data.blob
+        if blob is None or (broken := _broken(data, blob)):
+            text = broken if blob else f"Data of {data.rows} rows without a blob"
+            return self._refuse(data, text, FaultCode.RULES)
         if data.pos + data.rows > self._context:
             text = f"Positions {data.pos} to {data.pos + data.rows} of {self._context}"
             return self._refuse(data, text)
@@ -308,7 +306,8 @@ class Stage:
             return []
         state.raise_gen(data.gen)
         if len(state.pending) >= MAX_PENDING:
-            raise PeerFault(f"Data at position {data.pos} while {MAX_PENDING} others wait")
+            text = f"Data at position {data.pos} while {MAX_PENDING} others wait"
+            return self._refuse(data, text, FaultCode.RULES)
         state.pending.append((data, compute))
         return self._next(state) if state.running is None else []
 
@@ -335,9 +334,9 @@ class Stage:
             f" there is room for {left}"
         )
 
-    def _refuse(self, data: Data, text: str) -> list[Action]:
-        """End one session for want of room."""
-        return [*self._end(data.session), self._fault(data, FaultCode.BUSY, text)]
+    def _refuse(self, data: Data, text: str, code: FaultCode = FaultCode.BUSY) -> list[Action]:
+        """End one session, for want of room or because its messages break the rules."""
+        return [*self._end(data.session), self._fault(data, code, text)]
 
     def _keep(self, data: Data) -> int:
         if not self._is_last:
@@ -347,8 +346,8 @@ class Stage:
         return 1 if data.flags & Flags.PREFILL else data.rows
 
     def _close(self, close: Close, now: float) -> list[Action]:
-        if len(close.tallies) != self._rank - 1:
-            raise PeerFault(f"Close with {len(close.tallies)} tallies at rank {self._rank}")
+        if len(close.tallies) != self._rank - 1:  # it skipped a rank: nothing is kept
+            return [*self._end(close.session), Forward(replace(close, keep=0))]
         ended = self._end(close.session, close.keep, now)
         keep = close.keep if Keep(close.session) in ended else 0
         tally = replace(self._closed[close.session], round_trip_us=self.round_trip_us)
@@ -371,21 +370,13 @@ class Stage:
         return Forward(Fault(data.session, data.epoch, code, self._rank, text))
 
 
-def _checked(data: Data) -> Blob:
-    """Return the rows of a message; raise `PeerFault` for those that no rank sends."""
-    blob = data.blob
-    if blob is None or len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
-        shape = blob and list(blob.shape)
-        raise PeerFault(f"Data of {data.rows} rows with a blob of shape {shape}")
+def _broken(data: Data, blob: Blob) -> str:
+    """Say which rule the rows of a message break; empty for none."""
+    if len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
+        return f"Data of {data.rows} rows with a blob of shape {list(blob.shape)}"
     if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
-        raise PeerFault(f"A step of {data.rows} rows; the most is {MAX_STEP_ROWS}")
-    return blob
-
-
-def _onward(message: Gap | Fault | Logits) -> Forward:
-    if isinstance(message, Logits):
-        raise PeerFault("Logits from a rank that is not the last")
-    return Forward(message)
+        return f"A step of {data.rows} rows; the most is {MAX_STEP_ROWS}"
+    return ""
 
 
 def _gap(data: Data, kv_len: int) -> Forward:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.errors import PeerFault
 from meshllm.names import SessionId
 from meshllm.protocol.blob import seal, session_key
 from meshllm.protocol.codec import size
@@ -123,9 +122,8 @@ def test_logits_of_a_step_go_to_the_entry_while_somebody_waits_for_them() -> Non
     assert middle().helped(logits) == []
 
 
-def test_logits_for_another_rank_than_the_entry_break_the_rules() -> None:
-    with pytest.raises(PeerFault, match="not the last"):
-        filled(4).receive(Logits(ONE, EPOCH, 0, 4, blob(1)), 1.0)
+def test_logits_for_another_rank_than_the_entry_go_no_further() -> None:
+    assert filled(4).receive(Logits(ONE, EPOCH, 0, 4, blob(1)), 1.0) == []
 
 
 def test_nobody_helps_with_several_rows() -> None:
@@ -167,9 +165,15 @@ def test_data_of_a_newer_epoch_is_refused() -> None:
     ]
 
 
-def test_a_step_of_too_many_rows_breaks_the_rules() -> None:
-    with pytest.raises(PeerFault, match="A step of 18 rows; the most is 17"):
-        middle().receive(data(0, rows=18), 0.0)
+def broken(text: str) -> Forward:
+    return Forward(Fault(ONE, EPOCH, FaultCode.RULES, 1, text))
+
+
+def test_a_step_of_too_many_rows_ends_its_session() -> None:
+    fault = broken("A step of 18 rows; the most is 17")
+
+    assert middle().receive(data(0, rows=18), 0.0) == [fault]
+    assert filled(2).receive(data(2, rows=18), 1.0) == [Free(ONE), fault]
     assert middle().receive(data(0, rows=18, flags=Flags.PREFILL), 0.0)
 
 
@@ -203,13 +207,15 @@ def test_waiting_data_with_a_gap_before_it_is_refused_when_its_turn_comes() -> N
     ]
 
 
-def test_more_waiting_data_than_any_entry_sends_is_a_fault() -> None:
+def test_more_waiting_data_than_any_entry_sends_ends_its_session() -> None:
     stage = middle()
     for pos in range(MAX_PENDING + 1):
         stage.receive(data(pos), 0.0)
 
-    with pytest.raises(PeerFault, match="position 17 while 16 others wait"):
-        stage.receive(data(MAX_PENDING + 1), 0.0)
+    assert stage.receive(data(MAX_PENDING + 1), 0.0) == [
+        Free(ONE),
+        broken("Data at position 17 while 16 others wait"),
+    ]
 
 
 def test_cancel_wins_over_waiting_data_and_goes_on() -> None:
@@ -271,9 +277,16 @@ def test_the_last_rank_keeps_only_the_rows_that_are_needed(flags: Flags, keep: i
 
 
 @pytest.mark.parametrize("payload", [None, blob(2), replace(blob(1), shape=(4,))])
-def test_data_without_its_rows_is_a_fault(payload: Blob | None) -> None:
-    with pytest.raises(PeerFault, match="1 rows with a blob of shape"):
-        middle().receive(replace(data(0), blob=payload), 0.0)
+def test_data_without_its_rows_ends_its_session_and_no_other(payload: Blob | None) -> None:
+    stage = filled(2)
+    how = f"with a blob of shape {list(payload.shape)}" if payload else "without a blob"
+    other = replace(data(0), session=TWO)
+
+    assert stage.receive(replace(other, blob=payload), 1.0) == [
+        Forward(Fault(TWO, EPOCH, FaultCode.RULES, 1, f"Data of 1 rows {how}"))
+    ]
+    assert stage.receive(other, 1.0) == []  # it is closed
+    assert stage.receive(data(2), 1.0) == [compute(2, 1, 1)]
 
 
 def test_a_failed_computation_frees_the_session_and_tells_the_entry() -> None:
@@ -336,9 +349,10 @@ def test_close_wins_over_a_running_computation() -> None:
     assert stage.receive(data(0), 0.2) == []
 
 
-def test_close_that_skipped_a_rank_is_a_fault() -> None:
-    with pytest.raises(PeerFault, match="2 tallies at rank 1"):
-        middle().receive(Close(ONE, EPOCH, 0, (NO_TALLY, NO_TALLY)), 0.0)
+def test_a_close_that_skipped_a_rank_keeps_nothing() -> None:
+    skipped = Close(ONE, EPOCH, 2, (NO_TALLY, NO_TALLY))
+
+    assert filled(2).receive(skipped, 1.0) == [Free(ONE), Forward(replace(skipped, keep=0))]
 
 
 def test_only_so_many_closed_sessions_are_remembered() -> None:
