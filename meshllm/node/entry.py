@@ -222,7 +222,9 @@ class EntryNode:
         generation = self._sessions.get(session)
         if generation is None:
             return
-        for action in actions:
+        for place, action in enumerate(actions, start=1):
+            # A job that ran ahead is answered within this call: nothing may follow it.
+            assert place == len(actions) or not isinstance(action, Embed | Pick)
             match action:
                 case Embed():
                     self._embed(session, generation, action)

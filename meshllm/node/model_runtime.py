@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from meshllm.errors import OutOfMemory
+from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.cache import slack_of
 from meshllm.model.capacity import ModelShape, shape_of
 from meshllm.model.check import check
@@ -244,7 +244,7 @@ class ModelRuntime:
     def _help_beside(self, span: Span) -> Runner | None:
         try:
             return self._load_help(span)
-        except Exception as error:  # it only helps; whatever is wrong, the layers can be served
+        except (MeshError, RuntimeError, MemoryError, OSError) as error:  # layers can be served
             name = type(error).__name__
             logger.warning("no part of the head beside layers %s: %s: %s", span, name, error)
             return None
