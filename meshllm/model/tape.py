@@ -12,8 +12,9 @@ that come in another order are sorted, and what they give is put back.
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -272,24 +273,43 @@ def _agrees(item: Op) -> bool:
     Of what was recorded, and of all numbers where an operation takes one by one.
     """
     (args, kwargs), result = item.seen
-    if not isinstance(result, Tensor) or not _is_same(item, args, kwargs, result):
+    if not isinstance(result, Tensor) or not _is_same(
+        item.function, args, kwargs, result, in_place=not item.outs
+    ):
         return False
     if not is_of_one(item.function, args, kwargs):
         return True
     first, *others = args
-    if 0 in first.stride():
+    layout = first.dtype, tuple(first.shape), first.stride()
+    named = tuple(sorted(kwargs.items()))
+    return _agrees_on_all(item.function, layout, tuple(others), named, in_place=not item.outs)
+
+
+@lru_cache(1024)
+def _agrees_on_all(
+    function: Any,
+    layout: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]],
+    others: tuple[Any, ...],
+    named: tuple[tuple[str, Any], ...],
+    *,
+    in_place: bool,
+) -> bool:
+    """Compare all numbers, through tensors of one layout; once in a process, as nothing changes."""
+    (dtype, shape, strides), kwargs = layout, dict(named)
+    if 0 in strides:
         return False
-    for part in torch.split(numbers(), first.numel()):
-        x = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype)
+    for part in torch.split(numbers(), prod(shape)):
+        x = torch.empty_strided(shape, strides, dtype=dtype)
         x.copy_(part.repeat(-(-x.numel() // len(part)))[: x.numel()].view(x.shape))
-        if not _is_same(item, (x, *others), kwargs, item.function(x, *others, **kwargs)):
+        result = function(x, *others, **kwargs)
+        if not _is_same(function, (x, *others), kwargs, result, in_place=in_place):
             return False
     return True
 
 
-def _is_same(item: Op, args: Any, kwargs: Any, result: Tensor) -> bool:
+def _is_same(function: Any, args: Any, kwargs: Any, result: Tensor, *, in_place: bool) -> bool:
     out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
-    calls = calls_for(item.function, args if item.outs else (out, *args[1:]), kwargs, [out])
+    calls = calls_for(function, (out, *args[1:]) if in_place else args, kwargs, [out])
     if not calls:
         return False
     Program(calls).run()
