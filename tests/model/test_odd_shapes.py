@@ -1,6 +1,7 @@
 """Parts of models of odd shapes, with weights at odd offsets, have the bits of the whole."""
 
 import multiprocessing
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def whole(source: Source) -> list[Tensor]:
 
 def second_half(folder: Path, model_type: str, link: Connection) -> None:
     """Run the last layers and the head on rows that come as bytes, at any address."""
+    torch.set_num_threads(1)
     source = open_folder(model_type, folder)
     shard = Shard.load(source, Span(3, 6), embed=False, head=True)
     cache = shard.new_cache()
@@ -63,6 +65,16 @@ def test_parts_of_an_odd_shape_are_equal_bit_for_bit(name: str) -> None:
     assert report.outcome is Outcome.EQUAL
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products have the same bits at the same number of threads only."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_parts_in_two_processes_are_equal_bit_for_bit() -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
