@@ -47,7 +47,7 @@ class Alarm:
         self._timer = None
         try:
             self._expire()
-        except Exception:
+        except Exception:  # raised again, for the supervisor
             # Its deadline may not have moved: without a pause the loop would do nothing else.
             if (deadline := self._deadline()) is not None:
                 self._arm(max(deadline, asyncio.get_running_loop().time() + AFTER_ERROR_S))

@@ -232,7 +232,7 @@ class Links:
         async def supervised() -> None:
             try:
                 await job(*args, **kwargs)
-            except Exception:
+            except Exception:  # the supervisor of links
                 logger.exception("a link met a bug")
 
         self._jobs.create_task(supervised())
