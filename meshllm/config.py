@@ -97,7 +97,7 @@ class Settings:
     name: str | None = None
     """Name of this node; that of the machine when not set."""
     memory: str | None = None
-    """Memory for models: `8GiB`, or `50%` of what is free."""
+    """Memory of the process: `8GiB`, or `50%` of what is free."""
     layers: str | None = None
     """Hold exactly the layers A:B."""
     policy: str = "auto"

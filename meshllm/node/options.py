@@ -35,7 +35,7 @@ class InferenceConfig:
     wire: WireMode = WireMode.EXACT
     """How hidden states travel to the next rank."""
     memory_bytes: int | None = None
-    """Memory for weights and states; None is a share of what is free."""
+    """Memory of the process; None is a share of what is free."""
     prefix_bytes: int | None = None
     """Memory for the prefix cache; None is what sessions leave of the KV budget."""
     cache: Path | None = None
