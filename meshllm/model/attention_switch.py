@@ -6,6 +6,7 @@ answers is a field, so that nothing that models share changes from step to step.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from weakref import finalize, ref
 
@@ -32,6 +33,9 @@ _KNOWN = {
 }
 """Options of attention that are heeded, or change nothing where a row sees all before it."""
 
+_numbers = count()
+"""Names are never used again: an ``id`` is, as soon as its owner has gone."""
+
 
 class AttentionSwitch:
     """The attention of one model; one thread at a time uses it."""
@@ -41,12 +45,12 @@ class AttentionSwitch:
         self._attend: Attend | None = None
         self._slides = any(isinstance(each, WindowLayer) for each in shard.new_cache().layers)
         self._config = shard.model.config
-        self._stock = self._config._attn_implementation
-        name, own = f"meshllm_{id(self)}", ref(self)  # a registry would keep the weights
+        stock = self._config._attn_implementation
+        name, own = f"meshllm_{next(_numbers)}", ref(self)  # a registry would keep the weights
         AttentionInterface.register(name, lambda *args, **more: _own(own).attend(*args, **more))
         AttentionMaskInterface.register(name, lambda *args, **more: _own(own).mask(*args, **more))
-        self._forget = finalize(self, _forget, name)
         self._config._attn_implementation = name
+        self._restore = finalize(self, _restore, self._config, name, stock)
 
     @contextmanager
     def using(self, attend: Attend) -> Iterator[None]:
@@ -58,9 +62,8 @@ class AttentionSwitch:
             self._attend = before
 
     def close(self) -> None:
-        """Leave the model as it was."""
-        self._config._attn_implementation = self._stock
-        self._forget()
+        """Leave the model as it was, which also happens when this is collected before the model."""
+        self._restore()
 
     def mask(self, *args: Any, **more: Any) -> Any:
         """Make a mask where stock attention needs one."""
@@ -93,10 +96,12 @@ class AttentionSwitch:
 
 def _own(switch: "ref[AttentionSwitch]") -> AttentionSwitch:
     found = switch()
-    assert found is not None, "a model outlived its runner"
+    assert found is not None, "a model outlived its attention"
     return found
 
 
-def _forget(name: str) -> None:
+def _restore(config: Any, name: str, stock: str) -> None:
+    if config._attn_implementation == name:
+        config._attn_implementation = stock
     for registry in (AttentionInterface, AttentionMaskInterface):
         registry._global_mapping.pop(name, None)

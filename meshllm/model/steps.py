@@ -250,7 +250,8 @@ class GraphSteps:
         """
         self._stock = StockSteps(shard)
         self._graph = graph = Graph(shard, MOST_ROWS)
-        switch, rows = AttentionSwitch(shard), draw_rows(shard, MOST_ROWS)
+        self.attention = switch = AttentionSwitch(shard)  # the graph keeps no forward
+        rows = draw_rows(shard, MOST_ROWS)
 
         def forward(x: Tensor, cache: SpanCache | None, places: Tensor) -> Tensor:
             with switch.using(graph.attend):
@@ -337,8 +338,13 @@ def _execution(shard: Shard, strategy: Strategy, attention: str, reason: str = "
 def _on_gpu(shard: Shard) -> tuple[Steps, Execution]:
     if not shard.new_cache().extends:
         raise NotInvariant("its caches cannot be written to from a graph")
-    steps = GraphSteps(shard)
-    if reason := try_steps(shard, steps, MOST_ROWS):
+    steps, reason = GraphSteps(shard), "not tried"
+    try:
+        reason = try_steps(shard, steps, MOST_ROWS)
+    finally:
+        if reason:
+            steps.attention.close()
+    if reason:
         raise NotInvariant(reason)
     return steps, _execution(shard, Strategy.GRAPH, "own")
 

@@ -105,9 +105,12 @@ class Tape:
     def run(
         self, x: Tensor, places: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]
     ) -> Tensor:
-        """Do it with rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them go to ``caches[i]``."""
+        """Do it with rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them go to ``caches[i]``.
+
+        There are no caches where nothing attends, as in a head.
+        """
         order = sorted(range(len(rows)), key=lambda at: -rows[at])
-        if order == list(range(len(rows))):
+        if not caches or order == list(range(len(rows))):
             return self._run(x, places, caches, rows)
         stops = list(accumulate(rows))
         taken = [row for at in order for row in range(stops[at] - rows[at], stops[at])]

@@ -241,6 +241,25 @@ def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
     assert torch.equal(recorded, run())
 
 
+def test_a_head_takes_sessions_in_any_order(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, span=Span(6, 6), embed=False, head=True)
+    width = runner.shard.model.config.hidden_size
+    rows = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(4)).bfloat16()
+    layouts = [(1, 2, 3), (3, 2, 1), (1, 3, 2)] * (SETTLED + 1)
+
+    def run() -> list[Tensor]:
+        return [
+            torch.cat(runner.step_many(torch.split(rows, list(counts), 1), [None] * 3), 1)
+            for counts in layouts
+        ]
+
+    recorded = run()
+    assert tape_of(runner, 6)
+    forget(runner)
+
+    assert all(map(torch.equal, recorded, run()))
+
+
 def test_a_recording_costs_two_forwards_more(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     steps_of(runner).replay, cache, counts = Replay(), filled(runner, 6), list[int]()
