@@ -426,7 +426,9 @@ class MeshNode:
         else:
             await self._charter_known.wait()
             assert machine.charter is not None  # it is never forgotten
-            model, charter = await preparation.join(machine.charter, dict(machine.profiles))
+            model = await preparation.join(machine.charter)
+            longest = model.shape.context
+            charter = amend(machine.charter, self._options, dict(machine.profiles), longest)
         if charter != machine.charter:
             self._tell(charter=charter)
         self._look_up()

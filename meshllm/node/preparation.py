@@ -10,7 +10,7 @@ from meshllm.model.device import CPU
 from meshllm.model.manifest import config_digest, manifest
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed, memory_budget
-from meshllm.names import Digest, NodeId
+from meshllm.names import Digest
 from meshllm.node.founding import amend, found_charter, refuse_other
 from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.options import InferenceConfig, NodeOptions
@@ -42,21 +42,19 @@ class Preparation:
         charter = found_charter(self.options, model.shape, await self._digest(source))
         return model, amend(charter, self.options, {}, model.shape.context)
 
-    async def join(
-        self, charter: Charter, profiles: dict[NodeId, Profile]
-    ) -> tuple[ModelRuntime, Charter]:
-        """Take the model of the mesh; return its charter with what the options change in it.
+    async def join(self, charter: Charter) -> ModelRuntime:
+        """Take the model of the mesh.
+
+        The charter may be amended meanwhile, but its model stays.
 
         Raises:
             ModelError: the model is not here, or another one was asked for.
-            UserError: the options name a node that nobody knows.
         """
         source = await self._resolve(self.options.model or charter.shape.name)
         own = self.options.inference
         refuse_other(charter, source.name, await self._digest(source), own.quant)
         config = replace(own, dtype=charter.dtype.name.lower(), quant=charter.quant)
-        model = await self._open(source, config)
-        return model, amend(charter, self.options, profiles, model.shape.context)
+        return await self._open(source, config)
 
     async def offer(self, model: ModelRuntime, profile: Profile) -> Profile:
         """Measure what this node has for the ring, and fill it into its profile."""

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
 from meshllm.node.thin import open_thin
 from meshllm.node.worker import Worker, compute_thread
+from meshllm.protocol.charter import Charter
 from meshllm.protocol.credential import Role
 from meshllm.protocol.records import Profile
 from meshllm.request import Answer, Piece, Request
@@ -276,6 +278,33 @@ async def test_the_charter_and_the_membership_outlive_the_process(mesh: Mesh) ->
 
     assert (a.mesh, a.machine.charter) == before
     assert a.incarnation == 2
+
+
+async def test_what_is_agreed_on_while_a_node_reads_its_model_stays(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = await mesh.start("a")
+    await until(lambda: a.machine.charter is not None, a)
+    join, has_begun, may_end = Preparation.join, asyncio.Event(), asyncio.Event()
+
+    async def read_slowly(self: Preparation, charter: Charter) -> ModelRuntime:
+        has_begun.set()
+        await may_end.wait()
+        return await join(self, charter)
+
+    monkeypatch.setattr(Preparation, "join", read_slowly)
+    b = await mesh.start("b", join=a.ticket, policy="throughput")
+    await has_begun.wait()
+    assert a.machine.charter is not None
+    a._tell(charter=replace(a.machine.charter, members=2))
+    await until(lambda: b.machine.charter == a.machine.charter, b)
+    may_end.set()
+    for node in (a, b):
+        await until(lambda node=node: len(spans(node)) == 2, node)  # type: ignore[misc]  # a closure
+
+    for node in (a, b):
+        assert node.machine.charter is not None
+        assert (node.machine.charter.members, node.machine.charter.policy) == (2, "throughput")
 
 
 class Roaming(LoopbackTransport):

@@ -22,7 +22,7 @@ from meshllm.model.sample import pick
 from meshllm.model.source import Source
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
-from meshllm.names import Digest, NodeId, Span
+from meshllm.names import Digest, Span
 from meshllm.node.founding import amend, found_charter
 from meshllm.node.model_runtime import LoadedSpan, ModelRuntime
 from meshllm.node.preparation import Preparation
@@ -166,11 +166,8 @@ class ToyPreparation(Preparation):
         charter = found_charter(self.options, engine.shape, CONFIG)
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
-    async def join(
-        self, charter: Charter, profiles: dict[NodeId, Profile]
-    ) -> tuple[ModelRuntime, Charter]:
-        engine = ToyModel(self.worker)
-        return engine, amend(charter, self.options, profiles, engine.shape.context)
+    async def join(self, charter: Charter) -> ModelRuntime:
+        return ToyModel(self.worker)
 
     async def offer(self, engine: ModelRuntime, profile: Profile) -> Profile:
         return replace(
