@@ -1,5 +1,6 @@
 """How fast this machine runs a model and what memory it can give; knows no other machine."""
 
+import copy
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -33,13 +34,14 @@ from meshllm.names import Quant, Span
 ROWS = (1, 8, 32, 128, 256, 1024)
 """Decoding, and chunks of a prompt; the last two tell how time grows with the rows before."""
 TRIALS = 3
-ENOUGH_S = 0.5  # for trials of the same; many rows of a large layer are timed once
-LONGEST_S = 1.0  # for the most rows, which are left out where they would take longer
+ENOUGH_S = 0.2  # for trials of the same; many rows of a large layer are timed once
+LONGEST_S = 0.5  # for the most rows, which are left out where they would take longer
 MAX_AGE_S = 24 * 3600.0
 SHARE = 0.8  # of free memory; the rest is for what starts after us
 CGROUP = Path("/sys/fs/cgroup")
 
-_STEP_BYTES = 256 << 20  # of layers that steps are timed with; what surrounds them counts less then
+_STEP_BYTES = 64 << 20  # of layers that steps are timed with; what surrounds them counts less then
+_HEAD_BYTES = 64 << 20  # of the head that is timed
 _COLD_BYTES = 64 << 20  # more than the last cache of most machines
 _TILE = 4099  # values; prime, so that no two rows of a matrix are alike
 
@@ -192,7 +194,14 @@ def _step_seconds(
 def _head_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> float:
-    skeleton = build(source.config, dtype)
+    """Time the head for one row: of a large one a part, as all its rows take the same time."""
+    config = copy.deepcopy(source.config)
+    text = config.get_text_config(decoder=True)
+    whole = int(text.vocab_size)
+    most = max(1, _HEAD_BYTES // (int(text.hidden_size) * dtype.itemsize))
+    text.vocab_size = timed = min(whole, most)
+    text.pad_token_id = None  # it may be one of those left out
+    skeleton = build(config, dtype)
     end = Span(skeleton.layers, skeleton.layers)
     part = Part(end, embed=False, head=True)
     shard = _random_shard(
@@ -209,7 +218,7 @@ def _head_seconds(
 
     for _ in range(SETTLED):
         seconds(1)
-    return _best(seconds, 1, device)
+    return _best(seconds, 1, device) * whole / timed
 
 
 class _Stopwatch:

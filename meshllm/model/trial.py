@@ -25,7 +25,7 @@ BEFORE = 24
 """Tokens of a prompt that the rows of a trial come behind."""
 TRIED = 5
 """Rows of a trial on the CPU."""
-BUDGET = 256 << 20
+BUDGET = 64 << 20
 """Bytes of the layers that are tried."""
 ALIKE = 0.05
 """Of the norm of all rows tried, between row-invariant steps and the stock forward.

@@ -203,6 +203,23 @@ def test_few_rows_are_timed_as_a_node_takes_them(
     assert {rows for rows, _ in table} > {1, 8}
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"], ids=["untied", "tied"])
+def test_of_a_large_head_a_part_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    source = tiny_model(tmp_path, family)
+    text = source.config.get_text_config()
+    whole, width = text.vocab_size, text.hidden_size
+    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows) and 0.5)
+    monkeypatch.setattr(module, "_HEAD_BYTES", 8 * width * 2)
+
+    with torch.inference_mode():
+        seconds = module._head_seconds(source, torch.bfloat16, Quant.NONE)
+
+    assert seconds == 0.5 * whole / 8
+    assert text.vocab_size == whole
+
+
 def test_one_shard_is_timed_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny_model(tmp_path, "llama")
     made: list[weakref.ref[nn.Module]] = []

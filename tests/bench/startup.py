@@ -1,0 +1,139 @@
+"""How long two nodes take until they serve, and what they hold: ``python -m tests.bench.startup``.
+
+Beside them, in the same run, transformers imports, loads and runs the same random model in a
+process of its own. A node has one thread, as transformers then has, and `--members 2`. The first
+start finds nothing that meshllm remembers; the second one finds what the first one left. `serving`
+is until both nodes say that the ring of two serves, `answer` until a token has come after that.
+`rss` is the larger of the two processes, after the answer; `held` are its weights as stored.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshllm.model.source import BUILTIN, resolve
+from meshllm.testing.table1 import DIMENSIONS, random_model
+from tests.bench.growth import ask, client_of
+from tests.bench.report import Report, parser_of
+from tests.processes import fleet as fleets
+from tests.processes.fleet import ALONE, Fleet, environment, open_fleet
+
+_PLAIN = """
+import sys, torch, transformers
+torch.set_num_threads(1)
+transformers.utils.logging.set_verbosity_error()
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=1, do_sample=False)
+"""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model."""
+
+    model: str
+    bytes: int
+    """Of its weights."""
+    plain_s: float
+    """Until transformers has imported, loaded and run it."""
+    serving_s: tuple[float, ...]
+    """Of the first and the second start."""
+    answer_s: tuple[float, ...]
+    rss: int
+    """Bytes of the larger process."""
+    held: int
+    """Bytes of weights, caches and steps that this process names."""
+
+
+def plain(folder: Path) -> float:
+    """Time transformers, with a warm disk: the second of two runs."""
+    for _ in range(2):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", _PLAIN, str(folder)], check=True, env=environment())
+    return time.perf_counter() - begin
+
+
+def start(fleet: Fleet, ticket: str, folder: Path) -> tuple[float, float]:
+    """Start both nodes; return the seconds until they serve, and until a token has come."""
+    begin = time.perf_counter()
+    model = ("--model", str(folder), *ALONE)
+    founder = fleet.node("founder").start("--members", "2", *model)
+    fleet.node("guest").start("--join", ticket, *model)
+    fleet.form()
+    serving = time.perf_counter() - begin
+    with client_of(founder) as client:
+        ask(client, 1, 1)
+    return serving, time.perf_counter() - begin
+
+
+def weigh(fleet: Fleet) -> tuple[int, int]:
+    """Return the memory of the larger process, and what it says it holds."""
+    sizes = list[tuple[int, int]]()
+    for node in fleet.nodes.values():
+        memory = node.status()["memory"]
+        parts = ("weights", "kv_cache", "prefix_cache", "drafter", "recorded_steps")
+        sizes.append((memory["process"], sum(memory[part] for part in parts)))
+    return max(sizes)
+
+
+@contextmanager
+def models(name: str) -> Iterator[Path]:
+    """Give the folder of a model."""
+    if name == BUILTIN:
+        yield resolve(BUILTIN).folder
+        return
+    with random_model(name, torch.bfloat16) as folder:
+        yield folder
+
+
+def measure(name: str) -> Row:
+    """Measure one model."""
+    with models(name) as folder, open_fleet() as fleet:
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        stock = plain(folder)
+        ticket = fleet.found("founder")
+        starts, weighed = [start(fleet, ticket, folder)], weigh(fleet)
+        for node in fleet.nodes.values():
+            node.kill()
+        starts.append(start(fleet, ticket, folder))
+        serving, answer = zip(*starts, strict=True)
+    return Row(name, size, stock, serving, answer, *weighed)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    parser = parser_of("startup", __doc__)
+    known = ", ".join((BUILTIN, *DIMENSIONS))
+    parser.add_argument("--models", default=f"{BUILTIN},qwen3-0.6b", help=f"of {known}")
+    options = parser.parse_args(arguments)
+    report, rows = Report(options, threads=1), list[Row]()
+    fleets.WAIT_S = 600.0  # for a machine that does other things too
+    report.say(
+        f"{'':>18}{'':>9}{'transformers':>14}{'first start':>22}{'second start':>22}",
+        f"{'model':>18}{'MB':>9}{'s':>14}{'serving':>8}{'answer':>7}{'ratio':>7}"
+        f"{'serving':>8}{'answer':>7}{'ratio':>7}{'rss MiB':>9}{'held MiB':>9}",
+    )
+    for name in options.models.split(","):
+        row = measure(name)
+        rows.append(row)
+        times = "".join(
+            f"{serving:>8.1f}{answer:>7.1f}{serving / (row.plain_s + 1):>7.2f}"
+            for serving, answer in zip(row.serving_s, row.answer_s, strict=True)
+        )
+        report.say(
+            f"{name:>18}{row.bytes / 1e6:>9.0f}{row.plain_s:>14.1f}{times}"
+            f"{row.rss / MIB:>9.0f}{row.held / MIB:>9.0f}"
+        )
+    report.write(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
