@@ -5,7 +5,9 @@ Theory of operation
 A kernel of a library adds up in an order that depends on how much it is given, on the processor and
 on the version. Functions of `meshllm.model.native_code` say themselves what is added to what. LLVM
 is a library and wants no compiler on the machine; a function takes it some ten milliseconds, a
-tenth of a second at most, when it is first wanted.
+tenth of a second at most, when it is first wanted. Its machine code is kept in the user's cache
+folder under the text of the function, the processor and the version of LLVM, and read from there
+by the next process, unless others may write to that folder.
 
 Work is cut into blocks. Each thread takes the next one that nobody took, so one that is held up
 holds up nobody else. The threads are those that torch computes with: a second set of them would
@@ -18,15 +20,20 @@ import mmap
 import os
 import platform
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import torch
+from blake3 import blake3
 from llvmlite import binding, ir
+from platformdirs import user_cache_path
 
+from meshllm.model.memo import recall, remember
 from meshllm.model.native_code import INT, Code
 
 _TEAM = "GOMP_parallel"  # of GNU's OpenMP, and of LLVM's, which has the names of both
@@ -153,11 +160,48 @@ def _compile(fields: Sequence[str], write: Write) -> Any:
     with _lock:
         machine = _machine()
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
-        parsed = binding.parse_assembly(str(module))
+        text = str(module)
+        parsed = binding.parse_assembly(text)
         parsed.verify()  # LLVM compiles what is not valid as well, to anything
         engine = binding.create_mcjit_compiler(parsed, machine)
+        if folder := _private_folder():
+            _keep(engine, folder, text, *processor(), llvmlite.__version__)
         engine.finalize_object()
     return engine
+
+
+def _keep(engine: Any, folder: Path, *key: str) -> None:
+    """Let the engine take its machine code from a folder, or leave it there."""
+
+    def find(_: Any) -> bytes | None:
+        try:
+            known = recall(folder, *key)
+            code = b64decode(known["code"])
+            return code if blake3(code).hexdigest() == known["digest"] else None
+        except (TypeError, ValueError, LookupError):  # unknown, or damaged
+            return None
+
+    def keep(_: Any, code: bytes) -> None:
+        digest = blake3(code).hexdigest()
+        remember(folder, {"code": b64encode(code).decode(), "digest": digest}, *key)
+
+    engine.set_object_cache(keep, find)
+
+
+@cache
+def _private_folder() -> Path | None:
+    """Make the folder of machine code; None where others can write to it, or there is none."""
+    folder = user_cache_path("meshllm", appauthor=False) / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        logger.info("machine code is not kept: %s", error)
+        return None
+    is_own = os.name != "posix" or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+    if not is_own:
+        logger.warning("`%s` is not used: others can write to it", folder)
+    return folder if is_own else None
 
 
 def _named(

@@ -1,5 +1,6 @@
 """Compiled functions: every block once, and the same bits from every processor."""
 
+import json
 import math
 import os
 import platform
@@ -9,13 +10,15 @@ import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from llvmlite import binding, ir
 from torch import Tensor
 
-from meshllm.model import native, native_attention, native_int8, native_norm, native_softmax
+from meshllm.model import memo, native, native_attention, native_int8, native_norm, native_softmax
 from meshllm.model.native import Native
 from meshllm.model.native_code import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
 
@@ -38,6 +41,72 @@ def test_every_block_is_done_once_whoever_takes_it() -> None:
             function(blocks, threads, done.data_ptr(), 3)
             assert torch.equal(done[:-1], torch.arange(3, blocks + 3))
             assert not done[-1]
+
+
+def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
+    """Compile a sum anew with machine code in a folder; return 40 + 2, and whether it was there."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
+        code.store(INT, code.do.add(fields["one"], fields["other"]), fields["to"], code.index(0))
+
+    kept: list[object] = []
+
+    def keep(*what: Any) -> None:
+        kept.append(what)
+        memo.remember(*what)
+
+    monkeypatch.setattr(native, "_private_folder", lambda: folder)
+    monkeypatch.setattr(native, "remember", keep)
+    done = torch.zeros(1, dtype=torch.int64)
+    Native(("*to", "one", "other"), write)(1, 1, done.data_ptr(), 40, 2)
+    return int(done), not kept
+
+
+def test_machine_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum_of(tmp_path, monkeypatch) == (42, False)
+    assert sum_of(tmp_path, monkeypatch) == (42, True)
+
+    monkeypatch.setattr("llvmlite.__version__", "another")
+    assert sum_of(tmp_path, monkeypatch) == (42, False)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "nothing"])
+def test_damaged_machine_code_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    sum_of(tmp_path, monkeypatch)
+    (record,) = tmp_path.glob("*.json")
+    text = record.read_text()
+    known = json.loads(text)
+    damaged = {
+        "cut": text[: len(text) // 2],
+        "changed": json.dumps(known | {"code": known["code"][::-1]}),
+        "nothing": "{}",
+    }
+    record.write_text(damaged[damage])
+
+    assert sum_of(tmp_path, monkeypatch) == (42, False)
+    assert sum_of(tmp_path, monkeypatch) == (42, True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes")
+def test_machine_code_that_others_can_write_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "user_cache_path", lambda *_, **__: tmp_path)
+    find = native._private_folder.__wrapped__
+
+    folder = find()
+    assert folder == tmp_path / "kernels"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+    folder.chmod(0o770)
+    assert find() is None
+    assert "others can write to it" in caplog.text
+
+    folder.rmdir()
+    folder.touch()
+    assert find() is None
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: the first thread does all")
