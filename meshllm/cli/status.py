@@ -93,7 +93,14 @@ def _head(status: MeshStatus, columns: int) -> str:
         what += f", {model.quant}"
     plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
     seen = f"{status.mesh[:12]}, seen by {status.name} for {span_of(status.since_s)}"
-    facts = (("ring", state), ("model", what), ("policy", f"{ring.policy}{plan}"), ("mesh", seen))
+    runs = next((each.execution for each in status.nodes if each.is_self), "")
+    facts = (
+        ("ring", state),
+        ("model", what),
+        *([("engine", runs)] if runs else []),
+        ("policy", f"{ring.policy}{plan}"),
+        ("mesh", seen),
+    )
     lines = (wrap(text, max(columns - 8, 20), subsequent_indent=" " * 8) for _, text in facts)
     return "\n".join(
         f"{name:<8}" + "\n".join(line) for (name, _), line in zip(facts, lines, strict=True)

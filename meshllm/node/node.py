@@ -184,6 +184,7 @@ class MeshNode:
             trouble=str(standing.trouble or ""),
             sessions=standing.sessions,
             counts=replace(self.desk.counts),
+            execution=str(standing.rank.runners[0].execution) if standing.rank else "",
             warnings=(self.trouble,) if self.trouble else (),
         )
 

@@ -149,6 +149,15 @@ def test_weights_of_fewer_bits_are_told() -> None:
     assert " layers, bfloat16, int8\n" in lay_out(status, 80)
 
 
+def test_how_the_engine_of_this_node_runs_is_told() -> None:
+    why = "stock (float32 on the CPU); attention: torch; linears: 42 torch"
+
+    text = lay_out(with_node(status_of(2), 0, execution=why), 80)
+
+    assert f"\nengine  {why}\npolicy  " in text
+    assert "engine" not in lay_out(status_of(2), 80)
+
+
 def test_a_node_without_a_model_says_so() -> None:
     assert "\nmodel   no model\n" in lay_out(replace(waiting(""), model=None), 80)
 

@@ -107,6 +107,9 @@ async def test_three_nodes_form_a_ring_and_each_answers_as_one_process(mesh: Mes
     plans = [control_of(node).plan() for node in (a, b, c)]
     assert len({(plan.epoch, plan.digest, plan.stages) for plan in plans}) == 1
     assert states(b) == dict.fromkeys("abc", "serving")
+    for node in (a, b, c):
+        (engine,) = [each.execution for each in control_of(node).status().nodes if each.is_self]
+        assert "; attention: " in engine
 
 
 async def test_a_node_changes_nothing_of_the_process_it_is_in(mesh: Mesh) -> None:
