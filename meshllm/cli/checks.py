@@ -225,6 +225,7 @@ def check_weights(name: str, cache: Path) -> Finding:
 
 def check_execution(chosen: Settings) -> Finding:
     """Tell how steps of the model would be run here, without loading it."""
+    from meshllm.model import native
     from meshllm.model.execution import forecast
 
     try:
@@ -239,6 +240,8 @@ def check_execution(chosen: Settings) -> Finding:
         return Finding("ok", "execution", "stock, one row per step, as `--exact` asks")
     if "--dtype" in found.reason:
         return Finding("warn", "execution", str(found), "choose `--dtype bfloat16`")
+    if where == device.CPU and (limits := native.limits()):
+        return Finding("warn", "execution", f"{found}; {'; '.join(limits)}")
     return Finding("ok", "execution", str(found))
 
 

@@ -243,6 +243,15 @@ def test_how_steps_would_be_run_is_told() -> None:
     assert missing.verdict == "fail"
 
 
+def test_kernels_that_cannot_be_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshllm.model.native.limits", lambda: ("no compiled kernels: forbidden",))
+
+    told = checks.check_execution(Settings(model="builtin"))
+
+    assert told.verdict == "warn"
+    assert told.found.endswith("; no compiled kernels: forbidden")
+
+
 def test_a_model_that_cannot_be_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = known_verdicts()["qwen3"]
     bad = type(verdict)("qwen3", equal=False, reason="it looks ahead")
