@@ -138,7 +138,8 @@ class _Builder:
                 each: self.build(of, value, f"{prefix}{each}") for each, value in values.items()
             }
         members = _members(kind)
-        for unknown in values.keys() - members.keys() if self.strict else ():
+        asked = {each for each, value in values.items() if value is not None}
+        for unknown in asked - members.keys() if self.strict else ():
             where = f"{prefix}{unknown[:100]}"
             hint = f"one of {_list(members)}"
             raise WrongField(where, f"`{where}` is not supported", hint=hint)

@@ -45,6 +45,10 @@ def test_what_is_laid_out_is_built_again() -> None:
     assert build(Tree, lay_out(FULL)) == FULL
 
 
+def test_a_field_that_is_null_asks_for_nothing() -> None:
+    assert build(Tree, {"name": "t", "colour": None}) == Tree("t")
+
+
 def test_a_whole_number_is_a_number() -> None:
     size = build(Tree, {"name": "t", "size": 2}).size
 

@@ -207,6 +207,15 @@ async def test_what_is_not_supported_is_refused_by_name(
     assert f"`{param}`" in error["message"]
 
 
+async def test_a_message_may_come_back_as_it_was_sent(client: httpx2.AsyncClient) -> None:
+    first = await client.post(PATH, json=BODY)
+    reply = first.json()["choices"][0]["message"] | {"tool_calls": None}
+
+    again = await client.post(PATH, json=BODY | {"messages": [HI, reply, HI]})
+
+    assert (first.status_code, again.status_code) == (200, 200)
+
+
 async def test_a_model_that_is_not_served_is_not_found(client: httpx2.AsyncClient) -> None:
     said = await client.post(PATH, json=BODY | {"model": "gpt-5"})
 

@@ -80,11 +80,13 @@ class Node:
     def stderr(self) -> str:
         return (self.folder / "err").read_text()
 
-    def start(self, *options: str, root: tuple[str, ...] = ()) -> Self:
-        """Start the process; what it says replaces what an earlier one said."""
+    def start(
+        self, *options: str, root: tuple[str, ...] = (), within: tuple[str, ...] = ()
+    ) -> Self:
+        """Start the process, perhaps within a command; what it says replaces what one said."""
         command = [
-            sys.executable, *MESHLLM, *root, "node", "--state", str(self.state), "--threads", "1",
-            "--name", self.name, "--listen", self.address, *options,
+            *within, sys.executable, *MESHLLM, *root, "node", "--state", str(self.state),
+            "--threads", "1", "--name", self.name, "--listen", self.address, *options,
         ]  # fmt: skip
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
