@@ -37,8 +37,8 @@ from meshllm.protocol.problem import NANOSECOND, Problem, pose
 from meshllm.protocol.reasons import refusal, standby_reasons
 from meshllm.protocol.rings import rings
 
-SLACK = 32
-"""A token may take 1/32 longer than the fastest: about as well as it is measured."""
+SLACK = 20
+"""A token may take 1/20 longer than the fastest: twins measure up to a tenth apart."""
 
 WORTH = 8
 """How much the slowest stage must gain, as a part of it, for what a token loses of its time."""
