@@ -61,7 +61,7 @@ class Native:
         """
         self.held = frozenset(f"*{name}" for name in held)
         assert self.held.issubset(fields), "only addresses are held"
-        self._engine = _compile(fields, write)  # owns the code
+        self._engine, self.digest = _compile(fields, write)  # owns the code; names what it does
         self.address: int = self._engine.get_function_address("work")
         self.fields = tuple(fields)
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
@@ -131,7 +131,7 @@ def room() -> int:
     return 24 if can("avx512f") else 6  # of 32; of 16 in pairs, or of 32 in fours
 
 
-def _compile(fields: Sequence[str], write: Write) -> Any:
+def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
     """Compile a loop that takes blocks until there are no more.
 
     It is given a pointer to whole numbers: blocks taken, threads that came, blocks, and the fields.
@@ -164,10 +164,11 @@ def _compile(fields: Sequence[str], write: Write) -> Any:
         parsed = binding.parse_assembly(text)
         parsed.verify()  # LLVM compiles what is not valid as well, to anything
         engine = binding.create_mcjit_compiler(parsed, machine)
-        if folder := _private_folder():
-            _keep(engine, folder, text, *processor(), llvmlite.__version__)
+        key = text, *processor(), llvmlite.__version__
+        if folder := private_folder():
+            _keep(engine, folder, *key)
         engine.finalize_object()
-    return engine
+    return engine, blake3(repr(key).encode()).hexdigest()
 
 
 def _keep(engine: Any, folder: Path, *key: str) -> None:
@@ -189,8 +190,8 @@ def _keep(engine: Any, folder: Path, *key: str) -> None:
 
 
 @cache
-def _private_folder() -> Path | None:
-    """Make the folder of machine code; None where others can write to it, or there is none."""
+def private_folder() -> Path | None:
+    """Make the folder of machine code and of verdicts on it; None where others can write to it."""
     folder = user_cache_path("meshllm", appauthor=False) / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
         kept.append(what)
         memo.remember(*what)
 
-    monkeypatch.setattr(native, "_private_folder", lambda: folder)
+    monkeypatch.setattr(native, "private_folder", lambda: folder)
     monkeypatch.setattr(native, "remember", keep)
     done = torch.zeros(1, dtype=torch.int64)
     Native(("*to", "one", "other"), write)(1, 1, done.data_ptr(), 40, 2)
@@ -94,7 +94,7 @@ def test_machine_code_that_others_can_write_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native, "user_cache_path", lambda *_, **__: tmp_path)
-    find = native._private_folder.__wrapped__
+    find = native.private_folder.__wrapped__
 
     folder = find()
     assert folder == tmp_path / "kernels"

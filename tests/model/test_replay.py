@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model import native, replay
+from meshllm.model import native, replay, tape
 from meshllm.model.cache import SpanCache
 from meshllm.model.packed import PackedLinear
 from meshllm.model.record import Op
@@ -473,6 +473,35 @@ def test_a_record_that_cannot_be_used_costs_no_step(
     forget(runner)
 
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(4)]))
+
+
+def test_all_numbers_are_compared_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("meshllm.model.tape.private_folder", lambda: tmp_path / "kept")
+    tried, try_all = list[object](), tape._try_all
+
+    def trying(*what: Any) -> bool:
+        tried.append(what)
+        return try_all(*what)
+
+    monkeypatch.setattr(tape, "_try_all", trying)
+
+    def record() -> int:
+        tape._agrees_on_all.cache_clear()
+        before = len(tried)
+        runner = runner_of(tmp_path / f"model {len(list(tmp_path.iterdir()))}")
+        cache = filled(runner, 4)
+        for _ in range(SETTLED):
+            runner.step(ids(1), cache)
+        return len(tried) - before
+
+    first, again = record(), record()
+    monkeypatch.setattr(torch, "__version__", f"{torch.__version__}.1")
+    changed = record()
+
+    assert first
+    assert (again, changed) == (0, first)
 
 
 def test_ranks_of_one_process_record_at_the_same_time(tmp_path: Path) -> None:
