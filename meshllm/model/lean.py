@@ -67,6 +67,7 @@ def _stand_ins() -> dict[str, _StandIn]:
             ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address"),
             _unchanged,
         ),
+        "torch.distributed.tensor": {"DTensor": _StandIn},  # of which no tensor is an instance
         _MASKS: {"TransformGetItemToIndex": _index_masks},
         "torch.fx.experimental.symbolic_shapes": {
             **dict.fromkeys(_CERTAIN, bool),

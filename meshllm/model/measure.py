@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from meshllm.errors import MeshError, ModelError
 from meshllm.model import parity
+from meshllm.model.lean import lean
 from meshllm.model.parity import RingSession, WholeSession
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, quiet
@@ -99,13 +100,14 @@ def specimen(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[nn.
     """Build a model with random weights, saved in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        with torch.no_grad():  # biases of zero and norms of one would hide a missing tensor
-            for weight in model.parameters():
-                weight.add_(torch.randn(weight.shape).to(weight.dtype) * 0.02)
-        model.tie_weights()
-        model.save_pretrained(folder)
-        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        with lean():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            with torch.no_grad():  # biases of zero and norms of one would hide a missing tensor
+                for weight in model.parameters():
+                    weight.add_(torch.randn(weight.shape).to(weight.dtype) * 0.02)
+            model.tie_weights()
+            model.save_pretrained(folder)
+            stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         yield stock.eval(), open_folder(config.model_type, Path(folder))
 
 
