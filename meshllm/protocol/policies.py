@@ -40,7 +40,7 @@ from meshllm.protocol.rings import rings
 SLACK = 20
 """A token may take 1/20 longer than the fastest: twins measure up to a tenth apart."""
 
-WORTH = 8
+WORTH = 4
 """How much the slowest stage must gain, as a part of it, for what a token loses of its time."""
 
 _TRIES = 64  # rings that are divided for a policy without a solver

@@ -7,6 +7,7 @@ is until both nodes say that the ring of two serves, `answer` until a token has 
 `rss` is the larger of the two processes, after the answer; `held` are its weights as stored.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -95,9 +97,10 @@ def models(name: str) -> Iterator[Path]:
 
 def measure(name: str) -> Row:
     """Measure one model."""
-    with models(name) as folder, open_fleet() as fleet:
+    with models(name) as folder, TemporaryDirectory() as nothing, open_fleet() as fleet:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         stock = plain(folder)
+        os.environ.update(XDG_STATE_HOME=nothing, XDG_CACHE_HOME=nothing)
         ticket = fleet.found("founder")
         starts, weighed = [start(fleet, ticket, folder)], weigh(fleet)
         for node in fleet.nodes.values():
