@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.capacity import ModelShape
+from meshllm.model.execution import Execution, Strategy
 from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
 from meshllm.model.source import Source
@@ -79,6 +80,7 @@ class ToyRunner:
 
     is_steady = True
     prepared = 0
+    execution = Execution(Strategy.STOCK)
 
     def rehearsal(self) -> Iterator[None]:
         """Record nothing."""
