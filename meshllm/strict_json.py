@@ -1,7 +1,8 @@
 """JSON of strangers to frozen dataclasses and back, strictly.
 
 What a field may hold is its annotation, and what may be left out has a default: nothing is written
-twice, and nothing is accepted that nobody declared. A field whose metadata has a `json` is called
+twice, and nothing is accepted that nobody declared, but for a null, which asks for nothing (clients
+send our own messages back with `"refusal": null`). A field whose metadata has a `json` is called
 that in JSON. What may come from a later version is read with ``strict=False``: unknown fields are
 ignored, and an unknown word of an enumeration becomes its first member.
 """

@@ -15,7 +15,7 @@ from blake3 import blake3
 UNUSED_S = 90 * 86_400.0
 """Seconds after which a record goes that was not read again."""
 MOST = 4096
-"""Records of a folder, of some hundred bytes each; those used last stay."""
+"""Records of a folder, of some hundred bytes to some thousand each; those used last stay."""
 
 _DIGITS = 64  # of the name of a record, hexadecimal
 _PART = ".part"  # ends the names of those that are being written

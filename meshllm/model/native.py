@@ -191,7 +191,10 @@ def _keep(engine: Any, folder: Path, *key: str) -> None:
 
 @cache
 def private_folder() -> Path | None:
-    """Make the folder of machine code and of verdicts on it; None where others can write to it."""
+    """Make the folder of machine code, and of verdicts on it.
+
+    None where it cannot be made, is not the user's, or can be written to by others.
+    """
     folder = user_cache_path("meshllm", appauthor=False) / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -201,7 +204,7 @@ def private_folder() -> Path | None:
         return None
     is_own = os.name != "posix" or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
     if not is_own:
-        logger.warning("`%s` is not used: others can write to it", folder)
+        logger.warning("`%s` is not used: others own it or can write to it", folder)
     return folder if is_own else None
 
 

@@ -250,7 +250,7 @@ class GraphSteps:
         """
         self._stock = StockSteps(shard)
         self._graph = graph = Graph(shard, MOST_ROWS)
-        self.attention = switch = AttentionSwitch(shard)  # the graph keeps no forward
+        self.attention = switch = AttentionSwitch(shard)  # a CUDA graph keeps no Python that would
         rows = draw_rows(shard, MOST_ROWS)
 
         def forward(x: Tensor, cache: SpanCache | None, places: Tensor) -> Tensor:

@@ -292,7 +292,8 @@ def _agrees(item: Op) -> bool:
     first, *others = args
     layout = first.dtype, tuple(first.shape), first.stride()
     named = tuple(sorted(kwargs.items()))
-    return bool(item.outs) and _agrees_on_all(item.function, layout, tuple(others), named)
+    threads = torch.get_num_threads()
+    return bool(item.outs) and _agrees_on_all(item.function, layout, tuple(others), named, threads)
 
 
 @lru_cache(1024)
@@ -301,8 +302,12 @@ def _agrees_on_all(
     layout: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]],
     others: tuple[Any, ...],
     named: tuple[tuple[str, Any], ...],
+    threads: int,
 ) -> bool:
-    """Compare all numbers, through tensors of one layout; the verdict is kept, also on disk."""
+    """Compare all numbers, through tensors of one layout, with so many threads.
+
+    The verdict is kept for this process, and on disk for others.
+    """
     (dtype, shape, strides), kwargs = layout, dict(named)
     if 0 in strides:
         return False
@@ -311,7 +316,7 @@ def _agrees_on_all(
     calls = calls_for(function, (x, *others), kwargs, [out])
     if not calls:
         return False
-    does = str(function), repr(layout), repr(others), repr(named), torch.get_num_threads()
+    does = str(function), repr(layout), repr(others), repr(named), threads
     key: tuple[str | float, ...] = (
         "all numbers",
         *does,

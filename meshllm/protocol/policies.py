@@ -38,7 +38,7 @@ from meshllm.protocol.reasons import refusal, standby_reasons
 from meshllm.protocol.rings import rings
 
 SLACK = 20
-"""A token may take 1/20 longer than the fastest: twins measure up to a tenth apart."""
+"""A token may take 1/20 longer than the fastest: twins under load measure up to a fifth apart."""
 
 WORTH = 4
 """How much the slowest stage must gain, as a part of it, for what a token loses of its time."""

@@ -3,8 +3,9 @@
 Beside them, in the same run, transformers imports, loads and runs the same random model in a
 process of its own. A node has one thread, as transformers then has, and `--members 2`. The first
 start finds nothing that meshllm remembers; the second one finds what the first one left. `serving`
-is until both nodes say that the ring of two serves, `answer` until a token has come after that.
-`rss` is the larger of the two processes, after the answer; `held` are its weights as stored.
+counts from the start until both nodes say that the ring of two serves, `answer` until one token has
+come; `ratio` is `serving` beside the time of transformers and one second. `rss` is the larger of
+the two processes after the first answer, `held` the weights, caches and steps that it names.
 """
 
 import os
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 
@@ -95,12 +97,20 @@ def models(name: str) -> Iterator[Path]:
         yield folder
 
 
+@contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """Let the processes find none of what others left in the user's folders."""
+    with TemporaryDirectory() as empty:
+        folders = dict.fromkeys(("XDG_STATE_HOME", "XDG_CACHE_HOME"), empty)
+        with patch.dict(os.environ, folders):
+            yield
+
+
 def measure(name: str) -> Row:
     """Measure one model."""
-    with models(name) as folder, TemporaryDirectory() as nothing, open_fleet() as fleet:
+    with models(name) as folder, nothing_remembered(), open_fleet() as fleet:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         stock = plain(folder)
-        os.environ.update(XDG_STATE_HOME=nothing, XDG_CACHE_HOME=nothing)
         ticket = fleet.found("founder")
         starts, weighed = [start(fleet, ticket, folder)], weigh(fleet)
         for node in fleet.nodes.values():

@@ -1,5 +1,6 @@
 """Steps as one graph: what goes into it, what is refused, and that it does what it recorded."""
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from meshllm.model import graph as module
 from meshllm.model.attention_switch import AttentionSwitch
@@ -68,6 +70,43 @@ def whole(source: Source, device: torch.device = OTHER_CPU, **options: Any) -> R
 
 def tokens(rows: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, (1, rows), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_attention_of_a_graph_outlives_its_recording(
+    llama_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Callable[[], Tensor]] = []  # what a CUDA graph does not keep
+
+    def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        held.append(forward)
+        output = forward().clone()
+
+        def replay() -> None:
+            output.copy_(held[0]())
+
+        return replay, output
+
+    with graphs_pretended(monkeypatch):
+        monkeypatch.setattr(module, "_capture", capture)
+        runner = whole(llama_source)
+        config = runner.shard.model.config
+        held.clear()
+        gc.collect()
+
+    assert config._attn_implementation in AttentionInterface()
+    assert config._attn_implementation.startswith("meshllm_")
+
+
+@pytest.mark.usefixtures("pretending")
+def test_a_graph_that_fails_its_trial_leaves_the_model_as_it_was(
+    llama_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.model.steps.try_steps", lambda *_: "not alike")
+
+    runner = whole(llama_source)
+
+    assert not runner.is_steady
+    assert runner.shard.model.config._attn_implementation == "sdpa"
 
 
 def apart(one: Tensor, other: Tensor) -> float:

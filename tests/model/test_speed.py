@@ -212,11 +212,20 @@ def test_of_a_large_head_a_part_is_timed(
     whole, width = text.vocab_size, text.hidden_size
     monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows) and 0.5)
     monkeypatch.setattr(module, "_HEAD_BYTES", 8 * width * 2)
+    random_shard, heads = module._random_shard, list[int]()
+
+    def making(*what: Any, **options: Any) -> Shard:
+        shard = random_shard(*what, **options)
+        heads.append(len(shard.model.get_output_embeddings().weight))
+        return shard
+
+    monkeypatch.setattr(module, "_random_shard", making)
 
     with torch.inference_mode():
         seconds = module._head_seconds(source, torch.bfloat16, Quant.NONE)
 
     assert seconds == 0.5 * whole / 8
+    assert heads == [8]
     assert text.vocab_size == whole
 
 

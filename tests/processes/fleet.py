@@ -83,7 +83,10 @@ class Node:
     def start(
         self, *options: str, root: tuple[str, ...] = (), within: tuple[str, ...] = ()
     ) -> Self:
-        """Start the process, perhaps within a command; what it says replaces what one said."""
+        """Start the process, by a command such as `prlimit` if one is given to start it ``within``.
+
+        What it says replaces what an earlier one said.
+        """
         command = [
             *within, sys.executable, *MESHLLM, *root, "node", "--state", str(self.state),
             "--threads", "1", "--name", self.name, "--listen", self.address, *options,
