@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from meshllm.model.builtin import corpus, network, train
-from meshllm.model.builtin.tokens import batch
 from meshllm.model.source import resolve
+from tests.builtin.training import corpus, network, train
+from tests.builtin.training.tokens import batch
 
-BUILTIN = Path(train.__file__).parent
+BUILTIN = resolve("builtin").folder.parent
 PHASES = range(len(train.PHASES) + 1)
 
 

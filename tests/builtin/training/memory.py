@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from meshllm.model.builtin.grammar import (
+from tests.builtin.training.grammar import (
     SLOT,
     Turn,
     everyday,

@@ -6,12 +6,12 @@ Knows nothing about tokens or models.
 import random
 from collections.abc import Callable
 
-from meshllm.model.builtin.grammar import Turn, expand, frames, intents, pieces, rough
-from meshllm.model.builtin.lists import copying, ordering
-from meshllm.model.builtin.memory import recall
-from meshllm.model.builtin.story import cast, story, tell
-from meshllm.model.builtin.sums import arithmetic, compare
-from meshllm.model.builtin.talk import chatter, refusal
+from tests.builtin.training.grammar import Turn, expand, frames, intents, pieces, rough
+from tests.builtin.training.lists import copying, ordering
+from tests.builtin.training.memory import recall
+from tests.builtin.training.story import cast, story, tell
+from tests.builtin.training.sums import arithmetic, compare
+from tests.builtin.training.talk import chatter, refusal
 
 Lesson = Callable[[random.Random], list[Turn]]
 SYSTEM = [

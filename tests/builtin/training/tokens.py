@@ -12,8 +12,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from meshllm.model.builtin.corpus import conversation
-from meshllm.model.builtin.grammar import Turn, everyday, names, vocabulary
+from tests.builtin.training.corpus import conversation
+from tests.builtin.training.grammar import Turn, everyday, names, vocabulary
 
 PAD, SYSTEM, USER, ASSISTANT, END = range(5)
 SPECIAL = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]

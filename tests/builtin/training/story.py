@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from meshllm.model.builtin.grammar import (
+from tests.builtin.training.grammar import (
     SLOT,
     Turn,
     a,

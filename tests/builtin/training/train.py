@@ -1,4 +1,4 @@
-"""Train the embedded model from nothing: `python -m meshllm.model.builtin.train --out DIR`.
+"""Train the embedded model from nothing: `python -m tests.builtin.training.train --out DIR`.
 
 Every batch depends on the seed and its number only, and the schedule on tokens only, so a run may
 be stopped, resumed from its state file, or slowed down without changing the result.
@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from meshllm.model.builtin import network
-from meshllm.model.builtin.optimizer import Optimizer
-from meshllm.model.builtin.tokens import END, PAD, batch, save_tokenizer, train_tokenizer
+from meshllm.model.source import resolve
+from tests.builtin.training import network
+from tests.builtin.training.optimizer import Optimizer
+from tests.builtin.training.tokens import END, PAD, batch, save_tokenizer, train_tokenizer
 
 logger = logging.getLogger(__name__)
 STEP = 2496  # tokens per step, padding included
@@ -29,7 +30,7 @@ WARMUP = 60  # steps
 # Step and speed where the cooling down bends: it was stretched twice while the run went well.
 BENDS = ((0, 1.0), (2800, 1.0), (3600, 15 / 23), (4800, 75 / 253), (STEPS, 0.0))
 LONG = 12  # every twelfth batch has long conversations
-KEPT = Path(__file__).parent / "weights" / "tokenizer.json"  # of an early corpus; fixed since
+KEPT = resolve("builtin").folder / "tokenizer.json"  # of an early corpus; fixed since
 SAVE = 200  # steps between two saves
 REFRESH = 0.2  # speed of a refresh at its start, which then cools down to nothing
 

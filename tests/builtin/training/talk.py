@@ -7,7 +7,7 @@ import random
 import re
 from functools import cache
 
-from meshllm.model.builtin.grammar import (
+from tests.builtin.training.grammar import (
     Turn,
     everyday,
     expand,

@@ -5,7 +5,7 @@ Knows nothing about the other lessons.
 
 import random
 
-from meshllm.model.builtin.grammar import (
+from tests.builtin.training.grammar import (
     SLOT,
     Turn,
     everyday,

@@ -1,4 +1,4 @@
-"""Score a model on the held-out wordings of dev.txt: `python -m meshllm.model.builtin.score`.
+"""Score a model on the held-out wordings of dev.txt: `python -m tests.builtin.training.dev_score`.
 
 Knows nothing about training.
 """
@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshllm.model.builtin.grammar import lines
+from meshllm.model.source import resolve
+from tests.builtin.training.grammar import lines
 
-WEIGHTS = Path(__file__).parent / "weights"
+WEIGHTS = resolve("builtin").folder
 
 
 class Speaker:

@@ -1,1 +1,0 @@
-"""The embedded demonstration model, its corpus, and how to rebuild it."""
