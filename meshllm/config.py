@@ -24,6 +24,7 @@ Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 QuantName: TypeAlias = Literal["none", "int8", "int4"]
 WireName: TypeAlias = Literal["exact", "plain", "int8", "auto"]
+PolicyName: TypeAlias = Literal["auto", "fastest", "throughput", "proportional"]
 Speculation: TypeAlias = Literal["auto", "off"]
 LogFormat: TypeAlias = Literal["text", "json"]
 Scalar: TypeAlias = str | int | float | bool | None
@@ -100,7 +101,7 @@ class Settings:
     """Memory of the process: `8GiB`, or `50%` of what is free."""
     layers: str | None = None
     """Hold exactly the layers A:B."""
-    policy: str = "auto"
+    policy: PolicyName = "auto"
     """What the ring is to be good at."""
     members: int | None = None
     """Nodes of the ring; the policy chooses when not set."""

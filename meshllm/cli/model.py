@@ -20,8 +20,8 @@ from meshllm.names import Span
 if TYPE_CHECKING:
     import torch
 
-    from meshllm.model.capacity import ModelShape
     from meshllm.model.check import Report
+    from meshllm.model.shape import ModelShape
 
 CONTEXT = 4096  # tokens of cache that count as room for one session
 
@@ -75,10 +75,11 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     with _loading(f"looking at {model}"):
         import torch
 
-        from meshllm.model.capacity import free_memory, shape_of
+        from meshllm.model.capacity import shape_of
         from meshllm.model.device import CPU
         from meshllm.model.execution import forecast
         from meshllm.model.loader import list_weights
+        from meshllm.model.shape import free_memory
         from meshllm.model.source import resolve
 
         source = resolve(model)

@@ -20,7 +20,6 @@ from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import UserError
 from meshllm.log import event, setup
 from meshllm.names import Span
-from meshllm.protocol.policies import find_policy
 
 if TYPE_CHECKING:
     from meshllm.api.port import NodePort
@@ -84,7 +83,6 @@ def node(
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
-    find_policy(config.settings.policy)  # now, and not once the model is loaded
     if print_service:
         _print_unit(config)
         return

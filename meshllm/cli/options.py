@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
 
@@ -19,7 +19,6 @@ from meshllm.cli.render import plain
 from meshllm.config import Key, Scalar, Settings, keys, load
 from meshllm.errors import UserError
 from meshllm.names import Quant, WireMode
-from meshllm.protocol.policies import POLICIES, find_policy
 from meshllm.request import Request
 
 if TYPE_CHECKING:
@@ -29,13 +28,6 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-if TYPE_CHECKING:
-    PolicyName = str
-else:
-    PolicyName = Literal[tuple(POLICIES)]
-
-_CHOICES: dict[str, Any] = {"policy": PolicyName}
-"""The types of settings whose words are those of a table above the settings."""
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 _COMPLETERS = {
     "model": complete.models,
@@ -80,9 +72,7 @@ def takes(*names: str) -> Callable[[Command], Command]:
 
 def settings(flags: dict[str, Scalar]) -> Settings:
     """Merge the options of a command with every other origin."""
-    chosen = load(flags).settings
-    find_policy(chosen.policy)
-    return chosen
+    return load(flags).settings
 
 
 def refuse_idle_draft(chosen: Settings) -> None:
@@ -154,7 +144,7 @@ def _amount(text: str | None, chosen: Settings) -> int | None:
 
 
 def _option(key: Key) -> inspect.Parameter:
-    kind = _CHOICES.get(key.name, key.kind)
+    kind = key.kind
     option = typer.Option(
         f"--{key.name.replace('_', '-')}",
         help=_help(key),

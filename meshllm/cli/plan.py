@@ -10,10 +10,9 @@ import typer
 
 from meshllm.cli import render
 from meshllm.cli.local import import_heavy
-from meshllm.cli.options import Json, PolicyName, settings, takes
-from meshllm.config import Scalar
+from meshllm.cli.options import Json, settings, takes
+from meshllm.config import Scalar, Settings, state_path
 from meshllm.errors import UserError
-from meshllm.protocol.policies import POLICIES
 
 if TYPE_CHECKING:
     from meshllm.cli.spec import Spec
@@ -34,7 +33,7 @@ Examples:
 """
 
 
-@takes("model")
+@takes("model", "policy")
 def plan(
     nodes: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Nodes and links in a TOML file.")
@@ -43,10 +42,6 @@ def plan(
         str | None,
         typer.Option(metavar="NODES", help="Nodes as `8GiB:2.5ms@20ms`: memory, layer, distance."),
     ] = None,
-    policy: Annotated[
-        PolicyName,
-        typer.Option(metavar="|".join(POLICIES), help="What the ring is to be good at."),
-    ] = "auto",
     context: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of one session to leave room for.")
     ] = 4096,
@@ -69,9 +64,10 @@ def plan(
         from meshllm.protocol.policies import make_plan
         from meshllm.protocol.prediction import compare, predict
 
-        shape = _shape(settings(flags).model, context)
+        chosen = settings(flags)
+        shape = _shape(chosen, context)
         there = _nodes(nodes, spec, shape)
-        found = make_plan(there.offers, there.links, shape, policy=policy)
+        found = make_plan(there.offers, there.links, shape, policy=chosen.policy)
         outlook = _Outlook(
             plan=found,
             prediction=predict(found, there.offers, there.links, shape, prompt_tokens=PROMPT),
@@ -86,18 +82,25 @@ def plan(
         render.out(outlook.text())
 
 
-def _shape(model: str, context: int) -> "Shape":
-    import_heavy()
-    from meshllm.model.capacity import shape_of
-    from meshllm.model.source import resolve
+def _shape(chosen: Settings, context: int) -> "Shape":
+    from meshllm.model.locate import find_folder
+    from meshllm.model.shape import KeptShape
     from meshllm.node.shape import plan_shape
 
-    return plan_shape(shape_of(resolve(model)), context)
+    cache = state_path(chosen) / "cache"
+    shape = KeptShape(find_folder(chosen.model), cache).read(chosen.model)
+    if shape is None:
+        import_heavy("meshllm.model.capacity")
+        from meshllm.model.capacity import shape_of
+        from meshllm.model.source import resolve
+
+        shape = shape_of(resolve(chosen.model), cache=cache)
+    return plan_shape(shape, context)
 
 
 def _nodes(path: Path | None, text: str | None, shape: "Shape") -> "Spec":
     from meshllm.cli.spec import parse_spec, read_spec
-    from meshllm.model.capacity import free_memory
+    from meshllm.model.shape import free_memory
 
     if path is not None:
         return read_spec(path, shape)

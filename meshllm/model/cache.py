@@ -21,23 +21,8 @@ from transformers.cache_utils import (
 )
 
 from meshllm.errors import ModelError
+from meshllm.model.shape import SLACK, rows_for
 from meshllm.names import Span
-
-BLOCK = 256  # rows; buffers grow by whole blocks
-SLACK = 64  # tokens that a sliding window keeps behind it, so that as many can be taken back
-MOST_ROWS = 4096  # of one forward
-
-
-def rows_for(count: int, window: int = 0) -> int:
-    """Count the rows that are allocated for so many, of which a ``window`` keeps its last only.
-
-    It depends on nothing else, so that memory can be reserved before it is taken. Blocks of 256
-    rows, and of an eighth where there are many, mean that a row is copied nine times at most.
-    """
-    if window:  # with room to spare, or each step would move all rows
-        count = min(count, window - 1 + SLACK + MOST_ROWS) + BLOCK
-    block = max(BLOCK, 1 << max(0, count.bit_length() - 4))
-    return -(-count // block) * block
 
 
 class Rows:

@@ -1,65 +1,43 @@
-"""How large a model is, part by part, and what this machine has free; reads no tensor data."""
+"""Measure how large a model is, part by part, on meta; reads no tensor data."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from math import prod
+from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 from torch import Tensor, nn
 
 from meshllm.model.anatomy import PROBE, run_on_meta, stubbed
-from meshllm.model.cache import MOST_ROWS, SpanCache, WindowLayer, rows_for, tensors_in
+from meshllm.model.cache import SpanCache, WindowLayer, tensors_in
 from meshllm.model.quant_kernels import packed_bytes
 from meshllm.model.rotary import context_of
+from meshllm.model.shape import KeptShape, ModelShape
 from meshllm.model.skeleton import Skeleton, build
 from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Quant, Span
 
-CHUNK = 1024  # rows of a prompt that are computed at a time, as a rule
-STEP = 32  # rows of a step, as a rule
 UNLIMITED = 1 << 20  # tokens; for the rare config that gives no longest sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What a planner has to know of a model."""
-
-    name: str
-    model_type: str
-    layers: int
-    layer_bytes: tuple[int, ...]
-    embed_bytes: int
-    """What stands before the layers."""
-    head_bytes: int
-    """What stands after them, without what it shares with the embedding."""
-    tied: bool
-    """Embedding and head share their weights."""
-    kv_bytes_per_token: tuple[int, ...]
-    """Per layer; 0 where the state does not grow. A sliding window grows until it is full."""
-    hidden_size: int
-    vocab_size: int
-    context: int
-    """Longest sequence, in tokens."""
-    dtype: str
-    """As ``bfloat16``."""
-    itemsize: int
-    """Bytes per element of a hidden state."""
-    windows: tuple[int, ...]
-    """Per layer: tokens of its sliding window; 0 where it has none."""
-    state_bytes: tuple[int, ...]
-    """Per layer: what a session takes however long it is."""
-
-
 def shape_of(
-    source: Source, dtype: torch.dtype | None = None, quant: Quant = Quant.NONE
+    source: Source,
+    dtype: torch.dtype | None = None,
+    quant: Quant = Quant.NONE,
+    cache: Path | None = None,
 ) -> ModelShape:
     """Measure a model as it would be in ``dtype``, or as stored, and quantised.
+
+    It is kept in the folder ``cache``, if there is one.
 
     Raises:
         ModelError: transformers cannot build it.
     """
+    if cache is not None:
+        kept = KeptShape(source.folder, cache, None if dtype is None else str(dtype), quant)
+        if known := kept.read(source.name):
+            return known
+        kept.write(shape := shape_of(source, dtype, quant))
+        return shape
     dtype = dtype or stored_dtype(source)
     skeleton = build(source.config, dtype)
     model, anatomy = skeleton.model, skeleton.anatomy
@@ -87,49 +65,6 @@ def shape_of(
         windows=windows,
         state_bytes=state_bytes,
     )
-
-
-def cache_cost(shape: ModelShape, span: Span) -> Callable[[int], tuple[int, int]]:
-    """Return what tells the bytes of a session's cache for the layers of a span, by its tokens.
-
-    The first is what the cache holds, the second what it takes beside that while one layer grows.
-    """
-    layers = zip(shape.kv_bytes_per_token, shape.windows, shape.state_bytes, strict=True)
-    kinds = Counter(list(layers)[span.start : span.stop])
-
-    def cost(tokens: int) -> tuple[int, int]:
-        rows = {kind: kind[0] * rows_for(tokens, kind[1]) for kind in kinds}
-        held = sum((rows[kind] + kind[2]) * count for kind, count in kinds.items())
-        return held, max(rows.values(), default=0)
-
-    return cost
-
-
-def mean_kv_bytes(shape: ModelShape, tokens: int) -> tuple[int, ...]:
-    """Tell for each layer what one token takes in the cache of a session of so many, at most."""
-    layers = (Span(at, at + 1) for at in range(shape.layers))
-    return tuple(-(-cache_cost(shape, layer)(tokens)[0] // tokens) for layer in layers)
-
-
-def workspace_bytes(shape: ModelShape) -> int:
-    """Bound what a forward takes beside weights and caches: the results of one layer, and logits.
-
-    A row comes out of each matrix of a layer once. All of them together are as wide as the layer
-    has weights per column, twice with what is made of them in float32; a mask has a row for each.
-    """
-    row = 2 * max(shape.layer_bytes) // shape.hidden_size + 8 * shape.hidden_size
-    mask = min(shape.context, MOST_ROWS) * shape.itemsize
-    return CHUNK * (row + mask) + STEP * shape.vocab_size * 4
-
-
-def process_memory() -> int:
-    """Tell how many bytes of memory this process takes."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def free_memory() -> int:
-    """Tell how many bytes can be used without swapping."""
-    return int(psutil.virtual_memory().available)
 
 
 def _saved(modules: Iterable[nn.Module], quant: Quant) -> int:

@@ -10,7 +10,6 @@ place to the one before.
 from array import array
 from collections.abc import Sequence
 from sys import getsizeof
-from typing import Protocol
 
 KEY = 2  # tokens that must be the same; fewer match anywhere
 MAX_MATCH = 32  # tokens compared: a longer match says no more
@@ -19,29 +18,6 @@ MAX_STORE = 1 << 17  # tokens of past sessions that are kept, half of them when 
 _STEPS = (4, 8, 16)  # lengths of a match at which confidence rises
 _PAIR_BYTES = 120  # of a key and its value: a tuple and two numbers, beside the table itself
 _BETWEEN = -1  # two sessions; no token
-
-
-class Drafter(Protocol):
-    """Guesses at what follows one text; used on one thread."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take what follows the text so far."""
-
-    def look(self) -> int | None:
-        """Say how sure the next guess is, from 0 to 3; None is no guess."""
-
-    def guess(self, most: int) -> tuple[int, ...]:
-        """Guess at up to ``most`` tokens."""
-
-
-class Drafting(Protocol):
-    """Makes drafters, and learns from finished texts."""
-
-    def begin(self) -> Drafter:
-        """Start a text."""
-
-    def keep(self, tokens: Sequence[int]) -> None:
-        """Remember a finished text, prompt included."""
 
 
 class Echoes:

@@ -21,11 +21,12 @@ import torch
 
 from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
-from meshllm.model.capacity import ModelShape, shape_of
+from meshllm.model.capacity import shape_of
 from meshllm.model.check import check
 from meshllm.model.device import CPU
 from meshllm.model.native_linear import MOST_ROWS
 from meshllm.model.runner import Runner
+from meshllm.model.shape import ModelShape
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text

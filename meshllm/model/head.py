@@ -12,8 +12,8 @@ import logging
 import torch
 from torch import Tensor
 
-from meshllm.model.capacity import ModelShape
 from meshllm.model.measure import PROBE_ERRORS
+from meshllm.model.shape import ModelShape
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, stored_dtype
 from meshllm.names import Span

@@ -5,33 +5,27 @@ from a model: no remote code, no pickle, no attention kernel that a config names
 """
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of whichever httpx it uses
-    HFValidationError,
     HTTPError,
     StrictDataclassError,
 )
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.loader import INDEX, SINGLE, first_dtype, list_weights, select
+from meshllm.model.locate import CONFIG, find_folder, is_model_id
 from meshllm.model.skeleton import Part, build, quiet, strip
 from meshllm.names import Span
 
-BUILTIN = "builtin"
-CONFIG = "config.json"
 MAX_LAYERS = 4096  # of a config; building a model takes time and memory for each
 LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
-MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
 
@@ -63,24 +57,9 @@ def resolve(
     Raises:
         ModelError: there is no such model, or it is none that can be run.
     """
-    if name == BUILTIN:
-        return open_folder(name, _builtin())
-    if name and Path(name).is_dir():
-        return open_folder(name, Path(name))
-    if not _is_model_id(name):
-        raise ModelError(
-            f"There is no folder `{name}`, and it is no model id",
-            hint="a model is `builtin`, a folder, or `org/name` from the Hugging Face hub",
-        )
-    if download and not offline:
+    if download and not offline and is_model_id(name):
         return _fetch(name, revision, span)
-    found = try_to_load_from_cache(name, CONFIG, revision=revision)
-    if not isinstance(found, str):
-        raise ModelError(
-            f"There is no model `{name}`: no such folder, and not in `{constants.HF_HUB_CACHE}`",
-            hint=f"fetch it with `meshllm model pull {name}`",
-        )
-    return open_folder(name, Path(found).parent)
+    return open_folder(name, find_folder(name, revision))
 
 
 def open_folder(name: str, folder: Path) -> Source:
@@ -132,18 +111,6 @@ def needed_files(source: Source, span: Span, *, embed: bool, head: bool) -> list
     skeleton = build(source.config, torch.float32)
     strip(skeleton, Part(span, embed, head))
     return sorted({weights[name] for name in select(skeleton, weights)})
-
-
-def _is_model_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return MODEL_ID.fullmatch(name) is not None
-
-
-def _builtin() -> Path:
-    return Path(str(resources.files("meshllm.model") / BUILTIN / "weights"))
 
 
 def _fetch(name: str, revision: str | None, span: Span | None) -> Source:

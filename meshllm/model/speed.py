@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import meshllm
 from meshllm.model.cache import SpanCache
-from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.exchange import exchange_modules
 from meshllm.model.execution import lacks_invariance
@@ -26,6 +25,7 @@ from meshllm.model.native_linear import MOST_ROWS
 from meshllm.model.replay import SETTLED
 from meshllm.model.rotary import context_of
 from meshllm.model.runner import Runner
+from meshllm.model.shape import free_memory
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype

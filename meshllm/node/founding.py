@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from meshllm.errors import ModelError, UserError
-from meshllm.model.capacity import ModelShape
+from meshllm.model.shape import ModelShape
 from meshllm.names import Digest, NodeId, Quant
 from meshllm.node.options import NodeOptions
 from meshllm.node.shape import CONTEXT, plan_shape

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshllm.model.capacity import ModelShape, cache_cost
+from meshllm.model.shape import ModelShape, cache_cost
 from meshllm.names import Span
 from meshllm.protocol.kv_budget import KvBudget, Room
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from meshllm.model.capacity import process_memory
 from meshllm.model.draft import SuffixDrafting
 from meshllm.model.runner import Runner
+from meshllm.model.shape import process_memory
 from meshllm.node.entry import EntryNode
 from meshllm.node.stage import StageNode
 from meshllm.status import MemoryStatus

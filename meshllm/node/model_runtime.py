@@ -11,13 +11,14 @@ import torch
 
 from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.cache import slack_of
-from meshllm.model.capacity import ModelShape, shape_of
+from meshllm.model.capacity import shape_of
 from meshllm.model.check import check
 from meshllm.model.device import CPU, choose
-from meshllm.model.draft import Drafting, SuffixDrafting
+from meshllm.model.draft import SuffixDrafting
 from meshllm.model.draft_model import Draft, ModelDrafting, find_draft
 from meshllm.model.head import Parts, find_parts, parts_of
 from meshllm.model.runner import Runner
+from meshllm.model.shape import ModelShape
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.speed import memory_budget
@@ -33,6 +34,7 @@ from meshllm.node.wire import is_out_of_memory
 from meshllm.node.worker import Worker, calibrate
 from meshllm.protocol.chunking import RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.drafting import Drafting
 from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.lookahead import STEPS
 from meshllm.protocol.pace import Pace
@@ -123,7 +125,7 @@ class ModelRuntime:
         verdict.require(1)
         dtype: torch.dtype | None = getattr(torch, config.dtype) if config.dtype else None
         quant = config.quant or Quant.NONE
-        shape = await worker.run(shape_of, source, dtype, quant)
+        shape = await worker.run(shape_of, source, dtype, quant, config.cache)
         kind: torch.dtype = getattr(torch, shape.dtype)
         device = await worker.run(choose, config.device, kind, quant)
         drafts = await worker.run(find_draft, draft, source) if draft else None

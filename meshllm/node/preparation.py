@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from meshllm.model.capacity import process_memory, workspace_bytes
 from meshllm.model.device import CPU
 from meshllm.model.manifest import config_digest, manifest
+from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed, memory_budget
 from meshllm.names import Digest

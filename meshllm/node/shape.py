@@ -1,8 +1,6 @@
 """What the planner needs to know of a model."""
 
-import torch
-
-from meshllm.model.capacity import ModelShape, mean_kv_bytes
+from meshllm.model.shape import ModelShape, mean_kv_bytes
 from meshllm.protocol.plan import Shape
 
 CONTEXT = 4096
@@ -11,7 +9,6 @@ CONTEXT = 4096
 
 def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
     """Describe a model to the planner, with sessions of up to ``context`` tokens."""
-    dtype: torch.dtype = getattr(torch, model.dtype)
     context = min(context, model.context or context)
     return Shape(
         name=model.name,
@@ -21,6 +18,6 @@ def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
         head_bytes=model.head_bytes,
         tied=model.tied,
         hidden_size=model.hidden_size,
-        itemsize=dtype.itemsize,
+        itemsize=model.itemsize,
         context=context,
     )

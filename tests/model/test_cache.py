@@ -8,17 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, PreTrainedConfig
 
 from meshllm.errors import ModelError
-from meshllm.model.cache import (
-    BLOCK,
-    MOST_ROWS,
-    SLACK,
-    GrowingLayer,
-    Rows,
-    SpanCache,
-    WindowLayer,
-    rows_for,
-    slack_of,
-)
+from meshllm.model.cache import GrowingLayer, Rows, SpanCache, WindowLayer, slack_of
+from meshllm.model.shape import BLOCK, MOST_ROWS, SLACK, rows_for
 from meshllm.names import Span
 
 WINDOW = 8

@@ -13,15 +13,8 @@ from transformers import (
 )
 
 from meshllm.errors import ModelError
-from meshllm.model.capacity import (
-    UNLIMITED,
-    ModelShape,
-    cache_cost,
-    free_memory,
-    mean_kv_bytes,
-    shape_of,
-    workspace_bytes,
-)
+from meshllm.model.capacity import UNLIMITED, shape_of
+from meshllm.model.shape import ModelShape, cache_cost, free_memory, mean_kv_bytes, workspace_bytes
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, open_folder
 from meshllm.names import Quant, Span

@@ -70,12 +70,10 @@ def test_a_folder_is_a_model(llama: Source) -> None:
     assert found.config.num_hidden_layers == 6
 
 
-def test_builtin_is_the_model_of_the_package(
-    llama: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "_builtin", lambda: llama.folder)
+def test_builtin_is_the_model_of_the_package() -> None:
+    package = Path(source.__file__).parent
 
-    assert resolve("builtin").folder == llama.folder
+    assert resolve("builtin").folder == package / "builtin" / "weights"
 
 
 def test_a_model_id_is_found_in_the_cache(llama: Source, cache: Path) -> None:

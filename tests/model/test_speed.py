@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import meshllm
 from meshllm.model import native
 from meshllm.model import speed as module
-from meshllm.model.capacity import free_memory
 from meshllm.model.graph import Graph
 from meshllm.model.replay import SETTLED
+from meshllm.model.shape import free_memory
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, build
 from meshllm.model.source import Source, open_folder

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from meshllm.errors import ModelError
-from meshllm.model.capacity import process_memory, shape_of
+from meshllm.model.capacity import shape_of
+from meshllm.model.shape import process_memory
 from meshllm.model.source import resolve
 from meshllm.names import Digest, Span, WireMode
 from meshllm.node import model_runtime

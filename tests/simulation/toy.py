@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from meshllm.errors import ModelError
-from meshllm.model.capacity import ModelShape
 from meshllm.model.execution import Execution, Strategy
 from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
+from meshllm.model.shape import ModelShape
 from meshllm.model.source import Source
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict

@@ -1,0 +1,57 @@
+"""Where the files of a model are; reads none of them, and imports no torch."""
+
+import re
+from importlib import resources
+from pathlib import Path
+
+from meshllm.errors import ModelError
+
+BUILTIN = "builtin"
+CONFIG = "config.json"
+
+_MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_folder(name: str, revision: str | None = None) -> Path:
+    """Find a model on this machine: `builtin`, a folder, or ``org/name`` in the Hub's cache.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    if name == BUILTIN:
+        return Path(str(resources.files("meshllm.model") / BUILTIN / "weights"))
+    if is_folder(name):
+        return Path(name)
+    if not is_model_id(name):
+        raise ModelError(
+            f"There is no folder `{name}`, and it is no model id",
+            hint="a model is `builtin`, a folder, or `org/name` from the Hugging Face hub",
+        )
+    from huggingface_hub import constants, try_to_load_from_cache  # 0.2 s, for this only
+
+    found = try_to_load_from_cache(name, CONFIG, revision=revision)
+    if not isinstance(found, str):
+        raise ModelError(
+            f"There is no model `{name}`: no such folder, and not in `{constants.HF_HUB_CACHE}`",
+            hint=f"fetch it with `meshllm model pull {name}`",
+        )
+    return Path(found).parent
+
+
+def is_folder(name: str) -> bool:
+    """Tell whether a name is that of a folder."""
+    return name != "" and Path(name).is_dir()
+
+
+def is_model_id(name: str) -> bool:
+    """Tell whether a name is ``org/name``, and nothing nearer has it."""
+    if name == BUILTIN or is_folder(name):
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return _MODEL_ID.fullmatch(name) is not None
