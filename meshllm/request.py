@@ -1,11 +1,12 @@
-"""What a user asks for and what comes back; knows nothing about how it is computed.
+"""What a user asks for, what comes back, and the port of whatever computes it.
 
 The string under each field is its help text: the command line and the man page show it.
 """
 
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from meshllm.names import Span
 
@@ -120,3 +121,17 @@ class Piece:
 
 Event = Prefilled | Piece | Answer
 """What a generation yields: progress, pieces, and the answer last."""
+
+
+class Backend(Protocol):
+    """Answers requests: a local ring, the entry of a ring, another node, a mesh, a provider."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield progress, pieces of text, and the `Answer` last.
+
+        Raises:
+            UserError: the request cannot be served as it is.
+            MeshError: the generation failed; nothing of it is left on any node.
+
+        Closing the generator cancels the generation on every node.
+        """

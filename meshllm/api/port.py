@@ -3,14 +3,14 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from meshllm.request import Event, Request
+from meshllm.request import Backend
 from meshllm.status import Change, Members, MeshStatus, Removed, RingStatus
 
 SOCKET = "door.sock"
 """Name of its unix socket in the state folder."""
 
 
-class NodePort(Protocol):
+class NodePort(Backend, Protocol):
     """A node as its owner sees it.
 
     What is not a stream is a snapshot: it answers at once, from what the node knows now.
@@ -36,13 +36,3 @@ class NodePort(Protocol):
 
     def events(self) -> AsyncGenerator[Change, None]:
         """Yield where the mesh stands, at once and after each change; those missed become one."""
-
-    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield progress, pieces, and the answer last.
-
-        Raises:
-            UserError: the request cannot be served as it is.
-            MeshError: the generation failed.
-
-        Closing the generator cancels the generation on every node.
-        """

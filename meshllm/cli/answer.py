@@ -5,12 +5,11 @@ from contextlib import aclosing
 from typing import Any, assert_never
 
 from meshllm.cli import render
-from meshllm.cli.local import Answers
-from meshllm.request import Answer, Piece, Prefilled, Request
+from meshllm.request import Answer, Backend, Piece, Prefilled, Request
 
 
 async def stream(
-    ring: Answers, request: Request, status: render.Status, write: Callable[[str], None]
+    ring: Backend, request: Request, status: render.Status, write: Callable[[str], None]
 ) -> Answer:
     """Write the pieces of an answer as they come; if cancelled, every node forgets it."""
     answer: Answer | None = None

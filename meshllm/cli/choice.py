@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from meshllm.cli.client import NodeClient, door_path, open_door, running
-from meshllm.cli.local import Answers, Opener, open_local
+from meshllm.cli.local import Opener, open_local
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import UserError
+from meshllm.request import Backend
 
 _OF_A_RING = (
     "transport", "ends", "dtype", "quant", "device", "threads", "speculation", "draft",
@@ -34,7 +35,7 @@ def choose(chosen: Settings, flags: Mapping[str, Scalar]) -> tuple[Opener, Setti
 
 
 @asynccontextmanager
-async def open_ticket(settings: Settings) -> AsyncIterator[Answers]:
+async def open_ticket(settings: Settings) -> AsyncIterator[Backend]:
     """Be a client of the mesh that the ticket is for; no weights are loaded."""
     from meshllm.node.thin import open_thin
 

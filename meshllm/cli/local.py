@@ -1,28 +1,20 @@
 """A ring inside this process, for the commands that answer; knows nothing about terminals."""
 
 import gc
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from meshllm.cli.options import inference_config
 from meshllm.config import Settings, state_path
-from meshllm.request import Event, Request
+from meshllm.request import Backend
 
-
-class Answers(Protocol):
-    """What a chat needs of a ring."""
-
-    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield progress, pieces, and the answer last; closing it cancels on every node."""
-
-
-Opener: TypeAlias = Callable[[Settings], AbstractAsyncContextManager[Answers]]
+Opener: TypeAlias = Callable[[Settings], AbstractAsyncContextManager[Backend]]
 
 
 @asynccontextmanager
-async def open_local(settings: Settings) -> AsyncIterator[Answers]:
+async def open_local(settings: Settings) -> AsyncIterator[Backend]:
     """Form the ring that the settings ask for.
 
     Raises:
@@ -35,7 +27,7 @@ async def open_local(settings: Settings) -> AsyncIterator[Answers]:
         yield ring
 
 
-def _load(settings: Settings) -> AbstractAsyncContextManager[Answers]:
+def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
     """Do what takes seconds, imports first, away from the event loop."""
     import_heavy()
     from meshllm.model.source import resolve

@@ -20,10 +20,10 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from meshllm.cli import render
 from meshllm.cli.answer import stream
 from meshllm.cli.conversation import COMMANDS, SETTABLE, Conversation
-from meshllm.cli.local import Answers, Opener
+from meshllm.cli.local import Opener
 from meshllm.config import Settings
 from meshllm.errors import MeshError
-from meshllm.request import Answer
+from meshllm.request import Answer, Backend
 
 QUOTES = '"""'
 
@@ -45,7 +45,7 @@ class _Repl:
 
     async def run(self) -> None:
         """Show the prompt at once and form the ring meanwhile; when that fails, so does this."""
-        self.ring: asyncio.Future[Answers] = asyncio.get_running_loop().create_future()
+        self.ring: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
         settings = self.conversation.settings
         _tell(f"{settings.model}, ring of {settings.nodes}; /help lists commands, Ctrl-D leaves")
         async with asyncio.TaskGroup() as group:

@@ -19,7 +19,6 @@ from typing import Any, Generic, Self, TypeVar
 from meshllm.node.worker import Worker
 
 Job = TypeVar("Job")
-T = TypeVar("T")
 Run = Callable[[Sequence[Job]], Iterator[Sequence[Any]]]
 """Does jobs; yields what became of each, a value or an exception, once for each phase."""
 Tell = Callable[[Any], None]
@@ -111,13 +110,6 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except Exception as error:  # whoever waits for the job gets it
         return error
-
-
-def value_of(result: T | Exception) -> T:
-    """Return a value, or raise an exception, as it was when it was made."""
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def through(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Requests from here, from clients and from other nodes; knows nothing about how they arrived.
+"""Requests from here, from clients and from other nodes: answered here, or by the entry.
 
 Theory of operation
 -------------------
@@ -8,46 +8,40 @@ the asker gives up before that.
 A client asks any node, which is then its ingress; an Ask of a node is served by the entry only, so
 that no request goes round in circles.
 
-The ingress holds the request until it is answered. When the ring breaks, it waits for the next one
-and asks again: the text is a pure function of the request, so the new ring writes the same text,
-and what was already shown is skipped. Only when it differs, or no ring comes in time, the
-request ends with the error. The ingress alone asks again: what it reports to a client in the end is
-final, and the client turns to another node only when it has lost the link.
+When a ring breaks, the ingress asks the next one, see `meshllm.protocol.failover`. A client turns
+to another node only when it has lost the link to its own.
 """
 
 import asyncio
 import logging
-import os
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+)
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
+from meshllm.errors import LinkLost, MeshError, TimedOut
 from meshllm.names import NodeId
-from meshllm.node.asking import (
-    AnswerReader,
-    error_to_json,
-    event_to_lines,
-    request_from_json,
-    request_to_json,
-)
-from meshllm.protocol.meshwire import ASK_ID_BYTES, Ask, Hush, Said
-from meshllm.request import Answer, Event, Piece, Request
+from meshllm.node.asking import error_to_json, event_to_lines, request_from_json
+from meshllm.node.remote import Remote
+from meshllm.protocol.failover import Failover
+from meshllm.protocol.meshwire import Ask, Hush, Said
+from meshllm.request import Answer, Backend, Event, Request
 
 MAX_ASKED = 16  # requests of one node or client at a time
-MAX_UNREAD = 16 << 20  # bytes of one answer that nobody took
-SILENT_S = 600.0  # s without an event: a long prompt in a long line
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
-AGAIN_S = 0.25  # s before a request is asked again, and ever longer
-ATTEMPTS = 8  # rings that one request may see break
 
 logger = logging.getLogger(__name__)
 
 
 class Ring(Protocol):
-    """What of the ring in force a desk has to know."""
+    """What a desk needs to know about the ring in force."""
 
     async def entry(self) -> NodeId:
         """Wait for a ring that stands, and name its entry."""
@@ -57,8 +51,8 @@ class Ring(Protocol):
         """Say why there is none."""
         ...
 
-    def answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Answer as the entry."""
+    def backend(self) -> AbstractAsyncContextManager[Backend]:
+        """Answer as the entry inside the context; raise `LinkLost` where this node is not."""
         ...
 
 
@@ -73,74 +67,6 @@ class Counts:
     last: Answer | None = None
     """The latest answer, for its times; what was asked and said is not kept."""
     last_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Call:
-    """An Ask to another node that is not yet answered."""
-
-    peer: NodeId
-    lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
-    """What was said; None when the link is gone, or nobody reads."""
-
-    unread: int = 0
-    """Bytes in ``lines``."""
-
-    is_over: bool = False
-    """Nothing more will be said."""
-
-    def take(self, line: bytes) -> None:
-        """Queue a line; who fills the queue is given up."""
-        if self.unread <= MAX_UNREAD:
-            self.unread += len(line)
-            self.lines.put_nowait(line if self.unread <= MAX_UNREAD else None)
-
-    async def next(self) -> bytes | None:
-        """Wait for a line; None when no more will come."""
-        async with asyncio.timeout(SILENT_S):
-            line = await self.lines.get()
-        self.unread -= len(line or b"")
-        return line
-
-
-@dataclass(slots=True)
-class _Shown:
-    """The text that the asker has, through all attempts to answer."""
-
-    text: str = ""
-    skip: int = 0
-    """Characters of it that this attempt has still to write again."""
-
-    def begin(self) -> None:
-        """Expect the text from its beginning."""
-        self.skip = len(self.text)
-
-    def take(self, event: Event) -> Event | None:
-        """Return what of an event is new; None when nothing is.
-
-        Raises:
-            MeshError: the new ring writes another text, which cannot go on from what was shown.
-        """
-        match event:
-            case Piece(text):
-                self._check(self.text.startswith(text[: self.skip], len(self.text) - self.skip))
-                new, self.skip = text[self.skip :], max(0, self.skip - len(text))
-                self.text += new
-                return Piece(new) if new else None
-            case Answer():
-                self._check(self.skip == 0)
-        return event
-
-    @staticmethod
-    def _check(is_same: bool) -> None:
-        if not is_same:
-            raise MeshError(
-                "The answer cannot go on after its ring broke: the next one wrote another"
-            )
-
-
-class _Reported(LinkLost):
-    """An ingress has asked again as often as it may."""
 
 
 class Desk:
@@ -158,8 +84,7 @@ class Desk:
         self._me = me
         self._ring = ring
         self._send = send
-        self._asks_ingress = asks_ingress
-        self._calls: dict[bytes, _Call] = {}
+        self._remote = Remote(send, asks_ingress=asks_ingress)
         self._served: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
         self._jobs = asyncio.TaskGroup()
         self.counts = Counts()
@@ -175,13 +100,23 @@ class Desk:
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
         """
+        failover = Failover()
         self.counts.active += 1
         try:
-            async with aclosing(self._attempts(request)) as events:
-                async for event in events:
-                    if isinstance(event, Answer):
-                        self._count(event)
-                    yield event
+            while True:
+                try:
+                    async with self._answering(request) as events:
+                        async for event in events:
+                            if new := failover.take(event):
+                                if isinstance(new, Answer):
+                                    self._count(new)
+                                yield new
+                except LinkLost as error:
+                    delay = failover.lost(error)
+                    logger.info("the ring broke under a request, which is asked again: %s", error)
+                    await asyncio.sleep(delay)
+                else:
+                    return
         except MeshError:
             self.counts.failed += 1
             raise
@@ -193,9 +128,8 @@ class Desk:
         match message:
             case Ask(ask, data):
                 self._open(peer, ask, data, is_client=is_client)
-            case Said(ask, data):
-                if (call := self._calls.get(ask)) and call.peer == peer:
-                    call.take(data)
+            case Said():
+                self._remote.receive(peer, message)
             case Hush(ask):
                 if task := self._served.get((peer, ask)):
                     task.cancel()
@@ -205,33 +139,19 @@ class Desk:
         for (asker, _), task in self._served.items():
             if asker == peer:
                 task.cancel()
-        for call in self._calls.values():
-            if call.peer == peer:
-                call.lines.put_nowait(None)
+        self._remote.lost(peer)
 
-    async def _attempts(self, request: Request) -> AsyncGenerator[Event, None]:
-        shown = _Shown()
-        for attempt in range(1, ATTEMPTS + 1):
-            shown.begin()
-            try:
-                async with aclosing(self._once(request)) as events:
-                    async for event in events:
-                        if new := shown.take(event):
-                            yield new
-            except LinkLost as error:
-                if attempt == ATTEMPTS or isinstance(error, _Reported):
-                    raise
-                logger.info("the ring broke under a request, which is asked again: %s", error)
-                await asyncio.sleep(attempt * AGAIN_S)
-            else:
-                return
-
-    async def _once(self, request: Request) -> AsyncGenerator[Event, None]:
+    @asynccontextmanager
+    async def _answering(self, request: Request) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """Let the entry answer, here or over there; close what it yields at the end."""
         entry = await self._entry()
-        events = self._ring.answer(request) if entry == self._me else self._ask(entry, request)
-        async with aclosing(events):
-            async for event in events:
-                yield event
+        async with AsyncExitStack() as stack:
+            if entry == self._me:
+                backend = await stack.enter_async_context(self._ring.backend())
+                events = backend.generate(request)
+            else:
+                events = self._remote.generate(entry, request)
+            yield await stack.enter_async_context(aclosing(events))
 
     async def _entry(self) -> NodeId:
         try:
@@ -241,42 +161,6 @@ class Desk:
             raise TimedOut(
                 f"There is no ring: {self._ring.reason()}", hint="see `meshllm ring status`"
             ) from None
-
-    async def _ask(self, entry: NodeId, request: Request) -> AsyncGenerator[Event, None]:
-        reader = AnswerReader()
-        async with self._calling(entry, request) as call:
-            while not call.is_over:
-                try:
-                    line = await call.next()
-                except TimeoutError:
-                    raise TimedOut(f"The entry said nothing for {SILENT_S:.0f} s") from None
-                if line is None:
-                    raise LinkLost("The entry of the ring is gone")
-                try:
-                    event = reader.take(line)
-                except LinkLost as error:
-                    call.is_over = True
-                    if self._asks_ingress:
-                        raise _Reported(str(error), hint=error.hint) from None
-                    raise
-                except MeshError as error:
-                    call.is_over = not isinstance(error, PeerFault)
-                    raise
-                call.is_over = isinstance(event, Answer)
-                if event is not None:
-                    yield event
-
-    @asynccontextmanager
-    async def _calling(self, entry: NodeId, request: Request) -> AsyncIterator[_Call]:
-        ask = os.urandom(ASK_ID_BYTES)
-        call = self._calls[ask] = _Call(entry)
-        try:
-            self._send(entry, Ask(ask, request_to_json(request)))
-            yield call
-        finally:
-            del self._calls[ask]
-            if not call.is_over:
-                self._send(entry, Hush(ask))
 
     def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         held = Counter(asker for asker, _ in self._served)[peer]
@@ -291,8 +175,10 @@ class Desk:
     async def _serve(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         try:
             request = request_from_json(data)
-            events = self.generate(request) if is_client else self._ring.answer(request)
-            async with aclosing(events):
+            async with (
+                nullcontext(self) if is_client else self._ring.backend() as backend,
+                aclosing(backend.generate(request)) as events,
+            ):
                 async for event in events:
                     for line in event_to_lines(event):
                         self._send(peer, Said(ask, line))

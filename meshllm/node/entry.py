@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.model.draft import Drafting
+from meshllm.model.cache import SpanCache
 from meshllm.model.runner import Runner
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
-from meshllm.node.batch import Batch, value_of
-from meshllm.node.foresight import Foresight, Speculation
+from meshllm.node.batch import Batch
 from meshllm.node.outgoing import Outgoing
 from meshllm.node.peers import Neighbours
-from meshllm.node.prefixes import MIN_SHARED, Missed, Prefixes
+from meshllm.node.resume import Missed, start_from
 from meshllm.node.session import Ahead, Ended, Ends, Generation, Order, Output, Picked
 from meshllm.node.split_head import HeadParts, LogitsRequest
 from meshllm.node.stopwatch import Stopwatch
@@ -26,12 +25,15 @@ from meshllm.node.wire import fault_code
 from meshllm.node.worker import Worker
 from meshllm.protocol.admission import Admission
 from meshllm.protocol.codec import size
+from meshllm.protocol.drafting import Drafting
 from meshllm.protocol.entry import Entry
 from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.lookahead import MAX_DEPTH, StepTimes
 from meshllm.protocol.messages import Blob, Data, Flags, Forward, Logits, SessionMessage, Tally
 from meshllm.protocol.pace import Pace
+from meshllm.protocol.prefixes import MIN_SHARED, Prefixes
 from meshllm.protocol.shelf import shelf_for
+from meshllm.protocol.speculation import Speculation, Speculator
 from meshllm.protocol.task import Action, Closed, Embed, Pick, Task
 from meshllm.request import FinishReason
 
@@ -89,7 +91,7 @@ class EntryNode:
         self._turns = Batch(worker, partial(take_turns, ends, self._head), self._jobs)
         self._outgoing = Outgoing(seat.wire, neighbours)
         shelf = shelf_for(seat.budget, seat.prefix_bytes, seat.slack)
-        self._prefixes = Prefixes(shelf, seat.slack, ends.front.new_cache)
+        self._prefixes: Prefixes[SpanCache] = Prefixes(shelf, seat.slack)
         self._admission = Admission(seat.budget, seat.max_sessions)
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
         self._sessions: dict[SessionId, Generation] = {}
@@ -192,13 +194,13 @@ class EntryNode:
         session, now = task.session, self._now()
         # For all of the prompt, as what is found of it may turn out to be lost.
         machine = Entry(task, self.pace(max(1, len(order.prompt)), self.sessions))
-        start = self._prefixes.find(order.prompt, now)
-        foresight = None
+        start = start_from(self._prefixes.find(order.prompt, now), self._ends.front.new_cache)
+        speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
-            foresight = Foresight(self._speculation, order.prompt, clock, self._prepared)
+            speculator = Speculator(self._speculation, order.prompt, clock, self._prepared)
         lane = self._outgoing.lane(session)
-        generation = Generation(order, machine, self._ends, lane, now, foresight, start)
+        generation = Generation(order, machine, self._ends, lane, now, speculator, start)
         self._sessions[session] = generation
         self._act(session, machine.open(now, start.base))
         return generation
@@ -332,16 +334,15 @@ class EntryNode:
             self._head.learn(turn.split)
         if session not in self._sessions:
             return
-        try:
-            picked = value_of(result)
-            tokens, is_last = generation.told(picked.tokens)
-        except Exception as error:  # as above; `told` calls into the tokenizer
-            self._fail(session, generation, error)
+        if isinstance(result, Exception):  # as above
+            self._fail(session, generation, result)
             return
         if turn.job.pos > generation.prompt_tokens:
             generation.gauge.computed(turn.watch.spent)
-        generation.gauge.tokens(self._now(), len(tokens))
-        actions = generation.machine.picked(tokens, self._now(), picked.steps, stop=is_last)
+        generation.gauge.tokens(self._now(), len(result.tokens))
+        actions = generation.machine.picked(
+            result.tokens, self._now(), result.steps, stop=result.is_last
+        )
         self._act(session, actions)
 
     def _fail(self, session: SessionId, generation: Generation, error: Exception) -> None:

@@ -1,8 +1,9 @@
-"""From a request in text to an answer in text, over any entry; knows nothing about rings."""
+"""From a request in text to an answer in text, over the entry of any ring."""
 
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import assert_never
 
 from meshllm.errors import UserError
@@ -19,57 +20,60 @@ from meshllm.request import Answer, Event, HopReport, Piece, Prefilled, Request
 MOST_LETTERS = 64  # characters of one token, which of common text has four
 
 
-async def answer(
-    entry: EntryNode, worker: Worker, text: Text, plan: Plan, request: Request
-) -> AsyncGenerator[Event, None]:
-    """Yield progress, pieces of text, and the `Answer` last.
+@dataclass(frozen=True, slots=True)
+class RingBackend:
+    """The entry of a ring, asked in text."""
 
-    Raises:
-        UserError: the request cannot be served as it is.
-        MeshError: the generation failed; nothing of it is left on any rank.
+    entry: EntryNode
+    worker: Worker
+    text: Text
+    plan: Plan
 
-    Closing the iterator cancels the generation on every rank.
-    """
-    validate(request.sampling)
-    _check_length(request, entry.context)
-    prompt = tuple(await worker.run(_encode, text, request))  # seconds for megabytes of text
-    stream = text.stream(request.stop)
-    pieces: deque[str] = deque()
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request, see `Backend`."""
+        text = self.text
+        validate(request.sampling)
+        _check_length(request, self.entry.context)
+        prompt = tuple(
+            await self.worker.run(_encode, text, request)
+        )  # seconds for megabytes of text
+        stream = text.stream(request.stop)
+        pieces: deque[str] = deque()
 
-    def is_last(token: int) -> bool:
-        ends = token in text.end_tokens
-        pieces.append("" if ends else stream.push(token))
-        return ends or stream.stopped
+        def is_last(token: int) -> bool:
+            ends = token in text.end_tokens
+            pieces.append("" if ends else stream.push(token))
+            return ends or stream.stopped
 
-    order = Order(prompt, request.sampling, request.max_tokens, is_last, text.end_tokens)
-    said: list[str] = []
-    tokens: list[int] = []
-    async with aclosing(entry.generate(order)) as outputs:
-        async for output in outputs:
-            match output:
-                case Prefilled():
-                    yield output
-                case Token(token):
-                    tokens.append(token)
-                    said.append(pieces.popleft())
-                case Ended(reason, measured):
-                    said.append(stream.finish())
-                case _:
-                    assert_never(output)
-            if said and said[-1] and not isinstance(output, Prefilled):
-                yield Piece(said[-1])
-    yield Answer(
-        text="".join(said),
-        tokens=tuple(tokens),
-        prompt_tokens=len(prompt),
-        cached_tokens=measured.reused,
-        finish_reason=reason,
-        ttft_ms=measured.ttft_s * 1e3,
-        ms_per_token=measured.token_s * 1e3,
-        tokens_per_second=1 / measured.token_s if measured.token_s else 0.0,
-        tokens_per_step=measured.tokens_per_step,
-        hops=_hops(measured, plan),
-    )
+        order = Order(prompt, request.sampling, request.max_tokens, is_last)
+        said: list[str] = []
+        tokens: list[int] = []
+        async with aclosing(self.entry.generate(order)) as outputs:
+            async for output in outputs:
+                match output:
+                    case Prefilled():
+                        yield output
+                    case Token(token):
+                        tokens.append(token)
+                        said.append(pieces.popleft())
+                    case Ended(reason, measured):
+                        said.append(stream.finish())
+                    case _:
+                        assert_never(output)
+                if said and said[-1] and not isinstance(output, Prefilled):
+                    yield Piece(said[-1])
+        yield Answer(
+            text="".join(said),
+            tokens=tuple(tokens),
+            prompt_tokens=len(prompt),
+            cached_tokens=measured.reused,
+            finish_reason=reason,
+            ttft_ms=measured.ttft_s * 1e3,
+            ms_per_token=measured.token_s * 1e3,
+            tokens_per_second=1 / measured.token_s if measured.token_s else 0.0,
+            tokens_per_step=measured.tokens_per_step,
+            hops=_hops(measured, self.plan),
+        )
 
 
 def _check_length(request: Request, context: int) -> None:

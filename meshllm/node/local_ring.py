@@ -12,14 +12,14 @@ from functools import cached_property
 from blake3 import blake3
 
 from meshllm.errors import LinkLost, MeshError, UserError
-from meshllm.model.capacity import free_memory
 from meshllm.model.device import CPU, free_bytes
 from meshllm.model.loader import list_weights
+from meshllm.model.shape import free_memory
 from meshllm.model.source import Source, resolve
 from meshllm.model.text import Text
 from meshllm.names import NodeId
 from meshllm.node.entry import EntryNode
-from meshllm.node.generate import answer
+from meshllm.node.generate import RingBackend
 from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.options import InferenceConfig
 from meshllm.node.runtime import RingRuntime
@@ -147,10 +147,11 @@ class LocalRing:
         return Text.load(self.model.source.folder)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield progress, pieces of text, and the `Answer` last; see `generate.answer`."""
+        """Answer a request, see `Backend`."""
         await self.formed()
         text = await self.model.text()
-        async with aclosing(answer(self.entry, self.worker, text, self.plan, request)) as events:
+        backend = RingBackend(self.entry, self.worker, text, self.plan)
+        async with aclosing(backend.generate(request)) as events:
             async for event in events:
                 yield event
 

@@ -39,7 +39,6 @@ from meshllm.node.recollection import Memory, read_back, write_down
 from meshllm.node.secure import SecureLink
 from meshllm.node.standing import Standing
 from meshllm.node.supervisor import Supervisor
-from meshllm.node.twin import Twin
 from meshllm.node.view import LinkView, NodeView
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.agreement import Agreement
@@ -52,6 +51,7 @@ from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.meshwire import Talk, Why
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import MAX_LABEL_BYTES, Profile
+from meshllm.protocol.twin import Twin
 from meshllm.transport.contract import Transport
 
 __all__ = ["MeshNode", "NodeOptions", "open_node"]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshllm.model.draft import Drafting
 from meshllm.names import Quant, Span, WireMode
+from meshllm.protocol.drafting import Drafting
 from meshllm.protocol.lookahead import MAX_DEPTH
 
 

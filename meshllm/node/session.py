@@ -13,16 +13,16 @@ from meshllm.errors import MeshError, ModelError
 from meshllm.model.cache import SpanCache
 from meshllm.model.runner import Runner
 from meshllm.model.sample import pick
-from meshllm.node.foresight import Foresight, Steps
 from meshllm.node.gauge import Gauge, Measured
 from meshllm.node.outgoing import Lane
-from meshllm.node.prefixes import Missed, Start, go_back
+from meshllm.node.resume import Missed, Start, go_back
 from meshllm.node.split_head import LogitsRequest
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import error_of, opened
 from meshllm.protocol.blob import SessionKey
 from meshllm.protocol.entry import Entry
 from meshllm.protocol.messages import Blob
+from meshllm.protocol.speculation import Speculator, Steps
 from meshllm.protocol.task import Done, Embed, Emit, Failed, Pick, Progress
 from meshllm.request import FinishReason, Prefilled, Sampling
 
@@ -53,9 +53,7 @@ class Order:
     sampling: Sampling
     max_tokens: int
     is_last: Callable[[int], bool]
-    """Called once with each token, in order: whether it ends the answer."""
-    ends: frozenset[int] = frozenset()
-    """Tokens that surely end it."""
+    """Called once with each token, in order, on the compute thread: whether it ends the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +91,8 @@ class Picked:
     """What was sampled, and what is guessed behind it and behind what is in flight."""
 
     tokens: tuple[int, ...]
+    is_last: bool
+    """Whether the last of them ends the answer."""
     steps: Steps
 
 
@@ -129,7 +129,7 @@ class Generation:
         ends: Ends,
         lane: Lane,
         begin: float,
-        foresight: Foresight | None,
+        speculator: Speculator | None,
         start: Start,
     ) -> None:
         """Prepare an order that begins with ``start``."""
@@ -147,7 +147,7 @@ class Generation:
         self._order = order
         self._ends = ends
         self._lane = lane
-        self._foresight = foresight
+        self._speculator = speculator
         self.base = start.base
         self.cache: SpanCache | None = None
         """Keys and values of the local layers, from the first job on."""
@@ -187,13 +187,6 @@ class Generation:
                 self.outcome = self.cause or error_of(code, text, rank)
             case _:
                 assert_never(action)
-
-    def told(self, tokens: Sequence[int]) -> tuple[Sequence[int], bool]:
-        """Tell of tokens of the answer, up to one that ends it; return them, and if one did."""
-        for count, token in enumerate(tokens, start=1):
-            if self._order.is_last(token):
-                return tokens[:count], True
-        return tokens, False
 
     # On the compute thread.
 
@@ -236,10 +229,10 @@ class Generation:
 
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
         """Sample from ``logits`` [1, 1 + G, V] as far as the guesses were right."""
-        tokens = self._sample(logits[0], job)
-        steps = self._look_ahead(tokens, job)
+        tokens, is_last = self._sample(logits[0], job)
+        steps = self._look_ahead(tokens, job, is_last=is_last)
         watch.computed()
-        return Picked(tokens, steps)
+        return Picked(tokens, is_last, steps)
 
     def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SpanCache] | None:
         """Return the Embed that follows what was just picked, with its tokens [1, 1 + G]."""
@@ -266,9 +259,13 @@ class Generation:
     def _is_step(self, job: Embed) -> bool:
         return job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses
 
-    def _sample(self, logits: Tensor, job: Pick) -> tuple[int, ...]:
-        """Sample from ``logits`` [1 + G, V] until a guess was wrong or the answer ends."""
+    def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
+        """Sample from ``logits`` [1 + G, V] until a guess was wrong or the answer ends.
+
+        Return the tokens, and whether the last one ends the answer.
+        """
         tokens: list[int] = []
+        is_last = False
         for row, guess in zip_longest(logits, job.guesses):
             token = pick(
                 row,
@@ -279,19 +276,20 @@ class Generation:
             )
             tokens.append(token)
             self._history.append(token)
-            if token != guess or token in self._order.ends:
+            is_last = self._order.is_last(token)
+            if is_last or token != guess:
                 break
-        return tuple(tokens)
+        return tuple(tokens), is_last
 
-    def _look_ahead(self, tokens: tuple[int, ...], job: Pick) -> Steps:
+    def _look_ahead(self, tokens: tuple[int, ...], job: Pick, *, is_last: bool) -> Steps:
         """Guess at what follows the tokens, and note the next step; none follows the last."""
         steps: Steps = ()
         known, flying = job.pos + len(tokens), job.flying(tokens)
-        ends = tokens[-1] in self._order.ends or known >= job.limit
-        if self._foresight:
-            steps = self._foresight.after(tokens, job, ends=ends, depth=self.depth)
-        if ends and self._foresight:
-            self._foresight.keep(self._history)
+        ends = is_last or known >= job.limit
+        if self._speculator:
+            steps = self._speculator.after(tokens, job, ends=ends, depth=self.depth)
+        if ends and self._speculator:
+            self._speculator.keep(self._history)
         guesses = steps[0] if steps else ()
         if flying is None and not ends:
             self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))

@@ -18,7 +18,7 @@ from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch, attempt, through
 from meshllm.node.outgoing import Lane, Outgoing
 from meshllm.node.peers import Neighbours
-from meshllm.node.prefixes import Missed, go_back
+from meshllm.node.resume import Missed, go_back
 from meshllm.node.stopwatch import Stopwatch
 from meshllm.node.wire import fault_code, opened, sealed
 from meshllm.node.worker import Worker

@@ -10,14 +10,14 @@ time after the last one.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from contextvars import copy_context
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import NodeId
 from meshllm.node.entry import EntryNode
-from meshllm.node.generate import answer
+from meshllm.node.generate import RingBackend
 from meshllm.node.links import Links
 from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.runtime import RingRuntime
@@ -30,7 +30,7 @@ from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.problem import kv_rooms
 from meshllm.protocol.records import Lifecycle, State
-from meshllm.request import Event, Request
+from meshllm.request import Backend
 
 CALM_S = 1.0  # s without a request, after which an entry lets the plan change
 FORM_S = 20.0  # s that a ring is given to stand, once its entry has loaded
@@ -134,20 +134,17 @@ class Standing:
             return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
         return "its nodes load and link up"
 
-    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Answer as the entry.
+    @asynccontextmanager
+    async def backend(self) -> AsyncIterator[Backend]:
+        """Answer as the entry inside the context, and ask that the plan stay as it is.
 
         Raises:
-            LinkLost: this node is none, or its ring broke.
+            LinkLost: this node is not the entry, or its ring broke.
         """
         self._occupy(1)
         try:
             entry, plan, model = await self._own_ring()
-            text = await model.text()
-            events_of = answer(entry, model.worker, text, plan, request)
-            async with aclosing(events_of) as events:
-                async for event in events:
-                    yield event
+            yield RingBackend(entry, model.worker, await model.text(), plan)
         finally:
             self._occupy(-1)
 

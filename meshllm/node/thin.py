@@ -3,7 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from pathlib import Path
 
 from blake3 import blake3
@@ -25,7 +31,7 @@ from meshllm.protocol.mesh import Mesh
 from meshllm.protocol.meshwire import Talk, Why
 from meshllm.protocol.presence import MAX_CLIENTS
 from meshllm.protocol.ticket import Ticket, parse_ticket
-from meshllm.request import Event, Request
+from meshllm.request import Backend, Event, Request
 from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 
@@ -49,11 +55,9 @@ class Thin:
         self.links = Links(caller, machine, _Closed(), self)
         self.desk = Desk(self._me, self, self.links.post, asks_ingress=True)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request; see `desk.Desk.generate`."""
-        async with aclosing(self.desk.generate(request)) as events:
-            async for event in events:
-                yield event
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Let the mesh answer a request, see `Backend`."""
+        return self.desk.generate(request)
 
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
         """Be a client until cancelled, by a link to the inviter where there is one."""
@@ -95,12 +99,9 @@ class Thin:
         """Say why nobody can be asked."""
         return "no node of the mesh answers"
 
-    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+    def backend(self) -> AbstractAsyncContextManager[Backend]:
         """Refuse: a client holds no model."""
-        nothing: tuple[Event, ...] = ()
-        for event in nothing:
-            yield event
-        raise LinkLost(f"A client answers no request of {request.max_tokens} tokens")
+        raise LinkLost("A client answers no requests")
 
     def changed(self) -> None:
         """Hear that there may be somebody to ask."""

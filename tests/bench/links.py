@@ -22,13 +22,13 @@ from itertools import product
 
 import torch
 
-from meshllm.model.draft import Drafter
 from meshllm.model.source import Source, open_folder
 from meshllm.names import WireMode
-from meshllm.node.foresight import Speculation
 from meshllm.node.gauge import Measured
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
+from meshllm.protocol.drafting import Drafter
+from meshllm.protocol.speculation import Speculation
 from meshllm.testing.oracle import Oracle
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape

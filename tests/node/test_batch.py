@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.node.batch import Batch, attempt, through, value_of
+from meshllm.node.batch import Batch, attempt, through
 from meshllm.node.worker import Worker, compute_thread
 
 
@@ -205,12 +205,6 @@ async def test_no_job_is_lost_between_the_threads() -> None:
                 group.create_task(ask(number))
 
     assert sum(map(len, recorder.turns)) == 8 * 200
-
-
-def test_a_value_is_a_value_and_an_exception_is_raised() -> None:
-    assert value_of(3) == 3
-    with pytest.raises(KeyError, match="gone"):
-        value_of(KeyError("gone"))
 
 
 def test_values_go_through_together_and_what_failed_stays() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 
 from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut, UserError
 from meshllm.names import NodeId
-from meshllm.node import desk as module
+from meshllm.node import remote
 from meshllm.node.asking import AnswerReader, event_to_json, request_to_json
-from meshllm.node.desk import ATTEMPTS, MAX_ASKED, RING_S, Desk
+from meshllm.node.desk import MAX_ASKED, RING_S, Desk
+from meshllm.protocol.failover import ATTEMPTS
 from meshllm.protocol.meshwire import Ask, Hush, Said
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.testing.clock import run_virtual
@@ -52,7 +53,10 @@ class FakeRing:
     def reason(self) -> str:
         return "they sleep"
 
-    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+    def backend(self) -> AbstractAsyncContextManager["FakeRing"]:
+        return nullcontext(self)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         self.asked.append(request)
         try:
             for event in self.attempts.pop(0):
@@ -113,7 +117,7 @@ class World:
                 await story()
                 await asyncio.sleep(1)
             for desk in self.desks.values():
-                assert (desk._calls, desk._served, desk.counts.active) == ({}, {}, 0)
+                assert (desk._remote._calls, desk._served, desk.counts.active) == ({}, {}, 0)
             assert not [task for task in running if task.done()]
             for task in running:
                 task.cancel()
@@ -520,14 +524,14 @@ def test_an_odd_answer_is_the_fault_of_the_entry(world: World, data: bytes) -> N
 
 
 def test_an_entry_that_floods_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_UNREAD", 8 * len(event_to_json(Piece("a"))))
+    monkeypatch.setattr(remote, "MAX_UNREAD", 8 * len(event_to_json(Piece("a"))))
     desk = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
         async with aclosing(desk.generate(REQUEST)) as events:
             first = asyncio.ensure_future(anext(events))
             await asyncio.sleep(1)
-            ask, (call,) = asked(world), desk._calls.values()
+            ask, (call,) = asked(world), desk._remote._calls.values()
             for _ in range(99):
                 desk.receive(ENTRY, Said(ask, event_to_json(Piece("a"))), is_client=False)
             assert call.lines.qsize() == 8 + 1

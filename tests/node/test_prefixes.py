@@ -14,11 +14,8 @@ from meshllm.model.source import resolve
 from meshllm.names import SessionId
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.node.prefixes import MIN_SHARED, Prefixes
 from meshllm.node.session import Ended, Order, Token
-from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
 from meshllm.protocol.messages import Close, Data, Resume
-from meshllm.protocol.shelf import IDLE_S, Shelf
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.counting import CountingTransport
 from meshllm.testing.models import tiny_model
@@ -174,101 +171,6 @@ async def test_one_message_goes_ahead_of_the_rows(llama: Path) -> None:
         kinds = {Resume: 2, Data: 2, Close: 2}  # to the other rank and back
 
     assert len(counting.sent) - before == sum(kinds.values())
-
-
-class Slow(SpanCache):
-    """A cache of so many tokens, and nothing else."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-
-def shelf(blocks: int = 9) -> Shelf:
-    return Shelf(KvBudget([Room(blocks * BLOCK, lambda tokens: (tokens, 0))]))
-
-
-def kept(slack: int | None = None, *, prompt: int = 50) -> Prefixes:
-    prefixes = Prefixes(shelf(), slack, lambda: Slow(0))
-    prefixes.keep(SessionId(b"a" * 16), PROMPT, prompt, Slow(len(PROMPT)), len(PROMPT), 0.0)
-    return prefixes
-
-
-@pytest.mark.parametrize(
-    ("slack", "shared", "found"),
-    [
-        (None, MIN_SHARED - 1, 0),
-        (None, MIN_SHARED, MIN_SHARED),
-        (None, 40, 40),
-        (8, 32, 32),
-        (8, 31, 0),
-        (0, 40, 40),
-        (0, 39, 0),
-    ],
-)
-def test_what_is_shared_has_to_be_worth_it_and_within_reach(
-    slack: int | None, shared: int, found: int
-) -> None:
-    result = kept(slack).find((*PROMPT[:shared], *MORE), 1.0)
-
-    assert (result.base.length if result.base else 0) == found
-
-
-@pytest.mark.parametrize(
-    ("shared", "prompt", "whole"),
-    [(40, 30, True), (25, 30, True), (23, 30, False), (19, 20, False)],
-    ids=["next turn", "thoughts dropped", "another question", "a short beginning"],
-)
-def test_the_next_turn_takes_the_cache_and_another_chat_copies_it(
-    shared: int, prompt: int, whole: bool
-) -> None:
-    prefixes = kept(prompt=prompt)
-
-    found = prefixes.find((*PROMPT[:shared], *MORE), 1.0).base
-
-    assert found is not None
-    assert found.whole is whole
-    assert (prefixes.find((*PROMPT, *MORE), 1.0).base is None) is whole
-
-
-def test_what_nobody_asks_for_goes() -> None:
-    prefixes = kept()
-
-    prefixes.expire(IDLE_S)
-
-    assert prefixes.find((*PROMPT, *MORE), IDLE_S).base is None
-    assert prefixes.shelf.deadline is None
-
-
-def test_a_session_evicts_what_is_in_its_way() -> None:
-    prefixes = kept()
-    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
-
-    assert prefixes.find(MORE, 1.0).base is None
-    assert not prefixes._texts
-    assert prefixes.shelf.budget.kept_bytes == 0
-
-
-def test_where_there_is_no_room_for_a_copy_the_cache_itself_is_taken() -> None:
-    prefixes = kept()
-    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
-
-    start = prefixes.find((*PROMPT[:20], *MORE), 1.0)
-
-    assert start.base is not None
-    assert (start.base.length, start.base.whole, start.base.reach) == (20, True, len(PROMPT))
-    assert start.make().length == len(PROMPT)
-    assert not prefixes._texts
-
-
-def test_the_longest_text_is_found() -> None:
-    prefixes = Prefixes(shelf(), None, lambda: Slow(0))
-    for name, length in ((b"a", 20), (b"b", 35), (b"c", 25)):
-        prefixes.keep(SessionId(name * 16), PROMPT[:length], 40, Slow(length), length, 0.0)
-
-    found = prefixes.find(PROMPT, 1.0).base
-
-    assert found is not None
-    assert found.session == SessionId(b"b" * 16)
 
 
 @pytest.mark.parametrize("error", [ModelError("too far"), RuntimeError("out of memory")], ids=repr)

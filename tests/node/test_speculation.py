@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshllm.model.draft import Drafting, SuffixDrafting
+from meshllm.model.draft import SuffixDrafting
 from meshllm.model.runner import Runner
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source, resolve
@@ -16,6 +16,7 @@ from meshllm.names import Quant, Span
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ended, Order
+from meshllm.protocol.drafting import Drafting
 from meshllm.protocol.lookahead import STEPS
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
@@ -155,7 +156,7 @@ def test_an_end_token_among_the_guesses_is_the_last(source: Source) -> None:
     text = plain_text(source, SAMPLINGS[0])
     end = text[10]
     cut = text[: text.index(end) + 1]
-    order = Order(PROMPT, SAMPLINGS[0], TOKENS, lambda token: token == end, frozenset({end}))
+    order = Order(PROMPT, SAMPLINGS[0], TOKENS, lambda token: token == end)
     oracle = Oracle((*PROMPT, *text), 1.0)
     tokens, _ = asyncio.run(answer(source, oracle, nodes=2, order=order))
 

@@ -1,7 +1,7 @@
 """How far a node is, what it tells of it, and who waits for it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,19 +10,16 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
-from meshllm.node import standing as module
+from meshllm.node.generate import RingBackend
 from meshllm.node.standing import CALM_S, FORM_S, Standing
 from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.chunking import ring_times
 from meshllm.protocol.identity import short
 from meshllm.protocol.plan import Plan
 from meshllm.protocol.records import Lifecycle, State
-from meshllm.request import Event, Piece, Request
 from meshllm.testing.clock import run_virtual
 from tests.protocol.meshes import World, charter, profile
 from tests.protocol.nodes import A, B, C
-
-REQUEST = Request(raw="what?")
 
 
 def agreed() -> tuple[Agreement, Plan]:
@@ -236,30 +233,16 @@ def test_the_runtime_hears_when_all_have_loaded() -> None:
     run(story)
 
 
-def test_the_plan_stays_while_the_entry_answers_and_a_little_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    go = asyncio.Event()
-
-    async def answer(*made_of: object) -> AsyncGenerator[Event, None]:
-        assert made_of == ("entry", "worker", "text", PLAN, REQUEST)
-        yield Piece("a")
-        await go.wait()
-
-    monkeypatch.setattr(module, "answer", answer)
-
+def test_the_plan_stays_while_the_entry_answers_and_a_little_longer() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
         place.work()
         for _ in range(2):
-            go.clear()
-            async with aclosing(place.standing.answer(REQUEST)) as events:
-                assert await anext(events) == Piece("a")
+            async with place.standing.backend() as backend:
+                assert backend == RingBackend(*cast("Any", ("entry", "worker", "text", PLAN)))
                 await asyncio.sleep(CALM_S * 3)
                 assert not place.told[-1].may_change
-                go.set()
-                assert [event async for event in events] == []
             await asyncio.sleep(CALM_S / 2)
             assert not place.told[-1].may_change
         await asyncio.sleep(CALM_S)
@@ -269,30 +252,22 @@ def test_the_plan_stays_while_the_entry_answers_and_a_little_longer(
     run(story)
 
 
-def test_a_request_waits_for_the_ring_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(*_: object) -> AsyncGenerator[Event, None]:
-        yield Piece("a")
-
-    monkeypatch.setattr(module, "answer", answer)
-
+def test_a_request_waits_for_the_ring_of_this_node() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-
-        async def ask() -> list[Event]:
-            return [event async for event in place.standing.answer(REQUEST)]
-
-        asking = asyncio.ensure_future(ask())
+        asking = asyncio.ensure_future(ask(place))
         await asyncio.sleep(FORM_S / 2)
+        assert not asking.done()
         place.work()
-        assert await asking == [Piece("a")]
+        await asking
 
     run(story)
 
 
-async def first(place: Place) -> Event:
-    async with aclosing(place.standing.answer(REQUEST)) as events:
-        return await anext(events)
+async def ask(place: Place) -> None:
+    async with place.standing.backend():
+        pass
 
 
 def test_a_ring_that_does_not_stand_in_time_is_lost() -> None:
@@ -300,7 +275,7 @@ def test_a_ring_that_does_not_stand_in_time_is_lost() -> None:
         place = Place()
         place.serve()
         with pytest.raises(LinkLost, match="does not stand"):
-            await first(place)
+            await ask(place)
         assert asyncio.get_running_loop().time() == FORM_S
 
     run(story)
@@ -311,10 +286,10 @@ def test_who_is_not_the_entry_answers_nothing(me: bytes) -> None:
     async def story() -> None:
         place = Place(me)
         with pytest.raises(LinkLost, match="not the entry"):
-            await first(place)
+            await ask(place)
         place.serve()
         with pytest.raises(LinkLost, match="not the entry"):
-            await first(place)
+            await ask(place)
         await asyncio.sleep(2 * CALM_S)
         assert place.told[-1].may_change
 

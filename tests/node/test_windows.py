@@ -11,12 +11,12 @@ from random import Random
 import pytest
 import torch
 
-from meshllm.model.draft import Drafting
 from meshllm.model.source import Source
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ahead, Ended, Generation, Order, Token
 from meshllm.node.stopwatch import Stopwatch
+from meshllm.protocol.drafting import Drafting
 from meshllm.protocol.lookahead import DEPTHS, GUESSES, Lookahead, Window
 from meshllm.protocol.messages import Blob
 from meshllm.protocol.task import Embed

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from meshllm.errors import ModelError
 from meshllm.model.cache import SpanCache
-from meshllm.model.draft import Drafting
 from meshllm.model.runner import Runner
 from meshllm.model.source import Source, resolve
 from meshllm.names import WireMode
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
+from meshllm.protocol.drafting import Drafting
 from meshllm.protocol.link import MEASURE
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual

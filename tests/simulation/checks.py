@@ -130,7 +130,7 @@ class Checks:
     def _left_over(self) -> str | None:
         world, links = self._world, len(self.here) - 1
         for number, node in self.here.items():
-            if node.desk._calls or node.desk._served or node.desk.counts.active:
+            if node.desk._remote._calls or node.desk._served or node.desk.counts.active:
                 return f"{number} has requests on its desk"
             if node.standing.sessions:
                 return f"{number} has {node.standing.sessions} sessions"

@@ -23,17 +23,17 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import lru_cache
 from math import inf
-from typing import Any
 from unittest.mock import patch
 
 from meshllm.names import NodeId, Span
-from meshllm.node import planner, standing
+from meshllm.node import planner
+from meshllm.node.generate import RingBackend
 from meshllm.node.runtime import RingRuntime
 from meshllm.protocol.agreement import Agreement
 from meshllm.protocol.candidates import View
 from meshllm.protocol.identity import short
 from meshllm.protocol.plan import Plan
-from meshllm.request import Answer, Event
+from meshllm.request import Answer, Event, Request
 from tests.simulation.machines import Process, process_here
 from tests.simulation.toy import LAYERS
 
@@ -76,7 +76,7 @@ class Plans:
     def watched(self) -> Iterator[None]:
         """Look at every plan of the nodes that run in the context."""
         agree: Callable[[View, Agreement | None], Agreement] = vars(planner)["agree"]
-        answer: Callable[..., AsyncGenerator[Event, None]] = vars(standing)["answer"]
+        generate = RingBackend.generate
         follow = RingRuntime.follow
 
         def agreeing(view: View, before: Agreement | None = None) -> Agreement:
@@ -89,19 +89,18 @@ class Plans:
                 self._follows(runtime._me, runtime.plan, plan)
             follow(runtime, plan)
 
-        async def answering(*given: Any) -> AsyncGenerator[Event, None]:
-            plan = next(each for each in given if isinstance(each, Plan))
+        async def generating(backend: RingBackend, request: Request) -> AsyncGenerator[Event, None]:
             begin = asyncio.get_running_loop().time()
-            async with aclosing(answer(*given)) as events:
+            async with aclosing(generate(backend, request)) as events:
                 async for event in events:
                     if isinstance(event, Answer):
-                        self._served(plan, event, begin)
+                        self._served(backend.plan, event, begin)
                     yield event
 
         with (
             patch.object(planner, "agree", agreeing),
             patch.object(RingRuntime, "follow", following),
-            patch.object(standing, "answer", answering),
+            patch.object(RingBackend, "generate", generating),
         ):
             yield
 

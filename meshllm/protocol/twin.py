@@ -1,4 +1,4 @@
-"""Whether another process runs with the key of this node; knows no links."""
+"""Duplicate identity: whether another process runs with the key of this node."""
 
 from meshllm.errors import NotAuthorised
 

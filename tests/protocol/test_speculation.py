@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from meshllm.model.draft import Drafter, Drafting, SuffixDrafting
-from meshllm.node.foresight import SURE, Foresight, Speculation, Steps
+from meshllm.model.draft import SuffixDrafting
+from meshllm.protocol.drafting import Drafter, Drafting
 from meshllm.protocol.lookahead import GUESSES
+from meshllm.protocol.speculation import SURE, Speculation, Speculator, Steps
 from meshllm.protocol.task import Pick
 from meshllm.testing.oracle import Oracle
 
@@ -75,15 +76,15 @@ def write(
     speculation: Speculation, clock: Clock, tokens: int = 300, room: int = 99
 ) -> tuple[list[int], float]:
     """Write a text; return how much was guessed at each step, and the seconds per token."""
-    foresight, length, guessed = Foresight(speculation, TEXT[:10], clock), 10, []
-    guesses, begin = of(foresight.after((), pick(10), ends=True)), clock.now
+    speculator, length, guessed = Speculator(speculation, TEXT[:10], clock), 10, []
+    guesses, begin = of(speculator.after((), pick(10), ends=True)), clock.now
     while length < 10 + tokens:
         pairs = zip(guesses, TEXT[length:], strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         clock.now += STEP_S + ROW_S * len(guesses)
         come = TEXT[length : length + right + 1]
         limit = length + len(come) + 1 + room
-        guesses = of(foresight.after(come, Pick(0, length, None, guesses, limit)))
+        guesses = of(speculator.after(come, Pick(0, length, None, guesses, limit)))
         length += len(come)
         guessed.append(len(guesses))
     return guessed, (clock.now - begin) / (length - 10)
@@ -119,16 +120,16 @@ def test_there_are_as_many_guesses_as_numbers_of_rows_are_prepared() -> None:
 
 def test_texts_are_kept_for_those_to_come() -> None:
     drafting = SuffixDrafting()
-    Foresight(Speculation(drafting), [1], float).keep([4, 5, 6, 7, 8])
+    Speculator(Speculation(drafting), [1], float).keep([4, 5, 6, 7, 8])
 
-    assert Foresight(Speculation(drafting), [3, 4], float).after([5], pick(2))
+    assert Speculator(Speculation(drafting), [3, 4], float).after([5], pick(2))
 
 
 def test_a_model_hears_of_finished_texts_too() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
 
-    Foresight(Speculation(SILENT, draft=slow), [1], clock).keep([4, 5])
+    Speculator(Speculation(SILENT, draft=slow), [1], clock).keep([4, 5])
 
     assert slow.kept == [[4, 5]]
 
@@ -256,7 +257,7 @@ def test_who_is_not_sure_speaks_while_a_model_keeps_quiet() -> None:
     assert seconds < STEP_S / 2
 
 
-def far(drafting: Drafting, clock: Clock, **more: Any) -> Foresight:
+def far(drafting: Drafting, clock: Clock, **more: Any) -> Speculator:
     """Begin a text where trips are long and what is behind a step comes soon."""
     speculation = Speculation(drafting, **more)
     for rows in (1, 17):
@@ -264,12 +265,12 @@ def far(drafting: Drafting, clock: Clock, **more: Any) -> Foresight:
     for _ in range(20):
         speculation.times.note_next(17, 0.01)
     speculation.experience.is_known = True
-    foresight = Foresight(speculation, TEXT[:10], clock)
-    foresight.after((), pick(10), ends=True)
+    speculator = Speculator(speculation, TEXT[:10], clock)
+    speculator.after((), pick(10), ends=True)
     for _ in range(20):
-        for voice in foresight._voices:
+        for voice in speculator._sources:
             voice.lookahead.note(2, 16, 16)
-    return foresight
+    return speculator
 
 
 def sizes(steps: Steps) -> list[int]:
@@ -278,23 +279,23 @@ def sizes(steps: Steps) -> list[int]:
 
 def test_a_step_that_prepares_for_others_says_nothing_of_their_time() -> None:
     speculation, clock, prepared = Speculation(Oracle(TEXT, 1.0)), Clock(), [0]
-    foresight = Foresight(speculation, TEXT[:10], clock, lambda: prepared[0])
-    foresight.after((), pick(10), ends=True)
+    speculator = Speculator(speculation, TEXT[:10], clock, lambda: prepared[0])
+    speculator.after((), pick(10), ends=True)
 
     for length, seconds, more in ((10, 0.1, 0), (11, 9.0, 1), (12, 0.1, 0), (13, 9.0, 2)):
         clock.now += seconds
         prepared[0] += more
-        foresight.after(TEXT[length : length + 1], pick(length))
+        speculator.after(TEXT[length : length + 1], pick(length))
 
     assert abs(speculation.times.of(1) - 0.1) < 1e-9
 
 
 def test_many_steps_leave_together_and_each_that_was_right_makes_room_for_one_more() -> None:
-    foresight = far(Oracle(TEXT, 1.0), Clock())
+    speculator = far(Oracle(TEXT, 1.0), Clock())
 
-    steps = foresight.after(TEXT[10:11], pick(10, room=999), depth=8)
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
     guesses, ahead = steps[0], tuple(chain(*steps[1:]))
-    more = foresight.after(TEXT[11:28], pick(11, guesses, 999, ahead=ahead), depth=8)
+    more = speculator.after(TEXT[11:28], pick(11, guesses, 999, ahead=ahead), depth=8)
 
     assert sizes(steps) == [16] + [17] * 7
     assert sizes(more) == [17]
@@ -302,11 +303,11 @@ def test_many_steps_leave_together_and_each_that_was_right_makes_room_for_one_mo
 
 
 def test_behind_a_wrong_guess_all_steps_leave_anew() -> None:
-    foresight = far(Oracle(TEXT, 1.0), Clock())
+    speculator = far(Oracle(TEXT, 1.0), Clock())
 
-    steps = foresight.after(TEXT[10:11], pick(10, room=999), depth=4)
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
     ahead = tuple(chain(*steps[1:]))
-    again = foresight.after((11, 12, 0), pick(11, steps[0], 999, ahead=ahead), depth=4)
+    again = speculator.after((11, 12, 0), pick(11, steps[0], 999, ahead=ahead), depth=4)
 
     assert sizes(steps) == sizes(again) == [16, 17, 17, 17]
 
@@ -315,25 +316,25 @@ def test_behind_a_wrong_guess_all_steps_leave_anew() -> None:
     ("depth", "sizes_left"), [(8, [17]), (4, []), (1, [])], ids=["as many", "fewer", "one"]
 )
 def test_who_may_have_fewer_steps_in_flight_adds_none(depth: int, sizes_left: list[int]) -> None:
-    foresight = far(Oracle(TEXT, 1.0), Clock())
+    speculator = far(Oracle(TEXT, 1.0), Clock())
 
-    steps = foresight.after(TEXT[10:11], pick(10, room=999), depth=8)
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
     ahead = tuple(chain(*steps[1:]))
-    more = foresight.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=depth)
+    more = speculator.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=depth)
 
     assert sizes(more) == sizes_left
 
 
 def test_the_end_of_an_answer_is_guessed_in_shorter_steps() -> None:
-    foresight = far(Oracle(TEXT, 1.0), Clock())
+    speculator = far(Oracle(TEXT, 1.0), Clock())
 
-    assert sizes(foresight.after(TEXT[10:11], pick(10, room=30), depth=8)) == [16, 12, 2]
+    assert sizes(speculator.after(TEXT[10:11], pick(10, room=30), depth=8)) == [16, 12, 2]
 
 
 def test_caches_that_go_back_so_far_bound_what_is_in_flight() -> None:
-    foresight = far(Oracle(TEXT, 1.0), Clock())
+    speculator = far(Oracle(TEXT, 1.0), Clock())
 
-    steps = foresight.after(TEXT[10:11], pick(10, room=999, reach=31), depth=8)
+    steps = speculator.after(TEXT[10:11], pick(10, room=999, reach=31), depth=8)
 
     assert 16 < sum(sizes(steps)) <= 31
 
@@ -354,11 +355,11 @@ class Fickle(Echo):
 
 
 def test_who_says_something_else_than_what_is_in_flight_adds_nothing_to_it() -> None:
-    foresight = far(Fickle(2), Clock())
+    speculator = far(Fickle(2), Clock())
 
-    steps = foresight.after(TEXT[10:11], pick(10, room=999), depth=4)
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
     ahead = tuple(chain(*steps[1:]))
-    more = foresight.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=4)
+    more = speculator.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=4)
 
     assert sizes(steps) == [16, 17, 17, 17]
     assert more == ()
@@ -366,19 +367,19 @@ def test_who_says_something_else_than_what_is_in_flight_adds_nothing_to_it() -> 
 
 def test_guesses_that_take_time_are_made_one_step_at_a_time() -> None:
     clock = Clock()
-    foresight = far(SILENT, clock, draft=Slow(1.0, clock))
+    speculator = far(SILENT, clock, draft=Slow(1.0, clock))
 
-    assert sizes(foresight.after(TEXT[10:11], pick(10, room=999), depth=8)) == [16]
+    assert sizes(speculator.after(TEXT[10:11], pick(10, room=999), depth=8)) == [16]
 
 
 def test_a_model_is_not_asked_while_other_guesses_are_in_flight() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
-    foresight = far(Oracle(TEXT[:150], 1.0), clock, draft=slow)
-    foresight.after(TEXT[10:11], pick(10, room=999), depth=8)
+    speculator = far(Oracle(TEXT[:150], 1.0), clock, draft=slow)
+    speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
     looks = slow.looks
 
-    steps = foresight.after(TEXT[11:28], pick(11, TEXT[11:27], 999, ahead=(27, 28, 29)), depth=8)
+    steps = speculator.after(TEXT[11:28], pick(11, TEXT[11:27], 999, ahead=(27, 28, 29)), depth=8)
 
     assert slow.looks == looks
     assert steps
@@ -386,16 +387,16 @@ def test_a_model_is_not_asked_while_other_guesses_are_in_flight() -> None:
 
 def test_only_a_step_that_has_the_ring_to_itself_tells_the_time_of_a_trip() -> None:
     clock = Clock()
-    foresight = far(Oracle(TEXT, 1.0), clock)
-    times = foresight._speculation.times
-    steps = foresight.after(TEXT[10:11], pick(10, room=999), depth=4)
+    speculator = far(Oracle(TEXT, 1.0), clock)
+    times = speculator._speculation.times
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
     run, at, before = tuple(chain(*steps)), 16, times.pulse(17)
 
     for seconds in (0.6, 0.1, 0.1, 0.1, 9.9, 9.9):
         clock.now += seconds
         pos = 27 - 16 + at - 16
         job = pick(pos, run[at - 16 : at], 999, ahead=run[at:])
-        run += tuple(chain(*foresight.after(TEXT[pos : pos + 17], job, depth=4)))
+        run += tuple(chain(*speculator.after(TEXT[pos : pos + 17], job, depth=4)))
         at += 17
 
     assert times.of(17) == 0.3
@@ -405,18 +406,18 @@ def test_only_a_step_that_has_the_ring_to_itself_tells_the_time_of_a_trip() -> N
 
 def test_a_step_behind_a_flight_that_was_given_up_does_not_tell_the_time_of_a_trip() -> None:
     clock = Clock()
-    foresight = far(Oracle(TEXT[:13], 1.0), clock)
-    times = foresight._speculation.times
+    speculator = far(Oracle(TEXT[:13], 1.0), clock)
+    times = speculator._speculation.times
     clock.now += 0.3
-    foresight.after((10,), pick(10), depth=8)
+    speculator.after((10,), pick(10), depth=8)
     clock.now += 0.4
 
-    foresight.after((11, 0), pick(11, (11, 12), ahead=(13, 14)), depth=8)
+    speculator.after((11, 0), pick(11, (11, 12), ahead=(13, 14)), depth=8)
     clock.now += 9.9
-    foresight.after((14,), pick(13), depth=8)
+    speculator.after((14,), pick(13), depth=8)
     clock.now += 0.2
     before = times.of(1)
-    foresight.after((15,), pick(14), depth=8)
+    speculator.after((15,), pick(14), depth=8)
 
     assert before == pytest.approx(0.3)
     assert 0.2 < times.of(1) < 0.3

@@ -1,5 +1,5 @@
 from meshllm.errors import NotAuthorised
-from meshllm.node.twin import TWIN_S, Twin
+from meshllm.protocol.twin import TWIN_S, Twin
 
 
 def test_who_is_taken_for_another_for_long_enough_is_a_twin() -> None:

@@ -1,9 +1,9 @@
-"""Guesses for one generation and what they cost; knows nothing about how they are checked."""
+"""Speculation control of one generation: who drafts, how many guesses, and what they cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshllm.model.draft import Drafting
+from meshllm.protocol.drafting import Drafting
 from meshllm.protocol.lookahead import MAX_DEPTH, Experience, Lookahead, StepTimes
 from meshllm.protocol.task import Pick
 
@@ -42,8 +42,8 @@ class _Wish:
     depth: int
 
 
-class Foresight:
-    """Guesses at what follows one text."""
+class Speculator:
+    """Decides what is guessed behind one text."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class Foresight:
         self._speculation = shared = speculation
         self._clock, self._prepared = clock, prepared
         self._prompt = prompt
-        self._quick = self._spoke = _Voice(shared.drafting, shared.times, shared.experience)
-        self._voices = [self._quick]
+        self._quick = self._used = _Source(shared.drafting, shared.times, shared.experience)
+        self._sources = [self._quick]
         if shared.draft:
-            self._voices.append(_Voice(shared.draft, shared.times, shared.draft_experience))
+            self._sources.append(_Source(shared.draft, shared.times, shared.draft_experience))
         self._since: float | None = None
         self._before = 0  # what was prepared then
         self._burst, self._place = 1, 0  # steps that left together, and which of them is next
@@ -81,8 +81,8 @@ class Foresight:
             tokens = (*self._prompt, *tokens)
         else:
             self._learn(job, job.right(tokens), self._clock() - self._since)
-        for voice in self._voices:
-            voice.drafter.extend(tokens)
+        for source in self._sources:
+            source.drafter.extend(tokens)
         found = self._guess(wish) if room else ()
         self._place += 1
         if wish.flying is None:
@@ -109,23 +109,23 @@ class Foresight:
         elif 0 < self._place < self._burst:
             times.note_next(rows, seconds)
         tried = min(rows, len(job.guesses) + len(job.ahead))
-        for voice in self._voices:
-            own = tried if voice is self._spoke else 0
-            voice.lookahead.note(voice.confidence or 0, own, min(own, right))
+        for source in self._sources:
+            own = tried if source is self._used else 0
+            source.lookahead.note(source.confidence or 0, own, min(own, right))
 
     def _guess(self, wish: _Wish) -> Steps:
         """Ask who costs nothing first where it is sure, and last where it is not."""
         sure = self._quick.look() or 0
         if wish.flying is not None:
             return self._quick.guess(wish)
-        for voice in self._voices if sure >= SURE else reversed(self._voices):
-            steps = self._quick.guess(wish) if voice is self._quick else self._ask(voice, wish)
+        for source in self._sources if sure >= SURE else reversed(self._sources):
+            steps = self._quick.guess(wish) if source is self._quick else self._ask(source, wish)
             if steps:
-                self._spoke = voice
+                self._used = source
                 return steps
         return ()
 
-    def _ask(self, model: "_Voice", wish: _Wish) -> Steps:
+    def _ask(self, model: "_Source", wish: _Wish) -> Steps:
         """Count what a model takes; that it reads up on the text is no part of the price.
 
         As its guesses take time, there are none while others are in flight.
@@ -138,7 +138,7 @@ class Foresight:
         return steps
 
 
-class _Voice:
+class _Source:
     """A drafter, and how many of its guesses are wanted."""
 
     def __init__(self, drafting: Drafting, times: StepTimes, experience: Experience) -> None:
