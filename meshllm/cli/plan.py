@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
 ACCEPTANCE = 0.5  # of guesses; texts that repeat themselves have more, prose has less
 
+_STAGES = ("rank", "node", "layers", "memory", "room tokens", "compute ms", "wire ms")
 _POLICIES = ("policy", "nodes", "ms per token", "guessing", "first token ms", "slowest stage ms")
 
 EXAMPLES = """\b
@@ -130,11 +131,12 @@ class _Outlook:
                     "node": self.spec.names[hop.node],
                     "layers": str(hop.span),
                     "memory_bytes": memory,
+                    "room_tokens": room,
                     "compute_ms": hop.compute_s * 1e3,
                     "wire_ms": hop.wire_s * 1e3,
                     "bytes_per_token": hop.bytes_per_token,
                 }
-                for rank, hop, memory in self._ranks()
+                for rank, hop, memory, room in self._ranks()
             ],
             "standbys": self._standbys(),
             "head_ms": self.prediction.head_s * 1e3,
@@ -164,13 +166,13 @@ class _Outlook:
         """Lay it out for a person."""
         ranks = [
             (rank, self.spec.names[hop.node], str(hop.span), render.bytes_of(memory),
-             hop.compute_s * 1e3, hop.wire_s * 1e3)
-            for rank, hop, memory in self._ranks()
+             room, hop.compute_s * 1e3, hop.wire_s * 1e3)
+            for rank, hop, memory, room in self._ranks()
         ]  # fmt: skip
         token_s, guessed = self.prediction.seconds_per_token, self._guessing
         return "\n".join(
             [
-                render.table(("rank", "node", "layers", "memory", "compute ms", "wire ms"), ranks),
+                render.table(_STAGES, ranks),
                 *(f"standby {each['node']}: {each['reason']}" for each in self._standbys()),
                 "",
                 f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
@@ -185,13 +187,19 @@ class _Outlook:
             ]
         )
 
-    def _ranks(self) -> Iterator[tuple[int, "PredictedHop", int]]:
-        """Yield rank, hop and the bytes it needs: layers, one session's caches, and the ends."""
+    def _ranks(self) -> Iterator[tuple[int, "PredictedHop", int, int | None]]:
+        """Yield rank, hop, the bytes it needs, and the tokens for which it has room.
+
+        It needs layers, one session's caches, and the ends.
+        """
+        from meshllm.protocol.problem import room_tokens
+
+        rooms = room_tokens(self.plan, self.spec.offers, self.shape)
         caches = [each * self.shape.context for each in self.shape.kv_bytes_per_token]
-        for rank, hop in enumerate(self.prediction.hops):
+        for rank, (hop, room) in enumerate(zip(self.prediction.hops, rooms, strict=True)):
             span = slice(hop.span.start, hop.span.stop)
             ends = self.shape.ends_bytes if rank == 0 else 0
-            yield rank, hop, sum(self.shape.layer_bytes[span]) + sum(caches[span]) + ends
+            yield rank, hop, sum(self.shape.layer_bytes[span]) + sum(caches[span]) + ends, room
 
     def _standbys(self) -> list[dict[str, str]]:
         return [

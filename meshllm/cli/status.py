@@ -215,6 +215,9 @@ def _totals(ring: RingStatus) -> Iterator[str]:
             )
     if ring.stages and not measured:
         yield f"{'measured':<10}nothing yet: `meshllm ring trace` times an answer"
+    rooms = [stage.room_tokens for stage in ring.stages if stage.room_tokens is not None]
+    if rooms:
+        yield f"{'room':<10}{min(rooms)} tokens of KV cache for all sessions"
 
 
 def _foot(status: MeshStatus, columns: int) -> str:

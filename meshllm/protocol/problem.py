@@ -174,17 +174,18 @@ def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
     return rooms
 
 
-def room_tokens(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
+def room_tokens(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int | None]:
     """Tell the tokens of all sessions for which each rank of a plan has room.
+
+    None is a rank whose layers keep nothing, or that has none.
 
     Raises:
         UserError: a node of the plan made no offer.
     """
-    rooms = zip(plan.stages, kv_rooms(plan, offers, shape), strict=True)
-    return [
-        max(0, room) // max(1, sum(shape.kv_bytes_per_token[stage.span.start : stage.span.stop]))
-        for stage, room in rooms
-    ]
+    rooms = kv_rooms(plan, offers, shape)
+    spans = (slice(stage.span.start, stage.span.stop) for stage in plan.stages)
+    costs = (sum(shape.kv_bytes_per_token[span]) for span in spans)
+    return [max(0, room) // cost if cost else None for room, cost in zip(rooms, costs, strict=True)]
 
 
 def usable_bytes(offer: Offer, most: int | None = None) -> int:

@@ -10,6 +10,7 @@ def test_without_nodes_the_plan_is_for_this_machine(meshllm: Invoke) -> None:
     assert [stage["layers"] for stage in plan["stages"]] == ["0:8"]
     assert (plan["schema"], plan["model"], plan["standbys"]) == (1, "builtin", [])
     assert plan["stages"][0]["wire_ms"] == 0
+    assert plan["stages"][0]["room_tokens"] >= plan["context"]
 
 
 def test_a_plan_says_who_holds_what_and_why(meshllm: Invoke) -> None:

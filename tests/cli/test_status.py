@@ -93,6 +93,20 @@ def test_before_a_measurement_the_picture_shows_the_plan() -> None:
     assert "\nmeasured  nothing yet: `meshllm ring trace` times an answer\n" in text
 
 
+def test_the_room_of_the_ring_is_that_of_its_fullest_rank() -> None:
+    status = status_of(3)
+    rooms = (9000, 4711, None)
+    stages = (
+        replace(each, room_tokens=room)
+        for each, room in zip(status.ring.stages, rooms, strict=True)
+    )
+
+    text = lay_out(with_ring(status, stages=tuple(stages)), 80)
+
+    assert "\nroom      4711 tokens of KV cache for all sessions\n" in text
+    assert "\nroom" not in lay_out(status, 80)
+
+
 def test_what_was_measured_on_another_ring_is_not_shown() -> None:
     status = with_ring(status_of(3), measured=status_of(2).ring.measured)
 

@@ -104,13 +104,19 @@ def test_the_ring_is_told_as_it_forms(node: Owned) -> None:
     assert [(each.rank, each.node, each.layers) for each in ring.stages] == [
         (rank, show(stage.node), stage.span) for rank, stage in enumerate(plan.stages)
     ]
-    assert all(each.room_tokens for each in ring.stages)
+    assert {each.room_tokens for each in ring.stages} == {None}  # its layers keep nothing
     assert ring.predicted
     assert ring.predicted.ms_per_token > 0
     assert [hop.rank for hop in ring.predicted.hops] == [0, 1]
 
     node.see(is_served=True)
     assert (node.ring().state, node.ring().reason) == (RingState.SERVING, "")
+
+    charter = node.view.charter
+    assert charter
+    shape = replace(charter.shape, kv_bytes_per_token=(1,) * len(charter.shape.layer_bytes))
+    node.see(charter=replace(charter, shape=shape))
+    assert all(each.room_tokens for each in node.ring().stages)
 
 
 def test_without_a_plan_it_waits(node: Owned) -> None:
