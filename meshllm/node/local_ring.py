@@ -256,8 +256,8 @@ async def open_local_ring(
             for each in workers
         ]
         rooms = kv_rooms(plan, offers, plan_shape(model.shape))
-        for stage, each in zip(plan.stages, models, strict=True):
-            await each.hold(plan, stage.node)  # one by one: transformers builds one at a time
+        for stage, each, room in zip(plan.stages, models, rooms, strict=True):
+            await each.hold(plan, stage.node, room)  # one by one: transformers builds one at a time
         formed = LocalRing(plan, models, listeners, transport, rooms)
         await stack.enter_async_context(formed.running())
         yield formed

@@ -21,7 +21,6 @@ from meshllm.model.runner import Runner
 from meshllm.model.shape import ModelShape
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
-from meshllm.model.speed import memory_budget
 from meshllm.model.text import Text
 from meshllm.model.verdict import Verdict
 from meshllm.names import NodeId, Quant, Span
@@ -29,7 +28,6 @@ from meshllm.node.kv_rooms import budget_for
 from meshllm.node.options import InferenceConfig
 from meshllm.node.outgoing import settle
 from meshllm.node.session import Ends as HeldEnds
-from meshllm.node.shape import CONTEXT
 from meshllm.node.wire import is_out_of_memory
 from meshllm.node.worker import Worker, calibrate
 from meshllm.protocol.chunking import RingTimes, usual_pace
@@ -39,6 +37,7 @@ from meshllm.protocol.kv_budget import KvBudget
 from meshllm.protocol.lookahead import STEPS
 from meshllm.protocol.pace import Pace
 from meshllm.protocol.plan import Ends, Plan
+from meshllm.protocol.problem import HEADROOM_PERCENT
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = 256  # more than a message has beside its rows, sealed
 _WIDEST = 4  # bytes of an element on the wire
-_HELP_SHARE = 0.25  # of what is free beside the layers, at most, for a part of the head
+_HELP_SHARE = 0.5  # of the headroom, at most, for a part of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +168,10 @@ class ModelRuntime:
             self._text = await self.worker.run(Text.load, self.source.folder)
         return self._text
 
-    async def hold(self, plan: Plan, me: NodeId) -> LoadedSpan:
+    async def hold(self, plan: Plan, me: NodeId, room: int = 0) -> LoadedSpan:
         """Load what the plan gives this node; what it held before is let go first.
+
+        It has ``room`` bytes for caches beside the layers.
 
         Raises:
             ModelError: the weights are not here, or damaged.
@@ -188,7 +189,7 @@ class ModelRuntime:
                 self._loaded, span, rank == 0, alone, is_divided
             )
         if is_divided and 0 < rank == len(plan.stages) - 1 and held.help is None:
-            part = await self.worker.run(self._help_beside, span)
+            part = await self.worker.run(self._help_beside, span, room)
             self._held = held = replace(held, help=part) if part else held
         return held
 
@@ -243,25 +244,26 @@ class ModelRuntime:
         head, helped = run(outputs=ours), run(outputs=theirs) if theirs else None
         return LoadedSpan(span, HeldEnds(front, head, self.context, helped), None, draft)
 
-    def _help_beside(self, span: Span) -> Runner | None:
+    def _help_beside(self, span: Span, room: int) -> Runner | None:
         try:
-            return self._load_help(span)
+            return self._load_help(span, room)
         except (MeshError, RuntimeError, MemoryError, OSError) as error:  # layers can be served
             name = type(error).__name__
             logger.warning("no part of the head beside layers %s: %s: %s", span, name, error)
             return None
 
-    def _load_help(self, span: Span) -> Runner | None:
-        """Load the last rank's part of the head, where there is one, and room for it."""
-        shape, here = self.shape, slice(span.start, span.stop)
+    def _load_help(self, span: Span, room: int) -> Runner | None:
+        """Load the last rank's part of the head, where there is one, and the headroom takes it.
+
+        It is no part of the plan, so that it may take neither the room of layers nor of caches.
+        """
+        shape = self.shape
         if not (parts := parts_of(shape.vocab_size, shape.hidden_size)):
             return None
         size = len(parts[0]) * shape.hidden_size * shape.itemsize
-        room = memory_budget(share=_HELP_SHARE)
-        if self.config.memory_bytes is not None:
-            states = sum(shape.kv_bytes_per_token[here]) * min(self.context, CONTEXT)
-            room = min(room, self.config.memory_bytes - sum(shape.layer_bytes[here]) - states)
-        if size > room or not self._parts():
+        used = sum(shape.layer_bytes[span.start : span.stop]) + max(0, room)
+        headroom = used * HEADROOM_PERCENT // (100 - HEADROOM_PERCENT)
+        if size > headroom * _HELP_SHARE or not self._parts():
             return None
         return self._run(self._end, head=True, outputs=parts[0])
 

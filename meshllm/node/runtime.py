@@ -255,7 +255,9 @@ class RingRuntime:
 
     async def _load(self, plan: Plan) -> None:
         try:
-            self._span = await self._model.hold(plan, self._me)
+            rooms, rank = self._host.rooms(plan), plan.rank(self._me)
+            room = rooms[rank] if rooms and rank is not None else 0
+            self._span = await self._model.hold(plan, self._me, room)
         except MeshError as error:
             logger.warning("cannot load layers of %s: %s", plan.stages, error)
             self._act(self._machine.unloadable(error, self._now()))

@@ -12,11 +12,11 @@ from meshllm.model import head
 from meshllm.model.source import Source, resolve
 from meshllm.names import NodeId, Span
 from meshllm.node.model_runtime import ModelRuntime
-from meshllm.node.options import InferenceConfig
 from meshllm.node.worker import Worker
 from meshllm.protocol.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.codec import MAX_ROWS
 from meshllm.protocol.plan import Ends, Plan, Stage, Wire
+from meshllm.protocol.problem import HEADROOM_PERCENT
 from meshllm.protocol.stage import MAX_PENDING
 from meshllm.testing.clock import InlineExecutor
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
@@ -119,18 +119,17 @@ async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
     assert (before.help, after.help is None) == (None, False)
 
 
-@pytest.mark.parametrize("missing", [0, 1], ids=["enough", "a byte too few"])
-async def test_help_takes_no_memory_that_was_not_given(
-    llama: Path, missing: int, model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", [0, 4], ids=["enough", "too little"])
+async def test_help_takes_no_more_than_half_of_the_headroom(
+    missing: int, model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
-    shape, part = model.shape, 64 * 64 * 4
-    states = sum(shape.kv_bytes_per_token[2:]) * shape.context
-    config = InferenceConfig(memory_bytes=sum(shape.layer_bytes[2:]) + states + part - missing)
-    model = await ModelRuntime.open(resolve(str(llama)), Worker(InlineExecutor()), config)
+    layers, part = sum(model.shape.layer_bytes[5:]), 64 * 64 * 4
+    usable = part * 2 * (100 - HEADROOM_PERCENT) // HEADROOM_PERCENT
+    assert usable > layers
 
-    held = await model.hold(plan_of("0:2", "2:6"), B)
+    held = await model.hold(plan_of("0:5", "5:6"), B, usable - layers - missing)
 
     assert (held.help is None) is bool(missing)
 
@@ -138,7 +137,7 @@ async def test_help_takes_no_memory_that_was_not_given(
 async def test_a_part_of_the_head_that_cannot_be_loaded_keeps_no_rank_from_serving(
     model: ModelRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: Span) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(model, "_load_help", fail)
