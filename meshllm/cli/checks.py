@@ -16,8 +16,8 @@ import meshllm
 from meshllm.cli.client import START, door_path
 from meshllm.cli.finding import Finding, Verdict
 from meshllm.cli.netchecks import check_listening, check_network, check_ports
+from meshllm.cli.options import listed
 from meshllm.cli.render import bytes_of
-from meshllm.cli.spec import listed
 from meshllm.cli.status import ASTRAY_S, astray, clean, ms
 from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError

@@ -14,8 +14,7 @@ import typer
 from meshllm.cli import complete, render
 from meshllm.cli.local import import_heavy
 from meshllm.cli.news import News, news
-from meshllm.cli.options import inference_config, refuse_idle_draft, takes
-from meshllm.cli.spec import listed
+from meshllm.cli.options import inference_config, listed, refuse_idle_draft, takes
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import UserError
 from meshllm.log import event, setup

@@ -168,3 +168,9 @@ def help_of(key: Key) -> str:
 def _help(key: Key) -> str:
     extra = [] if key.default is None else [f"default: {plain(key.default)}"]
     return f"{help_of(key)}  [{'; '.join([*extra, f'env: {key.variable}'])}]"
+
+
+def listed(text: str | None) -> tuple[str, ...] | None:
+    """Split words at commas; None stays None."""
+    words = (word.strip() for word in (text or "").split(","))
+    return None if text is None else tuple(word for word in words if word)

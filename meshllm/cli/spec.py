@@ -240,9 +240,3 @@ def _number(table: Mapping[str, Any], key: str, most: float, *, zero: bool) -> f
     if is_number and 0 <= number <= most and (number or zero):
         return float(number)
     raise UserError(f"`{key}` is no number up to {most:.0f}", hint=f"write `{key} = 2.5`")
-
-
-def listed(text: str | None) -> tuple[str, ...] | None:
-    """Split words at commas; None stays None."""
-    words = (word.strip() for word in (text or "").split(","))
-    return None if text is None else tuple(word for word in words if word)
