@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeAlias, cast, get_args, get_type_hints
 
-from platformdirs import user_config_path, user_state_path
+from platformdirs import user_cache_path, user_config_path, user_state_path
 
 from meshllm.errors import UserError
 from meshllm.request import Request, Sampling
@@ -227,6 +227,11 @@ def state_path(settings: Settings) -> Path:
     if settings.state is not None:
         return Path(settings.state).expanduser().absolute()
     return user_state_path("meshllm", appauthor=False)
+
+
+def cache_path() -> Path:
+    """Name the folder of what can be made again, for all nodes of this user on this machine."""
+    return user_cache_path("meshllm", appauthor=False)
 
 
 _WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}

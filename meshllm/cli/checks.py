@@ -19,7 +19,7 @@ from meshllm.cli.netchecks import check_listening, check_network, check_ports
 from meshllm.cli.options import listed
 from meshllm.cli.render import bytes_of
 from meshllm.cli.status import ASTRAY_S, astray, clean, ms
-from meshllm.config import Settings, state_path
+from meshllm.config import Settings, cache_path, state_path
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model import device
 from meshllm.model.manifest import manifest
@@ -58,7 +58,7 @@ def examine(
     yield check_device(chosen.device)
     yield (model := check_model(chosen.model))
     if model.verdict != "fail":
-        yield check_weights(chosen.model, state_path(chosen) / "cache")
+        yield check_weights(chosen.model, cache_path())
         yield check_execution(chosen)
     yield from check_transports(transports, Registry.discover())
     parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))

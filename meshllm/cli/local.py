@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TypeAlias
 
 from meshllm.cli.options import inference_config
-from meshllm.config import Settings, state_path
+from meshllm.config import Settings, cache_path
 from meshllm.request import Backend
 
 Opener: TypeAlias = Callable[[Settings], AbstractAsyncContextManager[Backend]]
@@ -38,7 +38,7 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
         settings.nodes,
         settings.transport,
         Ends(settings.ends),
-        inference=inference_config(settings, cache=state_path(settings) / "cache"),
+        inference=inference_config(settings, cache=cache_path()),
     )
     return open_local_ring(resolve(settings.model), options)
 

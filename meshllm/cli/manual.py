@@ -38,7 +38,11 @@ _FILES = (
     (PROJECT_FILE, "Settings of a project, read in the working directory; stronger."),
     ("~/.local/state/meshllm/history", "Lines typed in conversations; only you can read it."),
     ("~/.cache/huggingface/hub", "Models that were downloaded."),
-    ("~/.cache/meshllm/kernels", "Machine code of kernels; may be deleted at any time."),
+    (
+        "~/.cache/meshllm",
+        "What was measured and checked on this machine, packed weights, and machine code of"
+        " kernels, for all nodes of the user; may be deleted at any time.",
+    ),
 )
 _VARIABLES = (
     ("HF_HOME", "Where models are kept."),

@@ -11,7 +11,7 @@ import typer
 from meshllm.cli import render
 from meshllm.cli.local import import_heavy
 from meshllm.cli.options import Json, settings, takes
-from meshllm.config import Scalar, Settings, state_path
+from meshllm.config import Scalar, Settings, cache_path
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _shape(chosen: Settings, context: int) -> "Shape":
     from meshllm.model.shape import KeptShape
     from meshllm.node.shape import plan_shape
 
-    cache = state_path(chosen) / "cache"
+    cache = cache_path()
     shape = KeptShape(find_folder(chosen.model), cache).read(chosen.model)
     if shape is None:
         import_heavy("meshllm.model.capacity")

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from platformdirs import user_state_path
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 import meshllm
+from meshllm.config import cache_path
 from meshllm.errors import ModelError
 from meshllm.model import parity
 from meshllm.model.families import Table, read_table, shrink, tiny_config
 from meshllm.model.loader import list_weights, open_file
 from meshllm.model.measure import PROBE_ERRORS, describe, measure
-from meshllm.model.memo import recall, remember
+from meshllm.model.memo import alone, recall, remember
 from meshllm.model.native import machine
 from meshllm.model.parity import RingSession, Session, WholeSession
 from meshllm.model.rotary import context_of
@@ -104,17 +104,20 @@ class Report:
 def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
     """Return the verdict on models with this config; measured once per machine and remembered.
 
-    ``folder`` holds what is remembered; by default it is in the user's state folder.
+    ``folder`` holds what is remembered; by default it is the user's cache.
     """
     table = read_table()
     if reason := table.excluded.get(config.model_type):
         return Verdict(config.model_type, equal=False, reason=reason)
     text = config.get_text_config(decoder=True)
-    folder, key = folder or user_state_path("meshllm") / "verdicts", _key(text)
+    folder, key = folder or cache_path(), _key(text)
     with suppress(TypeError):  # damaged, or of another version
         return Verdict(**recall(folder, *key))
-    verdict = table.explain(text.model_type, _measure_like(text, table))
-    remember(folder, asdict(verdict), *key)
+    with alone(folder, *key):
+        with suppress(TypeError):
+            return Verdict(**recall(folder, *key))
+        verdict = table.explain(text.model_type, _measure_like(text, table))
+        remember(folder, asdict(verdict), *key)
     return verdict
 
 

@@ -7,14 +7,20 @@ nothing is compiled, spread or symbolic, so stand-ins take their place for as lo
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from meshllm.config import cache_path
+from meshllm.model.memo import recall, remember
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 _CERTAIN = (
@@ -23,6 +29,8 @@ _CERTAIN = (
 )  # fmt: skip
 """What tells whether a condition holds, which is certain where sizes are numbers."""
 _PACKAGES = {"torch._dynamo", "sympy"}
+_UTILS = "transformers.utils.import_utils"
+_SCAN = "create_import_structure_from_path"
 
 
 class _StandIn(ModuleType):
@@ -107,20 +115,73 @@ def _index_masks() -> Any:
 def _import_whole() -> None:
     """Import transformers, which decides once whether tensors may be spread over machines.
 
-    It reads its 1,600 modules of models to see what is in them: here once, by itself twice.
+    It reads its 1,600 modules of models to see what is in them, twice; here that is kept.
     """
     if "transformers" in sys.modules:
         return
-    from transformers.utils import import_utils
-
-    spread, scan = torch.distributed.is_available, import_utils.create_import_structure_from_path
+    spread, hook = torch.distributed.is_available, _Hook()
     torch.distributed.is_available = lambda: False
-    import_utils.create_import_structure_from_path = lambda path: scan(
-        Path(path).parent if Path(path).is_file() else path
-    )
+    sys.meta_path.insert(0, hook)
     try:
-        import_utils.is_torch_distributed_available()
+        utils = import_module(_UTILS)
+        utils.is_torch_distributed_available()
         import_module("transformers.models")
     finally:
+        sys.meta_path.remove(hook)
         torch.distributed.is_available = spread
-        import_utils.create_import_structure_from_path = scan
+    setattr(utils, _SCAN, hook.scan)
+
+
+class _Hook(MetaPathFinder):
+    """Replaces a function of transformers as soon as there is one: importing the rest calls it."""
+
+    scan: Callable[[Path], Any]
+
+    def find_spec(self, name: str, path: Sequence[str] | None, _: Any = None) -> ModuleSpec | None:
+        """Find the module that has it, and no other."""
+        if name != _UTILS or not (spec := PathFinder.find_spec(name, path)) or not spec.loader:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_replace(module: ModuleType) -> None:
+            execute(module)
+            self.scan = vars(module)[_SCAN]
+            setattr(module, _SCAN, self.structure)
+
+        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+        return spec
+
+    def structure(self, path: str | Path) -> Any:
+        """Return what modules of a package define, as transformers found it when it was new."""
+        folder = Path(path).parent if Path(path).is_file() else Path(path)
+        key = "import structure", version("transformers"), str(folder), folder.stat().st_mtime_ns
+        cache = cache_path()
+        with suppress(TypeError, ValueError, LookupError):  # damaged
+            return _structure_from_json(recall(cache, *key))
+        utils = sys.modules[_UTILS]
+        setattr(utils, _SCAN, self.scan)  # it calls itself for folders inside
+        try:
+            structure = self.scan(folder)
+        finally:
+            setattr(utils, _SCAN, self.structure)
+        remember(cache, _structure_to_json(structure), *key)
+        return structure
+
+
+def _structure_to_json(value: Any) -> Any:
+    """Write dicts, by names or by sets of backends, as pairs, and sets of names as lists."""
+    if isinstance(value, Mapping):
+        pairs = value.items()
+        return {"pairs": [[_names(key), _structure_to_json(each)] for key, each in pairs]}
+    return sorted(value)
+
+
+def _structure_from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        pairs = ((key, _structure_from_json(each)) for key, each in value["pairs"])
+        return {key if isinstance(key, str) else frozenset(key): each for key, each in pairs}
+    return set(value)
+
+
+def _names(key: str | frozenset[str]) -> str | list[str]:
+    return key if isinstance(key, str) else sorted(key)

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from meshllm.errors import ModelError
 from meshllm.model.loader import list_weights, select
-from meshllm.model.memo import recall, remember
+from meshllm.model.memo import alone, recall, remember
 from meshllm.model.skeleton import Skeleton, build
 from meshllm.model.source import Source
 from meshllm.names import Digest
@@ -100,9 +100,13 @@ def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
         return None
     key = str(path), stat.st_size, stat.st_mtime_ns
     known: dict[str, str] | None = recall(cache, *key)
-    if not isinstance(known, dict):
-        known = dict(_hash(path))
-        remember(cache, known, *key)
+    if isinstance(known, dict):
+        return known
+    with alone(cache, *key):
+        known = recall(cache, *key)
+        if not isinstance(known, dict):
+            known = dict(_hash(path))
+            remember(cache, known, *key)
     return known
 
 

@@ -1,11 +1,13 @@
-"""Results kept in small files, so that they are not computed twice; knows not what they mean."""
+"""Results kept in small files, so that they are not computed twice, nor at once."""
 
+import fcntl
 import json
 import logging
 import os
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,12 @@ UNUSED_S = 90 * 86_400.0
 MOST = 4096
 """Records of a folder, of some hundred bytes to some thousand each; those used last stay."""
 
+WAIT_S = 60.0
+"""Seconds to wait for another process that computes the same."""
+
 _DIGITS = 64  # of the name of a record, hexadecimal
+_LOCK = ".lock"
+_POLL_S = 0.02
 _PART = ".part"  # ends the names of those that are being written
 
 log = logging.getLogger(__name__)
@@ -39,7 +46,7 @@ def remember(folder: Path, value: Any, *key: str | float) -> None:
     record, text = _record(folder, key), json.dumps(value)
     unfinished = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _prune(folder)
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=_PART, delete=False) as file:
             unfinished = Path(file.name)
@@ -52,12 +59,46 @@ def remember(folder: Path, value: Any, *key: str | float) -> None:
                 unfinished.unlink()
 
 
+@contextmanager
+def alone(folder: Path, *key: str | float) -> Iterator[None]:
+    """Wait while another process computes what a key names; look again for its result inside.
+
+    After `WAIT_S`, and where files cannot be locked, both compute it.
+    """
+    lock = _record(folder, key).with_suffix(_LOCK)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("w"))
+        except OSError as error:
+            log.info("`%s` is not locked: %s", lock, error)
+        else:
+            _wait_for(file.fileno())
+        yield
+
+
+def _wait_for(file: int) -> None:
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return
+            time.sleep(_POLL_S)
+        except OSError:  # a file system without locks
+            return
+        else:
+            return
+
+
 @cache
 def _prune(folder: Path) -> None:
     """Remove what was not used for long, once in a process and folder: all can be made again."""
     oldest = time.time() - UNUSED_S
     used = list[tuple[float, Path]]()
-    for path in (*folder.glob(f"{'[0-9a-f]' * _DIGITS}.json"), *folder.glob(f"tmp*{_PART}")):
+    names = f"{'[0-9a-f]' * _DIGITS}.json", f"{'[0-9a-f]' * _DIGITS}{_LOCK}", f"tmp*{_PART}"
+    for path in (each for name in names for each in folder.glob(name)):
         with suppress(OSError):  # another process removes it, too
             used.append((path.stat().st_mtime, path))
     used.sort(reverse=True)

@@ -31,8 +31,8 @@ import llvmlite
 import torch
 from blake3 import blake3
 from llvmlite import binding, ir
-from platformdirs import user_cache_path
 
+from meshllm.config import cache_path
 from meshllm.model.memo import recall, remember
 from meshllm.model.native_code import INT, Code
 
@@ -195,7 +195,7 @@ def private_folder() -> Path | None:
 
     None where it cannot be made, is not the user's, or can be written to by others.
     """
-    folder = user_cache_path("meshllm", appauthor=False) / "kernels"
+    folder = cache_path() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

@@ -7,19 +7,24 @@ from torch import Tensor
 from meshllm.model.cache import SpanCache
 from meshllm.model.execution import Strategy
 from meshllm.model.shard import Shard
-from meshllm.model.steps import ReplayedSteps, choose_steps
+from meshllm.model.steps import ReplayedSteps, Trial, choose_steps
+from meshllm.model.trial import try_steps
 
 
 class Runner:
     """Runs one shard."""
 
-    def __init__(self, shard: Shard, counts: Sequence[int] = ()) -> None:
+    def __init__(
+        self, shard: Shard, counts: Sequence[int] = (), trial: Trial | None = None
+    ) -> None:
         """Prepare for steps of one row and of each of ``counts``; none are stock steps.
+
+        ``trial`` says whether they can be used; None tries them here and now.
 
         A shard has one runner: it exchanges modules.
         """
         self.shard = shard
-        self.steps, self.execution = choose_steps(shard, counts)
+        self.steps, self.execution = choose_steps(shard, counts, trial or try_steps)
         self.step, self.step_many = self.steps.step, self.steps.step_many
         self.is_one_step, self.rehearsal = self.steps.takes, self.steps.warm_up
         self.new_cache = shard.new_cache

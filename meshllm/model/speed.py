@@ -19,7 +19,7 @@ from meshllm.model.exchange import exchange_modules
 from meshllm.model.execution import lacks_invariance
 from meshllm.model.lean import lean
 from meshllm.model.manifest import config_digest
-from meshllm.model.memo import recall, remember
+from meshllm.model.memo import alone, recall, remember
 from meshllm.model.native import machine
 from meshllm.model.native_linear import MOST_ROWS
 from meshllm.model.replay import SETTLED
@@ -29,6 +29,7 @@ from meshllm.model.shape import free_memory
 from meshllm.model.shard import Shard
 from meshllm.model.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.source import Source, stored_dtype
+from meshllm.model.trial import untried
 from meshllm.names import Quant, Span
 
 ROWS = (1, 8, 32, 128, 256, 1024)
@@ -68,7 +69,8 @@ def measure_speed(
     Steps of a few rows are taken as a node takes them, of a few layers. For many rows one layer is
     timed, on a GPU without the way there and back.
 
-    What was measured is remembered in the folder ``cache`` for a day.
+    What was measured is remembered in the folder ``cache`` for a day; processes that would measure
+    at the same time disturb one another, so that the second waits and takes what the first found.
 
     Raises:
         ModelError: transformers cannot build the model.
@@ -79,10 +81,13 @@ def measure_speed(
     )  # fmt: skip
     if known := _read(recall(cache, *key)):
         return known
-    with torch.inference_mode():
-        what = source, dtype, quant, device
-        speed = Speed(_layer_seconds(*what), _head_seconds(*what))
-    remember(cache, asdict(speed) | {"at_s": time.time()}, *key)
+    with alone(cache, *key):
+        if known := _read(recall(cache, *key)):
+            return known
+        with torch.inference_mode():
+            what = source, dtype, quant, device
+            speed = Speed(_layer_seconds(*what), _head_seconds(*what))
+        remember(cache, asdict(speed) | {"at_s": time.time()}, *key)
     return speed
 
 
@@ -144,7 +149,7 @@ def _stock_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
     context = context_of(skeleton.model.config) or max(ROWS)
-    runner = Runner(shard, (MOST_ROWS,) if device == CPU else ())
+    runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), untried)
 
     def seconds(rows: int) -> float:
         runner.prefill(_hidden(shard, rows), shard.new_cache())
@@ -172,7 +177,7 @@ def _step_seconds(
         return {}
     part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
     shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
-    runner, cache = Runner(shard, few), shard.new_cache()
+    runner, cache = Runner(shard, few, untried), shard.new_cache()
     if not runner.is_steady:
         return {}
     runner.step(_hidden(shard, 1), cache)
@@ -208,7 +213,7 @@ def _head_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
 
-    runner = Runner(shard, (MOST_ROWS,))
+    runner = Runner(shard, (MOST_ROWS,), untried)
 
     def seconds(rows: int) -> float:
         x = _hidden(shard, rows)

@@ -287,11 +287,17 @@ class GraphSteps:
         return rows <= MOST_ROWS
 
 
+Trial = Callable[[Shard, Steps, int], str]
+"""Says why steps of a shard cannot be used, of so many rows at most; or ""."""
+
+
 class NotInvariant(Exception):
     """Says why steps of several rows are not those of one, though the model allows it."""
 
 
-def choose_steps(shard: Shard, counts: Sequence[int]) -> tuple[Steps, Execution]:
+def choose_steps(
+    shard: Shard, counts: Sequence[int], trial: Trial = try_steps
+) -> tuple[Steps, Execution]:
     """Choose how steps of one row and of each of ``counts`` are run; none are stock steps."""
     if not counts:
         return _stock(shard, "one row per step is asked for")
@@ -301,8 +307,8 @@ def choose_steps(shard: Shard, counts: Sequence[int]) -> tuple[Steps, Execution]
         return _stock(shard, reason)
     try:
         if device != CPU:
-            return _on_gpu(shard)
-        steps = _on_cpu(shard, whole, frozenset((1, *counts)))
+            return _on_gpu(shard, trial)
+        steps = _on_cpu(shard, whole, frozenset((1, *counts)), trial)
     except (NotInvariant, Unfit, *PROBE_ERRORS) as error:
         restore_modules(shard.model)
         reason = (
@@ -335,12 +341,12 @@ def _execution(shard: Shard, strategy: Strategy, attention: str, reason: str = "
     return Execution(strategy, linears_of(shard.model), attention, reason)
 
 
-def _on_gpu(shard: Shard) -> tuple[Steps, Execution]:
+def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
     if not shard.new_cache().extends:
         raise NotInvariant("its caches cannot be written to from a graph")
     steps, reason = GraphSteps(shard), "not tried"
     try:
-        reason = try_steps(shard, steps, MOST_ROWS)
+        reason = trial(shard, steps, MOST_ROWS)
     finally:
         if reason:
             steps.attention.close()
@@ -349,13 +355,13 @@ def _on_gpu(shard: Shard) -> tuple[Steps, Execution]:
     return steps, _execution(shard, Strategy.GRAPH, "own")
 
 
-def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int]) -> InvariantSteps:
+def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial) -> InvariantSteps:
     if reason := exchange_modules(shard.model, shard.device, whole=whole):
         raise NotInvariant(reason)
     steps = InvariantSteps(shard, counts | {TRIED})
     reason = "not tried"
     try:
-        reason = try_steps(shard, steps)
+        reason = trial(shard, steps, TRIED)
     finally:
         if reason:
             steps.attention.close()

@@ -7,17 +7,24 @@ depends on these and not on the numbers. So a large span is not read from disk t
 layers are tried, as many as fit in `BUDGET` bytes, and one of each further kind.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from math import isnan
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor, nn
 
+import meshllm
 from meshllm.model.cache import SpanCache
-from meshllm.model.device import CPU, fetch, put
+from meshllm.model.device import CPU, fetch, name_of, put
+from meshllm.model.memo import recall, remember
+from meshllm.model.native import machine
 from meshllm.model.shard import Shard
 from meshllm.model.stub import LayerStub
 
@@ -52,6 +59,48 @@ class Steps(Protocol):
     ) -> list[Tensor]:
         """Run rows of several sessions."""
         ...
+
+
+def untried(shard: Shard, steps: Steps, most: int = TRIED) -> str:
+    """Try nothing: what is only timed gives nobody a text."""
+    _ = shard, steps, most
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTrial:
+    """Tries a part of a model once on a machine, and keeps it where that went well."""
+
+    cache: Path
+
+    def __call__(self, shard: Shard, steps: Steps, most: int = TRIED) -> str:
+        """Try steps, see `try_steps`."""
+        key = self._key(shard, most)
+        if recall(self.cache, *key) is True:
+            return ""
+        if not (reason := try_steps(shard, steps, most)):
+            remember(self.cache, True, *key)
+        return reason
+
+    @staticmethod
+    def _key(shard: Shard, most: int) -> tuple[str | float, ...]:
+        """Name all that chooses kernels: shapes, versions, the machine and its threads."""
+        model = shard.model
+        shapes = {name: [*each.shape, str(each.dtype)] for name, each in model.named_parameters()}
+        return (
+            "trial",
+            json.dumps(model.config.to_dict(), sort_keys=True, default=str),
+            json.dumps(shapes),
+            str(shard.span),
+            shard.quant,
+            most,
+            torch.get_num_threads(),
+            meshllm.__version__,
+            transformers.__version__,
+            torch.__version__,
+            name_of(shard.device),
+            *machine(),
+        )
 
 
 @torch.inference_mode()

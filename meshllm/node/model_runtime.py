@@ -22,6 +22,7 @@ from meshllm.model.shape import ModelShape
 from meshllm.model.shard import Shard
 from meshllm.model.source import Source
 from meshllm.model.text import Text
+from meshllm.model.trial import KeptTrial
 from meshllm.model.verdict import Verdict
 from meshllm.names import NodeId, Quant, Span
 from meshllm.node.kv_rooms import budget_for
@@ -289,4 +290,5 @@ class ModelRuntime:
             device=self.device,
             **more,
         )
-        return Runner(shard, self._steps)
+        cache = self.config.cache
+        return Runner(shard, self._steps, KeptTrial(cache) if cache else None)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 from meshllm import __version__
+from meshllm.config import cache_path
 from meshllm.errors import MeshError, NotAuthorised, OutOfMemory
 from meshllm.names import MeshId, NodeId
 from meshllm.node.beacon import Beacon, open_beacon
@@ -558,7 +559,7 @@ async def open_node(
                 )
             place = await stack.enter_async_context(open_place(options, keyring.key, transport))
             own = await enter(keyring, options, place.transports)
-            preparation = prepare(options, worker, keyring.folder / "cache")
+            preparation = prepare(options, worker, cache_path())
             node = MeshNode(options, keyring, preparation, place, own, off_loop)
             running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)

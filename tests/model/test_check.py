@@ -99,7 +99,7 @@ def test_a_damaged_record_is_measured_again(
     tmp_path: Path, counted: list[str], damage: str
 ) -> None:
     check(LlamaConfig(), folder=tmp_path)
-    (record,) = tmp_path.iterdir()
+    (record,) = tmp_path.glob("*.json")
     record.write_bytes(damage.encode(errors="surrogateescape"))
 
     assert check(LlamaConfig(), folder=tmp_path) == KNOWN
@@ -120,7 +120,7 @@ def test_a_wrapper_is_refused_with_its_reason(tmp_path: Path, counted: list[str]
 
     assert verdict.reason == "multimodal wrapper"
     assert not counted
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_a_wrapper_of_a_text_model_is_checked_as_that(tmp_path: Path, counted: list[str]) -> None:

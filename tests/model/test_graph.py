@@ -101,7 +101,7 @@ def test_the_attention_of_a_graph_outlives_its_recording(
 def test_a_graph_that_fails_its_trial_leaves_the_model_as_it_was(
     llama_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshllm.model.steps.try_steps", lambda *_: "not alike")
+    monkeypatch.setattr("meshllm.model.runner.try_steps", lambda *_: "not alike")
 
     runner = whole(llama_source)
 

@@ -1,6 +1,9 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import pytest
 
 UNUSED = {
     "sympy",
@@ -90,3 +93,30 @@ def test_models_on_meta_are_the_same_without_a_compiler() -> None:
     """
 
     assert run(code) == ["False", "True"]
+
+
+def test_what_transformers_defines_is_read_once_on_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = """
+        import builtins, io
+        from meshllm.model.lean import lean
+        opened, stock = [], io.open
+        builtins.open = lambda *it, **more: opened.append(str(it[0])) or stock(*it, **more)
+        with lean():
+            import transformers
+        from transformers import GPT2Config
+        from transformers.utils import import_utils
+        print(sum("modeling_" in name for name in opened) > 99, GPT2Config().model_type)
+        print(import_utils.create_import_structure_from_path.__module__, len(dir(transformers)))
+    """
+
+    first, second = run(code), run(code)
+    (record,) = (tmp_path / "meshllm").glob("*.json")
+    record.write_text('{"pairs": 3}')
+
+    assert first == ["True", *second[1:]]
+    assert second[:3] == ["False", "gpt2", "transformers.utils.import_utils"]
+    assert run(code) == first
+    assert run(code) == second

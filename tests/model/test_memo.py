@@ -1,10 +1,13 @@
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from meshllm.model import memo
-from meshllm.model.memo import recall, remember
+from meshllm.model.memo import alone, recall, remember
 
 
 def test_what_was_remembered_is_recalled_by_its_key(tmp_path: Path) -> None:
@@ -89,3 +92,54 @@ def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path) -> N
     remember(tmp_path / "file", 1, "key")
 
     assert recall(tmp_path / "file", "key") is None
+
+
+def test_what_two_processes_compute_at_once_is_computed_once(tmp_path: Path) -> None:
+    code = """
+        import sys, time
+        from pathlib import Path
+        from meshllm.model.memo import alone, recall, remember
+        folder = Path(sys.argv[1])
+        with alone(folder, "key"):
+            if (known := recall(folder, "key")) is None:
+                time.sleep(0.5)
+                remember(folder, known := sys.argv[2], "key")
+        print(known)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "new")]
+    running = [
+        subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"
+    ]
+    found = [each.communicate(timeout=60)[0].strip() for each in running]
+
+    assert found[0] == found[1]
+    assert found[0] in {"a", "b"}
+
+
+def test_one_that_does_not_end_is_not_waited_for_longer_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memo, "WAIT_S", 0.05)
+    with alone(tmp_path, "key"), alone(tmp_path, "other"), alone(tmp_path, "key"):
+        remember(tmp_path, 1, "key")
+
+    assert recall(tmp_path, "key") == 1
+
+
+def test_a_folder_that_cannot_be_written_to_keeps_nobody_from_computing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with alone(tmp_path / "file" / "folder", "key"):
+        pass
+
+
+def test_locks_go_with_what_was_not_used_for_long(tmp_path: Path) -> None:
+    with alone(tmp_path, "old"):
+        pass
+    (lock,) = tmp_path.glob("*.lock")
+    os.utime(lock, (0, 0))
+
+    memo._prune.cache_clear()
+    remember(tmp_path, 1, "new")
+
+    assert not lock.exists()

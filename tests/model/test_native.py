@@ -93,7 +93,7 @@ def test_damaged_machine_code_is_compiled_again(
 def test_machine_code_that_others_can_write_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native, "user_cache_path", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(native, "cache_path", lambda: tmp_path)
     find = native.private_folder.__wrapped__
 
     folder = find()

@@ -135,7 +135,7 @@ def test_an_error_of_ours_is_no_fallback(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise Bug
 
-    monkeypatch.setattr("meshllm.model.steps.try_steps", fail)
+    monkeypatch.setattr("meshllm.model.runner.try_steps", fail)
 
     with pytest.raises(Bug):
         runner_of(tmp_path, "qwen3", torch.bfloat16)

@@ -140,7 +140,7 @@ def test_a_damaged_record_is_measured_again(
 ) -> None:
     no_measuring(monkeypatch)
     measure_speed(source, torch.float32, tmp_path)
-    (record,) = tmp_path.iterdir()
+    (record,) = tmp_path.glob("*.json")
     record.write_text('{"at_s": "now"}')
 
     assert measure_speed(source, torch.float32, tmp_path) == KNOWN

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from meshllm.model.shard import Shard
-from meshllm.model.trial import ALIKE, abridged, chosen_layers, draw_rows, try_steps
+from meshllm.model.trial import (
+    ALIKE,
+    TRIED,
+    KeptTrial,
+    abridged,
+    chosen_layers,
+    draw_rows,
+    try_steps,
+)
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
 
@@ -98,3 +106,20 @@ def test_a_part_without_ends_is_tried_up_to_its_end(tmp_path: Path) -> None:
         output = shard.forward(draw_rows(shard), shard.new_cache())
 
     assert output.shape == (1, 29, 64)
+
+
+def test_a_trial_that_went_well_is_kept_for_this_part_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+    whole = Shard.load(source, Span(0, 6), embed=True, head=True)
+    part = Shard.load(source, Span(0, 4), embed=True, head=False)
+    trial, bad = KeptTrial(tmp_path / "cache"), "a step is"
+
+    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)  # which is not kept
+    assert trial(whole, Stepped(whole)) == ""
+    assert trial(whole, Stepped(whole, 1.1)) == ""  # it is not tried again
+    assert trial(part, Stepped(part, 1.1)).startswith(bad)
+    assert trial(whole, Stepped(whole, 1.1), TRIED + 1).startswith(bad)
+    monkeypatch.setattr("meshllm.model.trial.machine", lambda: ("another",))
+    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)
