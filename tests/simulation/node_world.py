@@ -16,9 +16,10 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
+from multiprocessing import Pool
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -28,6 +29,9 @@ from meshllm.protocol.identity import show, verify
 from tests.simulation.machines import Machines, process_here, time_of_day
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
+
+NAME = "tests.simulation.node_world"
+PART = 50  # schedules between two lines of progress
 
 
 class Ear(logging.Handler):
@@ -83,28 +87,46 @@ def simulate(seed: int) -> World:
         return runner.run(run())
 
 
+def run_some(seeds: Sequence[int], level: str) -> list[str]:
+    """Run schedules; return a history for each that goes wrong, or of all with debug logs."""
+    logging.getLogger("meshllm").propagate = False
+    logging.getLogger("meshllm").setLevel(level)
+    told = []
+    with shortcuts():
+        for seed in seeds:
+            world = simulate(seed)
+            if world.wrong:
+                again = f"again: python -m {NAME} --schedules 1 --seed {seed} --show"
+                told.append("\n".join([*world.history, f"seed {seed}: {world.wrong}", again]))
+            elif level == "DEBUG":
+                print("\n".join([*world.history, f"seed {seed}: all is well"]))
+    return told
+
+
 def main() -> None:
     """Run schedules, and stop at the first that goes wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run them")
     parser.add_argument("--keep-going", action="store_true", help="also after one that goes wrong")
     parser.add_argument("--show", action="store_true", help="print all histories, with debug logs")
     arguments = parser.parse_args()
-    logging.getLogger("meshllm").propagate = False
-    logging.getLogger("meshllm").setLevel("DEBUG" if arguments.show else "ERROR")
     start, bad = perf_counter(), 0
-    with shortcuts():
-        for seed in range(arguments.seed, arguments.seed + arguments.schedules):
-            world = simulate(seed)
-            if arguments.show or world.wrong:
-                print("\n".join([*world.history, f"seed {seed}: {world.wrong or 'all is well'}"]))
-            if world.wrong:
-                bad += 1
-                print(f"again: python -m {__spec__.name} --schedules 1 --seed {seed} --show")
-                if not arguments.keep_going:
-                    sys.exit(1)
-    print(f"{arguments.schedules} schedules in {perf_counter() - start:.1f} s: {bad} go wrong")
+    seeds = range(arguments.seed, arguments.seed + arguments.schedules)
+    parts = [seeds[at : at + PART] for at in range(0, len(seeds), PART)]
+    run = partial(run_some, level="DEBUG" if arguments.show else "ERROR")
+    with Pool(arguments.jobs) as pool:
+        for done, told in enumerate(pool.imap_unordered(run, parts), start=1):
+            for history in told:
+                print(history)
+            bad += len(told)
+            if bad and not arguments.keep_going:
+                sys.exit(1)
+            count = min(done * PART, len(seeds))
+            print(
+                f"{count} schedules in {perf_counter() - start:.1f} s: {bad} go wrong", flush=True
+            )
     sys.exit(bad > 0)
 
 

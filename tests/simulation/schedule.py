@@ -10,7 +10,7 @@ from tests.simulation.world import TIMERS, World
 
 BOUND = 120.0  # s from the last fault until all is well
 LEAVE_S = 10.0  # s for all to leave
-FRESH_S = 5.0  # s for a request when all is well
+FRESH_S = 10.0  # s for a request of each node when all is well: ten trips of up to 0.6 s each
 LOOK_S = 1.0
 BEACON_S = 30.0  # s from the last fault until nodes hear where all others are, and again
 TICKETS_S = (None, 3600.0, 1.5)  # s that a ticket lasts: some are late when they are used
@@ -274,8 +274,12 @@ class Schedule:
             before = len(world.asked)
             for number in sorted(self.checks.here):
                 world.ask(number, may_cancel=False)
-            await asyncio.sleep(FRESH_S)
-            for one in world.asked[before:]:
+            asked = world.asked[before:]
+            for _ in range(int(FRESH_S / LOOK_S)):
+                await asyncio.sleep(LOOK_S)
+                if all(one.outcome for one in asked):
+                    break
+            for one in asked:
                 if one.outcome != "answered":
                     world.fault(f"a fresh request at {one.number}: {one.outcome or 'no answer'}")
             await self._settle()  # the plan may change now that the entry is calm
