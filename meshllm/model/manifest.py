@@ -3,6 +3,7 @@
 import json
 import mmap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,13 @@ def manifest(source: Source, cache: Path) -> tuple[bytes, ...]:
         ),
         config_digest(source)[:PART_BYTES],
     )
+
+
+def hash_files(source: Source, cache: Path) -> None:
+    """Hash the weights ahead, beside other work; what is damaged is told by `manifest`."""
+    with suppress(ModelError):
+        for file in set(list_weights(source.folder).values()):
+            file_digests(source.folder / file, cache)
 
 
 def config_digest(source: Source) -> Digest:

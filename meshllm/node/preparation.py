@@ -1,12 +1,13 @@
 """What a node finds out before it offers anything: model, weights, speed; knows no links."""
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from meshllm.model.device import CPU
-from meshllm.model.manifest import config_digest, manifest
+from meshllm.model.manifest import config_digest, hash_files, manifest
 from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.source import Source, resolve
 from meshllm.model.speed import measure_speed, memory_budget
@@ -81,7 +82,11 @@ class Preparation:
     async def _open(self, source: Source, config: InferenceConfig) -> ModelRuntime:
         draft = await self._resolve(config.draft) if config.draft else None
         config = replace(config, cache=self.cache)
-        return await ModelRuntime.open(source, self.worker, config, draft)
+        hashing = asyncio.ensure_future(asyncio.to_thread(hash_files, source, self.cache))
+        try:
+            return await ModelRuntime.open(source, self.worker, config, draft)
+        finally:
+            await hashing
 
     async def _resolve(self, model: str) -> Source:
         return await self.worker.run(resolve, model, offline=True)

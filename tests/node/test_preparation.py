@@ -1,5 +1,6 @@
 """What a node finds out about its model before it offers anything."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,27 @@ async def test_what_the_process_takes_itself_counts_against_its_offer(
     assert profile.memory_bytes == limit
     assert profile.reserve_bytes > process_memory() // 2
     assert profile.reserve_bytes - process_memory() < (1 << 30)
+
+
+async def test_weights_are_hashed_while_the_model_is_looked_at(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparation = prepare(tmp_path, model=str(llama))
+    engine, _ = await preparation.found()
+    monkeypatch.setattr("meshllm.model.manifest._hash", None)
+
+    assert any((await preparation.offer(engine, EMPTY)).weights)
+
+
+async def test_damaged_weights_are_told_when_they_are_offered(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
+    preparation = prepare(tmp_path, model=str(tmp_path / "model"))
+
+    engine, _ = await preparation.found()
+
+    with pytest.raises(ModelError, match="is damaged"):
+        await preparation.offer(engine, EMPTY)
 
 
 async def test_a_draft_that_is_not_here_is_told(llama: Path, tmp_path: Path) -> None:
