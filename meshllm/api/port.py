@@ -6,9 +6,6 @@ from typing import Protocol
 from meshllm.request import Backend
 from meshllm.status import Change, Members, MeshStatus, Removed, RingStatus
 
-SOCKET = "door.sock"
-"""Name of its unix socket in the state folder."""
-
 
 class NodePort(Backend, Protocol):
     """A node as its owner sees it.

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from meshllm.errors import UserError
 
+SOCKET = "door.sock"
+"""Name of the socket in the state folder."""
 PATH_BYTES = 100  # sun_path has 104 bytes on macOS, 108 on Linux, with the zero at the end
 
 _ANSWERED = {0, errno.EAGAIN}  # EAGAIN: so many wait already that the queue is full

@@ -68,7 +68,7 @@ def chat(
     if callable(context.obj):  # a test brings its own
         opener = context.obj
     else:
-        opener, chosen = choose(chosen, flags)
+        opener, chosen = choose(chosen, flags, shows_model=text is None or as_json)
     if text is None:
         if as_json or raw:
             raise UserError("`--json` and `--raw` need a prompt", hint="give PROMPT, or pipe it in")

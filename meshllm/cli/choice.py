@@ -16,8 +16,12 @@ _OF_A_RING = (
 """What settles how a ring is formed, and so cannot be chosen for one that is there."""
 
 
-def choose(chosen: Settings, flags: Mapping[str, Scalar]) -> tuple[Opener, Settings]:
+def choose(
+    chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool = True
+) -> tuple[Opener, Settings]:
     """Return what opens the ring, and the settings with the model and nodes that it has.
+
+    A running node is asked for these where a model is asked for or shown, as that takes time.
 
     Raises:
         UserError: a flag asks for what the ring that would answer is not.
@@ -27,7 +31,13 @@ def choose(chosen: Settings, flags: Mapping[str, Scalar]) -> tuple[Opener, Setti
             raise UserError("`--nodes` is a ring in this process, `--join` a mesh elsewhere")
         return open_local, chosen
     if flags["join"] is None and running(chosen):
-        return open_door, _as_served(chosen, flags)
+        import logging
+
+        logging.getLogger(__name__).info("asking the node at %s", door_path(chosen))
+        _refuse(flags, _OF_A_RING, "the running node has a ring of its own")
+        if shows_model or flags["model"] is not None:
+            return open_door, _as_served(chosen, flags)
+        return open_door, change(chosen, {"model": "the running node"})
     if chosen.join is None:
         return open_local, chosen
     _refuse(flags, ("model", *_OF_A_RING), "the mesh of the ticket has a ring of its own")
@@ -46,12 +56,8 @@ async def open_ticket(settings: Settings) -> AsyncIterator[Backend]:
 def _as_served(chosen: Settings, flags: Mapping[str, Scalar]) -> Settings:
     """Take model and nodes from the running node."""
     import asyncio
-    import logging
 
-    path = door_path(chosen)
-    logging.getLogger(__name__).info("asking the node at %s", path)
-    _refuse(flags, _OF_A_RING, "the running node has a ring of its own")
-    status = asyncio.run(NodeClient(path).status())
+    status = asyncio.run(NodeClient(door_path(chosen)).status())
     if status.model is None:
         return chosen
     served = status.model.name

@@ -24,7 +24,7 @@ REPLY_S = 30.0  # for what a node knows by heart; its event loop computes nothin
 
 def door_path(settings: Settings) -> Path:
     """Name the socket of the node that these settings mean."""
-    from meshllm.api.port import SOCKET
+    from meshllm.api.unix import SOCKET
 
     return state_path(settings) / SOCKET
 

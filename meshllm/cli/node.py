@@ -136,9 +136,8 @@ def _log_all() -> None:
 async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path | None) -> None:
     import asyncio
 
-    from meshllm.api.port import SOCKET
     from meshllm.api.serve import serve
-    from meshllm.api.unix import is_answered
+    from meshllm.api.unix import SOCKET, is_answered
     from meshllm.cli.drain import draining
     from meshllm.node.control import control_of
     from meshllm.node.node import open_node

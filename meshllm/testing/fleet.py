@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import httpx2
 
-from meshllm.api.port import SOCKET
+from meshllm.api.unix import SOCKET
 from meshllm.errors import MeshError, TimedOut
 from meshllm.names import Quant
 from meshllm.node.asking import event_from_json, request_to_json

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import httpx2
 
-from meshllm.api.port import SOCKET
+from meshllm.api.unix import SOCKET
 from tests.bench.report import Report, counts, parser_of
 from tests.processes import fleet as fleets
 from tests.processes.fleet import ALONE, Node, open_fleet, until

@@ -17,8 +17,7 @@ from typing import Any, Self
 
 import httpx2
 
-from meshllm.api.port import SOCKET
-from meshllm.api.unix import is_answered
+from meshllm.api.unix import SOCKET, is_answered
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.credential import Role
 
