@@ -53,7 +53,10 @@ def _visible(match: re.Match[str]) -> str:
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in 3.11
-    """Ours, so that `setup` replaces no one else's."""
+    """Ours, so that `setup` replaces no one else's; a line of progress makes way for a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return ("\r\x1b[K" if self.stream.isatty() else "") + super().format(record)
 
 
 class _Fields(dict[str, Field]):

@@ -23,7 +23,7 @@ from meshllm.names import Span
 if TYPE_CHECKING:
     from meshllm.api.port import NodePort
     from meshllm.node.options import NodeOptions
-    from meshllm.status import MeshStatus
+    from meshllm.status import MeshStatus, RingStatus
 
 EXAMPLES = """\b
 Examples:
@@ -162,18 +162,41 @@ async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path 
 
 
 async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
-    """Tell what changes, until the events end."""
+    """Tell what changes, until the events end; on a terminal, what the ring waits for."""
+    import asyncio
+
     from meshllm.cli.status import clean
 
     before: MeshStatus | None = None
-    async with aclosing(node.events()) as events:
-        while True:
-            after = clean(node.status())
-            for each in news(before, after):
-                tell(each)
-            before = after
-            if await anext(events, None) is None:
-                return
+    loop = asyncio.get_running_loop()
+    reason, since = "", loop.time()
+    with render.Status(sys.stderr) as line:
+        async with aclosing(node.events()) as events:
+            while True:
+                after = clean(node.status())
+                line.clear()
+                for each in news(before, after):
+                    tell(each)
+                before = after
+                if after.ring.reason != reason:
+                    reason, since = after.ring.reason, loop.time()
+                waiting = asyncio.ensure_future(_count(line, after.ring, since))
+                try:
+                    if await anext(events, None) is None:
+                        return
+                finally:
+                    waiting.cancel()
+                    await asyncio.wait([waiting])
+
+
+async def _count(line: render.Status, ring: "RingStatus", since: float) -> None:
+    """Show each second what the ring waits for, and for how long it has, until it serves."""
+    import asyncio
+
+    while ring.state != "serving":
+        await asyncio.sleep(1)
+        waited = int(asyncio.get_running_loop().time() - since)
+        line.show(f"{ring.reason or ring.state}, {waited} s")
 
 
 def _invite(ticket: str, tell: Callable[[News], None], file: Path | None) -> None:

@@ -1,5 +1,7 @@
 import asyncio
+import io
 import json
+import logging
 import os
 import re
 import signal
@@ -10,12 +12,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 
-from meshllm.cli.node import SWITCH_S
+from meshllm.api.port import NodePort
+from meshllm.cli.node import SWITCH_S, _report
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
 from meshllm.model import device
@@ -24,6 +28,7 @@ from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.credential import Role
 from meshllm.protocol.ticket import Ticket
 from meshllm.status import MeshStatus
+from meshllm.testing.clock import run_virtual
 from tests.builders.status import status_of, waiting
 from tests.cli.conftest import Invoke
 
@@ -354,3 +359,38 @@ def test_a_service_is_printed_without_the_ticket(meshllm: Invoke, node: FakeNode
     assert "meshllm1secret" not in result.output
     assert result.stderr.startswith("a unit holds no ticket")
     assert node.options is None
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("status", "shown"), [(waiting("it waits"), True), (status_of(2), False)])
+def test_a_terminal_shows_what_is_waited_for_and_for_how_long(
+    status: MeshStatus, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Node(FakeNode):
+        async def events(self) -> AsyncGenerator[MeshStatus, None]:
+            for _ in range(2):  # an event without news begins no new count
+                yield status
+                await asyncio.sleep(2.5)
+
+    screen, node = Screen(), Node(statuses=[status] * 3)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    run_virtual(_report(cast("NodePort", node), lambda _: None))
+
+    seconds = re.findall(rf"{re.escape(status.ring.reason)}, (\d+) s", screen.getvalue())
+    assert seconds == (["1", "2", "3", "4"] if shown else [])
+    assert not screen.getvalue() or screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_a_record_takes_the_place_of_a_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    setup(0)
+    logging.getLogger("meshllm").warning("news")
+
+    assert screen.getvalue().startswith("\r\x1b[K")
+    assert screen.getvalue().endswith(" news\n")
