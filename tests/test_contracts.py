@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PLANTS = {
-    "Floors": ("meshllm/model/tensor.py", "import meshllm.node.worker"),
+    "Floors": ("meshllm/model/wire/payload.py", "import meshllm.node.worker"),
+    "Rooms of the model": ("meshllm/model/split/stubs.py", "import meshllm.model.steps.runner"),
     "Deciding is pure": ("meshllm/protocol/stage.py", "import time"),
-    "The model computes": ("meshllm/model/tensor.py", "import asyncio"),
+    "The model computes": ("meshllm/model/wire/payload.py", "import asyncio"),
     "The terminal": ("meshllm/node/gauge.py", "import rich"),
     "Typer carries": ("meshllm/cli/app.py", "import click"),
     "Plugins do not know": ("plugins/meshllm_loopback/pipe.py", "import meshllm_websocket.link"),

@@ -22,9 +22,9 @@ from meshllm.cli.status import ASTRAY_S, astray, clean, ms
 from meshllm.config import Settings, cache_path, state_path
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model import device
-from meshllm.model.manifest import manifest
-from meshllm.model.source import resolve, stored_dtype
-from meshllm.model.verdict import known_verdicts
+from meshllm.model.files.manifest import manifest
+from meshllm.model.files.source import resolve, stored_dtype
+from meshllm.model.parity.verdict import known_verdicts
 from meshllm.names import Quant
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.identity import show
@@ -225,8 +225,8 @@ def check_weights(name: str, cache: Path) -> Finding:
 
 def check_execution(chosen: Settings) -> Finding:
     """Tell how steps of the model would be run here, without loading it."""
-    from meshllm.model import native
-    from meshllm.model.execution import forecast
+    from meshllm.model.kernels import jit
+    from meshllm.model.steps.execution import forecast
 
     try:
         source, quant = resolve(chosen.model), Quant(chosen.quant)
@@ -240,7 +240,7 @@ def check_execution(chosen: Settings) -> Finding:
         return Finding("ok", "execution", "stock, one row per step, as `--exact` asks")
     if "--dtype" in found.reason:
         return Finding("warn", "execution", str(found), "choose `--dtype bfloat16`")
-    if where == device.CPU and (limits := native.limits()):
+    if where == device.CPU and (limits := jit.limits()):
         return Finding("warn", "execution", f"{found}; {'; '.join(limits)}")
     return Finding("ok", "execution", str(found))
 

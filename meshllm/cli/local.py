@@ -30,7 +30,7 @@ async def open_local(settings: Settings) -> AsyncIterator[Backend]:
 def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
     """Do what takes seconds, imports first, away from the event loop."""
     import_heavy()
-    from meshllm.model.source import resolve
+    from meshllm.model.files.source import resolve
     from meshllm.node.local_ring import RingOptions, open_local_ring
     from meshllm.protocol.plan import Ends
 

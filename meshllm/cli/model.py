@@ -20,7 +20,7 @@ from meshllm.names import Span
 if TYPE_CHECKING:
     import torch
 
-    from meshllm.model.check import Report
+    from meshllm.model.parity.check import Report
     from meshllm.model.shape import ModelShape
 
 CONTEXT = 4096  # tokens of cache that count as room for one session
@@ -77,10 +77,10 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
 
         from meshllm.model.capacity import shape_of
         from meshllm.model.device import CPU
-        from meshllm.model.execution import forecast
-        from meshllm.model.loader import list_weights
+        from meshllm.model.files.loader import list_weights
+        from meshllm.model.files.source import resolve
         from meshllm.model.shape import free_memory
-        from meshllm.model.source import resolve
+        from meshllm.model.steps.execution import forecast
 
         source = resolve(model)
         list_weights(source.folder)  # a config alone is no model
@@ -111,10 +111,10 @@ def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     """
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
-        import_heavy("meshllm.model.check")
-        from meshllm.model import check
-        from meshllm.model.settle import rounds_by_alignment
-        from meshllm.model.source import resolve
+        import_heavy("meshllm.model.parity.check")
+        from meshllm.model.files.source import resolve
+        from meshllm.model.parity import check
+        from meshllm.model.split.onemkl import rounds_by_alignment
 
         report = check.verify(resolve(model), dtype=_dtype(settings(flags)), progress=status.show)
     if as_json:
@@ -140,7 +140,7 @@ def pull(
     """Fetch a model from Hugging Face."""
     span = None if layers is None else Span.parse(layers)
     with _loading(f"fetching {model}"):
-        from meshllm.model.source import resolve
+        from meshllm.model.files.source import resolve
 
         source = resolve(model, revision=revision, span=span, download=True)
     render.out(str(source.folder))
@@ -149,7 +149,7 @@ def pull(
 @app.command()
 def families(as_json: Json = False) -> None:
     """List the model types: checked or refused, and why."""
-    from meshllm.model.verdict import known_verdicts
+    from meshllm.model.parity.verdict import known_verdicts
 
     verdicts = known_verdicts()
     if as_json:

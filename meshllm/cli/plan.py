@@ -93,7 +93,7 @@ def _shape(chosen: Settings, context: int) -> "Shape":
     if shape is None:
         import_heavy("meshllm.model.capacity")
         from meshllm.model.capacity import shape_of
-        from meshllm.model.source import resolve
+        from meshllm.model.files.source import resolve
 
         shape = shape_of(resolve(chosen.model), cache=cache)
     return plan_shape(shape, context)

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.anatomy import PROBE, run_on_meta, stubbed
-from meshllm.model.cache import SpanCache, WindowLayer, tensors_in
-from meshllm.model.quant_kernels import packed_bytes
-from meshllm.model.rotary import context_of
+from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.modules.quant_kernels import packed_bytes
 from meshllm.model.shape import KeptShape, ModelShape
-from meshllm.model.skeleton import Skeleton, build
-from meshllm.model.source import Source, stored_dtype
+from meshllm.model.split.anatomy import PROBE, run_on_meta, stubbed
+from meshllm.model.split.kv_cache import SpanCache, WindowLayer, tensors_in
+from meshllm.model.split.rope import context_of
+from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.names import Quant, Span
 
 UNLIMITED = 1 << 20  # tokens; for the rare config that gives no longest sequence

@@ -62,7 +62,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def lacks() -> str | None:
-    """Name what is missing here to launch steps on a GPU at once, see `meshllm.model.graph`."""
+    """Name what is missing to launch steps on a GPU, see `meshllm.model.steps.cuda_graph`."""
     if find_spec("triton") is None:
         return "Triton"
     compilers = os.environ.get("CC"), which("gcc"), which("clang")  # as Triton looks for one

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meshllm.config import cache_path
-from meshllm.model.memo import recall, remember
+from meshllm.model.json_cache import recall, remember
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 _CERTAIN = (

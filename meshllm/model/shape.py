@@ -13,8 +13,8 @@ from blake3 import blake3
 
 import meshllm
 from meshllm.errors import UserError
+from meshllm.model.json_cache import recall, remember
 from meshllm.model.locate import CONFIG
-from meshllm.model.memo import recall, remember
 from meshllm.names import Quant, Span
 from meshllm.strict_json import build
 

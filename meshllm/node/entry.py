@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.model.cache import SpanCache
-from meshllm.model.runner import Runner
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.runner import Runner
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch

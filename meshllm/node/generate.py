@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from meshllm.errors import UserError
-from meshllm.model.sample import validate
-from meshllm.model.text import Text
+from meshllm.model.sampling import validate
+from meshllm.model.text.tokenizer import Text
 from meshllm.node.entry import EntryNode
 from meshllm.node.gauge import Measured
 from meshllm.node.session import Ended, Order, Token

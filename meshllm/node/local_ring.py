@@ -13,10 +13,10 @@ from blake3 import blake3
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.model.device import CPU, free_bytes
-from meshllm.model.loader import list_weights
+from meshllm.model.files.loader import list_weights
+from meshllm.model.files.source import Source, resolve
 from meshllm.model.shape import free_memory
-from meshllm.model.source import Source, resolve
-from meshllm.model.text import Text
+from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId
 from meshllm.node.entry import EntryNode
 from meshllm.node.generate import RingBackend

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from meshllm.model.draft import SuffixDrafting
-from meshllm.model.runner import Runner
 from meshllm.model.shape import process_memory
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
+from meshllm.model.steps.runner import Runner
 from meshllm.node.entry import EntryNode
 from meshllm.node.stage import StageNode
 from meshllm.status import MemoryStatus

@@ -10,20 +10,20 @@ from typing import Any, Self
 import torch
 
 from meshllm.errors import MeshError, OutOfMemory
-from meshllm.model.cache import slack_of
 from meshllm.model.capacity import shape_of
-from meshllm.model.check import check
 from meshllm.model.device import CPU, choose
-from meshllm.model.draft import SuffixDrafting
-from meshllm.model.draft_model import Draft, ModelDrafting, find_draft
-from meshllm.model.head import Parts, find_parts, parts_of
-from meshllm.model.runner import Runner
+from meshllm.model.files.source import Source
+from meshllm.model.parity.check import check
+from meshllm.model.parity.verdict import Verdict
 from meshllm.model.shape import ModelShape
-from meshllm.model.shard import Shard
-from meshllm.model.source import Source
-from meshllm.model.text import Text
-from meshllm.model.trial import KeptTrial
-from meshllm.model.verdict import Verdict
+from meshllm.model.speculation.draft_model import Draft, ModelDrafting, find_draft
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
+from meshllm.model.split.kv_cache import slack_of
+from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.trial import KeptTrial
+from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId, Quant, Span
 from meshllm.node.kv_rooms import budget_for
 from meshllm.node.options import InferenceConfig
@@ -279,7 +279,7 @@ class ModelRuntime:
         return Span(self.shape.layers, self.shape.layers)
 
     def _run(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
-        shard = Shard.load(
+        shard = load_shard(
             self.source,
             span,
             embed=embed,

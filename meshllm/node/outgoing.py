@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshllm.model.execution import mixes
-from meshllm.model.skeleton import build
+from meshllm.model.split.skeleton import build
+from meshllm.model.steps.execution import mixes
 from meshllm.names import SessionId, WireMode
 from meshllm.node.wire import sealed
 from meshllm.protocol.blob import SessionKey, session_key

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from meshllm.model.device import CPU
-from meshllm.model.manifest import config_digest, hash_files, manifest
+from meshllm.model.files.manifest import config_digest, hash_files, manifest
+from meshllm.model.files.source import Source, resolve
 from meshllm.model.shape import process_memory, workspace_bytes
-from meshllm.model.source import Source, resolve
-from meshllm.model.speed import measure_speed, memory_budget
+from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest
 from meshllm.node.founding import amend, found_charter, refuse_other
 from meshllm.node.model_runtime import ModelRuntime

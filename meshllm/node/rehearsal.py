@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from meshllm.model.runner import Runner
+from meshllm.model.steps.runner import Runner
 from meshllm.node.worker import Worker
 
 QUIET_S = 1.0

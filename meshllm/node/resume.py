@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshllm.errors import ModelError
-from meshllm.model.cache import SpanCache
+from meshllm.model.split.kv_cache import SpanCache
 from meshllm.protocol.shelf import Base
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
-from meshllm.model.cache import SpanCache
-from meshllm.model.runner import Runner
-from meshllm.model.sample import pick
+from meshllm.model.sampling import pick
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.runner import Runner
 from meshllm.node.gauge import Gauge, Measured
 from meshllm.node.outgoing import Lane
 from meshllm.node.resume import Missed, Start, go_back

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import IntegrityFault, PeerFault
-from meshllm.model.runner import Runner
+from meshllm.model.steps.runner import Runner
 from meshllm.node.wire import opened
 from meshllm.protocol.blob import SessionKey
 from meshllm.protocol.messages import Blob, Logits

@@ -10,9 +10,9 @@ from typing import Any, assert_never
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
-from meshllm.model.cache import SpanCache
-from meshllm.model.head import BLOCK
-from meshllm.model.runner import Runner
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.lm_head import BLOCK
+from meshllm.model.steps.runner import Runner
 from meshllm.names import SessionId, WireMode
 from meshllm.node.alarm import Alarm
 from meshllm.node.batch import Batch, attempt, through

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshllm.model.cache import SpanCache
+from meshllm.model.split.kv_cache import SpanCache
 from meshllm.node.batch import attempt, through
 from meshllm.node.session import Ends, Generation
 from meshllm.node.split_head import HeadParts, SplitStep

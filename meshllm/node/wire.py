@@ -17,7 +17,7 @@ from meshllm.errors import (
     PeerFault,
     TimedOut,
 )
-from meshllm.model.tensor import from_payload, to_payload
+from meshllm.model.wire.payload import from_payload, to_payload
 from meshllm.protocol.blob import SessionKey, check, seal
 from meshllm.protocol.messages import Blob, DType, FaultCode
 

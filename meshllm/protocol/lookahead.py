@@ -35,7 +35,7 @@ from operator import attrgetter
 GUESSES = (0, 1, 2, 4, 8, 11, 16)
 """What is chosen from: few numbers, so that each is measured soon.
 
-With AVX-512, 12 rows are one pass over the weights, see `meshllm.model.native_bf16`."""
+With AVX-512, 12 rows are one pass over the weights, see `meshllm.model.kernels.gemm_bf16`."""
 STEPS = tuple(1 + guesses for guesses in GUESSES if guesses)
 """Rows of a step with guesses."""
 MAX_CONFIDENCE = 3

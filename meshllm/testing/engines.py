@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from meshllm.model.device import CPU, fetch, put
-from meshllm.model.execution import matrix_bytes
-from meshllm.model.parity import divide
-from meshllm.model.replay import SETTLED
-from meshllm.model.runner import Runner
-from meshllm.model.shard import Shard
-from meshllm.model.skeleton import quiet
-from meshllm.model.source import Source, open_folder
-from meshllm.model.steps import InvariantSteps, ReplayedSteps, Steps
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.parity.cases import divide
+from meshllm.model.split.shard import Shard
+from meshllm.model.split.skeleton import quiet
+from meshllm.model.steps.execution import matrix_bytes
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.strategies import InvariantSteps, ReplayedSteps, Steps
 from meshllm.names import Quant, Span
 from meshllm.protocol.lookahead import STEPS
 from meshllm.testing.table1 import TRANSFORMERS
@@ -91,7 +92,7 @@ def line_up(
         told(f"{quant} loads")
         contestants += _node(source, quant, device)
     told("stock steps load")
-    shard = Shard.load(source, _all(source), embed=True, head=True, device=device)
+    shard = load_shard(source, _all(source), embed=True, head=True, device=device)
     stock = Contestant("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
     told("two shards load")
     return [*contestants, stock, _exact(source, size, device)]
@@ -129,7 +130,7 @@ def _stock(source: Source, device: torch.device) -> Contestant:
 
 def _node(source: Source, quant: Quant, device: torch.device) -> Iterator[Contestant]:
     """Run one shard as a node does that is alone; where steps can be replayed, both ways."""
-    shard = Shard.load(source, _all(source), embed=True, head=True, quant=quant, device=device)
+    shard = load_shard(source, _all(source), embed=True, head=True, quant=quant, device=device)
     size, steps = matrix_bytes(shard.model, quant), Runner(shard, STEPS).steps
     eager = steps.inner if isinstance(steps, ReplayedSteps) else steps
     if isinstance(eager, InvariantSteps):
@@ -162,7 +163,7 @@ def _begin(steps: Steps, shard: Shard) -> Callable[[Task], Forward]:
 def _exact(source: Source, size: int, device: torch.device) -> Contestant:
     """Run two shards one after the other, each token as transformers does."""
     shards = [
-        Shard.load(source, part.span, embed=part.embed, head=part.head, device=device)
+        load_shard(source, part.span, embed=part.embed, head=part.head, device=device)
         for part in divide(source.config.num_hidden_layers, 2)
     ]
 

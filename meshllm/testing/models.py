@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from meshllm.model.families import read_table, tiny_config
-from meshllm.model.skeleton import quiet
-from meshllm.model.source import Source, open_folder
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.parity.families import read_table, tiny_config
+from meshllm.model.split.skeleton import quiet
 
 
 def tiny_model(

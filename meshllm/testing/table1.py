@@ -22,10 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from meshllm.errors import UserError
+from meshllm.model.files.source import Source, resolve
 from meshllm.model.locate import BUILTIN
-from meshllm.model.skeleton import quiet
-from meshllm.model.source import Source, resolve
-from meshllm.model.text import Text
+from meshllm.model.split.skeleton import quiet
+from meshllm.model.text.tokenizer import Text
 from meshllm.names import Quant
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from meshllm.model.source import Source, resolve
+from meshllm.model.files.source import Source, resolve
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.protocol.plan import Ends

@@ -18,7 +18,7 @@ from random import Random
 
 import torch
 
-from meshllm.model.source import Source, open_folder
+from meshllm.model.files.source import Source, open_folder
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.testing.table1 import DIMENSIONS, random_model

@@ -22,7 +22,7 @@ from itertools import product
 
 import torch
 
-from meshllm.model.source import Source, open_folder
+from meshllm.model.files.source import Source, open_folder
 from meshllm.names import WireMode
 from meshllm.node.gauge import Measured
 from meshllm.node.local_ring import RingOptions, open_local_ring

@@ -19,9 +19,9 @@ from typing import Self
 
 import torch
 
-from meshllm.model.shard import Shard
-from meshllm.model.skeleton import Part, quiet
-from meshllm.model.source import open_folder
+from meshllm.model.files.source import open_folder
+from meshllm.model.split.skeleton import Part, quiet
+from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from tests.bench.report import Report, parser_of
 
@@ -127,9 +127,9 @@ def measure(folder: Path, span: str, dtype: str) -> Cost:
     """Load one span in this process, and run one token through it."""
     part = parse(span)
     source = open_folder(folder.name, folder)
-    Shard.load(source, Span(1, 2), embed=False, head=False)  # what is paid once per process
+    load_shard(source, Span(1, 2), embed=False, head=False)  # what is paid once per process
     with Peak() as loading:
-        shard = Shard.load(
+        shard = load_shard(
             source,
             part.span,
             embed=part.embed,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshllm.model.quant import quantise
-from meshllm.model.skeleton import quiet
-from meshllm.model.tensor import from_payload, to_payload
+from meshllm.model.modules.quantize import quantise
+from meshllm.model.split.skeleton import quiet
+from meshllm.model.wire.payload import from_payload, to_payload
 from meshllm.names import Quant
 from tests.builtin.score import MAX_TOKENS, WEIGHTS, Case, Message, Result, evaluate, load
 

@@ -17,7 +17,7 @@ from time import perf_counter
 
 import torch
 
-from meshllm.model.source import Source, open_folder
+from meshllm.model.files.source import Source, open_folder
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.request import Sampling

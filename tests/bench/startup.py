@@ -21,8 +21,8 @@ from unittest.mock import patch
 
 import torch
 
+from meshllm.model.files.source import resolve
 from meshllm.model.locate import BUILTIN
-from meshllm.model.source import resolve
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from tests.bench.growth import ask, client_of
 from tests.bench.report import Report, parser_of

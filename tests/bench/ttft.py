@@ -26,9 +26,9 @@ from time import perf_counter
 import torch
 
 from meshllm.model.capacity import shape_of
-from meshllm.model.source import Source, open_folder
-from meshllm.model.speed import measure_speed
-from meshllm.model.wire8 import packed_size
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.timing import measure_speed
+from meshllm.model.wire.int8 import packed_size
 from meshllm.names import Quant, WireMode
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig

@@ -31,8 +31,8 @@ from typing import Self
 
 import torch
 
+from meshllm.model.files.source import resolve
 from meshllm.model.locate import BUILTIN
-from meshllm.model.source import resolve
 from meshllm.request import Answer, Request
 from meshllm.testing.fleet import Fleet, Site, open_fleet
 from meshllm.testing.table1 import DIMENSIONS, NUMBER_TOKENS, WORD, random_model

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from meshllm.model.source import open_folder
+from meshllm.model.files.source import open_folder
 from meshllm.names import SESSION_ID_BYTES, Quant, SessionId
 from meshllm.node.worker import Worker, compute_thread
 from meshllm.protocol.blob import check, seal, session_key

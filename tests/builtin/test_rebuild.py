@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from tests.builtin.training import corpus, network, train
 from tests.builtin.training.tokens import batch
 

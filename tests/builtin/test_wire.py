@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from meshllm.names import Quant, WireMode
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig

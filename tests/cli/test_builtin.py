@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from meshllm.cli.app import app
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 
 
 @pytest.fixture(scope="module")

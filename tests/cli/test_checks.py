@@ -10,7 +10,7 @@ from meshllm.cli.finding import Finding
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.model import device
-from meshllm.model.verdict import known_verdicts
+from meshllm.model.parity.verdict import known_verdicts
 from meshllm.node.keyring import Keyring
 from meshllm.protocol.identity import show
 from meshllm.status import NodeState
@@ -244,7 +244,9 @@ def test_how_steps_would_be_run_is_told() -> None:
 
 
 def test_kernels_that_cannot_be_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshllm.model.native.limits", lambda: ("no compiled kernels: forbidden",))
+    monkeypatch.setattr(
+        "meshllm.model.kernels.jit.limits", lambda: ("no compiled kernels: forbidden",)
+    )
 
     told = checks.check_execution(Settings(model="builtin"))
 

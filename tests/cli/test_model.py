@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshllm.model import capacity, check, settle, source, verdict
-from meshllm.model.check import Report, Split
-from meshllm.model.skeleton import Part
-from meshllm.model.verdict import Verdict
+from meshllm.model import capacity
+from meshllm.model.files import source
+from meshllm.model.parity import check, verdict
+from meshllm.model.parity.check import Report, Split
+from meshllm.model.parity.verdict import Verdict
+from meshllm.model.split import onemkl
+from meshllm.model.split.skeleton import Part
 from meshllm.names import Span
 from tests.cli.conftest import Invoke
 
@@ -82,7 +85,7 @@ def test_rounding_is_told_from_error(
 ) -> None:
     report = replace(EQUAL, splits=(Split(HALVES, False, True, 2e-6, 2e-7),))
     monkeypatch.setattr(check, "verify", lambda *_, **__: report)
-    monkeypatch.setattr(settle, "rounds_by_alignment", lambda: blamed)
+    monkeypatch.setattr(onemkl, "rounds_by_alignment", lambda: blamed)
 
     result = meshllm("model", "verify", "builtin")
     as_json = json.loads(meshllm("model", "verify", "builtin", "--json").stdout)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from meshllm.model import graph
-from meshllm.model.attention import attend_alone
+from meshllm.model.steps import cuda_graph
+from meshllm.model.steps.attention import attend_alone
 
 GPU = torch.device("meta")
 ONCE = ["there", "back", "wait"]
@@ -85,16 +85,16 @@ def graphs_pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     graph does.
     """
     with pretended(monkeypatch) as traffic, monkeypatch.context() as patch:
-        patch.setattr(graph, "_kernel", lambda: attend_by_table)
-        patch.setattr(graph, "_capture", _again)
-        patch.setattr(graph, "fetch", torch.clone)
+        patch.setattr(cuda_graph, "_kernel", lambda: attend_by_table)
+        patch.setattr(cuda_graph, "_capture", _again)
+        patch.setattr(cuda_graph, "fetch", torch.clone)
         yield traffic
 
 
 def attend_by_table(
     query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """Do what `meshllm.model.triton_attention.attend` does, in the memory of this process."""
+    """Do what `meshllm.model.kernels.triton_attention.attend` does, in memory of this process."""
     groups, rows = key.shape[1:3]
     mixed = query.new_zeros(1, rows, query.shape[1], value.shape[3])
     with _disable_current_modes():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshllm.model.native_linear import use_own_gemm
-from meshllm.model.runner import Runner
+from meshllm.model.modules.linear_bf16 import use_own_gemm
+from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant
 
 

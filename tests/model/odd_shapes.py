@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from meshllm.model.families import read_table, tiny_config
-from meshllm.model.measure import specimen
-from meshllm.model.source import Source
+from meshllm.model.files.source import Source
+from meshllm.model.parity.compare import specimen
+from meshllm.model.parity.families import read_table, tiny_config
 
 _FIVE = {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1}
 _SEVEN = {"hidden_size": 84, "num_attention_heads": 7, "num_key_value_heads": 7}

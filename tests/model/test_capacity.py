@@ -14,9 +14,9 @@ from transformers import (
 
 from meshllm.errors import ModelError
 from meshllm.model.capacity import UNLIMITED, shape_of
+from meshllm.model.files.source import Source, open_folder
 from meshllm.model.shape import ModelShape, cache_cost, free_memory, mean_kv_bytes, workspace_bytes
-from meshllm.model.shard import Shard
-from meshllm.model.source import Source, open_folder
+from meshllm.model.steps.load import load_shard
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 
@@ -81,7 +81,7 @@ def test_each_layer_counts_its_own_state() -> None:
 def test_a_session_costs_what_its_cache_allocates(name: str, tmp_path: Path) -> None:
     source = tiny_model(tmp_path, name)
     shape = shape_of(source)
-    shard = Shard.load(source, Span(1, 5), embed=False, head=False)
+    shard = load_shard(source, Span(1, 5), embed=False, head=False)
     cache, cost = shard.new_cache(), cache_cost(shape, Span(1, 5))
 
     for rows in (1, 5, 60, 30):
@@ -128,7 +128,7 @@ def test_the_sizes_are_those_of_what_is_loaded(name: str, tmp_path: Path) -> Non
     shape = shape_of(source)
 
     for layer in range(shape.layers):
-        shard = Shard.load(source, Span(layer, layer + 1), embed=False, head=False)
+        shard = load_shard(source, Span(layer, layer + 1), embed=False, head=False)
         held = sum(parameter.nbytes for parameter in shard.model.parameters())
         assert held == shape.layer_bytes[layer]
 

@@ -9,15 +9,15 @@ import torch
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model import device as module
-from meshllm.model import speed
-from meshllm.model.cache import SpanCache
+from meshllm.model import timing
 from meshllm.model.capacity import shape_of
 from meshllm.model.device import CPU, choose, fetch, fetch_all, name_of, put, put_all
-from meshllm.model.draft_model import Draft
-from meshllm.model.parity import WholeSession
-from meshllm.model.runner import Runner
-from meshllm.model.shard import Shard
-from meshllm.model.source import Source, open_folder
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.parity.cases import WholeSession
+from meshllm.model.speculation.draft_model import Draft
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
 from meshllm.testing.models import stock_model, tiny_model
 from tests.model.gpu import GPU, ONCE, needs_gpu, pretended
@@ -47,7 +47,7 @@ def source(llama: Path) -> Source:
 def load(source: Source, device: torch.device, dtype: torch.dtype | None = None) -> list[Runner]:
     """Load the parts of a model of 6 layers, for steps of one row at a time."""
     shards = [
-        Shard.load(source, span, embed=not span.start, head=not span, dtype=dtype, device=device)
+        load_shard(source, span, embed=not span.start, head=not span, dtype=dtype, device=device)
         for span in PARTS
     ]
     return [Runner(shard) for shard in shards]
@@ -250,7 +250,9 @@ def test_all_of_a_part_is_on_its_device(
 
 def test_only_the_cpu_has_another_layout(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[object] = []
-    monkeypatch.setattr("meshllm.model.exchange.pack", lambda model, skip: packed.append(model))
+    monkeypatch.setattr(
+        "meshllm.model.modules.exchange.pack", lambda model, skip: packed.append(model)
+    )
 
     load(source, GPU)
     load(source, CPU)
@@ -272,8 +274,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_gives_of_its_own_memory() -> None:
     gpu = torch.device("cuda", 1)
 
-    assert speed.memory_budget(device=gpu) == 640
-    assert speed.memory_budget(10_000, device=gpu) == 800
+    assert timing.memory_budget(device=gpu) == 640
+    assert timing.memory_budget(10_000, device=gpu) == 800
 
 
 def test_each_device_has_a_speed_of_its_own(
@@ -285,13 +287,13 @@ def test_each_device_has_a_speed_of_its_own(
         asked.append(device)
         return 0.5
 
-    monkeypatch.setattr(speed, "_head_seconds", seconds)
-    monkeypatch.setattr(speed, "_layer_seconds", lambda *_: ((1, 0.5),))
+    monkeypatch.setattr(timing, "_head_seconds", seconds)
+    monkeypatch.setattr(timing, "_layer_seconds", lambda *_: ((1, 0.5),))
     gpus(1)
     devices = [CPU, torch.device("cuda", 0), CPU]
 
     for device in devices:
-        speed.measure_speed(source, torch.float32, tmp_path, device=device)
+        timing.measure_speed(source, torch.float32, tmp_path, device=device)
 
     assert asked == devices[:2]
 
@@ -299,12 +301,12 @@ def test_each_device_has_a_speed_of_its_own(
 def test_a_gpu_is_waited_for_before_the_clock_is_read(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed, "_step_seconds", lambda *_: {})
+    monkeypatch.setattr(timing, "_step_seconds", lambda *_: {})
 
     with pretended(monkeypatch) as traffic, torch.inference_mode():
-        speed._layer_seconds(source, torch.float32, Quant.NONE, GPU)
+        timing._layer_seconds(source, torch.float32, Quant.NONE, GPU)
         layer = traffic.taken()
-        speed._head_seconds(source, torch.float32, Quant.NONE, GPU)
+        timing._head_seconds(source, torch.float32, Quant.NONE, GPU)
         head = traffic.taken()
 
     assert layer[-6:] == ["wait", "there", "wait", "wait", "back", "wait"]
@@ -360,9 +362,9 @@ def test_no_layer_waits(tmp_path: Path, family: str) -> None:
 def test_a_gpu_is_measured(source: Source, tmp_path: Path) -> None:
     gpu = choose("cuda", torch.float32)
 
-    found = speed.measure_speed(source, torch.float32, tmp_path, device=gpu)
+    found = timing.measure_speed(source, torch.float32, tmp_path, device=gpu)
 
     assert all(0 < seconds < 60 for _, seconds in found.layer_s)
     assert 0 < found.head_s < 60
-    assert 0 < speed.memory_budget(device=gpu) < torch.cuda.mem_get_info(gpu)[1]
+    assert 0 < timing.memory_budget(device=gpu) < torch.cuda.mem_get_info(gpu)[1]
     assert torch.cuda.get_device_name(gpu) in name_of(gpu)

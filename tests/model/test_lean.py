@@ -28,14 +28,15 @@ def test_a_model_is_loaded_and_run_without_a_compiler() -> None:
         import_heavy("meshllm.node.node")
         import torch
         from meshllm.model.capacity import shape_of
-        from meshllm.model.runner import Runner
-        from meshllm.model.shard import Shard
-        from meshllm.model.source import resolve
-        from meshllm.model.text import Text
+        from meshllm.model.steps.runner import Runner
+        from meshllm.model.steps.load import load_shard
+        from meshllm.model.split.shard import Shard
+        from meshllm.model.files.source import resolve
+        from meshllm.model.text.tokenizer import Text
         from meshllm.names import Span
         source = resolve("builtin")
         tokens = torch.tensor([Text.load(source.folder).encode("hello")])
-        shard = Shard.load(source, Span(0, shape_of(source).layers), embed=True, head=True)
+        shard = load_shard(source, Span(0, shape_of(source).layers), embed=True, head=True)
         runner = Runner(shard, (1, 2))
         cache = runner.new_cache()
         runner.prefill(tokens, cache)
@@ -79,8 +80,8 @@ def test_models_on_meta_are_the_same_without_a_compiler() -> None:
         with lean():
             from meshllm.model.capacity import shape_of
         import torch
-        from meshllm.model.families import read_table, tiny_config
-        from meshllm.model.skeleton import build
+        from meshllm.model.parity.families import read_table, tiny_config
+        from meshllm.model.split.skeleton import build
         def look(kind):
             skeleton = build(tiny_config(kind, read_table()), torch.bfloat16)
             shapes = {name: tuple(t.shape) for name, t in skeleton.model.state_dict().items()}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshllm.model.capacity import shape_of
+from meshllm.model.files.source import resolve
 from meshllm.model.shape import KeptShape
-from meshllm.model.source import resolve
 from meshllm.names import Quant
 from meshllm.testing.models import tiny_model
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshllm.errors import Busy, UserError
-from meshllm.model.cache import GrowingLayer
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
+from meshllm.model.split.kv_cache import GrowingLayer
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.options import InferenceConfig

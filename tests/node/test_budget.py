@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.protocol.plan import Ends

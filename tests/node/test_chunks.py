@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshllm.model.source import Source, resolve
+from meshllm.model.files.source import Source, resolve
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Order, Token

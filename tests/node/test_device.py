@@ -9,10 +9,11 @@ import torch
 
 from meshllm.errors import UserError
 from meshllm.model.device import CPU
-from meshllm.model.graph import Graph
-from meshllm.model.shard import Shard
-from meshllm.model.source import Source, resolve
-from meshllm.model.speed import measure_speed
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.split.shard import Shard
+from meshllm.model.steps.cuda_graph import Graph
+from meshllm.model.steps.load import load_shard
+from meshllm.model.timing import measure_speed
 from meshllm.names import NodeId, Quant, Span
 from meshllm.node import model_runtime
 from meshllm.node import preparation as preparation_module
@@ -83,7 +84,7 @@ async def test_a_node_holds_its_layers_on_its_device(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(model_runtime, "choose", choosing(GPU, asked))
-    monkeypatch.setattr("meshllm.model.steps.lacks_invariance", lambda *_: "not tried")
+    monkeypatch.setattr("meshllm.model.steps.strategies.lacks_invariance", lambda *_: "not tried")
     worker = Worker(InlineExecutor())
 
     engine = await ModelRuntime.open(source, worker, InferenceConfig(device="auto"), source)
@@ -185,13 +186,12 @@ async def test_a_ring_may_be_part_gpu(
     source: Source, monkeypatch: pytest.MonkeyPatch, on_gpu: Sequence[int]
 ) -> None:
     expected = await write(source)
-    load = Shard.load
 
     def loading(source: Source, span: Span, **options: Any) -> Shard:
         rank = int(0 < span.start < 6)
         device = torch.device("cuda", 0) if rank in on_gpu else CPU
-        return load(source, span, **options | {"device": device})
+        return load_shard(source, span, **options | {"device": device})
 
-    monkeypatch.setattr(Shard, "load", loading)
+    monkeypatch.setattr("meshllm.node.model_runtime.load_shard", loading)
 
     assert await write(source) == expected

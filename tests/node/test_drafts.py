@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshllm.errors import ModelError
-from meshllm.model.draft import SuffixDrafting
-from meshllm.model.source import Source, open_folder
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ended, Order, Token

@@ -7,7 +7,7 @@ import pytest
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import shape_of
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from meshllm.names import Digest, NodeId, Quant
 from meshllm.node.founding import (
     Names,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.errors import UserError
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.request import (

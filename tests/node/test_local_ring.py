@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshllm.errors import IntegrityFault, LinkLost, ModelError, PeerFault, UserError
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from meshllm.node import local_ring
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.model.cache import SpanCache
-from meshllm.model.draft import MAX_STORE, SuffixDrafting
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
+from meshllm.model.speculation.prompt_lookup import MAX_STORE, SuffixDrafting
+from meshllm.model.split.kv_cache import SpanCache
 from meshllm.names import SessionId
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.memory import measure

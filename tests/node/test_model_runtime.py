@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import ModelError
-from meshllm.model import head
-from meshllm.model.source import Source, resolve
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.steps import lm_head as head
 from meshllm.names import NodeId, Span
 from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.worker import Worker

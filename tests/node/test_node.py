@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from meshllm.names import Span
 from meshllm.node import node as node_module
 from meshllm.node.control import control_of

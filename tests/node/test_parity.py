@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshllm.model.source import Source, resolve
+from meshllm.model.files.source import Source, resolve
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.request import Sampling

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshllm.errors import ModelError, UserError
-from meshllm.model.cache import SpanCache
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
+from meshllm.model.split.kv_cache import SpanCache
 from meshllm.names import SessionId
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig

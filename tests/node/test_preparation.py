@@ -9,8 +9,8 @@ import pytest
 
 from meshllm.errors import ModelError
 from meshllm.model.capacity import shape_of
+from meshllm.model.files.source import resolve
 from meshllm.model.shape import process_memory
-from meshllm.model.source import resolve
 from meshllm.names import Digest, Span, WireMode
 from meshllm.node import model_runtime
 from meshllm.node.preparation import Preparation
@@ -103,7 +103,7 @@ async def test_weights_are_hashed_while_the_model_is_looked_at(
 ) -> None:
     preparation = prepare(tmp_path, model=str(llama))
     engine, _ = await preparation.found()
-    monkeypatch.setattr("meshllm.model.manifest._hash", None)
+    monkeypatch.setattr("meshllm.model.files.manifest._hash", None)
 
     assert any((await preparation.offer(engine, EMPTY)).weights)
 

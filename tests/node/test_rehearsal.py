@@ -12,9 +12,9 @@ from weakref import ref
 import pytest
 import torch
 
-from meshllm.model import native
-from meshllm.model.runner import Runner
-from meshllm.model.source import Source
+from meshllm.model.files.source import Source
+from meshllm.model.kernels import jit
+from meshllm.model.steps.runner import Runner
 from meshllm.node import rehearsal
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
@@ -133,7 +133,7 @@ async def test_what_goes_wrong_ends_no_other(caplog: pytest.LogCaptureFixture) -
     assert runners[1].done == 1
 
 
-@pytest.mark.skipif(not native.works(), reason="no memory becomes executable here")
+@pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
 @pytest.mark.parametrize("own_threads", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2])
 async def test_a_ring_that_rehearsed_prepares_nothing_for_its_first_text(

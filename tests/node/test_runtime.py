@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshllm.errors import LinkLost, MeshError, ModelError
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from meshllm.names import NodeId, Span
 from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.runtime import RingRuntime, _IdleLink

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshllm.model.draft import SuffixDrafting
-from meshllm.model.runner import Runner
-from meshllm.model.shard import Shard
-from meshllm.model.source import Source, resolve
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
@@ -57,7 +57,7 @@ async def answer(
 
 def computes_together(source: Source) -> bool:
     """Whether this processor gives rows of this model the same bits together as alone."""
-    shard = Shard.load(source, Span(0, 6), embed=True, head=True)
+    shard = load_shard(source, Span(0, 6), embed=True, head=True)
     return Runner(shard, STEPS).is_steady
 
 

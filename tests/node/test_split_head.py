@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshllm.model import head
-from meshllm.model.runner import Runner
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
+from meshllm.model.steps import lm_head as head
+from meshllm.model.steps.runner import Runner
 from meshllm.names import Digest, SessionId, WireMode
 from meshllm.node import stage
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from meshllm.model.source import Source
+from meshllm.model.files.source import Source
 from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
 from meshllm.node.session import Ahead, Ended, Generation, Order, Token

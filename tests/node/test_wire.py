@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshllm.errors import IntegrityFault, ModelError, PeerFault
-from meshllm.model.wire8 import BLOCK, packed_size
+from meshllm.model.wire.int8 import BLOCK, packed_size
 from meshllm.names import SessionId
 from meshllm.node.wire import fault_code, opened, sealed
 from meshllm.protocol.blob import seal, session_key

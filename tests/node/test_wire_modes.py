@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import ModelError
-from meshllm.model.cache import SpanCache
-from meshllm.model.runner import Runner
-from meshllm.model.source import Source, resolve
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.runner import Runner
 from meshllm.names import WireMode
 from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig

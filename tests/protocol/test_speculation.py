@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.model.draft import SuffixDrafting
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.protocol.drafting import Drafter, Drafting
 from meshllm.protocol.lookahead import GUESSES
 from meshllm.protocol.speculation import SURE, Speculation, Speculator, Steps

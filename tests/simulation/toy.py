@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from meshllm.errors import ModelError
-from meshllm.model.execution import Execution, Strategy
-from meshllm.model.runner import Runner
-from meshllm.model.sample import pick
+from meshllm.model.files.source import Source
+from meshllm.model.parity.verdict import Verdict
+from meshllm.model.sampling import pick
 from meshllm.model.shape import ModelShape
-from meshllm.model.source import Source
-from meshllm.model.text import Text
-from meshllm.model.verdict import Verdict
+from meshllm.model.steps.execution import Execution, Strategy
+from meshllm.model.steps.runner import Runner
+from meshllm.model.text.tokenizer import Text
 from meshllm.names import Digest, Span
 from meshllm.node.founding import amend, found_charter
 from meshllm.node.model_runtime import LoadedSpan, ModelRuntime

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from tests.builtin.training.grammar import lines
 
 WEIGHTS = resolve("builtin").folder

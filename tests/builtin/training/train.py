@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from meshllm.model.source import resolve
+from meshllm.model.files.source import resolve
 from tests.builtin.training import network
 from tests.builtin.training.optimizer import Optimizer
 from tests.builtin.training.tokens import END, PAD, batch, save_tokenizer, train_tokenizer

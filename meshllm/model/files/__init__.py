@@ -1,0 +1,1 @@
+"""Files of a model: its config, its weights, and their digests."""

@@ -1,0 +1,305 @@
+"""Tensors from safetensors files into a stripped model; knows nothing about where files come from.
+
+Renamed keys, merged experts and ties are transformers' own business: its converting loader is given
+the tensors that have a place in the stripped model, and reads no others.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.device import CPU
+from meshllm.model.lean import lean
+from meshllm.model.split.skeleton import Skeleton, quiet
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+_MIXED_UP = "config and weights are of two different models"
+
+
+def list_weights(folder: Path) -> dict[str, str]:
+    """Read which file holds which tensor: its name in the file -> name of the file.
+
+    Raises:
+        ModelError: there are no safetensors weights, or what lists them is damaged.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            weights = {n: str(f) for n, f in json.loads(index.read_bytes())["weight_map"].items()}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ModelError(f"`{index}` is no index of safetensors files") from None
+        if stray := [file for file in weights.values() if Path(file).name != file]:
+            raise ModelError(f"`{index}` leads out of its folder, to `{stray[0]}`")
+        return weights
+    if not (folder / SINGLE).is_file():
+        raise _no_weights(folder)
+    with open_file(folder / SINGLE) as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def first_dtype(folder: Path) -> torch.dtype:
+    """Read the dtype of the first float tensor from the headers."""
+    for name, file in list_weights(folder).items():
+        with open_file(folder / file) as opened:
+            if (dtype := _DTYPES.get(opened.get_slice(name).get_dtype())) is not None:
+                return dtype
+    raise ModelError(f"`{folder}` has no tensor of a float type")
+
+
+def select(skeleton: Skeleton, names: Iterable[str]) -> dict[str, str]:
+    """Keep the stored tensors that a stripped model has a place for: name -> its first place."""
+    model = skeleton.model
+    places = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    chosen = {}
+    for name in names:
+        place, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
+        if place not in places and name in places:  # renamed for an older layout than this one
+            place = name
+        if place in places:
+            chosen[name] = place
+    return chosen
+
+
+def load(
+    skeleton: Skeleton,
+    folder: Path,
+    dtype: torch.dtype,
+    lender: nn.Module | None = None,
+    device: torch.device = CPU,
+) -> None:
+    """Fill a stripped model on meta; parameters that ``lender`` has are shared, not read.
+
+    A tensor goes to ``device`` as soon as it is read, and takes no other memory of the machine.
+
+    Raises:
+        ModelError: files are missing or damaged, or tensors are missing or of another shape.
+    """
+    model = skeleton.model
+    borrowed = _borrow(model, lender) if lender is not None else set()
+    weights = list_weights(folder)
+    chosen = {n: place for n, place in select(skeleton, weights).items() if place not in borrowed}
+    config = LoadStateDictConfig(
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        device_map={"": device},
+        weight_mapping=[
+            _assembling(entry, device) for entry in get_model_conversion_mapping(model)
+        ],
+    )
+    with quiet(), lean(), ExitStack() as opened:
+        files = {
+            file: opened.enter_context(open_file(folder / file))
+            for file in sorted({weights[name] for name in chosen})
+        }
+        missing = set(model.state_dict()) - borrowed
+        for group in _groups(chosen):
+            state = {name: _slice(files[weights[name]], name, folder) for name in group}
+            if len({chosen[name] for name in group}) < len(group):
+                info = _merge(model, state, config)
+            else:
+                info, _ = convert_and_load_state_dict_in_model(model, state, config)
+            _refuse(info, folder)
+            missing &= info.missing_keys
+        _refuse_missing(model, missing, folder)
+        info.missing_keys = missing
+        # What no file holds, as rotary tables, is made on the CPU: the same for all of a ring.
+        model._finalize_model_loading(model, replace(config, device_map=None), info)
+    model.to(device).eval()
+
+
+def _borrow(model: nn.Module, lender: nn.Module) -> set[str]:
+    """Put the parameters that both models have into ``model``; name them."""
+    places = model.state_dict()
+    borrowed = {
+        name: parameter
+        for name, parameter in lender.named_parameters(remove_duplicate=False)
+        if name in places and parameter.dtype == places[name].dtype
+    }
+    for name, parameter in borrowed.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, parameter)
+    return set(borrowed)
+
+
+def _groups(chosen: Mapping[str, str]) -> list[list[str]]:
+    """List the tensors that become parameters one by one, then each set that is merged into one."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for name, place in chosen.items():
+        places[place].append(name)
+    merged = [names for names in places.values() if len(names) > 1]
+    return [[names[0] for names in places.values() if len(names) == 1], *merged]
+
+
+class _Assemble(ConversionOps):  # type: ignore[misc]  # transformers has no types
+    """Stack the experts of a layer, and join their matrices, in one new tensor.
+
+    Every part is copied once, from the file to its place, and cast on the way. The library stacks
+    each matrix of all experts and joins the stacks: for a moment it holds the layer twice.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def convert(
+        self,
+        input_dict: dict[str, list[Tensor]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        full_layer_name: str,
+        model: Any,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        """Turn E tensors [rows_i, ...] of each pattern into one of [E, sum of rows_i, ...]."""
+        matrices = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
+        if len({(len(parts), part.shape[1:]) for parts in matrices for part in parts}) > 1:
+            raise ValueError("the experts are of different shapes")
+        rows = [parts[0].shape[0] for parts in matrices]
+        merged = torch.empty(
+            (len(matrices[0]), sum(rows), *matrices[0][0].shape[1:]),
+            dtype=model.get_parameter_or_buffer(full_layer_name).dtype,
+            device=self._device,
+        )
+        for parts, place in zip(matrices, torch.split(merged, rows, dim=1), strict=True):
+            for part, own in zip(parts, place, strict=True):
+                own.copy_(part)
+        return {target_patterns[0]: merged}
+
+
+def _assembling(entry: Any, device: torch.device) -> Any:
+    """Give a converter that only stacks and joins the operation that does both at once."""
+    stacks = [(MergeModulelist, 0), (Concatenate, 1)]
+    if isinstance(entry, WeightConverter):
+        operations = [
+            (type(operation), vars(operation).get("dim")) for operation in entry.operations
+        ]
+        if operations in (stacks[:1], stacks) and len(entry.target_patterns) == 1:
+            entry = copy(entry)
+            entry.operations = [_Assemble(device)]
+    return entry
+
+
+class _Uncast:
+    """A stored tensor that stays as it is when the converting loader wants it cast."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.dtype: torch.dtype | None = None
+        """What it was to be cast to."""
+
+    def __getitem__(self, _: EllipsisType) -> Self:
+        return self
+
+    def to(self, *, dtype: torch.dtype, **_: Any) -> Tensor:
+        """Read the tensor; note the dtype and leave it."""
+        self.dtype = dtype
+        tensor: Tensor = self._stored[...]
+        return tensor
+
+
+def _merge(model: Any, state: dict[str, Any], config: Any) -> Any:
+    """Convert tensors that become one parameter; casting the parts first would copy them twice."""
+    before = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
+    parts = {name: _Uncast(stored) for name, stored in state.items()}
+    info, _ = convert_and_load_state_dict_in_model(model, parts, config)
+    for name in before - info.missing_keys:
+        tensor = model.get_parameter_or_buffer(name)
+        tensor.data = tensor.data.to(config.device_map[""], next(iter(parts.values())).dtype)
+    return info
+
+
+def open_file(path: Path) -> Any:
+    """Open a safetensors file; raise `ModelError` when it is missing or damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise ModelError(
+            f"`{path}` is missing", hint="fetch it with `meshllm model pull`"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"`{path}` is damaged: {error}", hint="fetch it again") from None
+
+
+def _slice(file: Any, name: str, folder: Path) -> Any:
+    """Find a tensor in an open file; its data is read when it is converted."""
+    try:
+        return file.get_slice(name)
+    except SafetensorError:
+        raise ModelError(
+            f"Tensor `{name}` is not in the file that `{folder / INDEX}` says"
+        ) from None
+
+
+def _refuse(info: Any, folder: Path) -> None:
+    """Raise `ModelError` for what the converting loader could not place."""
+    for name, stored, expected in sorted(info.mismatched_keys):
+        raise ModelError(
+            f"Tensor `{name}` in `{folder}` has shape {list(stored)}, not {list(expected)}",
+            hint=_MIXED_UP,
+        )
+    for name, report in info.conversion_errors.items():  # a traceback, its message, what it means
+        reason = report.rpartition("\nError: ")[0].rpartition("\n")[2] or report
+        raise ModelError(f"Tensor `{name}` in `{folder}` cannot be converted: {reason}")
+
+
+def _refuse_missing(model: Any, missing: set[str], folder: Path) -> None:
+    """Raise `ModelError` for a parameter that is neither stored nor tied to one that is.
+
+    Buffers are left to the stock model, which knows how to make those that it does not store.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = [set(tie) for tie in model.all_tied_weights_keys.items()]
+    tied = {name for tie in ties if tie - missing for name in tie}
+    if lost := sorted((missing & parameters) - tied):
+        raise ModelError(
+            f"{len(lost)} tensors are missing in `{folder}`, the first is `{lost[0]}`",
+            hint=_MIXED_UP,
+        )
+
+
+def _no_weights(folder: Path) -> ModelError:
+    """Say what is there instead of safetensors files."""
+    others = sorted(path.name for kind in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(kind))
+    if others:
+        return ModelError(
+            f"`{folder}` has no safetensors weights, only `{others[0]}`",
+            hint="pickled weights can run code and are never read: convert them to safetensors",
+        )
+    return ModelError(
+        f"`{folder}` has neither `{SINGLE}` nor `{INDEX}`",
+        hint="it holds no weights; fetch them with `meshllm model pull`",
+    )

@@ -1,0 +1,153 @@
+"""Which weights a machine holds, as digests by part; knows nothing about who compares them."""
+
+import json
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from meshllm.errors import ModelError
+from meshllm.model.files.loader import list_weights, select
+from meshllm.model.files.source import Source
+from meshllm.model.json_cache import alone, recall, remember
+from meshllm.model.split.skeleton import Skeleton, build
+from meshllm.names import Digest
+
+PART_BYTES = 16
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; what its own library allows
+
+_LENGTH_BYTES = 8
+"""Before the header, its length, little-endian."""
+_INCIDENTAL = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys of a configuration that say where it comes from and how it was run, not what it is."""
+
+
+def manifest(source: Source, cache: Path) -> tuple[bytes, ...]:
+    """Digest every layer, then embedding, head and configuration, 16 bytes each.
+
+    The digest of a part is over its tensors as stored: names, dtypes, shapes and bytes; how they
+    are divided over files does not matter. A part that is not wholly on this machine is zeros.
+    What was hashed is remembered in the folder ``cache`` by path, size and time of change.
+
+    Raises:
+        ModelError: a file of weights is damaged.
+    """
+    skeleton = build(source.config, torch.float32)
+    weights = list_weights(source.folder)
+    hashed = {file: file_digests(source.folder / file, cache) for file in set(weights.values())}
+    parts = [blake3() for _ in range(skeleton.layers + 2)]
+    absent: set[int] = set()
+    for name, place in sorted(select(skeleton, weights).items()):
+        part, digests = _part(skeleton, place), hashed[weights[name]]
+        if digests is None:
+            absent.add(part)
+        elif name not in digests:
+            raise ModelError(f"Tensor `{name}` is not in `{source.folder / weights[name]}`")
+        else:
+            parts[part].update(f"{name}\0{digests[name]}\0".encode())
+    return (
+        *(
+            bytes(PART_BYTES) if index in absent else part.digest(PART_BYTES)
+            for index, part in enumerate(parts)
+        ),
+        config_digest(source)[:PART_BYTES],
+    )
+
+
+def hash_files(source: Source, cache: Path) -> None:
+    """Hash the weights ahead, beside other work; what is damaged is told by `manifest`."""
+    with suppress(ModelError):
+        for file in set(list_weights(source.folder).values()):
+            file_digests(source.folder / file, cache)
+
+
+def config_digest(source: Source) -> Digest:
+    """Hash what of a configuration makes the model what it is, 32 bytes.
+
+    Where it was found, who wrote it and in which dtype it is stored do not matter.
+    """
+    kept = _essential(source.config.to_diff_dict())
+    return Digest(blake3(json.dumps(kept, sort_keys=True, default=str).encode()).digest())
+
+
+def _essential(config: Any) -> Any:
+    if not isinstance(config, Mapping):
+        return config
+    return {str(name): _essential(config[name]) for name in set(config) - _INCIDENTAL}
+
+
+def _part(skeleton: Skeleton, place: str) -> int:
+    """Number the part that a tensor belongs to; what several parts use goes with the embedding."""
+    layers = f"{skeleton.anatomy.layers}."
+    if place.startswith(layers):
+        return int(place.removeprefix(layers).partition(".")[0])
+    outputs = tuple(f"{module}." for module in skeleton.anatomy.outputs)
+    return skeleton.layers + place.startswith(outputs)
+
+
+def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
+    """Digest every tensor of a file: its name -> hexadecimal; None when there is no such file."""
+    try:
+        path = path.resolve(strict=True)
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    key = str(path), stat.st_size, stat.st_mtime_ns
+    known: dict[str, str] | None = recall(cache, *key)
+    if isinstance(known, dict):
+        return known
+    with alone(cache, *key):
+        known = recall(cache, *key)
+        if not isinstance(known, dict):
+            known = dict(_hash(path))
+            remember(cache, known, *key)
+    return known
+
+
+def _hash(path: Path) -> dict[str, str]:
+    """Hash the tensors of a safetensors file where they lie, without a copy.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return {
+                name: _digest(kind, memoryview(data)[start:stop])
+                for name, kind, start, stop in _tensors(data)
+            }
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        raise ModelError(f"`{path}` is damaged: {error}", hint="fetch it again") from None
+
+
+def _tensors(data: mmap.mmap) -> Iterator[tuple[str, bytes, int, int]]:
+    """Read the header: name, dtype with shape, and where each tensor starts and stops."""
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes")
+    begin = _LENGTH_BYTES + length
+    for name, tensor in json.loads(data[_LENGTH_BYTES:begin]).items():
+        if name != "__metadata__":
+            start, stop = (begin + offset for offset in tensor["data_offsets"])
+            if not begin <= start <= stop <= len(data):
+                raise ValueError(f"it ends before `{name}`")
+            yield name, json.dumps([tensor["dtype"], tensor["shape"]]).encode(), start, stop
+
+
+def _digest(kind: bytes, data: memoryview) -> str:
+    with data:  # a view that is left would keep the file from being closed
+        return blake3(kind + b"\0").update(data).hexdigest(PART_BYTES)

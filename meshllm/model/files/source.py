@@ -1,0 +1,157 @@
+"""Where a model's files are and what its config says; knows nothing about shards or memory.
+
+A model is `builtin`, a folder, or ``org/name`` in the Hugging Face cache. Nothing here runs code
+from a model: no remote code, no pickle, no attention kernel that a config names.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of whichever httpx it uses
+    HTTPError,
+    StrictDataclassError,
+)
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.files.loader import INDEX, SINGLE, first_dtype, list_weights, select
+from meshllm.model.locate import CONFIG, find_folder, is_model_id
+from meshllm.model.split.skeleton import Part, build, quiet, strip
+from meshllm.names import Span
+
+MAX_LAYERS = 4096  # of a config; building a model takes time and memory for each
+LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+"""Config, index, tokenizer and chat template, as `fnmatch` patterns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model on disk."""
+
+    name: str
+    """As the user wrote it."""
+    folder: Path
+    config: PreTrainedConfig
+    """As stored; a text config may be inside."""
+
+
+def resolve(
+    name: str,
+    *,
+    offline: bool = False,
+    revision: str | None = None,
+    span: Span | None = None,
+    download: bool = False,
+) -> Source:
+    """Find a model by name, and with ``download`` fetch what is not here yet.
+
+    With a ``span``, only the weight files that hold it are fetched; those of both ends with the
+    span that begins at layer 0, and those of the head with the span that ends at the last.
+
+    Raises:
+        ModelError: there is no such model, or it is none that can be run.
+    """
+    if download and not offline and is_model_id(name):
+        return _fetch(name, revision, span)
+    return open_folder(name, find_folder(name, revision))
+
+
+def open_folder(name: str, folder: Path) -> Source:
+    """Read the config of a model.
+
+    Raises:
+        ModelError: there is none, or it is not of a model that transformers runs without more code.
+    """
+    path = folder / CONFIG
+    try:
+        raw = json.loads(path.read_bytes())
+        model_type = raw.get("model_type")
+    except FileNotFoundError:
+        raise ModelError(f"`{folder}` has no `{CONFIG}`", hint="it holds no model") from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"`{path}` cannot be read: {error}") from None
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"Model type `{model_type}` of `{name}` is unknown to transformers",
+            hint="it needs code of its own, which is never run" if "auto_map" in raw else None,
+        )
+    if (layers := _most_layers(raw)) > MAX_LAYERS:
+        raise ModelError(f"`{path}` names {layers} layers; allowed are {MAX_LAYERS}")
+    if raw.get("quantization_config"):
+        raise ModelError(
+            f"The weights of `{name}` are quantised, which is not supported",
+            hint="use the original weights in bfloat16",
+        )
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
+        raise ModelError(f"`{path}` is no config of a `{model_type}`: {error}") from None
+    # A stored choice may name a kernel repository, whose code would be fetched and run.
+    config._attn_implementation = None
+    config._experts_implementation = None
+    return Source(name, folder, config)
+
+
+def stored_dtype(source: Source) -> torch.dtype:
+    """Tell the dtype of a model: what its config says, else that of the first float tensor."""
+    named = source.config.dtype or source.config.get_text_config().dtype
+    return named if isinstance(named, torch.dtype) else first_dtype(source.folder)
+
+
+def needed_files(source: Source, span: Span, *, embed: bool, head: bool) -> list[str]:
+    """Name the weight files that hold a part of a model; only its config and index are read."""
+    weights = list_weights(source.folder)
+    skeleton = build(source.config, torch.float32)
+    strip(skeleton, Part(span, embed, head))
+    return sorted({weights[name] for name in select(skeleton, weights)})
+
+
+def _fetch(name: str, revision: str | None, span: Span | None) -> Source:
+    """Download the small files, then the weight files that are wanted."""
+    source = open_folder(name, _download(name, revision, SMALL_FILES))
+    if not (source.folder / INDEX).is_file():
+        files = [SINGLE]
+    elif span is None:
+        files = sorted(set(list_weights(source.folder).values()))
+    else:
+        files = _files_of_rank(source, span)
+    _download(name, revision, files)
+    return source
+
+
+def _files_of_rank(source: Source, span: Span) -> list[str]:
+    layers = source.config.get_text_config(decoder=True).num_hidden_layers
+    embed, head = span.start == 0, span.stop == layers
+    files = needed_files(source, span, embed=embed, head=head)
+    if embed and not head:
+        files += needed_files(source, Span(layers, layers), embed=False, head=True)
+    return sorted(set(files))
+
+
+def _download(name: str, revision: str | None, patterns: Iterable[str]) -> Path:
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, HTTPError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"Cannot fetch `{name}` from {constants.ENDPOINT}: {reason}",
+            hint="a private or gated model needs `HF_TOKEN`; `HF_HUB_OFFLINE=1` forbids fetching",
+        ) from None
+
+
+def _most_layers(raw: dict[str, Any]) -> int:
+    """Find the largest number that a config, or one inside it, gives for anything with layers."""
+    most = 0
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            most = max(most, _most_layers(value))
+        elif isinstance(value, int) and name in LAYER_COUNTS:
+            most = max(most, value)
+    return most

@@ -1,0 +1,1 @@
+"""Kernels, compiled for the processor or the GPU at hand."""

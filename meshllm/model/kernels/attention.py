@@ -1,0 +1,258 @@
+"""Attention of a few rows, compiled; knows no model.
+
+Each row is computed by itself, with all numbers in float32: products with the keys it sees, their
+softmax (two passes, the largest is taken away first), the mean of the values. A block is one row
+and the heads that share one head of keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import gcd, inf
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from meshllm.model.kernels.ir import FLOAT, HALF, LANES, Code, bits_of, float_of
+from meshllm.model.kernels.jit import Native, works
+
+THREADED = 1 << 18  # values of keys; for fewer the other threads would come too late
+
+_FIELDS = (
+    *("*query", "query_head", "query_row", "*key", "key_head", "key_row"),
+    *("*value", "value_head", "value_row", "*mixed", "*scores", "room"),
+    *("groups", "rows", "keys", "window", "scale"),
+)
+_HELD = 16  # vectors of queries that are kept in registers
+_OUT = 4  # vectors of the mean, for each head, that are summed up at a time
+_BLOCK = 1024  # values that are summed up by themselves, so that a long sum stays exact
+_LINE = 64  # bytes that come from memory at a time
+_DTYPES = torch.bfloat16, torch.float32
+
+
+def takes(key: Tensor) -> bool:
+    """Whether it attends to such keys here."""
+    return key.dtype in _DTYPES and key.device.type == "cpu" and works()
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Attend with the last T places, each as it would alone: see `attention.attend_alone`.
+
+    Raises:
+        ValueError: these do not belong together.
+    """
+    batch, heads, rows, width = query.shape
+    groups, keys, width_out = value.shape[1:]
+    fits = heads % groups == 0 and 0 < rows <= keys and query.dtype == key.dtype == value.dtype
+    fits = fits and batch == len(value) == 1 and (window is None or window > 0)
+    if not fits or key.shape != (1, groups, keys, width):
+        shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
+        raise ValueError(f"attention of {shapes}")
+    query, key, value = (
+        each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value)
+    )
+    mixed = query.new_empty(1, rows, heads, width_out)
+    function, held = _function(heads // groups, width, width_out, query.dtype)
+    threads = torch.get_num_threads() if key.numel() * rows > THREADED else 1
+    room = room_for(keys)
+    scores = torch.empty(threads, held, room, dtype=torch.float32)
+    function(
+        groups * rows,
+        threads,
+        *(query.data_ptr(), *query.stride()[1:3]),
+        *(key.data_ptr(), *key.stride()[1:3]),
+        *(value.data_ptr(), *value.stride()[1:3]),
+        *(mixed.data_ptr(), scores.data_ptr(), room),
+        *(groups, rows, keys, window or keys, bits_of(scale)),
+    )
+    return mixed
+
+
+KEYS, SCORES, SEEN = slice(6, 12), slice(13, 15), slice(17, 19)
+"""Of what `Native.given` writes down for `prepare`: of keys and then of values the address and the
+strides between heads and between rows; address and room of scores; keys, and those of a window."""
+
+
+def prepare(
+    query: Tensor, mixed: Tensor, groups: int, scale: float
+) -> tuple[Native, int, list[int]]:
+    """Find what attends with rows that stay where they are to keys that are told later.
+
+    query [1, H, T, D] and mixed [1, T, H, E], bfloat16, the latter contiguous. Also tells how many
+    heads, each of `room_for` numbers, scores are kept of in each thread; `KEYS`, `SCORES` and
+    `SEEN` are to be set.
+    """
+    heads, rows, width = query.shape[1:]
+    function, held = _function(heads // groups, width, mixed.shape[3], query.dtype)
+    place = query.data_ptr(), *query.stride()[1:3]
+    keys = 0, 0, 0, 0, 0, 0, mixed.data_ptr(), 0, 0
+    return function, held, [*place, *keys, groups, rows, 0, 0, bits_of(scale)]
+
+
+def room_for(keys: int) -> int:
+    """Tell how many numbers of room scores take."""
+    return (keys // LANES + 2) * LANES
+
+
+@cache
+def _function(each: int, width: int, width_out: int, dtype: torch.dtype) -> tuple[Native, int]:
+    """Compile it for heads of a shape; tell how many heads are held in registers at a time."""
+    lanes = gcd(LANES, width, width_out)
+    held = next(n for n in (4, 2, 1) if each % n == 0 and (n == 1 or n * width <= _HELD * lanes))
+    shape = _Shape(each, held, lanes, width // lanes, width_out // lanes, dtype == torch.bfloat16)
+    return Native(_FIELDS, shape.write), held
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of the heads that share a head of keys."""
+
+    each: int
+    """How many they are."""
+    held: int
+    """How many are computed at a time."""
+    lanes: int
+    parts: int
+    """Vectors of a key."""
+    parts_out: int
+    """Vectors of a value."""
+    is_half: bool
+    """Whether the numbers are bfloat16."""
+
+    def write(
+        self, code: Code, fields: Mapping[str, ir.Value], block: ir.Value, thread: ir.Value
+    ) -> None:
+        """Write what is done for a row and a head of keys."""
+        work = _Work(self, code, fields, block, thread)
+        with code.rounds(code.index(self.each // self.held)) as tile:
+            work.head = code.do.add(work.first, code.do.mul(tile.index, code.index(self.held)))
+            largest = work.score()
+            totals = work.exponentiate(largest)
+            for at in range(0, self.parts_out, _OUT):
+                work.mix(totals, range(at, min(at + _OUT, self.parts_out)))
+
+
+class _Work:
+    """Writes the parts of it."""
+
+    def __init__(
+        self,
+        shape: _Shape,
+        code: Code,
+        fields: Mapping[str, ir.Value],
+        block: ir.Value,
+        thread: ir.Value,
+    ) -> None:
+        self.shape, self.code, self.fields = shape, code, fields
+        do = code.do
+        self.row = do.udiv(block, fields["groups"])
+        group = do.urem(block, fields["groups"])
+        stop = do.add(do.sub(fields["keys"], fields["rows"]), do.add(self.row, code.index(1)))
+        slides = do.icmp_unsigned(">", stop, fields["window"])
+        self.seen = do.select(slides, fields["window"], stop)
+        start = do.sub(stop, self.seen)
+        self.key, self.value = (
+            self._point(name, do.add(do.mul(group, head), do.mul(start, row)))
+            for name, head, row in (
+                ("key", fields["key_head"], fields["key_row"]),
+                ("value", fields["value_head"], fields["value_row"]),
+            )
+        )
+        self.first = self.head = do.mul(group, code.index(shape.each))
+        mine = do.mul(thread, do.mul(code.index(shape.held), fields["room"]))
+        self.scores = [
+            code.at(fields["scores"], do.add(mine, do.mul(code.index(at), fields["room"])), FLOAT)
+            for at in range(shape.held)
+        ]
+
+    @property
+    def kind(self) -> ir.Type:
+        return HALF if self.shape.is_half else FLOAT
+
+    def score(self) -> list[ir.Value]:
+        """Multiply with every key; give the largest product of each head."""
+        code, do, shape = self.code, self.code.do, self.shape
+        asked = [
+            [self._load(self._query(head), part) for part in range(shape.parts)]
+            for head in range(shape.held)
+        ]
+        scale = float_of(code, self.fields["scale"])
+        for place in self.scores:  # what fills the last vector counts for nothing
+            code.store(FLOAT, code.floats(-inf), place, self.seen)
+        least = [code.number(-inf)] * shape.held
+        with code.rounds(self.seen, *least) as loop:
+            key = code.at(self.key, do.mul(loop.index, self.fields["key_row"]), self.kind)
+            parts = [self._load(key, part) for part in range(shape.parts)]
+            value = code.at(self.value, do.mul(loop.index, self.fields["value_row"]), self.kind)
+            for at in range(0, shape.parts_out * shape.lanes, _LINE // (2 if shape.is_half else 4)):
+                code.fetch(code.at(value, code.index(at), self.kind))  # `mix` wants it soon
+            for head, (place, most) in enumerate(zip(self.scores, loop.held, strict=True)):
+                product = code.floats(0.0, shape.lanes)
+                for mine, its in zip(asked[head], parts, strict=True):
+                    product = code.fma(mine, its, product)
+                score = do.fmul(code.sum(product), scale)
+                code.store(FLOAT, score, place, loop.index)
+                loop.then.append(do.select(do.fcmp_ordered(">", score, most), score, most))
+        return loop.then
+
+    def exponentiate(self, largest: list[ir.Value]) -> list[ir.Value]:
+        """Turn scores into the exponential of what they lack to the largest; give their sums."""
+        code, do = self.code, self.code.do
+        peaks = [code.spread(peak) for peak in largest]
+        vectors = do.udiv(do.add(self.seen, code.index(LANES - 1)), code.index(LANES))
+        with code.rounds(vectors, *[code.floats(0.0)] * len(peaks)) as loop:
+            at = do.mul(loop.index, code.index(LANES))
+            for place, peak, total in zip(self.scores, peaks, loop.held, strict=True):
+                power = code.exp(do.fsub(code.load(FLOAT, place, at, LANES), peak))
+                code.store(FLOAT, power, place, at)
+                loop.then.append(do.fadd(total, power))
+        return [code.sum(total) for total in loop.then]
+
+    def mix(self, totals: list[ir.Value], parts: range) -> None:
+        """Sum up these parts of the values, each as often as its share, and store the mean."""
+        code, do, shape = self.code, self.code.do, self.shape
+        none = [code.floats(0.0, shape.lanes)] * (len(parts) * shape.held)
+        blocks = do.udiv(do.add(self.seen, code.index(_BLOCK - 1)), code.index(_BLOCK))
+        with code.rounds(blocks, *none) as whole:
+            first = do.mul(whole.index, code.index(_BLOCK))
+            left, most = do.sub(self.seen, first), code.index(_BLOCK)
+            count = do.select(do.icmp_unsigned("<", left, most), left, most)
+            with code.rounds(count, *none) as loop:
+                key = do.add(first, loop.index)
+                value = code.at(self.value, do.mul(key, self.fields["value_row"]), self.kind)
+                mine = [self._load(value, part) for part in parts]
+                sums = iter(loop.held)
+                for place in self.scores:
+                    share = code.spread(code.load(FLOAT, place, key), shape.lanes)
+                    loop.then += [code.fma(share, each, next(sums)) for each in mine]
+            whole.then = [do.fadd(*pair) for pair in zip(whole.held, loop.then, strict=True)]
+        sums = iter(whole.then)
+        for head, total in enumerate(totals):
+            share = code.spread(do.fdiv(code.number(1.0), total), shape.lanes)
+            row = do.mul(self.row, do.mul(self.fields["groups"], code.index(shape.each)))
+            place = do.add(row, do.add(self.head, code.index(head)))
+            width = code.index(shape.parts_out * shape.lanes)
+            mixed = self._point("mixed", do.mul(place, width))
+            for part in parts:
+                mean = do.fmul(next(sums), share)
+                kept = code.narrow(mean) if shape.is_half else mean
+                code.store(self.kind, kept, mixed, code.index(part * shape.lanes))
+
+    def _query(self, head: int) -> ir.Value:
+        do, fields = self.code.do, self.fields
+        number = do.add(self.head, self.code.index(head))
+        return self._point(
+            "query",
+            do.add(do.mul(number, fields["query_head"]), do.mul(self.row, fields["query_row"])),
+        )
+
+    def _point(self, name: str, index: ir.Value) -> ir.Value:
+        return self.code.at(self.fields[name], index, self.kind)
+
+    def _load(self, start: ir.Value, part: int) -> ir.Value:
+        at = self.code.index(part * self.shape.lanes)
+        loaded = self.code.load(self.kind, start, at, self.shape.lanes)
+        return self.code.widen(loaded) if self.shape.is_half else loaded

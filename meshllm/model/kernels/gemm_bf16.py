@@ -1,0 +1,315 @@
+"""Products with matrices of bfloat16 on processors without instructions for it; knows no models.
+
+Theory of operation
+-------------------
+A product of two bfloat16 is exact in float32, so the bits of a sum depend on the order of adding
+and on nothing else. There are two orders, each the same for a row in any company:
+
+- Few rows: input k is added to sum k modulo `LANES_OF_ROW`, and these sums are added in halves.
+  Weights are read as they lie in their file, once for all rows.
+- Many rows: inputs are cut into blocks of `PART`. In a block the product with the second of each
+  pair of inputs is added, then that with the first; then the sums of the blocks one after the
+  other, and the bias. A block of weights is transposed once, so that each lane of a vector is an
+  output.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, WORD, Code
+from meshllm.model.kernels.jit import Native, room
+from meshllm.model.kernels.scratch import scratch
+
+LANES_OF_ROW = 64
+"""Sums of one product with one row; inputs are a multiple of it."""
+OUTPUTS = 64
+"""Of a block of many rows; their number is a multiple of it."""
+PART = 768
+"""Inputs of a block of many rows: as many as stay in the processor's cache."""
+MOST_ROWS = 192
+"""Whose sums are kept beside the weights in the processor's cache."""
+
+_FEW_OUTPUTS = 16  # of a block of few rows
+_TOGETHER = 4  # outputs that share what is loaded of several rows, where there are registers
+_TILE = 6  # rows whose sums are held in registers; of many, twice as many where there are more
+_AHEAD = 2048  # weights that are on their way: processors themselves ask for fewer
+_FEW = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
+_MANY = (
+    *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
+    *("parts", "tiles", "room", "threads"),
+)
+
+
+class Matrix:
+    """Weights [N, K] and a bias [N], bfloat16, which are read where they lie."""
+
+    __slots__ = ("_bias", "_inputs", "_kept", "_outputs", "_weights")
+
+    def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
+        """Take weights whose place and shape do not change any more.
+
+        Raises:
+            ValueError: K is no multiple of `LANES_OF_ROW`, or what is given is of another dtype,
+                has gaps, is on a GPU, or does not belong together.
+        """
+        self._kept = weights, bias  # for as long as they are pointed to
+        for tensor in (weights,) if bias is None else (weights, bias):
+            if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
+                raise ValueError(f"{tensor.dtype} on {tensor.device}")
+            if not tensor.is_contiguous():
+                raise ValueError("weights with gaps")
+        if weights.dim() != 2 or weights.shape[1] % LANES_OF_ROW or not weights.numel():
+            raise ValueError(f"a matrix {list(weights.shape)}")
+        self._outputs, self._inputs = weights.shape
+        if bias is not None and bias.shape != (self._outputs,):
+            raise ValueError(f"a bias {list(bias.shape)} for {self._outputs} outputs")
+        self._weights = weights.data_ptr()
+        self._bias = 0 if bias is None else bias.data_ptr()
+
+    def few(self, rows: Tensor) -> Tensor:
+        """Multiply rows [M, K], each as one by itself: [M, N], bfloat16.
+
+        Raises:
+            ValueError: the rows are longer or shorter, of another dtype, or on a GPU.
+        """
+        count, outputs = self._count(rows), self._outputs
+        tiles = -(-count // _TILE) or 1
+        each = -(-count // tiles)
+        products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
+        if not count:
+            return products
+        given = rows.contiguous() if each == 1 else _widened(rows, tiles * each)
+        is_wide = each > 1 and outputs % _TOGETHER == 0 and room() > LANES
+        _few(each, _TOGETHER if is_wide else 1, bool(self._bias))(
+            *(-(-outputs // _FEW_OUTPUTS), torch.get_num_threads(), self._weights, self._bias),
+            *(given.data_ptr(), products.data_ptr(), outputs),
+            *(self._inputs // LANES_OF_ROW, tiles),
+        )
+        return products if tiles * each == count else products[:count]
+
+    def many(self, rows: Tensor) -> Tensor:
+        """Multiply rows [M, K] in blocks of inputs: [M, N], bfloat16.
+
+        Raises:
+            ValueError: N is no multiple of `OUTPUTS`, or as of `few`.
+        """
+        count, outputs = self._count(rows), self._outputs
+        if outputs % OUTPUTS:
+            raise ValueError(f"{outputs} outputs")
+        if count > MOST_ROWS:
+            return torch.cat([self.many(each) for each in torch.split(rows, MOST_ROWS)])
+        tiles, part = -(-count // max(_TILE, room() // 2)) or 1, min(PART, self._inputs)
+        each, threads = -(-count // tiles), torch.get_num_threads()
+        products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
+        if not count:
+            return products
+        given = _widened(rows, tiles * each)
+        words = (part // 2 + tiles * each) * OUTPUTS
+        written = scratch(2 * threads * words)
+        _many(each, bool(self._bias))(
+            *(outputs // OUTPUTS, threads, self._weights, self._bias, given.data_ptr()),
+            *(products.data_ptr(), written.data_ptr(), outputs, self._inputs // 2, part // 2),
+            *(-(-self._inputs // part), tiles, words),
+        )
+        return products[:count]
+
+    def _count(self, rows: Tensor) -> int:
+        """Tell how many rows there are."""
+        shape = rows.shape
+        if len(shape) != 2 or shape[1] != self._inputs:
+            raise ValueError(f"rows {list(shape)} for a matrix of {self._inputs} inputs")
+        if rows.dtype != torch.bfloat16 or not rows.is_cpu:
+            raise ValueError(f"rows of {rows.dtype} on {rows.device}")
+        return shape[0]
+
+
+def _widened(rows: Tensor, count: int) -> Tensor:
+    """Give rows [M, K] as float32, and some of zeros behind them."""
+    wide, given = torch.empty(count, rows.shape[1], dtype=torch.float32), rows.shape[0]
+    wide[:given] = rows
+    if given < count:
+        wide[given:] = 0
+    return wide
+
+
+@cache
+def _few(rows: int, together: int, has_bias: bool) -> Native:
+    """Compile it for tiles of so many rows and outputs; rows of one are still bfloat16."""
+    kind = HALF if rows == 1 else FLOAT  # of which one takes no other operation to be made
+    vectors, tile = LANES_OF_ROW // LANES, rows * together
+    columns = next(n for n in (vectors, vectors // 2, 1) if n == 1 or tile * n <= room())
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do, steps = code.do, fields["steps"]
+        inputs = do.mul(steps, code.index(LANES_OF_ROW))
+        first = do.mul(block, code.index(_FEW_OUTPUTS))
+        left, most = do.sub(fields["outputs"], first), code.index(_FEW_OUTPUTS)
+        here = do.select(do.icmp_unsigned("<", left, most), left, most)
+        with code.rounds(fields["tiles"]) as tile:
+            top = do.mul(tile.index, code.index(rows))
+            lines = [do.add(top, code.index(row)) for row in range(rows)]
+            starts = [code.at(fields["rows"], do.mul(line, inputs), kind) for line in lines]
+            with code.rounds(do.udiv(here, code.index(together))) as turn:
+                at = do.add(first, do.mul(turn.index, code.index(together)))
+                outputs = [do.add(at, code.index(output)) for output in range(together)]
+                weights = [code.at(fields["weights"], do.mul(at, inputs), HALF) for at in outputs]
+                sums = [list[ir.Value]() for _ in range(rows * together)]
+                for column in range(0, vectors, columns):
+                    found = _add_lanes(code, weights, starts, steps, (column, columns))
+                    for own, new in zip(sums, found, strict=True):
+                        own.extend(new)
+                places = ((line, output) for output in outputs for line in lines)
+                for (line, output), own in zip(places, sums, strict=True):
+                    total = _add_up(code, own)
+                    if has_bias:
+                        one = code.load(HALF, fields["bias"], output, 1)
+                        extra = do.extract_element(code.widen(one), ir.Constant(WORD, 0))
+                        total = do.fadd(total, extra)
+                    place = do.add(do.mul(line, fields["outputs"]), output)
+                    code.store(HALF, code.narrow(code.spread(total, 1)), fields["products"], place)
+
+    return Native(_FEW, write, held=["weights", "bias"])
+
+
+def _add_lanes(
+    code: Code,
+    weights: Sequence[ir.Value],
+    rows: Sequence[ir.Value],
+    steps: ir.Value,
+    columns: tuple[int, int],
+) -> list[list[ir.Value]]:
+    """Add up some of the lanes of the products of outputs and rows."""
+    do, (start, count) = code.do, columns
+    zeros = [code.floats(0.0)] * (len(weights) * len(rows) * count)
+    with code.rounds(steps, *zeros) as loop:
+        first = do.mul(loop.index, code.index(LANES_OF_ROW))
+        places = [do.add(first, code.index((start + at) * LANES)) for at in range(count)]
+        kind = HALF if len(rows) == 1 else FLOAT
+        numbers = [[code.load(kind, row, place, LANES) for place in places] for row in rows]
+        if kind == HALF:
+            numbers = [[code.widen(number) for number in row] for row in numbers]
+        sums = iter(_chunks(loop.held, count))
+        for output in weights:
+            for line in range(0, LANES_OF_ROW, 32):  # what a cache reads at a time
+                ahead = do.add(first, code.index(_AHEAD + line))
+                code.fetch(code.at(output, ahead, HALF))
+            values = [code.widen(code.load(HALF, output, place, LANES)) for place in places]
+            for row in numbers:
+                loop.then += map(code.fma, row, values, next(sums))
+    return _chunks(loop.then, count)
+
+
+def _add_up(code: Code, sums: list[ir.Value]) -> ir.Value:
+    """Add sums in halves."""
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [code.do.fadd(*both) for both in zip(sums[:half], sums[half:], strict=True)]
+    return code.sum(sums[0])
+
+
+def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
+    return [list(values[at : at + count]) for at in range(0, len(values), count)]
+
+
+@cache
+def _many(rows: int, has_bias: bool) -> Native:
+    """Compile it for tiles of so many rows."""
+    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+    wide = LANES * columns
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
+        do, pairs, tiles = code.do, fields["pairs"], fields["tiles"]
+        first, width = do.mul(block, code.index(OUTPUTS)), code.index(OUTPUTS)
+        turned = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
+        totals = code.at(turned, do.mul(fields["part"], width), FLOAT)
+        weights = code.at(fields["weights"], do.mul(first, pairs), WORD)
+        with code.rounds(fields["parts"]) as part:
+            begin = do.mul(part.index, fields["part"])
+            left = do.sub(pairs, begin)
+            is_last = do.icmp_unsigned("<=", left, fields["part"])
+            count = do.select(is_last, left, fields["part"])
+            _turn(code, code.at(weights, begin, WORD), turned, (pairs, count))
+            is_first = do.icmp_unsigned("==", part.index, code.index(0))
+            for column in range(0, OUTPUTS, wide):
+                places = [code.index(column + at * LANES) for at in range(columns)]
+                with code.rounds(tiles) as tile:
+                    top = do.mul(tile.index, code.index(rows))
+                    lines = [do.add(top, code.index(row)) for row in range(rows)]
+                    starts = [
+                        code.at(fields["rows"], do.add(do.mul(line, pairs), begin), INT)
+                        for line in lines
+                    ]
+                    sums = iter(_add_pairs(code, turned, starts, count, places))
+                    for line in lines:
+                        for place in places:
+                            at, new = do.add(do.mul(line, width), place), next(sums)
+                            total = do.fadd(code.load(FLOAT, totals, at, LANES), new)
+                            code.store(FLOAT, do.select(is_first, new, total), totals, at)
+        with code.rounds(do.mul(tiles, code.index(rows))) as line:
+            _round(code, fields, line.index, (first, totals), has_bias=has_bias)
+
+    return Native(_MANY, write, held=["weights", "bias"])
+
+
+def _round(
+    code: Code,
+    fields: Mapping[str, ir.Value],
+    line: ir.Value,
+    block: tuple[ir.Value, ir.Value],
+    *,
+    has_bias: bool,
+) -> None:
+    """Write what a line has come to in a block: its first output, and where its sums lie."""
+    do, (first, totals) = code.do, block
+    for place in range(0, OUTPUTS, LANES):
+        at, output = (
+            do.add(start, code.index(place)) for start in (do.mul(line, code.index(OUTPUTS)), first)
+        )
+        total = code.load(FLOAT, totals, at, LANES)
+        if has_bias:
+            total = do.fadd(total, code.widen(code.load(HALF, fields["bias"], output, LANES)))
+        at = do.add(do.mul(line, fields["outputs"]), output)
+        code.store(HALF, code.narrow(total), fields["products"], at)
+
+
+def _turn(
+    code: Code, weights: ir.Value, turned: ir.Value, sizes: tuple[ir.Value, ir.Value]
+) -> None:
+    """Write pairs of weights [64, K / 2] to [pairs, 64], of so many pairs."""
+    do, (pairs, count) = code.do, sizes
+    with code.rounds(code.index(OUTPUTS // LANES)) as group:
+        output = do.mul(group.index, code.index(LANES))
+        lines = [do.mul(pairs, do.add(output, code.index(at))) for at in range(LANES)]
+        with code.rounds(do.udiv(count, code.index(LANES))) as loop:
+            start = do.mul(loop.index, code.index(LANES))
+            places = [do.mul(do.add(line, start), code.index(2)) for line in lines]
+            halves = [code.load(HALF, weights, place, 2 * LANES) for place in places]
+            square = [do.bitcast(each, ir.VectorType(WORD, LANES)) for each in halves]
+            for at, column in enumerate(code.turn(square)):
+                place = do.mul(do.add(start, code.index(at)), code.index(OUTPUTS))
+                code.store(WORD, column, turned, do.add(place, output))
+
+
+def _add_pairs(
+    code: Code,
+    turned: ir.Value,
+    rows: Sequence[ir.Value],
+    count: ir.Value,
+    places: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """Add up the products of rows with ``count`` pairs of inputs, for outputs at some places."""
+    do = code.do
+    with code.rounds(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
+        line = code.at(turned, do.mul(loop.index, code.index(OUTPUTS)), WORD)
+        words = [code.load(WORD, line, place, LANES) for place in places]
+        lows, highs = [code.low(word) for word in words], [code.high(word) for word in words]
+        for row, sums in zip(rows, _chunks(loop.held, len(places)), strict=True):
+            pair = code.at(row, loop.index, INT)
+            first, second = (code.spread(code.load(FLOAT, pair, code.index(at))) for at in range(2))
+            for low, high, total in zip(lows, highs, sums, strict=True):
+                loop.then.append(code.fma(low, first, code.fma(high, second, total)))
+    return loop.then

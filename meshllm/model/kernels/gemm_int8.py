@@ -1,0 +1,300 @@
+"""Products with matrices of 8 bits, compiled; knows nothing about models or files.
+
+Theory of operation
+-------------------
+Processors with VNNI multiply pairs of whole numbers of 16 bits and add the products up in 32, twice
+as fast as float32; others take more than one instruction for it. So a row [K] becomes such numbers
+first: each `GROUP` of its inputs has a scale, the power of two with which the largest needs 15 bits
+and a sign. What is bfloat16 and at least a 128th of the largest stays exactly what it is, what is
+smaller is off by a 32,768th of that at most; a sum over a group is exact. So it does not matter
+what is added first, and a row has the same bits in any company, with any number of threads, on any
+processor. The sums of the groups, each rounded to float32, times their scales are added as such, in
+order.
+
+A few rows wait for the weights to come from memory: these are read once, in the order in which
+they lie there, become 16 bits in the processor's registers, and meet all rows. `OUTPUTS` of a
+matrix [N, K] lie together: for each pair of inputs two weights of so many outputs. Of rows, those
+that meet the weights in one pass, a tile, do: for each pair of inputs two numbers of each.
+"""
+
+import platform
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
+from meshllm.model.kernels.jit import Native, room
+from meshllm.model.kernels.prefetch import AHEAD, LINE, Pass, ask
+
+OUTPUTS = 64
+"""Of a block; two lines of the processor's cache for each pair of inputs."""
+GROUP = 128
+"""Inputs of a row that have a scale."""
+
+_MOST = 6  # rows whose sums are held in registers; twice as many where there are more
+_FEW = 1 << 16  # numbers that one thread turns into whole ones as soon as several do
+_LARGEST = 32767.0  # of a whole number, or the smallest; what is rounded beyond becomes so much
+_EXPONENT, _BIAS, _ENDLESS = 23, 127, 255  # of a float32 (IEEE 754-2019, 3.4)
+_LEAST = 15  # exponent, with its bias, that leaves a scale one that is not denormal
+_NOTHING = 0x7FC00000  # no number
+_ROUNDER = "*given", "*whole", "*sizes", "inputs", "groups", "rows", "each"
+_MULTIPLIER = (
+    *("tiles", "pairs", "groups", "*weights", "*scales", "*whole", "*sizes", "*products"),
+    *("outputs", "threads"),
+)
+_WIDENER = "*weights", "*scales", "*wide", "pairs", "outputs"
+
+
+def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+    """Multiply rows [M, K] by weights [N / 64, K / 2, 64, 2], int8: [M, N], in the dtype of rows.
+
+    Where K is odd the weights have one input more, of zeros. ``scales`` [N], float32, are what the
+    sums, float32 too, are multiplied with before they are rounded. A row with what is no number, or
+    none of these that ends, comes to what is no number.
+
+    Raises:
+        ValueError: the rows are longer or shorter than those of the matrix, of no numbers, or on a
+            GPU; there are more or fewer scales than outputs; or the weights have gaps.
+    """
+    _check(rows, weights, scales)
+    count, inputs = rows.shape
+    if not count:
+        return rows.new_empty(0, len(scales))
+    is_half, threads = rows.dtype == torch.bfloat16, torch.get_num_threads()
+    tiles = -(-count // max(_MOST, room() // 2))
+    each, groups = -(-count // tiles), -(-inputs // GROUP)
+    given = (rows if is_half else rows.float()).contiguous()
+    whole = torch.empty(tiles, groups * GROUP // 2, each, 2, dtype=torch.int16)
+    sizes = torch.empty(tiles, groups, each, dtype=torch.float32)
+    _rounder(is_half)(
+        *(tiles, threads if tiles > 1 and given.numel() > _FEW else 1),
+        *(given.data_ptr(), whole.data_ptr(), sizes.data_ptr(), inputs, groups, count, each),
+    )
+    kept = torch.bfloat16 if is_half else torch.float32
+    products = torch.empty(tiles * each, len(scales), dtype=kept)
+    _multiplier(each, is_half, min(tiles, 2))(
+        *(len(weights), threads, tiles, weights.shape[1], groups, weights.data_ptr()),
+        *(scales.data_ptr(), whole.data_ptr(), sizes.data_ptr(), products.data_ptr()),
+        *(len(scales), threads),
+    )
+    if tiles * each > count:
+        products = products[:count]
+    return products if kept == rows.dtype else products.to(rows.dtype)
+
+
+def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
+    if weights.dtype != torch.int8 or scales.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"weights of {weights.dtype}, scales of {scales.dtype}, or with gaps")
+    if weights.shape[2:] != (OUTPUTS, 2) or len(scales) != OUTPUTS * len(weights):
+        raise ValueError(f"{len(scales)} scales for weights of {list(weights.shape)}")
+    inputs = rows.shape[1]
+    if not inputs or inputs + inputs % 2 != 2 * weights.shape[1] or not rows.is_cpu:
+        raise ValueError(
+            f"rows of {inputs} numbers on {rows.device} for {2 * weights.shape[1]} inputs"
+        )
+
+
+def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
+    """Write weights [B, K / 2, 64, 2], int8, times their scales to ``wide`` [K, 64 B], bfloat16.
+
+    Raises:
+        ValueError: ``wide`` or ``scales`` have the shape of another matrix.
+    """
+    blocks, pairs, outputs, _ = weights.shape
+    if wide.shape != (2 * pairs, blocks * outputs) or len(scales) != wide.shape[1]:
+        raise ValueError(f"no room of {list(wide.shape)} for weights of {list(weights.shape)}")
+    _widener()(
+        *(blocks, torch.get_num_threads(), weights.data_ptr(), scales.data_ptr()),
+        *(wide.data_ptr(), pairs, wide.shape[1]),
+    )
+
+
+@cache
+def _rounder(is_half: bool) -> Native:
+    """Compile what turns a tile into whole numbers of 16 bits, and says what these are of."""
+    kind = HALF if is_half else FLOAT
+
+    def write(code: Code, fields: Mapping[str, ir.Value], tile: ir.Value, _: ir.Value) -> None:
+        do, groups, each = code.do, fields["groups"], fields["each"]
+        with do.goto_entry_block():
+            padded = do.bitcast(do.alloca(kind, GROUP), ir.PointerType())
+        top = do.mul(tile, each)
+        left = do.sub(fields["rows"], top)
+        count = do.select(do.icmp_unsigned("<", left, each), left, each)
+        with code.rounds(count) as row:
+            start = do.mul(do.add(top, row.index), fields["inputs"])
+            given = code.at(fields["given"], start, kind)
+            is_whole = _pad(code, kind, given, padded, fields["inputs"])
+            with code.rounds(groups) as group:
+                number = do.add(do.mul(tile, groups), group.index)
+                here = code.at(given, do.mul(group.index, code.index(GROUP)), kind)
+                is_last = do.icmp_unsigned("==", do.add(group.index, code.index(1)), groups)
+                here = do.select(do.and_(is_last, do.not_(is_whole)), padded, here)
+                numbers = [
+                    code.load(kind, here, code.index(at), LANES) for at in range(0, GROUP, LANES)
+                ]
+                whole, size = _rounded(code, map(code.widen, numbers) if is_half else numbers)
+                code.store(WORD, size, fields["sizes"], do.add(do.mul(number, each), row.index))
+                place = do.add(do.mul(do.mul(number, code.index(GROUP // 2)), each), row.index)
+                for shorts in whole:
+                    pairs = do.bitcast(shorts, ir.VectorType(WORD, LANES // 2))
+                    for at in range(LANES // 2):
+                        pair = do.extract_element(pairs, _word(at))
+                        code.store(WORD, pair, fields["whole"], place)
+                        place = do.add(place, each)
+
+    return Native(_ROUNDER, write)
+
+
+def _pad(code: Code, kind: ir.Type, row: ir.Value, padded: ir.Value, inputs: ir.Value) -> ir.Value:
+    """Copy the last group of a row, with zeros behind it, unless it is whole; say whether it is."""
+    do = code.do
+    left = do.urem(inputs, code.index(GROUP))
+    is_whole = do.icmp_unsigned("==", left, code.index(0))
+    with do.if_then(do.not_(is_whole)):
+        last = code.at(row, do.sub(inputs, left), kind)
+        with code.rounds(code.index(GROUP)) as loop:
+            code.store(kind, ir.Constant(kind, 0), padded, loop.index)
+        with code.rounds(left) as loop:
+            code.store(kind, code.load(kind, last, loop.index), padded, loop.index)
+    return is_whole
+
+
+def _rounded(code: Code, numbers: Iterable[ir.Value]) -> tuple[list[ir.Value], ir.Value]:
+    """Round float32 to whole numbers of 16 bits; the bits of what these are of come second."""
+    do, words, numbers = code.do, ir.VectorType(WORD, LANES), list(numbers)
+    positive = ir.Constant(words, [0x7FFFFFFF] * LANES)
+    most, *others = [do.and_(do.bitcast(number, words), positive) for number in numbers]
+    for other in others:
+        most = code.larger(most, other)
+    exponent = code.larger(do.lshr(code.most(most), _word(_EXPONENT)), _word(_LEAST))
+    # The largest becomes 2^14 to 2^15: times 2^14, divided by the power of two in it.
+    up = do.shl(do.sub(_word(2 * _BIAS + 14), exponent), _word(_EXPONENT))
+    down = do.shl(do.sub(exponent, _word(14)), _word(_EXPONENT))
+    is_endless = do.icmp_unsigned("==", exponent, _word(_ENDLESS))
+    factor = code.spread(do.bitcast(up, FLOAT))
+    least, largest = code.floats(-_LARGEST), code.floats(_LARGEST)
+    whole = []
+    for number in numbers:
+        grown = do.fmul(number, factor)
+        grown = do.select(do.fcmp_ordered(">", grown, largest), largest, grown)
+        grown = do.select(do.fcmp_ordered("<", grown, least), least, grown)
+        bits = do.bitcast(do.fadd(grown, code.floats(ROUND)), words)
+        whole.append(do.trunc(bits, ir.VectorType(HALF, LANES)))
+    return whole, do.select(is_endless, _word(_NOTHING), down)
+
+
+def _word(value: int) -> ir.Constant:
+    return ir.Constant(WORD, value)
+
+
+@cache
+def _multiplier(rows: int, is_half: bool, tiles: int) -> Native:
+    """Compile it for tiles of so many rows, and at least so many."""
+    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+    wide = LANES * columns
+    passes = OUTPUTS // wide * tiles
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do, pairs, groups = code.do, fields["pairs"], fields["groups"]
+        first, size = do.mul(block, code.index(OUTPUTS)), do.mul(pairs, code.index(2 * OUTPUTS))
+        weights = code.at(fields["weights"], do.mul(block, size), BYTE)
+        ahead = do.mul(size, fields["threads"]) if passes > 1 else code.index(AHEAD)
+        following = code.at(weights, ahead, BYTE)
+        for part in range(0, OUTPUTS, wide):
+            columns_at = range(part, part + wide, LANES)
+            with code.rounds(fields["tiles"]) as tile:
+                top = do.mul(tile.index, code.index(rows))
+                number = do.add(do.mul(fields["tiles"], code.index(part // wide)), tile.index)
+                one = Pass(number, passes, pairs)
+                with code.rounds(groups, *[code.floats(0.0)] * (rows * columns)) as loop:
+                    at = do.add(do.mul(tile.index, groups), loop.index)
+                    given = code.at(
+                        fields["whole"], do.mul(at, code.index(GROUP // 2 * rows)), WORD
+                    )
+                    ours, theirs = (weights, columns_at), (given, rows)
+                    found = _add(code, ours, theirs, (loop.index, pairs), (one, following))
+                    sums, totals = iter(found), iter(loop.held)
+                    sizes = code.at(fields["sizes"], do.mul(at, code.index(rows)), FLOAT)
+                    for row in range(rows):
+                        scale = code.spread(code.load(FLOAT, sizes, code.index(row)))
+                        loop.then += [
+                            code.fma(code.whole(next(sums)), scale, next(totals))
+                            for _ in columns_at
+                        ]
+                totals = iter(loop.then)
+                for row in range(rows):
+                    start = do.mul(do.add(top, code.index(row)), fields["outputs"])
+                    for column in columns_at:
+                        output = do.add(first, code.index(column))
+                        scale = code.load(FLOAT, fields["scales"], output, LANES)
+                        total, place = do.fmul(next(totals), scale), do.add(start, output)
+                        kept = code.narrow(total) if is_half else total
+                        code.store(HALF if is_half else FLOAT, kept, fields["products"], place)
+
+    return Native(_MULTIPLIER, write, held=["weights", "scales"])
+
+
+def _add(
+    code: Code,
+    block: tuple[ir.Value, range],
+    tile: tuple[ir.Value, int],
+    group: tuple[ir.Value, ir.Value],
+    way: tuple[Pass, ir.Value],
+) -> list[ir.Value]:
+    """Add up the products of a group of the inputs of a tile with a block's weights.
+
+    ``block`` is its weights, and which of its outputs are wanted; ``tile`` the group's numbers, and
+    how many rows; ``group`` its own number, and the pairs of all; ``way`` is the pass, and where
+    the weights lie that are passed over next.
+    """
+    do, (weights, columns), (given, rows), (one, following) = code.do, block, tile, way
+    each, shorts = code.index(GROUP // 2), ir.VectorType(HALF, 2 * LANES)
+    begin = do.mul(group[0], each)
+    left = do.sub(group[1], begin)
+    count = do.select(do.icmp_unsigned("<", left, each), left, each)
+    nothing = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
+    at_once = platform.machine() in {"x86_64", "AMD64"}
+    with code.rounds(count, *[nothing] * (rows * len(columns))) as loop:
+        pair = do.add(begin, loop.index)
+        ask(code, following, 2 * OUTPUTS // LINE, one, pair)
+        line = code.at(weights, do.mul(pair, code.index(2 * OUTPUTS)), BYTE)
+        own = [
+            do.sext(code.load(BYTE, line, code.index(2 * column), 2 * LANES), shorts)
+            for column in columns
+        ]
+        start, sums = do.mul(loop.index, code.index(rows)), iter(loop.held)
+        for row in range(rows):
+            word = code.load(WORD, given, do.add(start, code.index(row)))
+            both = do.bitcast(code.spread(word), shorts)
+            loop.then += [
+                code.multiply_pairs(weight, both, next(sums), at_once=at_once) for weight in own
+            ]
+    return loop.then
+
+
+@cache
+def _widener() -> Native:
+    eight = ir.Constant(ir.VectorType(HALF, LANES), [8] * LANES)
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do = code.do
+        first = do.mul(block, code.index(OUTPUTS))
+        weights = code.at(fields["weights"], do.mul(first, fields["pairs"]), HALF)
+        places = [code.index(at) for at in range(0, OUTPUTS, LANES)]
+        scales = [code.load(FLOAT, fields["scales"], do.add(first, at), LANES) for at in places]
+        with code.rounds(fields["pairs"]) as loop:
+            source = code.at(weights, do.mul(loop.index, code.index(OUTPUTS)), HALF)
+            line = do.mul(do.add(loop.index, loop.index), fields["outputs"])
+            for at, scale in zip(places, scales, strict=True):
+                both = code.load(HALF, source, at, LANES)
+                place = do.add(do.add(line, first), at)
+                for weight in (do.ashr(do.shl(both, eight), eight), do.ashr(both, eight)):
+                    kept = code.narrow(do.fmul(code.whole(weight), scale))
+                    code.store(HALF, kept, fields["wide"], place)
+                    place = do.add(place, fields["outputs"])
+
+    return Native(_WIDENER, write, held=["weights", "scales"])

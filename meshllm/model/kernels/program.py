@@ -1,0 +1,95 @@
+"""Calls of compiled functions, one after the other, as one call; knows nothing about models.
+
+Between two functions that are called from Python some ten microseconds go by, most of them to find
+what was pushed out of the processor's cache by the weights. A program is a list in memory: of each
+call the function, its fields and its threads.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+from llvmlite import ir
+
+from meshllm.model.kernels import jit
+from meshllm.model.kernels.ir import INT, WORD, Code
+from meshllm.model.kernels.jit import Native
+
+_FIELDS = "*calls", "count", "team"
+_EACH = 3  # numbers of a call
+_VOID, _PLACE = ir.VoidType(), ir.PointerType()
+_WORK = ir.FunctionType(_VOID, [_PLACE])
+_START = ir.FunctionType(_VOID, [_PLACE, _PLACE, WORD, WORD])
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is called."""
+
+    native: Native
+    threads: int
+    given: "ctypes.Array[ctypes.c_int64]"
+    """Two numbers of its own, the blocks and the fields, which may change; see `Native.given`."""
+    kept: Any
+    """What the fields point to, as far as it is this call's to keep."""
+
+    @classmethod
+    def of(
+        cls, native: Native, blocks: int, threads: int, values: Sequence[int], kept: Any = None
+    ) -> "Call":
+        """Write down a call."""
+        return cls(native, threads, native.given(blocks, *values), kept)
+
+
+class Program:
+    """Calls that are made again and again."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        """Take one call at least; what they are given stays their own, and may be shared."""
+        self._kept = list(calls)
+        numbers = [
+            number
+            for call in calls
+            for number in (call.native.address, ctypes.addressof(call.given), call.threads)
+        ]
+        self._calls = (ctypes.c_int64 * len(numbers))(*numbers)
+        start = jit.team()
+        address = ctypes.cast(cast("Any", start), ctypes.c_void_p).value if start else 0
+        self._fields = ctypes.addressof(self._calls), len(calls), address or 0
+
+    def share(self, call: int, threads: int) -> None:
+        """Let a call have so many threads."""
+        self._calls[_EACH * call + 2] = threads
+
+    def run(self) -> None:
+        """Make all calls."""
+        _runner()(1, 1, *self._fields)
+
+
+@cache
+def _runner() -> Native:
+    def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
+        do = code.do
+        start = do.inttoptr(fields["team"], _START.as_pointer())
+        is_one = do.icmp_unsigned("==", fields["team"], code.index(0))
+        with code.rounds(fields["count"]) as call:
+            first = do.mul(call.index, code.index(_EACH))
+            address, given, threads = (
+                code.load(INT, fields["calls"], do.add(first, code.index(at)))
+                for at in range(_EACH)
+            )
+            place = do.inttoptr(given, _PLACE)
+            for at in range(2):
+                code.store(INT, code.index(0), place, code.index(at))
+            alone = do.or_(is_one, do.icmp_unsigned("<=", threads, code.index(1)))
+            with do.if_else(alone) as (then, otherwise):
+                with then:
+                    do.call(do.inttoptr(address, _WORK.as_pointer()), [place])
+                with otherwise:
+                    work = do.inttoptr(address, _PLACE)
+                    count, flags = do.trunc(threads, WORD), ir.Constant(WORD, 0)
+                    do.call(start, [work, place, count, flags])
+
+    return Native(_FIELDS, write)

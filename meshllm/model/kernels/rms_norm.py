@@ -1,0 +1,66 @@
+"""Root mean square norm of rows, compiled; knows no model.
+
+What stock code does in six operations, with their roundings: to bfloat16 before the weights are
+multiplied with, and behind (arXiv:1910.07467).
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from math import gcd
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from meshllm.model.kernels.ir import HALF, LANES, Code, bits_of, float_of
+from meshllm.model.kernels.jit import Native
+
+_FIELDS = "*rows", "*weight", "*normed", "eps"
+
+
+def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm rows [..., D], bfloat16 and contiguous, and multiply with ``weight`` [D].
+
+    Raises:
+        ValueError: the rows are longer or shorter than the weights.
+    """
+    (width,) = weight.shape
+    if rows.shape[-1] != width:
+        raise ValueError(f"rows of {rows.shape[-1]} numbers for {width} weights")
+    normed = torch.empty_like(rows)
+    _function(width)(
+        rows.numel() // width,
+        1,
+        *(rows.data_ptr(), weight.data_ptr(), normed.data_ptr(), bits_of(eps)),
+    )
+    return normed
+
+
+@cache
+def _function(width: int) -> Native:
+    """Compile it for rows of a width."""
+    lanes = gcd(LANES, width)
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do = code.do
+        top = do.mul(block, code.index(width))
+
+        def load(name: str, start: ir.Value, part: ir.Value) -> ir.Value:
+            at = do.add(start, do.mul(part, code.index(lanes)))
+            return code.widen(code.load(HALF, fields[name], at, lanes))
+
+        with code.rounds(code.index(width // lanes), code.floats(0.0, lanes)) as loop:
+            x = load("rows", top, loop.index)
+            loop.then = [code.fma(x, x, loop.held[0])]
+        total = code.sum(loop.then[0])
+        mean = do.fdiv(total, code.number(float(width)))
+        root = code.root(do.fadd(mean, float_of(code, fields["eps"])))
+        share = code.spread(do.fdiv(code.number(1.0), root), lanes)
+        with code.rounds(code.index(width // lanes)) as loop:
+            scaled = do.fmul(load("rows", top, loop.index), share)
+            rounded = code.widen(code.narrow(scaled))
+            product = do.fmul(rounded, load("weight", code.index(0), loop.index))
+            at = do.add(top, do.mul(loop.index, code.index(lanes)))
+            code.store(HALF, code.narrow(product), fields["normed"], at)
+
+    return Native(_FIELDS, write, held=["weight"])

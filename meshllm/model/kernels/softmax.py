@@ -1,0 +1,110 @@
+"""Softmax of columns, compiled; knows no model.
+
+Scores of many rows stand in columns, as the product of keys with queries gives them: neighbours in
+memory belong to different rows, and a vector holds as many rows as it has lanes. Each lane goes
+down its own column three times: for the largest score, for the exponentials of what the others lack
+to it, and to divide them by their sum. What a row may not see becomes 0 on the way, so nobody
+writes a mask.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from math import inf
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
+from meshllm.model.kernels.jit import Native
+
+COLUMNS = LANES
+"""Their number is a multiple of it."""
+
+_STRIP = 64  # columns that go down together; two lines of the processor's cache in bfloat16
+
+_FIELDS = "*scores", "*starts", "*seen", "strips", "keys", "columns"
+
+
+def share_out(scores: Tensor, rows: int, window: int | None = None) -> None:
+    """Turn scores [G, S, C] into their softmax over S, in their place.
+
+    bfloat16 or float32, in C order; C is a multiple of `COLUMNS`. Column c is of row c mod ``rows``
+    of the last ``rows`` of S places: it sees the keys up to its own place, ``window`` of them at
+    most.
+
+    Raises:
+        ValueError: these do not belong together.
+    """
+    groups, keys, columns = scores.shape
+    kinds = torch.bfloat16, torch.float32
+    if columns % COLUMNS or not 0 < rows <= keys or scores.dtype not in kinds:
+        raise ValueError(f"softmax of {list(scores.shape)} {scores.dtype} for {rows} rows")
+    if not scores.is_contiguous() or scores.device.type != "cpu":
+        raise ValueError(f"softmax of scores anyhow on {scores.device}")
+    stops = torch.arange(columns, dtype=torch.int32).remainder_(rows).add_(keys - rows + 1)
+    starts = (stops - min(window or keys, keys)).clamp_min_(0)
+    seen = stops - starts
+    strip = COLUMNS if columns % _STRIP else _STRIP
+    _function(scores.dtype == torch.bfloat16, strip)(
+        groups * columns // strip,
+        torch.get_num_threads(),
+        *(scores.data_ptr(), starts.data_ptr(), seen.data_ptr()),
+        *(columns // strip, keys, columns),
+    )
+
+
+@cache
+def _function(is_half: bool, width: int) -> Native:
+    """Compile it for strips of so many columns."""
+    kind = HALF if is_half else FLOAT
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do, keys, columns = code.do, fields["keys"], fields["columns"]
+        group, strip = do.udiv(block, fields["strips"]), do.urem(block, fields["strips"])
+        first = do.mul(strip, code.index(width))
+        begin = do.add(do.mul(group, do.mul(keys, columns)), first)
+        scores = code.at(fields["scores"], begin, kind)
+        places = [code.index(at) for at in range(0, width, LANES)]
+        starts, seen = (
+            [code.load(WORD, fields[name], do.add(first, at), LANES) for at in places]
+            for name in ("starts", "seen")
+        )
+
+        def visible(key: ir.Value) -> list[ir.Value]:
+            number = code.spread(do.trunc(key, WORD))
+            return [
+                do.icmp_unsigned("<", do.sub(number, start), count)
+                for start, count in zip(starts, seen, strict=True)
+            ]
+
+        def load(line: ir.Value, at: ir.Value) -> ir.Value:
+            loaded = code.load(kind, line, at, LANES)
+            return code.widen(loaded) if is_half else loaded
+
+        nothing = code.floats(-inf)
+        with code.rounds(keys, *[nothing] * len(places)) as loop:
+            line = code.at(scores, do.mul(loop.index, columns), kind)
+            for at, is_seen, most in zip(places, visible(loop.index), loop.held, strict=True):
+                score = do.select(is_seen, load(line, at), nothing)
+                loop.then.append(do.select(do.fcmp_ordered(">", score, most), score, most))
+        peaks = loop.then
+        zero = code.floats(0.0)
+        with code.rounds(keys, *[zero] * len(places)) as loop:
+            line = code.at(scores, do.mul(loop.index, columns), kind)
+            for at, is_seen, peak, total in zip(
+                places, visible(loop.index), peaks, loop.held, strict=True
+            ):
+                power = code.exp(do.fsub(load(line, at), peak))
+                power = do.select(is_seen, power, zero)
+                kept = code.narrow(power) if is_half else power
+                code.store(kind, kept, line, at)
+                loop.then.append(do.fadd(total, code.widen(kept) if is_half else kept))
+        shares = [do.fdiv(code.floats(1.0), total) for total in loop.then]
+        with code.rounds(keys) as loop:
+            line = code.at(scores, do.mul(loop.index, columns), kind)
+            for at, share in zip(places, shares, strict=True):
+                shared = do.fmul(load(line, at), share)
+                code.store(kind, code.narrow(shared) if is_half else shared, line, at)
+
+    return Native(_FIELDS, write)

@@ -1,0 +1,1 @@
+"""Modules that take the place of stock ones: row-invariant, packed or quantised."""

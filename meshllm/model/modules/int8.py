@@ -1,0 +1,99 @@
+"""Matrices of 8 bits; knows nothing about models or files.
+
+Theory of operation
+-------------------
+Weights have one scale per output; activations keep 16 bits, so an outlier among them costs the
+others next to nothing. `meshllm.model.kernels.gemm_int8` multiplies them: it reads each weight once
+for a few rows and gives each row the same bits in any company. A prompt waits for the multiplying:
+where the processor multiplies whole matrices of 16-bit numbers, some weights at a time are
+multiplied with their scales, rounded to these, and go to torch.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from meshllm.model.kernels import gemm_int8, jit
+from meshllm.model.kernels.gemm_int8 import OUTPUTS
+from meshllm.model.kernels.scratch import scratch
+from meshllm.model.modules.quant_form import Form, Packed, Shape
+
+CHUNK_ROWS = 4096  # of a matrix rounded at a time
+MANY = 48  # rows from which on widening paid beside products in float32
+WIDE_BYTES = 2 << 20  # of weights that are widened at a time: they stay in the processor's cache
+_FAST = "amx-bf16", "bf16"  # what processors call multiplying matrices of 16-bit numbers
+_TINY = 1e-30  # instead of the largest weight of an output without any
+
+
+class Int8Matrix:
+    """Weights of 8 bits with a scale per output."""
+
+    __slots__ = ("_data", "_scale", "shape")
+
+    def __init__(self, packed: Packed, shape: Shape) -> None:
+        self.shape = shape
+        self._data, self._scale = packed["data"], packed["scale"]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply [M, K] to [M, N], in their dtype."""
+        if len(rows) < MANY or rows.dtype != torch.bfloat16 or not multiplies_matrices():
+            products = gemm_int8.multiply(rows, self._data, self._scale)
+        else:
+            products = self._widened(rows)
+        outputs = self.shape[0]
+        return products if products.shape[1] == outputs else products[:, :outputs]
+
+    def _widened(self, rows: Tensor) -> Tensor:
+        blocks, pairs, outputs, _ = self._data.shape
+        inputs = 2 * pairs
+        if rows.shape[1] < inputs:
+            rows = torch.nn.functional.pad(rows, (0, 1))
+        most = max(1, WIDE_BYTES // (2 * inputs * outputs))
+        room = scratch(most * inputs * outputs)
+        products = rows.new_empty(len(rows), blocks * outputs)
+        for at in range(0, blocks, most):
+            part = self._data[at : at + most]
+            here = slice(at * outputs, (at + len(part)) * outputs)
+            wide = room[: part.numel()].view(inputs, -1)
+            gemm_int8.widen(part, self._scale[here], wide)
+            torch.mm(rows, wide, out=products[:, here])
+        return products
+
+
+@cache
+def multiplies_matrices() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 faster than anything else."""
+    return jit.can(*_FAST)
+
+
+def pack(weight: Tensor) -> dict[str, Tensor]:
+    """Pack a matrix [N, K]; beside the result, a few rows are held."""
+    outputs, inputs = weight.shape
+    blocks = -(-outputs // OUTPUTS)
+    data = torch.zeros(blocks, -(-inputs // 2), OUTPUTS, 2, dtype=torch.int8)
+    scales = torch.zeros(blocks * OUTPUTS, dtype=torch.float32)
+    for at in range(0, outputs, CHUNK_ROWS):
+        part = weight[at : at + CHUNK_ROWS].float()
+        scale = part.abs().amax(1).clamp_min_(_TINY).div_(127)
+        whole = (part / scale[:, None]).round_()
+        whole = torch.nn.functional.pad(whole, (0, inputs % 2, 0, -len(whole) % OUTPUTS))
+        first = at // OUTPUTS
+        blocked = whole.view(-1, OUTPUTS, data.shape[1], 2).transpose(1, 2)
+        data[first : first + len(blocked)] = blocked
+        scales[at : at + len(scale)] = scale
+    return {"data": data, "scale": scales}
+
+
+def form(shape: Shape, _dtype: torch.dtype) -> Form:
+    """Tell what `pack` makes of a matrix."""
+    blocks = -(-shape[0] // OUTPUTS)
+    return {
+        "data": ((blocks, -(-shape[1] // 2), OUTPUTS, 2), torch.int8),
+        "scale": ((blocks * OUTPUTS,), torch.float32),
+    }
+
+
+def order(_shape: Shape) -> str:
+    """Name the order of the bytes, the same on every processor."""
+    return f"pairs in blocks of {OUTPUTS}"

@@ -1,0 +1,77 @@
+"""Which modules of a model can be quantised, and which together; knows no family by name."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshllm.model.modules.quant_kernels import unfit
+from meshllm.names import Quant
+
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""Modules that often read the same rows; where they do not, it costs time and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A module or parameter that stays as it is though it multiplies."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+    lossy: bool = False
+    """It could have been exchanged, but its results would have been too far off."""
+
+
+def choose(
+    model: nn.Module, kind: Quant, skip: Iterable[str]
+) -> tuple[dict[str, nn.Linear], list[Plain]]:
+    """Find the linear modules that can be exchanged, and what cannot."""
+    unused = tuple(f"{name}." for name in skip)
+    linears, plain = {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not f"{name}.".startswith(unused):
+            shape = module.out_features, module.in_features
+            if reason := _strange(module) or unfit(kind, shape, module.weight.dtype):
+                plain.append(Plain(name, shape, reason))
+            else:
+                linears[name] = module
+    plain += [
+        Plain(name, tuple(parameter.shape), "it is a stack of matrices")
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and min(parameter.shape) > 1 and not name.startswith(unused)
+    ]
+    return linears, plain
+
+
+def families(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
+    """Divide modules into those that read the same rows, by their names."""
+    done: set[str] = set()
+    for name in linears:
+        if name not in done:
+            owner, dot, leaf = name.rpartition(".")
+            group = next((group for group in SIBLINGS if leaf in group), (leaf,))
+            names = tuple(f"{owner}{dot}{sibling}" for sibling in group)
+            family = names if _alike([linears.get(sibling) for sibling in names]) else (name,)
+            done.update(family)
+            yield family
+
+
+def _alike(linears: Iterable[nn.Linear | None]) -> bool:
+    """Whether there are all, and one matrix can hold them."""
+    kinds = {linear and (linear.in_features, linear.weight.dtype) for linear in linears}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _strange(module: nn.Linear) -> str:
+    """Say what is attached to a module that another in its place would lose."""
+    if type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__}"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has hooks"
+    return "" if module.weight.device.type == "cpu" else f"it is on {module.weight.device}"

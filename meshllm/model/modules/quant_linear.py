@@ -1,0 +1,60 @@
+"""Linear modules that multiply by packed matrices; knows no family by name."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshllm.model.modules.quant_form import Matrix
+
+
+class Siblings:
+    """Modules that read the same rows, as query, key and value do: one product serves them all.
+
+    The first one called computes for the others. Each compares its rows with those that were
+    computed, so what a family does between the calls changes the time and never the result.
+    """
+
+    __slots__ = ("_parts", "_x", "matrix", "sizes")
+
+    def __init__(self, matrix: Matrix, sizes: Sequence[int]) -> None:
+        self.matrix = matrix
+        self.sizes = list(sizes)
+        """Outputs of each."""
+        self._parts: dict[int, Tensor] = {}
+        self._x: Tensor | None = None
+
+    def multiply(self, index: int, x: Tensor) -> Tensor:
+        """Multiply ``x`` [..., K] by the matrix of one of them: [M, N], M being its rows."""
+        if index in self._parts and self._same(x):
+            return self._parts.pop(index)  # with the last of them the memory goes
+        product = self.matrix(x.reshape(-1, x.shape[-1]))
+        if len(self.sizes) == 1:
+            return product
+        self._parts = dict(enumerate(torch.split(product, self.sizes, 1)))
+        self._x = x.clone()
+        return self._parts.pop(index)
+
+    def _same(self, x: Tensor) -> bool:
+        return self._x is not None and x.dtype == self._x.dtype and torch.equal(x, self._x)
+
+
+class QuantLinear(nn.Module):
+    """What stands for a linear module: the same call, other numbers inside."""
+
+    def __init__(self, plain: nn.Linear, siblings: Siblings, index: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight, self.bias = plain.weight, plain.bias
+        self._siblings, self._index = siblings, index
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
+        """Multiply [..., K] to [..., N], in the dtype of the input."""
+        y = self._siblings.multiply(self._index, input)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(input.dtype).contiguous().view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Say which module it stands for."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"

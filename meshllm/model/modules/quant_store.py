@@ -1,0 +1,184 @@
+"""Packed matrices in files, mapped when they are wanted again; knows not how they were packed.
+
+A file is a safetensors file of bytes, so reading one runs no code. It holds its key and a hash of
+what it holds, and is believed only when both and every size are as expected; otherwise the matrix
+is packed again. The hash is verified once, and again when the size, time or inode of the file is
+another one: all else is mapped and read only when it is used. The worst that a forged file can do
+is wrong numbers. A file that nobody wanted for `UNUSED_S` is removed when a model is quantised: it
+can be made again.
+"""
+
+import ctypes
+import json
+import logging
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model.files.loader import list_weights, open_file, select
+from meshllm.model.files.manifest import file_digests
+from meshllm.model.json_cache import recall, remember
+from meshllm.model.modules.quant_form import Form, Packed
+from meshllm.model.split.skeleton import Skeleton
+
+_NAME_DIGITS = 64  # of the name of a file, hexadecimal
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not name
+UNUSED_S = 30 * 86_400.0
+"""Seconds after which a file goes that was not read again."""
+_TICK_NS = 2_000_000_000  # more than what two changes of a file may have the same time for
+ALIGNMENT = 64  # bytes; a vector register loads a line of the processor's cache at once
+
+log = logging.getLogger(__name__)
+
+
+def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, str]:
+    """Digest the stored tensors of a stripped model: name of the parameter -> hexadecimal.
+
+    What was hashed is remembered in the folder ``cache``; then the weights are not read.
+
+    Raises:
+        ModelError: a file of weights is damaged.
+    """
+    weights = list_weights(folder)
+    chosen = select(skeleton, weights)
+    hashed = {file: file_digests(folder / file, cache) for file in {weights[n] for n in chosen}}
+    found: dict[str, str] = {}
+    for name, place in sorted(chosen.items()):  # several may be merged into one
+        digest = (hashed[weights[name]] or {}).get(name)
+        if digest is not None:
+            found[place] = found.get(place, "") + digest
+    return found
+
+
+def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
+    """Map a packed matrix of a known form; None when it is missing or not what it should be."""
+    path = _path(folder, key)
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    try:
+        with open_file(path) as file:
+            about = file.metadata() or {}
+            stored = {name: file.get_tensor(name) for name in form}
+    except (ModelError, SafetensorError, OSError) as error:
+        log.info("`%s` is packed again: %s", path, error)
+        return None
+    verified = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    is_verified = recall(folder, "verified", key) == verified
+    is_right = about.get("key") == key and _fits(stored, form)
+    if not is_right or not (is_verified or about.get("hash") == _hash(stored)):
+        log.info("`%s` is packed again: it is not what it should be", path)
+        return None
+    if not is_verified and time.time_ns() - stat.st_mtime_ns >= _TICK_NS:
+        remember(folder, verified, "verified", key)
+    with suppress(OSError):  # of somebody else, or read only: it counts as older than it is
+        os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
+    return {
+        name: stored[name][: _bytes(shape, dtype)].view(dtype).view(shape)
+        for name, (shape, dtype) in form.items()
+    }
+
+
+def keep(folder: Path, key: str, packed: Packed) -> None:
+    """Write a packed matrix so that a reader sees all of it or nothing."""
+    path = _path(folder, key)
+    stored = {name: _padded(tensor) for name, tensor in packed.items()}
+    unfinished = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            unfinished = Path(file.name)
+            file.write(_header(stored, {"key": key, "hash": _hash(stored)}))
+            for tensor in stored.values():
+                file.write(tensor.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash leaves a file of the right size without its bytes
+        now = time.time_ns()
+        os.utime(unfinished, ns=(now, now - _TICK_NS))  # any later change has another time
+        unfinished.replace(path)
+    except OSError as error:
+        log.info("`%s` is not kept: %s", path, error)
+        if unfinished is not None:
+            with suppress(OSError):
+                unfinished.unlink()
+
+
+def tidy(folder: Path) -> None:
+    """Remove what nobody wanted for long; what a process has mapped stays until it ends."""
+    oldest = time.time() - UNUSED_S
+    for path in folder.glob(f"{'[0-9a-f]' * _NAME_DIGITS}.safetensors"):
+        with suppress(OSError):  # another process removes it, too
+            stat = path.stat()
+            if max(stat.st_atime, stat.st_mtime) < oldest:
+                path.unlink()
+                log.info("`%s` was not wanted for long: removed", path)
+
+
+def page_out(tensor: Tensor) -> None:
+    """Let the system take the memory of a tensor now; what is read again comes back."""
+    if sys.platform != "linux":
+        return
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - begin
+    advise = ctypes.CDLL(None).madvise
+    advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _PAGE_OUT)  # an older one refuses
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"{blake3(key.encode()).hexdigest(_NAME_DIGITS // 2)}.safetensors"
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+def _fits(stored: Mapping[str, Tensor], form: Form) -> bool:
+    """Whether there are exactly the bytes that a form takes."""
+    return all(
+        stored[name].dtype is torch.uint8 and stored[name].shape == (_ceil(_bytes(shape, dtype)),)
+        for name, (shape, dtype) in form.items()
+    )
+
+
+def _ceil(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Show a tensor as bytes, in whole lines of the processor's cache."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    missing = _ceil(len(flat)) - len(flat)
+    return torch.cat((flat, flat.new_zeros(missing))) if missing else flat
+
+
+def _hash(stored: Mapping[str, Tensor]) -> str:
+    hasher = blake3()
+    for name in sorted(stored):
+        hasher.update(stored[name].numpy().data)
+    return hasher.hexdigest()
+
+
+def _header(stored: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
+    """Begin a safetensors file; spaces behind the header, which it allows, align the tensors."""
+    entries: dict[str, object] = {"__metadata__": about}
+    begin = 0
+    for name, tensor in stored.items():
+        stop = begin + len(tensor)
+        entries[name] = {"dtype": "U8", "shape": [len(tensor)], "data_offsets": [begin, stop]}
+        begin = stop
+    text = json.dumps(entries).encode()
+    text = text.ljust(_ceil(len(text) + 8) - 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,187 @@
+"""Exchanges the linear modules of a model for quantised ones; knows no family by name.
+
+Theory of operation
+-------------------
+Each matrix is packed on its own and, with the digest of what it was packed from, kept on disk; on
+the next start it is mapped from there and the plain weights are not read. Modules that read the
+same rows become one matrix. Before it is used, a matrix is tried on sampled rows, some with
+outliers: where the result is too far from the plain one, its modules stay plain and are named in
+the log.
+
+Lookup tables stay as they are, and so do parameters that no linear module holds, as the stacked
+experts of a mixture. A head tied to the embedding is packed; the table then serves lookups only.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from meshllm.model.modules.quant_choice import Plain, choose, families
+from meshllm.model.modules.quant_form import Matrix, Shape
+from meshllm.model.modules.quant_kernels import kernel, size_of
+from meshllm.model.modules.quant_linear import QuantLinear, Siblings
+from meshllm.model.modules.quant_store import find, keep, page_out, tidy
+from meshllm.names import Quant
+
+SAMPLES = 16  # rows that a matrix is tried on
+OUTLIERS = 3  # inputs of every second sample that are `LARGER` times larger than the rest
+LARGER = 100.0
+
+_RECIPE = "2"  # of what is kept: to be changed with the numbers that packing gives
+_TINY = 1e-30  # instead of the size of a row of zeros
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of a model."""
+
+    kind: Quant
+    modules: int = 0
+    """Linear modules that were exchanged."""
+    bytes: int = 0
+    """Memory of their packed matrices."""
+    plain_bytes: int = 0
+    """Memory that the same took before."""
+    plain: tuple[Plain, ...] = ()
+
+
+@torch.inference_mode()
+def quantise(
+    model: nn.Module,
+    kind: Quant,
+    *,
+    skip: Iterable[str] = (),
+    digests: Mapping[str, str] | None = None,
+    cache: Path | None = None,
+    mapped: bool = True,
+) -> Report:
+    """Exchange the linear modules of a model in place, but those in or under ``skip``.
+
+    ``digests`` of the weights by name of the parameter, as `quant_store.digest_weights` makes
+    them, let packed matrices be kept in the folder ``cache``. Plain weights that are ``mapped``
+    from a file stay in reach, unread; others are given up.
+
+    Raises:
+        ModelError: this processor, or this build of torch, has no kernel for it.
+    """
+    if kind is Quant.NONE:
+        return Report(kind)
+    linears, plain = choose(model, kind, skip)
+    work = _Work(model, kind, digests or {}, cache, mapped)
+    for names in families(linears):
+        plain += work.exchange({name: linears[name] for name in names})
+    if cache is not None:
+        tidy(cache)
+    report = Report(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))
+    _tell(report)
+    return report
+
+
+class _Work:
+    """Packs and exchanges the matrices of one model, one at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: Quant,
+        digests: Mapping[str, str],
+        cache: Path | None,
+        mapped: bool,
+    ) -> None:
+        self.modules = self.bytes = self.plain_bytes = 0
+        self._model, self._kind, self._cache, self._mapped = model, kind, cache, mapped
+        self._kernel = kernel(kind)
+        self._digests = {  # by identity: both sides of a tie are the same parameter
+            id(parameter): digests[name]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name in digests
+        }
+
+    def exchange(self, linears: Mapping[str, nn.Linear]) -> list[Plain]:
+        """Exchange modules that read the same rows; return those that stay plain."""
+        modules = list(linears.values())
+        shape = sum(module.out_features for module in modules), modules[0].in_features
+        matrix = self._find(modules, shape)
+        if matrix is None:
+            matrix, error = self._make(modules, shape)
+            if matrix is None and len(modules) > 1:
+                return [bad for one in linears.items() for bad in self.exchange(dict([one]))]
+            if matrix is None:
+                reason = f"its error would be {error:.3f}, more than {self._kernel.limit}"
+                return [Plain(name, shape, reason, lossy=True) for name in linears]
+        self._put(linears, matrix)
+        return []
+
+    def _find(self, modules: Sequence[nn.Linear], shape: Shape) -> Matrix | None:
+        key = self._key(modules, shape)
+        if self._cache is None or key is None:
+            return None
+        packed = find(self._cache, key, self._kernel.form(shape, modules[0].weight.dtype))
+        return None if packed is None else self._kernel.open(packed, shape)
+
+    def _make(self, modules: Sequence[nn.Linear], shape: Shape) -> tuple[Matrix | None, float]:
+        """Pack and try a matrix; one that is good is kept, and mapped from where it is kept."""
+        weights = [module.weight.detach() for module in modules]
+        packed = self._kernel.pack(weights[0] if len(weights) == 1 else torch.cat(weights))
+        matrix = self._kernel.open(packed, shape)
+        error = _error(matrix, weights)
+        if not error <= self._kernel.limit:  # it may be no number
+            return None, error
+        key = self._key(modules, shape)
+        if self._cache is not None and key is not None:
+            keep(self._cache, key, packed)
+            matrix = self._find(modules, shape) or matrix
+        return matrix, error
+
+    def _key(self, modules: Sequence[nn.Linear], shape: Shape) -> str | None:
+        """Say in words what a packed matrix is; None when there is a weight without a digest."""
+        digests = [self._digests.get(id(module.weight), "") for module in modules]
+        if not all(digests):
+            return None
+        made_by = _RECIPE, torch.__version__, transformers.__version__, self._kernel.order(shape)
+        forms = [f"{module.weight.dtype} {module.weight.shape}" for module in modules]
+        return "\n".join([self._kind, *made_by, *forms, *digests])
+
+    def _put(self, linears: Mapping[str, nn.Linear], matrix: Matrix) -> None:
+        siblings = Siblings(matrix, [module.out_features for module in linears.values()])
+        dtype = next(iter(linears.values())).weight.dtype
+        self.bytes += size_of(self._kernel.form(matrix.shape, dtype))
+        for index, (name, plain) in enumerate(linears.items()):
+            self.modules += 1
+            self.plain_bytes += plain.weight.nbytes
+            if self._mapped:
+                page_out(plain.weight)
+            else:
+                plain.weight = nn.Parameter(plain.weight.to("meta"), requires_grad=False)
+            self._model.set_submodule(name, QuantLinear(plain, siblings, index))
+
+
+def _error(matrix: Matrix, weights: Sequence[Tensor]) -> float:
+    """Compare a packed matrix with the plain ones it was packed from; the worst of them counts."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, matrix.shape[1], generator=generator)
+    x[::2, torch.randperm(x.shape[1], generator=generator)[:OUTLIERS]] *= LARGER
+    x = x.to(weights[0].dtype)
+    products = torch.split(matrix(x).float(), [len(weight) for weight in weights], 1)
+    plain = [nn.functional.linear(x, weight).float() for weight in weights]
+    errors = [
+        (mine[kind::2] - theirs[kind::2]).norm() / theirs[kind::2].norm().clamp_min(_TINY)
+        for mine, theirs in zip(products, plain, strict=True)
+        for kind in (0, 1)  # with outliers, and without
+    ]
+    return float(torch.stack(errors).max())
+
+
+def _tell(report: Report) -> None:
+    megabytes = report.bytes / 1e6, report.plain_bytes / 1e6
+    log.info("%s: %d modules in %.0f MB instead of %.0f", report.kind, report.modules, *megabytes)
+    for plain in report.plain:
+        level = logging.WARNING if plain.lossy else logging.INFO
+        log.log(level, "`%s` %s stays plain: %s", plain.name, list(plain.shape), plain.reason)

@@ -1,0 +1,154 @@
+"""Norms in one call; knows no family by name.
+
+A stock norm is six operations, each of which takes longer to call than to compute, four norms in a
+layer. Whether a module is what it looks like is tried, on rows of several sizes: it has to give the
+same numbers but for two units in the last place, as each is rounded twice. On a GPU torch has a
+norm in one call; it rounds once where stock code may round twice.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshllm.model.kernels.jit import works
+from meshllm.model.kernels.rms_norm import norm
+
+FEW = 512  # rows, heads counted; stock code works on more of them at a time
+
+_SIZES = (0.01, 1.0, 100.0)
+_ROWS = 4
+_UNIT = 2**-7  # of the last place of a bfloat16 number, relative to it
+_UNITS = 2  # that rounding twice may change
+_ALIKE = 2**-10  # of all numbers together
+_MOST_UNITS = 4  # that rounding otherwise, three times, may change
+
+
+class QuickNorm(nn.Module):
+    """What stands for a norm: the same call, and the same numbers or nearly, as was tried."""
+
+    def __init__(self, plain: Any, eps: float) -> None:
+        super().__init__()
+        self._plain = (plain,)  # no module of this one, whose weights have the names that they had
+        self.eps = eps
+        self.weight: nn.Parameter = plain.weight
+        self.width = plain.weight.shape[0]
+
+    @property
+    def plain(self) -> nn.Module:
+        """What it stands for."""
+        module: nn.Module = self._plain[0]
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm rows [..., D]."""
+        few = 0 < x.numel() <= FEW * self.width
+        if few and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+            if x.is_contiguous():
+                return norm(x, self.weight, self.eps)
+            # Laid out as stock code leaves it: products may take another way with other strides.
+            return torch.empty_like(x).copy_(norm(x.contiguous(), self.weight, self.eps))
+        result: Tensor = self._plain[0](x)
+        return result
+
+
+class FusedNorm(nn.Module):
+    """Torch's own norm in the place of a stock one."""
+
+    def __init__(self, plain: Any, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight: nn.Parameter = plain.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm rows [..., D]."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@contextmanager
+def fused(model: nn.Module) -> Iterator[int]:
+    """Exchange norms for torch's own for a while, those that are what they look like; count them.
+
+    They are alike where rounding is all that differs: a unit or two in the last place.
+    """
+    exchanged: dict[str, nn.Module] = {}
+    try:
+        for name, module, eps in _norms(model):
+            own, unit = FusedNorm(module, eps), torch.finfo(module.weight.dtype).eps
+            if _agree(module, own, most=_MOST_UNITS * unit, mean=unit):
+                exchanged[name] = module
+                model.set_submodule(name, own)
+        yield len(exchanged)
+    finally:
+        for name, module in exchanged.items():
+            model.set_submodule(name, module)
+
+
+@torch.inference_mode()
+def quicken(model: nn.Module) -> None:
+    """Exchange the norms that are what they look like."""
+    if not works():
+        return
+    for name, module, eps in _norms(model):
+        if module.weight.dtype != torch.bfloat16 or module.weight.device.type != "cpu":
+            continue
+        quick = QuickNorm(module, eps)
+        if _agree(module, quick, most=_UNITS * _UNIT, mean=_ALIKE):
+            model.set_submodule(name, quick)
+
+
+def slow_down(model: nn.Module) -> None:
+    """Take back what `quicken` exchanged."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuickNorm):
+            model.set_submodule(name, module.plain)
+
+
+def _norms(model: nn.Module) -> list[tuple[str, Any, float]]:
+    """Find what looks like a norm: its name, itself, its epsilon."""
+    found = []
+    for name, module in model.named_modules():
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if isinstance(eps, float) and _is_plain(module):
+            found.append((name, module, eps))
+    return found
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it takes rows and has weights for one, and nothing else.
+
+    The norms of recurrent layers may take a gate besides.
+    """
+    parameters = dict(module.named_parameters())
+    weight = parameters.pop("weight", None)
+    return (
+        weight is not None
+        and not parameters
+        and not list(module.buffers())
+        and len(signature(module.forward).parameters) == 1
+        and weight.dim() == 1
+        and weight.dtype.is_floating_point
+        and not weight.is_meta
+        and weight.is_contiguous()
+        and not module._forward_hooks | module._forward_pre_hooks
+    )
+
+
+@torch.inference_mode()
+def _agree(plain: Any, own: nn.Module, *, most: float, mean: float) -> bool:
+    """Compare them on rows; ``most`` of a number and ``mean`` of all may differ."""
+    generator, weight = torch.Generator().manual_seed(0), plain.weight
+    for size in _SIZES:
+        drawn = torch.randn(1, _ROWS, weight.shape[0], generator=generator) * size
+        x = drawn.to(weight.device, weight.dtype)
+        mine, its = own(x).double(), plain(x).double()
+        error = (mine - its).abs()
+        if not bool((error <= most * its.abs()).all()):
+            return False
+        if not float(error.norm()) <= mean * float(its.norm()):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Parity: whether a split model is the whole one, by family."""

@@ -1,0 +1,245 @@
+"""Whether a user's model may be split, and the proof on its own weights; knows no network.
+
+The parity table in ``FAMILIES.md`` covers a tiny config of every type. A user's model has switches
+of its own and every machine its own kernels, so the first use of a config on a machine is checked
+again on a tiny model with the same switches, and the verdict is remembered.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+import meshllm
+from meshllm.config import cache_path
+from meshllm.errors import ModelError
+from meshllm.model.files.loader import list_weights, open_file
+from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.json_cache import alone, recall, remember
+from meshllm.model.kernels.jit import machine
+from meshllm.model.parity import cases
+from meshllm.model.parity.cases import RingSession, Session, WholeSession
+from meshllm.model.parity.compare import describe, measure
+from meshllm.model.parity.families import Table, read_table, shrink, tiny_config
+from meshllm.model.parity.verdict import Verdict
+from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.rope import context_of
+from meshllm.model.split.skeleton import Part, quiet
+from meshllm.model.steps.load import load_shard
+from meshllm.model.text.tokenizer import Text
+
+log = logging.getLogger(__name__)
+
+PROMPT = "A ring of strangers computes a sentence"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one division of a model compares to the whole."""
+
+    parts: tuple[Part, ...]
+    equal: bool
+    """The logits of the prompt and of every new token are equal bit for bit."""
+    same_tokens: bool
+    """Greedy tokens are those of ``transformers`` generate."""
+    gap: float
+    """The largest absolute difference of two logits."""
+    relative: float
+    """The largest difference in one write, of the largest logit there."""
+
+
+class Outcome(StrEnum):
+    """What a comparison comes to."""
+
+    EQUAL = "equal"
+    """Every split gives the numbers of the whole model, bit for bit."""
+    ROUNDING = "rounding"
+    """The numbers differ as those of one sum that is added up in two orders."""
+    DIFFERENT = "different"
+    """The numbers differ by more, or by what could be more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found."""
+
+    model: str
+    dtype: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """What ``transformers`` generates greedily."""
+    splits: tuple[Split, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """Tell rounding from error; numbers of 16 bits round by as much as a lost state changes."""
+        if not all(split.same_tokens for split in self.splits):
+            return Outcome.DIFFERENT
+        if all(split.equal for split in self.splits):
+            return Outcome.EQUAL
+        exact = self.dtype in ("float32", "float64")
+        if exact and all(split.relative <= cases.TOLERANCE for split in self.splits):
+            return Outcome.ROUNDING
+        return Outcome.DIFFERENT
+
+    @property
+    def equal(self) -> bool:
+        """Whether every split gives the numbers of the whole model, bit for bit."""
+        return self.outcome is Outcome.EQUAL
+
+    @property
+    def relative(self) -> float:
+        """The largest relative difference of all splits; NaN where one is."""
+        return _largest([split.relative for split in self.splits])
+
+
+def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
+    """Return the verdict on models with this config; measured once per machine and remembered.
+
+    ``folder`` holds what is remembered; by default it is the user's cache.
+    """
+    table = read_table()
+    if reason := table.excluded.get(config.model_type):
+        return Verdict(config.model_type, equal=False, reason=reason)
+    text = config.get_text_config(decoder=True)
+    folder, key = folder or cache_path(), _key(text)
+    with suppress(TypeError):  # damaged, or of another version
+        return Verdict(**recall(folder, *key))
+    with alone(folder, *key):
+        with suppress(TypeError):
+            return Verdict(**recall(folder, *key))
+        verdict = table.explain(text.model_type, _measure_like(text, table))
+        remember(folder, asdict(verdict), *key)
+    return verdict
+
+
+def verify(
+    source: Source,
+    *,
+    splits: Sequence[int] = (2, 3),
+    tokens: int = 16,
+    prompt: str | Sequence[int] = PROMPT,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[str], None] = log.info,
+) -> Report:
+    """Compare a model, with its own weights, to its parts: logits and greedy tokens.
+
+    Holds the whole model once at a time. ``progress`` hears one line before each stage.
+
+    Raises:
+        ModelError: the model cannot be loaded, has fewer layers than a split has parts, or takes
+            no text of that length.
+    """
+    dtype = dtype or stored_dtype(source)
+    layers = source.config.get_text_config(decoder=True).num_hidden_layers
+    if max(splits) > layers:
+        raise ModelError(f"`{source.name}` has {layers} layers, too few for {max(splits)} parts")
+    ids = _ids(source, prompt)
+    if (most := context_of(source.config)) and len(ids) + tokens > most:
+        raise ModelError(f"{len(ids)} + {tokens} tokens are more than the {most} of a text")
+    progress(f"run the whole model, {layers} layers in {str(dtype).removeprefix('torch.')}")
+    with torch.inference_mode():
+        written, logits = _run_whole(source, torch.tensor([ids]), tokens, dtype)
+        found = []
+        for count in splits:
+            parts = cases.divide(layers, count)
+            progress(f"run it in {count} parts: {' '.join(str(part.span) for part in parts)}")
+            found.append(_compare(source, parts, dtype, written, logits))
+    new = tuple(written[0, len(ids) :].tolist())
+    return Report(source.name, str(dtype).removeprefix("torch."), tuple(ids), new, tuple(found))
+
+
+def _ids(source: Source, prompt: str | Sequence[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(prompt)
+    try:
+        return Text.load(source.folder).encode(prompt)
+    except ModelError:  # numbers can be compared without words
+        return list(range(1, 11))
+
+
+def _run_whole(
+    source: Source, ids: Tensor, tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """Generate greedily as transformers does; return all tokens [1, T] and the logits to each."""
+    for file in sorted(set(list_weights(source.folder).values())):
+        open_file(source.folder / file)  # refuses what is missing or damaged in our words
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, local_files_only=True, use_safetensors=True
+        ).eval()
+        # Replaced, as generate fills in what a given config leaves open: penalties, end tokens.
+        model.generation_config = GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+        written = model.generate(ids, attention_mask=torch.ones_like(ids))
+    return written, _write(WholeSession(model), written, ids.shape[1])
+
+
+def _compare(
+    source: Source,
+    parts: tuple[Part, ...],
+    dtype: torch.dtype,
+    written: Tensor,
+    expected: list[Tensor],
+) -> Split:
+    """Write the same tokens round a ring: its greedy choice is theirs as long as it is the same."""
+    shards = [
+        load_shard(source, part.span, embed=part.embed, head=part.head, dtype=dtype)
+        for part in parts
+    ]
+    prompt = expected[0].shape[1]
+    logits = _write(RingSession(shards), written, prompt)
+    gaps = [float((a - b).abs().max()) for a, b in zip(expected, logits, strict=True)]
+    sizes = [float(rows.abs().max()) for rows in expected]
+    chosen = [int(rows[0, -1].argmax()) for rows in logits]
+    return Split(
+        parts,
+        equal=cases.unequal(expected, logits) is None,
+        same_tokens=chosen == written[0, prompt:].tolist(),
+        gap=_largest(gaps),
+        relative=_largest([gap / (size or 1) for gap, size in zip(gaps, sizes, strict=True)]),
+    )
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _write(session: Session, ids: Tensor, prompt: int) -> list[Tensor]:
+    """Write a prompt, then token by token all but the last, to which no logits are needed."""
+    logits = [session.write(ids[:, :prompt])]
+    logits += [session.write(ids[:, at : at + 1]) for at in range(prompt, ids.shape[1] - 1)]
+    return logits
+
+
+def _measure_like(config: PreTrainedConfig, table: Table) -> Verdict:
+    """Measure a tiny model with the config's own switches, else the table's of its type."""
+    try:
+        return measure(shrink(config, table))
+    except PROBE_ERRORS as error:  # widths that must fit one another do not survive in every type
+        log.warning(
+            "`%s` is checked with the usual switches of its type, not its own: %s",
+            config.model_type,
+            describe(error),
+        )
+    try:
+        return measure(tiny_config(config.model_type, table))
+    except PROBE_ERRORS as error:
+        reason = f"the stock model does not run in a tiny size: {describe(error)}"
+        return Verdict(config.model_type, equal=False, reason=reason)
+
+
+def _key(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Name a verdict: every switch of the model, and the versions and processor that compute it."""
+    versions = meshllm.__version__, transformers.__version__, torch.__version__
+    return *versions, *machine(), json.dumps(config.to_dict(), sort_keys=True, default=str)

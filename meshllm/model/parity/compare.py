@@ -1,0 +1,183 @@
+"""Compares a tiny random model with its parts; knows nothing about users' models or memory."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.lean import lean
+from meshllm.model.parity import cases
+from meshllm.model.parity.cases import RingSession, WholeSession
+from meshllm.model.parity.verdict import Verdict
+from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.shard import Shard
+from meshllm.model.split.skeleton import Part, quiet
+from meshllm.model.steps.load import load_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much is compared."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    layouts: tuple[str, ...] = ("1", "ends")
+    """What `cases.layout` knows."""
+    crops: tuple[int, ...] = (3,)
+    """How many rows are taken back, one after the other."""
+
+
+FULL = Depth(
+    (torch.float32, torch.bfloat16),
+    ("1", "2", "3", "L", "entry", "ends"),
+    tuple(cases.CROPS),
+)
+"""What the parity table compares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What the whole model gives: the logits of every case."""
+
+    logits: dict[str, list[Tensor]]
+    """By the name of the case."""
+    chunkable: bool
+    croppable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the comparison of one layout in one dtype found."""
+
+    fault: str
+    """The first difference; empty when there is none."""
+    croppable: bool
+    """Every part can take rows back."""
+
+
+def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
+    """Compare a tiny random model with its parts in every layout, dtype and case.
+
+    Raises:
+        PROBE_ERRORS: the stock model itself cannot be built or run with this config.
+    """
+    depth = depth or Depth()
+    stocks: list[Stock] = []
+    findings: dict[str, Finding] = {}
+    for dtype in depth.dtypes:
+        with specimen(config, dtype) as (model, source), torch.inference_mode():
+            stocks.append(run_stock(model, depth.crops, *stocks[:1]))
+            for name in depth.layouts:
+                parts = cases.layout(name, config.num_hidden_layers)
+                finding = compare(source, parts, dtype, stocks[-1], depth.crops)
+                if name not in findings or not findings[name].fault:
+                    findings[name] = finding
+    return _conclude(config.model_type, stocks[0], findings)
+
+
+@contextmanager
+def specimen(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Source]]:
+    """Build a model with random weights, saved in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        with lean():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            with torch.no_grad():  # biases of zero and norms of one would hide a missing tensor
+                for weight in model.parameters():
+                    weight.add_(torch.randn(weight.shape).to(weight.dtype) * 0.02)
+            model.tie_weights()
+            model.save_pretrained(folder)
+            stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        yield stock.eval(), open_folder(config.model_type, Path(folder))
+
+
+def run_stock(model: nn.Module, crops: Sequence[int], like: Stock | None = None) -> Stock:
+    """Run every case on the whole model; traits are measured unless ``like`` knows them.
+
+    Raises:
+        ModelError: the stock model does not continue from its own cache.
+    """
+
+    def begin() -> WholeSession:
+        return WholeSession(model)
+
+    def record() -> WholeSession:
+        return WholeSession(model, recording=True)
+
+    if like is None and not cases.resumes(begin, tokens(8), (7, 1, 1, 1)):
+        raise ModelError("the stock model does not continue from its cache")
+    chunkable = like.chunkable if like else cases.resumes(begin, tokens(8), (7, 5))
+    croppable = like.croppable if like else _rolls_back(record)
+    logits = {name: case(begin, tokens()) for name, case in cases.REFERENCES.items()}
+    if croppable:
+        logits["crop"] = cases.cropped(crops)(record, tokens())
+    return Stock(logits, chunkable, croppable)
+
+
+def compare(
+    source: Source, parts: Sequence[Part], dtype: torch.dtype, stock: Stock, crops: Sequence[int]
+) -> Finding:
+    """Load the parts of a model and find the first thing in which they are not the whole."""
+    where = f"parts {' '.join(str(part.span) for part in parts)} in {dtype}".replace("torch.", "")
+    try:
+        shards = [
+            load_shard(source, part.span, embed=part.embed, head=part.head, dtype=dtype)
+            for part in parts
+        ]
+        ring = RingSession(shards)
+        fault = _first_gap(shards, stock, crops if ring.croppable else ())
+        return Finding(f"{fault}, {where}" if fault else "", ring.croppable)
+    except PROBE_ERRORS as error:  # a type that the engine cannot hold is a finding, no crash
+        said = describe(error).replace(str(source.folder), "the model")
+        return Finding(f"{said}, {where}", croppable=False)
+
+
+def describe(error: Exception) -> str:
+    """Say in one short line what foreign code complained about."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def tokens(rows: int = 2) -> Tensor:
+    """Draw the tokens [rows, 16] of the cases, from the ids that every tiny vocabulary has."""
+    return torch.randint(3, 120, (rows, 16), generator=torch.Generator().manual_seed(1))
+
+
+def _first_gap(shards: Sequence[Shard], stock: Stock, crops: Sequence[int]) -> str | None:
+    def begin() -> RingSession:
+        return RingSession(shards)
+
+    cropping = {"crop": cases.cropped(crops)} if stock.croppable and crops else {}
+    for name, case in (cases.CASES | cropping).items():
+        if gap := cases.unequal(stock.logits[name], case(begin, tokens())):
+            return f"{name}: {gap}"
+    return cases.overlooks(shards, tokens()) if len(shards) > 2 else None
+
+
+def _conclude(model_type: str, stock: Stock, findings: dict[str, Finding]) -> Verdict:
+    faults = {name: finding.fault for name, finding in findings.items() if finding.fault}
+    return Verdict(
+        model_type,
+        equal=not faults,
+        reason=next(iter(faults.values()), ""),
+        whole="1" not in faults,
+        chunkable=stock.chunkable,
+        croppable=stock.croppable and all(finding.croppable for finding in findings.values()),
+        transformers=transformers.__version__,
+    )
+
+
+def _rolls_back(begin: Callable[[], WholeSession]) -> bool:
+    """Whether the stock cache can be cropped, by its own word and in fact."""
+    session = begin()
+    session.write(tokens()[:, :6])
+    try:
+        return session.croppable and cases.rolls_back(begin, tokens(8))
+    except PROBE_ERRORS:  # some kinds of cache say that they can be cropped and fall
+        return False

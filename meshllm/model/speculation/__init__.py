@@ -1,0 +1,1 @@
+"""Drafters of speculative decoding."""

@@ -1,0 +1,180 @@
+"""Which modules of a stock model stand before and after its layers; knows no family by name.
+
+Found by running the stock forward once on meta, with every layer stubbed and every module watched.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from meshllm.errors import MeshError, ModelError
+from meshllm.model.lean import lean
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.rope import held
+from meshllm.model.split.stubs import LayerStub
+from meshllm.names import Span
+
+ARITIES = range(4)  # a layer returns a tensor (0) or a tuple of up to 3
+PROBE = (2, 3)  # [B, T], different and not 1, so that a lost or swapped dimension shows
+
+PROBE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MeshError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What foreign model code raises when it is run in a way, or a size, it was not made for."""
+
+META_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+"""What stock code raises on meta, where there is no data to look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the stock forward takes, read once from its signature."""
+
+    cache: str
+    """The name of the argument that takes the cache."""
+    position_ids: bool
+    attention_mask: bool
+    logits_to_keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """The parts of a model, by dotted name."""
+
+    layers: str
+    """The list of layers."""
+    arity: int
+    """How many values a layer returns; 0 is a bare tensor."""
+    inputs: frozenset[str]
+    """Outermost modules with parameters that run before the first layer only."""
+    outputs: frozenset[str]
+    """Outermost modules with parameters that run after the last layer only."""
+    call: Call
+
+
+def examine(model: nn.Module, count: int) -> Anatomy:
+    """Find the parts of a stock model on meta that has ``count`` layers.
+
+    Raises:
+        ModelError: it has no list of so many layers, or its forward does not run without them.
+    """
+    layers = _find_layers(model, count)
+    call = _read_call(model)
+    ends = _find_ends(model, layers)
+    for arity in ARITIES:
+        if (calls := _trace(model, layers, arity, call, ends)) is not None:
+            middle = calls.index(layers)
+            before, after = frozenset(calls[:middle]), frozenset(calls[middle + 1 :])
+            return Anatomy(layers, arity, before - after, after - before, call)
+    raise ModelError(f"`{type(model).__name__}` does not run without its layers")
+
+
+def _find_layers(model: nn.Module, count: int) -> str:
+    """Name the heaviest list of ``count`` modules."""
+    sizes: dict[str, int] = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    if not sizes:
+        raise ModelError(f"`{type(model).__name__}` has no list of {count} layers")
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _read_call(model: nn.Module) -> Call:
+    names = signature(model.forward).parameters
+    return Call(
+        "cache_params" if "cache_params" in names else "past_key_values",
+        "position_ids" in names,
+        "attention_mask" in names,
+        "logits_to_keep" in names,
+    )
+
+
+def _find_ends(model: nn.Module, layers: str) -> list[str]:
+    """Name the outermost modules with parameters that neither hold the layers nor are in them."""
+    ends: list[str] = []
+    for name, module in model.named_modules():
+        holds = f"{layers}.".startswith(f"{name}.") or not name
+        inside = any(name.startswith(f"{outer}.") for outer in (layers, *ends))
+        if not holds and not inside and any(True for _ in module.parameters()):
+            ends.append(name)
+    return ends
+
+
+def _trace(
+    model: nn.Module, layers: str, arity: int, call: Call, ends: list[str]
+) -> list[str] | None:
+    """List the ends in the order they are called, and the layers; None when the arity is wrong."""
+    calls: list[str] = []
+    with stubbed(model, layers, arity) as stubs, ExitStack() as hooks:
+        for name, module in [*((e, model.get_submodule(e)) for e in ends), (layers, stubs[-1])]:
+            note = module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+            hooks.callback(note.remove)
+        shape = run_on_meta(model, call, SpanCache(model.config, Span(0, 0)))
+    # A tuple taken for a tensor, or the reverse, may pass; but it loses a dimension.
+    return calls if shape == PROBE and layers in calls else None
+
+
+@lean()
+def run_on_meta(model: Any, call: Call, cache: SpanCache) -> tuple[int, ...] | None:
+    """Run a stock forward without data; return the shape of the logits, without V.
+
+    None when it raised: stubs were of the wrong arity, or a layer looked at data. What it wrote
+    into the cache until then stays.
+    """
+    tokens = torch.zeros(PROBE, dtype=torch.long, device="meta")
+    options: dict[str, Any] = {call.cache: cache, "use_cache": True}
+    if call.position_ids:  # computing them would read the data of a meta tensor
+        options["position_ids"] = tokens
+    try:
+        with _eager(model), held(model), torch.no_grad():
+            return tuple(model(input_ids=tokens, **options).logits.shape[:-1])
+    except META_ERRORS:
+        return None
+
+
+@contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """Have masks made for eager attention for a while: others look whether they are needed."""
+    configs = [model.config, model.config.get_text_config(decoder=True)]
+    names = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in zip(configs, names, strict=True):
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def stubbed(
+    model: nn.Module, layers: str, arity: int, keep: int | None = None
+) -> Iterator[nn.ModuleList]:
+    """Replace every layer but one by a stub for a while."""
+    parts = cast("nn.ModuleList", model.get_submodule(layers))
+    originals = list(parts)
+    try:
+        for index, layer in enumerate(originals):
+            if index != keep:
+                parts[index] = LayerStub(layer, arity)
+        yield parts
+    finally:
+        for index, layer in enumerate(originals):
+            parts[index] = layer

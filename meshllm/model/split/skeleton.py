@@ -1,0 +1,136 @@
+"""A stock model on meta of which a shard keeps a part; knows nothing about files or weights."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.utils import logging
+
+from meshllm.errors import ModelError
+from meshllm.model.lean import lean
+from meshllm.model.split.anatomy import META_ERRORS, Anatomy, examine
+from meshllm.model.split.onemkl import settle
+from meshllm.model.split.stubs import EndStub, LayerStub
+from meshllm.names import Span
+
+settle()  # on import: before any model runs, stock ones too
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a model: layers, and the ends that go with them."""
+
+    span: Span
+    embed: bool
+    """Hold what stands before layer 0."""
+    head: bool
+    """Hold what stands after the last layer."""
+
+    def check(self, layers: int) -> None:
+        """Raise `ModelError` unless a model of so many layers has this part, in one piece."""
+        start, stop = self.span.start, self.span.stop
+        if stop > layers:
+            raise ModelError(f"Span `{self.span}` is beyond the {layers} layers of the model")
+        if (self.embed and start != 0) or (self.head and stop != layers):
+            raise ModelError(
+                f"Span `{self.span}` of {layers} layers does not reach the ends it is to hold"
+            )
+        if not self.span and not self.embed and not self.head:
+            raise ModelError(f"Span `{self.span}` without ends is nothing to run")
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A stock model on meta and its parts."""
+
+    model: Any
+    """A `PreTrainedModel`."""
+    anatomy: Anatomy
+    layers: int
+
+    @property
+    def parts(self) -> nn.ModuleList:
+        """The list of layers."""
+        return cast("nn.ModuleList", self.model.get_submodule(self.anatomy.layers))
+
+    def foreign(self, part: Part) -> frozenset[str]:
+        """Name the ends that a part does not run, even where it holds their weights for a tie."""
+        inputs, outputs = self.anatomy.inputs, self.anatomy.outputs
+        none: frozenset[str] = frozenset()
+        return (none if part.embed else inputs) | (none if part.head else outputs)
+
+
+@lean()
+def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skeleton:
+    """Build a whole stock model on meta, as ``from_pretrained`` would.
+
+    Raises:
+        ModelError: transformers has no causal language model for this config, or cannot build it.
+    """
+    kind, config = _choose(copy.deepcopy(config))
+    if attention is not None:
+        config._attn_implementation = attention
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
+    try:
+        with quiet(), ExitStack() as contexts:
+            for context in kind.get_init_context(dtype, False, False, None):
+                contexts.enter_context(context)
+            model = kind(config).eval()
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+    except (*META_ERRORS, ImportError) as error:
+        raise ModelError(
+            f"A `{config.model_type}` cannot be built from its config: {error}"
+        ) from error
+    return Skeleton(model, examine(model, layers), layers)
+
+
+def strip(skeleton: Skeleton, part: Part) -> None:
+    """Replace by stubs what a part does not hold; both sides of a tie stay with either end."""
+    part.check(skeleton.layers)
+    model, anatomy = skeleton.model, skeleton.anatomy
+    for index, layer in enumerate(skeleton.parts):
+        if index not in part.span:
+            skeleton.parts[index] = LayerStub(layer, anatomy.arity)
+    ties = model.all_tied_weights_keys
+    for name in skeleton.foreign(part):
+        tied = any(weight.startswith(f"{name}.") for tie in ties.items() for weight in tie)
+        if not (tied and (part.embed or part.head)):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, EndStub(model.get_submodule(name)))
+    held = model.state_dict().keys()
+    model.all_tied_weights_keys = {a: b for a, b in ties.items() if a in held and b in held}
+
+
+def _choose(config: Any) -> tuple[Any, Any]:
+    """Pick the model class for a config, and the part of the config that it takes."""
+    try:
+        kind = _get_model_class(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+    except KeyError:
+        raise ModelError(
+            f"Model type `{config.model_type}` is no causal language model of transformers",
+            hint="meshllm runs what `AutoModelForCausalLM` runs",
+        ) from None
+    takes_text = kind.config_class is config.sub_configs.get("text_config")
+    return kind, config.get_text_config() if takes_text else config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from talking for a while: what is wrong is told as errors."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Steps of a shard: loaded, tried, recorded, and run for several sessions."""

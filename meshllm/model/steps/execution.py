@@ -1,0 +1,140 @@
+"""How a shard is run, in words that a user reads: which steps, which kernels, and why no better."""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshllm.model.device import CPU
+from meshllm.model.kernels import jit
+from meshllm.model.modules.linear_bf16 import NativeLinear, use_own_gemm
+from meshllm.model.modules.linear_onednn import PackedLinear
+from meshllm.model.modules.linear_padded import SteadyLinear
+from meshllm.model.modules.quant_kernels import packed_bytes
+from meshllm.model.modules.quant_linear import QuantLinear
+from meshllm.model.split.skeleton import build
+from meshllm.names import Quant
+
+SDPA = "sdpa"
+"""The attention of transformers that ours can stand for."""
+
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_LINEARS: dict[type, str] = {
+    SteadyLinear: "padded",
+    NativeLinear: "own bf16",
+    PackedLinear: "oneDNN packed",
+    QuantLinear: "quantised",
+    nn.Linear: "torch",
+}
+
+
+class Strategy(StrEnum):
+    """What runs the steps of a shard."""
+
+    STOCK = "stock"
+    """The stock forward, one row at a time."""
+    INVARIANT = "row-invariant"
+    """Several rows at a time, each with the bits that it has alone."""
+    REPLAYED = "replayed"
+    """The same from a trace, without Python in between."""
+    GRAPH = "CUDA graph"
+    """Several rows at a time, in one launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a shard is run."""
+
+    strategy: Strategy
+    linears: tuple[tuple[str, int], ...] = ()
+    """Kinds of linear modules, and how many of each; empty before anything is loaded."""
+    attention: str = "torch"
+    reason: str = ""
+    """Why it is nothing better; empty where nothing is."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps come from a trace or a graph."""
+        return self.strategy in (Strategy.REPLAYED, Strategy.GRAPH)
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.linears)
+        linears = f"; linears: {kinds}" if kinds else ""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.strategy}{reason}; attention: {self.attention}{linears}"
+
+
+def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Count the linear modules of a model by kind."""
+    counts: Counter[str] = Counter()
+    inner = {id(module.plain) for module in model.modules() if isinstance(module, SteadyLinear)}
+    for module in model.modules():
+        is_held = id(module) not in inner and not getattr(module, "weight", torch.empty(0)).is_meta
+        if is_held and (kind := _LINEARS.get(type(module))):
+            counts[kind] += 1
+    return tuple(counts.items())
+
+
+def lacks_invariance(config: Any, whole: nn.Module, device: torch.device) -> str:
+    """Say why rows of a whole model, on meta or not, cannot be what they are alone; "" if they can.
+
+    Read from the model and nothing else, so that every shard of it concludes the same.
+    """
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if mixes(whole):
+        return "mixture of experts: a row's experts depend on the text beside it"
+    if strange := set(kinds) - _LAYER_KINDS:
+        return f"layers of {', '.join(sorted(strange))}"
+    linears = {type(each) for each in whole.modules() if isinstance(each, nn.Linear)}
+    if own := linears - {nn.Linear}:
+        return f"linear modules of its own: {', '.join(sorted(each.__name__ for each in own))}"
+    if config._attn_implementation != SDPA:
+        return f"the model's attention is `{config._attn_implementation}`, not `{SDPA}`"
+    if device == CPU and whole.dtype != torch.bfloat16:
+        name = str(whole.dtype).removeprefix("torch.")
+        return f"{name} on the CPU: `--dtype bfloat16` allows batched verification and batching"
+    return ""
+
+
+def forecast(
+    config: Any, dtype: torch.dtype, device: torch.device, quant: Quant = Quant.NONE
+) -> Execution:
+    """Say how a model would be run, without its weights: no kernel is tried."""
+    whole = build(config, dtype).model
+    if reason := lacks_invariance(whole.config, whole, device):
+        return Execution(Strategy.STOCK, reason=reason)
+    if device != CPU:
+        return Execution(Strategy.GRAPH, attention="own")
+    if not jit.works():
+        return Execution(Strategy.INVARIANT, reason="executable memory is forbidden")
+    linear = quant if quant is not Quant.NONE else "own bf16" if use_own_gemm() else "padded"
+    return Execution(Strategy.REPLAYED, ((str(linear), _count(whole)),), attention="own")
+
+
+def mixes(model: nn.Module) -> bool:
+    """Whether rows share matrices of experts: which ones do is another matter with each text."""
+    return any(
+        "expert" in name or (parameter.dim() > 2 and min(parameter.shape) > 1)
+        for name, parameter in model.named_parameters()
+    )
+
+
+def matrix_bytes(model: nn.Module, quant: Quant) -> int:
+    """Count the bytes of the matrices that a step of a shard reads."""
+    return sum(
+        packed_bytes(
+            quant if isinstance(module, QuantLinear) else Quant.NONE,
+            (module.out_features, module.in_features),
+            module.weight.dtype,
+        )
+        for module in model.modules()
+        if isinstance(module, nn.Linear | QuantLinear)
+    )
+
+
+def _count(model: nn.Module) -> int:
+    return sum(isinstance(module, nn.Linear) for module in model.modules())

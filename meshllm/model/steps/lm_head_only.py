@@ -1,0 +1,67 @@
+"""What stands behind the layers of a model, run by itself; knows no family by name.
+
+A shard that holds the head alone runs the stock forward past a stub for every layer, with masks and
+rotary tables that nobody reads: 1 ms of Python, for each token. Mostly what counts there are a norm
+and a matrix, one after the other. Where these give the logits of the stock forward to the last bit,
+on rows of two sizes, they are all of it.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshllm.model.device import CPU
+from meshllm.model.split.shard import Shard
+
+_SIZES = (1.0, 40.0)  # of rows: what caps logits shows at one of them
+_ROWS = 3
+
+
+@torch.inference_mode()
+def find_tail(shard: Shard) -> Sequence[str]:
+    """Name the modules to be run one after the other in place of a shard that is only a head.
+
+    Empty where there is more to it, and on a GPU, where nobody waits for Python.
+    """
+    if shard.span or shard.embed or not shard.head or shard.device != CPU:
+        return ()
+    names = _in_order(shard)
+    rows = _rows(shard)
+    return names if torch.equal(run_tail(shard, names, rows), shard.forward(rows, None)) else ()
+
+
+@torch.inference_mode()
+def run_tail(shard: Shard, names: Sequence[str], x: Tensor) -> Tensor:
+    """Run rows [1, T, D] through modules of a shard; [1, T, V]."""
+    for name in names:
+        x = shard.model.get_submodule(name)(x)
+    return x
+
+
+def _in_order(shard: Shard) -> list[str]:
+    """Let the stock forward call what stands behind its layers."""
+    called: list[str] = []
+
+    def note(name: str, *_: Any) -> None:
+        called.append(name)
+
+    hooks = [
+        shard.model.get_submodule(name).register_forward_hook(partial(note, name))
+        for name in shard.outputs
+    ]
+    try:
+        shard.forward(_rows(shard), None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
+
+
+def _rows(shard: Shard) -> Tensor:
+    width = shard.model.config.get_text_config(decoder=True).hidden_size
+    drawn = torch.randn(len(_SIZES), _ROWS, width, generator=torch.Generator().manual_seed(0))
+    sized = drawn * torch.tensor(_SIZES).view(-1, 1, 1)
+    return sized.view(1, -1, width).to(shard.model.dtype)

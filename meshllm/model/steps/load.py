@@ -1,0 +1,90 @@
+"""Loads a shard: builds the stock model, keeps a part, fills in weights, exchanges modules."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshllm.errors import ModelError
+from meshllm.model.device import CPU
+from meshllm.model.files.loader import load
+from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.modules.exchange import exchange_modules
+from meshllm.model.modules.quant_store import digest_weights
+from meshllm.model.split.shard import Shard
+from meshllm.model.split.skeleton import Part, build, strip
+from meshllm.names import Quant, Span
+
+
+def load_shard(  # noqa: PLR0913 -- one keyword per thing that a caller may want
+    source: Source,
+    span: Span,
+    *,
+    embed: bool,
+    head: bool,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    share: Shard | None = None,
+    packed: bool = True,
+    quant: Quant = Quant.NONE,
+    cache: Path | None = None,
+    device: torch.device = CPU,
+    outputs: range | None = None,
+) -> Shard:
+    """Load a part of a model, reading only its tensors.
+
+    Weights stay memory-mapped where ``dtype`` is that of the file (None: as stored); matrices
+    that are ``packed`` are then copied, for the same bits sooner. Tensors that ``share`` holds
+    too, as tied embeddings, are taken from it. ``attention`` is a name of transformers, as
+    ``sdpa`` (None: its default). With ``quant`` the matrices are quantised instead, and what
+    was packed is kept in the folder ``cache`` for the next start. Both are for the
+    CPU: to another ``device`` each tensor is copied from its file as it is. A head gives the
+    logits of its ``outputs`` only (None: all).
+
+    Raises:
+        ModelError: the span is not in the model, weights are missing or damaged, or this
+            machine has no kernel for ``quant``.
+    """
+    dtype = dtype or stored_dtype(source)
+    part = Part(span, embed, head)
+    skeleton = build(source.config, dtype, attention)
+    strip(skeleton, part)
+    load(skeleton, source.folder, dtype, share.model if share else None, device)
+    names = _cut(skeleton.model, outputs) if outputs is not None else []
+    mapped, unused = dtype == stored_dtype(source), skeleton.foreign(part)
+    digests = (
+        digest_weights(skeleton, source.folder, cache) if quant is not Quant.NONE and cache else {}
+    )
+    if found := [digests[name] for name in names if name in digests]:
+        digests[names[-1]] = f"{found[-1]} {outputs}"
+    if packed or quant is not Quant.NONE:
+        exchange_modules(
+            skeleton.model, device, quant, cache, skip=unused, digests=digests, mapped=mapped
+        )
+    return Shard(skeleton, part, device, quant)
+
+
+def _cut(model: Any, outputs: range) -> list[str]:
+    """Leave a part of the head, a view of it; what it is tied to stays whole.
+
+    Returns the names of the matrix that it is a part of, that of the head last.
+
+    Raises:
+        ModelError: the head is no plain linear module.
+    """
+    whole, here = model.get_output_embeddings(), slice(outputs.start, outputs.stop)
+    if type(whole) is not nn.Linear:
+        raise ModelError(f"A `{type(whole).__name__}` cannot be divided")
+    matrices = [
+        (name, matrix is whole.weight)
+        for name, matrix in model.named_parameters(remove_duplicate=False)
+    ]
+    own = next(f"{name}.weight" for name, module in model.named_modules() if module is whole)
+    bias = whole.bias is not None
+    part = nn.Linear(whole.in_features, len(outputs), bias, device="meta", dtype=whole.weight.dtype)
+    part.weight = nn.Parameter(whole.weight.detach()[here], requires_grad=False)
+    if bias:
+        part.bias = nn.Parameter(whole.bias.detach()[here], requires_grad=False)
+    model.set_output_embeddings(part)
+    return [*(name for name, is_it in matrices if is_it and name != own), own]

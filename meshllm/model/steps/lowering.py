@@ -1,0 +1,129 @@
+"""Compiled functions in the place of torch's operations; knows no model.
+
+Only of operations that take torch longer to begin than to do. Whoever uses one compares its bits
+with those of torch: what is said here of an operation may not be all there is to it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshllm.model.device import CPU
+from meshllm.model.kernels.elementwise import DTYPES, NUMBERS, Task, View, call_for
+from meshllm.model.kernels.program import Call
+
+aten = torch.ops.aten
+
+_BINARY = {
+    aten.add.Tensor: Task.ADD,
+    aten.sub.Tensor: Task.SUBTRACT,
+    aten.mul.Tensor: Task.MULTIPLY,
+    aten.mul.Scalar: Task.MULTIPLY,
+}
+_UNARY = {
+    getattr(aten, name)
+    for name in ("neg", "silu", "gelu", "relu", "sigmoid", "tanh", "exp", "pow", "square", "rsqrt")
+}
+_COPIES = {
+    getattr(aten, name)
+    for name in ("clone", "contiguous", "reshape", "_reshape_copy", "to", "_to_copy", "copy_")
+}
+
+
+def calls_for(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]
+) -> list[Call] | None:
+    """Find calls that do what ``function`` does, on one thread; None where there are none.
+
+    ``outs`` are where the results go.
+    """
+    if len(outs) != 1 or not _fit((*args, *outs), outs[0].dtype):
+        return None
+    (out,) = outs
+    found: list[Any]
+    kept: list[Tensor] = []
+    if function in _BINARY and not kwargs and len(args) == 2:
+        task = _BINARY[function]
+        kept = [_operand(each, task, out.dtype) for each in args]
+        found = [call_for(task, _view(out), *map(_view, kept))]
+    elif function is aten.cat.default:
+        found = _joined(args[0], args[1] if len(args) > 1 else 0, out)
+    elif function.overloadpacket in _COPIES:
+        source = args[1] if function.overloadpacket is aten.copy_ else args[0]
+        found = [_copy(source, out)]
+    elif is_of_one(function, args, kwargs) and args[0].dtype == out.dtype == torch.bfloat16:
+        kept = [args[0], _table(function, tuple(args[1:]), tuple(kwargs.items()))]
+        found = [call_for(Task.LOOK_UP, _view(out), *map(_view, kept))]
+    else:
+        return None
+    if None in found:
+        return None
+    return [Call.of(native, 1, 1, values, kept) for native, values in found]
+
+
+def _fit(values: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether there may be functions for tensors that give numbers of a dtype.
+
+    What torch reads of a single number of another dtype may be rounded first.
+    """
+    return all(
+        each.device == CPU and each.dtype in DTYPES and (each.dim() or each.dtype == dtype)
+        for each in values
+        if isinstance(each, Tensor)
+    )
+
+
+def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation is a function of each number of a tensor by itself."""
+    first, *others = *args, *kwargs.values()
+    return (
+        function.overloadpacket in _UNARY
+        and isinstance(first, Tensor)
+        and not any(isinstance(each, Tensor) for each in others)
+    )
+
+
+def numbers() -> Tensor:
+    """Give all numbers of bfloat16 [NUMBERS], in the order of their bits."""
+    return torch.arange(NUMBERS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def _joined(parts: Sequence[Tensor], dim: int, out: Tensor) -> list[Any]:
+    found, at = [], 0
+    for part in parts:
+        if not part.numel():
+            return [None]
+        found.append(_copy(part, out.narrow(dim, at, part.shape[dim])))
+        at += part.shape[dim]
+    return found
+
+
+def _copy(source: Tensor, out: Tensor) -> Any:
+    """Copy numbers in their order; the shapes may differ where ``out`` is contiguous."""
+    if source.shape != out.shape:
+        if source.numel() != out.numel() or not out.is_contiguous():
+            return None
+        out = out.view(source.shape)
+    return call_for(Task.COPY, _view(out), _view(source))
+
+
+def _view(tensor: Tensor) -> View:
+    return View(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _operand(value: Any, task: Task, dtype: torch.dtype) -> Tensor:
+    """Give a tensor, or make one of a number: torch rounds what it adds."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor([value], dtype=torch.float32 if task is Task.MULTIPLY else dtype)
+
+
+@cache
+def _table(
+    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: tuple[Any, ...]
+) -> Tensor:
+    """Let torch compute a function of all numbers of bfloat16, and keep what it gives."""
+    return function(numbers(), *args, **dict(kwargs))

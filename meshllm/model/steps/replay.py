@@ -1,0 +1,192 @@
+"""Decides which steps are recorded and done again from the record; knows no family by name.
+
+A recording does not show what a forward makes of Python values. The one that changes from step to
+step is the length of the KV cache, so the rows are run behind caches that seem short and very long
+before they are recorded. The next steps are done both ways. The bits have to be the same each time.
+All of that happens at steps that were wanted anyway, or before any is, where there is time.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshllm.model.kernels import jit
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.compiled_step import Tape
+from meshllm.model.steps.trace import Recorder
+
+PATIENCE = 4
+"""Steps of more than one row before they are recorded: some numbers of rows come once or twice."""
+PROOFS = 2
+"""Steps that are done both ways."""
+SETTLED = PATIENCE + 1 + PROOFS
+"""Steps of the same number of rows until the next ones come from a record."""
+MOST_TRIES = 16
+"""Steps that are recorded or done both ways, at most; some prove nothing."""
+
+_DTYPES = torch.int64, torch.bfloat16  # of tokens, and of rows
+_NEAR, _FAR = 1, 100_000  # tokens; lengths of caches that no step may tell apart
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""Runs rows at places, and counts them in their caches."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known about steps of so many rows."""
+
+    uses: int = 0
+    tries: int = 0
+    tape: Tape | None = None
+    proofs: int = 0
+    is_unfit: bool = False
+
+    def refuse(self, x: Tensor, reason: str) -> None:
+        """Let the model do such steps from now on."""
+        self.tape, self.is_unfit = None, True
+        logger.info("steps of %d rows are not replayed: %s", x.shape[1], reason)
+
+
+@dataclass(slots=True)
+class Replay:
+    """The recorded steps of a shard."""
+
+    recorder: Recorder | None = None
+    """At work, if there is one."""
+    prepared: int = 0
+    """Steps that took longer than others of as many rows will: first ones, and those recorded."""
+    _known: dict[tuple[int, int], _Known] = field(default_factory=dict[tuple[int, int], _Known])
+
+    @property
+    def bytes(self) -> int:
+        """Memory of recorded steps."""
+        return sum(known.tape.bytes for known in list(self._known.values()) if known.tape)
+
+    def step(
+        self,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        rows: Sequence[int],
+        forward: Forward,
+    ) -> Tensor:
+        """Run rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them belong to ``caches[i]``.
+
+        The layers of the caches hold a row at least, and can be cropped.
+        """
+        if x.dtype not in _DTYPES or len(x) > 1 or min(rows) < 1 or _is_shared(caches):
+            return forward(x, places)
+        threads = torch.get_num_threads()
+        known = self._known.setdefault((x.shape[1], threads), _Known())
+        known.uses += 1
+        self.prepared += known.uses == 1
+        if known.tape and not known.tape.takes(x):
+            return forward(x, places)
+        if known.tape and known.proofs >= PROOFS:
+            return known.tape.run(x, places, caches, rows)
+        is_early = x.shape[1] > 1 and known.uses <= PATIENCE
+        if known.is_unfit or is_early or not jit.works():
+            return forward(x, places)
+        known.tries += 1
+        self.prepared += 1
+        known.is_unfit = known.tries > MOST_TRIES
+        if known.tape:
+            return self._prove(known, x, places, caches, rows, forward)
+        return self._record(known, x, places, caches, forward)
+
+    def expect(self, rows: int) -> bool:
+        """Record steps of so many rows from the next one on; say whether there is more to do."""
+        known = self._known.setdefault((rows, torch.get_num_threads()), _Known())
+        known.uses = max(known.uses, PATIENCE)
+        return not known.is_unfit and (known.tape is None or known.proofs < PROOFS)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Record nothing for a while."""
+        return self.recorder.paused() if self.recorder else nullcontext()
+
+    def _record(
+        self,
+        known: _Known,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        forward: Forward,
+    ) -> Tensor:
+        with torch.inference_mode():
+            whole = torch.contiguous_format
+            x, places = x.clone(memory_format=whole), places.clone(memory_format=whole)
+        try:
+            tried = [_run_behind(length, x, places, caches, forward) for length in (_NEAR, _FAR)]
+        except Exception as reason:  # foreign code; bad rows fail below, too
+            output = forward(x, places)
+            known.refuse(x, f"behind a cache that seems longer: {reason}")
+            return output
+        self.recorder = recorder = Recorder([x, places])
+        try:
+            with recorder:
+                output = forward(x, places)
+        finally:
+            self.recorder = None
+        if output.isnan().any():  # such numbers are equal to none
+            return output
+        if not all(torch.equal(output, each) for each in tried):
+            known.refuse(x, "the forward depends on the cache length as a Python value")
+            return output
+        try:
+            known.tape = Tape(recorder.end(output), x, torch.get_num_threads())
+        except Exception as reason:  # foreign code meets what it was not made for
+            known.refuse(x, f"{reason}")
+        return output
+
+    def _prove(
+        self,
+        known: _Known,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        rows: Sequence[int],
+        forward: Forward,
+    ) -> Tensor:
+        assert known.tape is not None
+        lengths = [cache.length for cache in caches]
+        again = known.tape.run(x, places, caches, rows)
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.crop(length)
+        output = forward(x, places)
+        if output.isnan().any():
+            return output
+        known.proofs += 1
+        if not torch.equal(again, output):
+            known.refuse(x, "they differ from what was recorded")
+        return output
+
+
+def _run_behind(
+    length: int, x: Tensor, places: Tensor, caches: Sequence[SpanCache], forward: Forward
+) -> Tensor:
+    """Run rows behind caches that seem to hold so many tokens, and take the rows back."""
+    lengths = [cache.length for cache in caches]
+    layers = [layer for cache in caches for layer in cache.layers]
+    try:
+        for cache in caches:
+            cache.length = length
+        for layer in layers:
+            layer.get_seq_length = lambda: length
+        return forward(x, places)
+    finally:
+        for layer in layers:
+            del layer.get_seq_length
+        for cache, before in zip(caches, lengths, strict=True):
+            cache.length = before
+            cache.crop(before)
+
+
+def _is_shared(caches: Sequence[SpanCache]) -> bool:
+    """Whether two sessions are one."""
+    return len({id(cache) for cache in caches}) < len(caches)

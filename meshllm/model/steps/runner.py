@@ -1,0 +1,49 @@
+"""Runs a shard for sessions, in the way that `meshllm.model.steps.strategies` chooses once."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.shard import Shard
+from meshllm.model.steps.execution import Strategy
+from meshllm.model.steps.strategies import ReplayedSteps, Trial, choose_steps
+from meshllm.model.steps.trial import try_steps
+
+
+class Runner:
+    """Runs one shard."""
+
+    def __init__(
+        self, shard: Shard, counts: Sequence[int] = (), trial: Trial | None = None
+    ) -> None:
+        """Prepare for steps of one row and of each of ``counts``; none are stock steps.
+
+        ``trial`` says whether they can be used; None tries them here and now.
+
+        A shard has one runner: it exchanges modules.
+        """
+        self.shard = shard
+        self.steps, self.execution = choose_steps(shard, counts, trial or try_steps)
+        self.step, self.step_many = self.steps.step, self.steps.step_many
+        self.is_one_step, self.rehearsal = self.steps.takes, self.steps.warm_up
+        self.new_cache = shard.new_cache
+
+    def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+        """Run a part of a prompt, see `Shard.forward`."""
+        return self.steps.prefill(x, cache, rows)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether several rows are computed in the time of one, or nearly."""
+        return self.execution.strategy is not Strategy.STOCK
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Memory of recorded steps."""
+        return self.steps.replay.bytes if isinstance(self.steps, ReplayedSteps) else 0
+
+    @property
+    def prepared(self) -> int:
+        """Steps so far that took longer than others of as many rows will."""
+        return self.steps.replay.prepared if isinstance(self.steps, ReplayedSteps) else 0

@@ -1,0 +1,423 @@
+"""How the steps of a shard are run: four ways, of which `choose_steps` takes one, with the reason.
+
+Theory of operation: guesses may be checked many at a time, and sessions computed together, only if
+that changes no text. So matrices and attention compute each row as they would in any company, see
+`meshllm.model.modules.linear_padded` and `meshllm.model.steps.attention`. Whether a model allows
+that is told from the whole of it, so that every shard of it does the same; whether these parts are
+all of it is tried on load, see `meshllm.model.steps.trial`. Where that fails, steps are those of
+the stock model, one row at a time, which costs time but no text.
+
+Most of what is left of a step of a few rows is Python, so on the CPU steps are recorded and done
+again without it, see `meshllm.model.steps.replay`, where that is worth it.
+
+The kernels of a GPU may add up otherwise for any number of rows, in norms too: there a step is one
+graph, of always the same number of rows, see `meshllm.model.steps.cuda_graph`.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
+from meshllm.model.kernels import jit
+from meshllm.model.modules.exchange import exchange_modules, restore_modules
+from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.shard import Shard
+from meshllm.model.split.skeleton import build
+from meshllm.model.steps.attention import attend_alone, attend_chunk
+from meshllm.model.steps.attention_switch import Attend, AttentionSwitch
+from meshllm.model.steps.batched_cache import Bundle
+from meshllm.model.steps.cuda_graph import Graph
+from meshllm.model.steps.execution import (
+    Execution,
+    Strategy,
+    lacks_invariance,
+    linears_of,
+    matrix_bytes,
+)
+from meshllm.model.steps.lm_head_only import find_tail, run_tail
+from meshllm.model.steps.replay import PROOFS, Replay
+from meshllm.model.steps.trace import Recorder, Unfit
+from meshllm.model.steps.trial import BEFORE, TRIED, draw_rows, read_prompt, try_steps
+
+REPLAYED_BYTES = 600_000_000
+"""Of the matrices of a layer, at most, where steps are replayed.
+
+Replay saves the time of Python, which hardly depends on the size of a layer. Measured on an AVX2
+processor at 15 GB/s, for a step of one row: 26 % at 31 MB a layer (Qwen3-0.6B), 8 % at 394 MB
+(Qwen3-8B), 42 and 12 % with int8. From about 600 MB on it would be less than 5 %.
+"""
+
+_WARM_UPS = 2 * (1 + PROOFS)  # steps at most; a text has more tries, if that is not enough
+
+logger = logging.getLogger(__name__)
+
+Caches = Sequence[SpanCache | None]
+Run = Callable[[Tensor, Sequence[SpanCache], Sequence[int]], Tensor]
+"""Runs rows [1, T or T, D] of several sessions; ``rows[i]`` of them belong to ``caches[i]``."""
+
+
+class Steps(Protocol):
+    """Runs a shard for sessions. Rows come from the CPU and what they give goes there."""
+
+    def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+        """Run a part of a prompt, see `Shard.forward`."""
+        ...
+
+    def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        """Run rows [1, T or T, D] of a session, each as if it came alone."""
+        ...
+
+    def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
+        """Run rows of several sessions; each gives what `step` would give."""
+        ...
+
+    def takes(self, rows: int) -> bool:
+        """Whether so many rows of a session are computed together."""
+        ...
+
+    def warm_up(self) -> Iterator[None]:
+        """Do what makes later steps faster, a step for each ``next``, with rows of no text."""
+        ...
+
+
+class StockSteps:
+    """The stock forward, one row at a time."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._tail = find_tail(shard)
+
+    def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+        """Run a part of a prompt, with the bits of the stock model."""
+        return fetch(self._shard.forward(put(x, self._shard.device), cache, rows=rows))
+
+    def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        """Run rows one after the other."""
+        return self.step_many([x], [cache])[0]
+
+    def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
+        """Run sessions one after the other; all go to the device together, and back."""
+        outputs = [
+            torch.cat([self.forward(row, cache) for row in torch.split(x, 1, 1)], 1)
+            for x, cache in zip(put_all(parts, self._shard.device), caches, strict=True)
+        ]
+        return fetch_all(outputs)
+
+    def takes(self, rows: int) -> bool:
+        """Nothing is computed together."""
+        return False
+
+    def warm_up(self) -> Iterator[None]:
+        """Nothing gets faster."""
+        return iter(())
+
+    def forward(
+        self, x: Tensor, cache: SpanCache | Bundle | None, places: Tensor | None = None
+    ) -> Tensor:
+        """Run the shard, or what there is of it where it is only a head."""
+        if self._tail:
+            return run_tail(self._shard, self._tail, x)
+        return self._shard.forward(x, cache, position_ids=places)
+
+
+class InvariantSteps:
+    """Rows and sessions together, on the CPU, each row with the bits that it has alone."""
+
+    def __init__(self, shard: Shard, counts: frozenset[int]) -> None:
+        """Take rows of a session together where there are so many as ``counts`` has."""
+        self.counts, self.shard = counts, shard
+        self.attention = AttentionSwitch(shard)
+        self._stock = StockSteps(shard)
+
+    def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+        """Run a part of a prompt."""
+        with self.attention.using(attend_chunk):
+            return self.shard.forward(x, cache, rows=rows)
+
+    def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        """Run rows of a session, together if there are so many as was expected."""
+        return self.step_many([x], [cache])[0]
+
+    def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
+        """Run rows of several sessions together."""
+        return _in_groups(self.run, self.counts, parts, caches)
+
+    def takes(self, rows: int) -> bool:
+        """Whether so many rows of a session are computed together."""
+        return rows in self.counts
+
+    def warm_up(self) -> Iterator[None]:
+        """Nothing gets faster."""
+        return iter(())
+
+    def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
+        """Run a step."""
+        return self.forward(x, places_of(x, caches, rows), caches, rows)
+
+    def forward(
+        self,
+        x: Tensor,
+        places: Tensor,
+        caches: Sequence[SpanCache],
+        rows: Sequence[int],
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """Run rows at their places [1, T]; a recorder sees what is attended to."""
+        bundle = Bundle(caches, rows) if len(caches) > 1 else None  # empty as a container
+        attend: Attend = attend_alone if bundle is None else bundle.attend
+        cache: Any = next(iter(caches), None) if bundle is None else bundle
+        if recorder is not None and cache is not None:
+            attend = partial(_recorded, recorder, attend)
+            cache.update = recorder.update(cache.update)
+        try:
+            with self.attention.using(attend):
+                output = self._stock.forward(x, cache, places)
+        finally:
+            if recorder is not None and cache is not None:
+                del cache.update
+        if bundle is not None:
+            bundle.advance()
+        return output
+
+
+class ReplayedSteps:
+    """Row-invariant steps from a trace, without Python in between; prompts as they are."""
+
+    def __init__(self, inner: InvariantSteps) -> None:
+        """Trace the steps of ``inner``."""
+        self.inner = inner
+        self.replay = Replay()
+        self.prefill = inner.prefill
+        self.takes = inner.takes
+
+    def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        """Run rows of a session."""
+        return self.step_many([x], [cache])[0]
+
+    def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
+        """Run rows of several sessions together."""
+        return _in_groups(self.run, self.inner.counts, parts, caches)
+
+    def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
+        """Run a step, from the trace where there is one."""
+
+        def forward(x: Tensor, places: Tensor) -> Tensor:
+            return self.inner.forward(x, places, caches, rows, self.replay.recorder)
+
+        places = places_of(x, caches, rows)
+        if not all(cache.length for cache in caches):
+            return forward(x, places)
+        return self.replay.step(x, places, caches, rows, forward)
+
+    @torch.inference_mode()
+    def warm_up(self) -> Iterator[None]:
+        """Trace the steps that are expected.
+
+        The first one reads a prompt for them. Others may be done in between, on the same thread.
+        """
+        shard, counts = self.inner.shard, sorted(self.inner.counts)
+        if not any(map(self.replay.expect, counts)):
+            return
+        rows, caches = draw_rows(shard), [shard.new_cache()] if shard.span else []
+        for cache in caches:
+            shard.forward(rows[:, :BEFORE], cache, rows=1)
+        for count in counts:
+            for number in range(_WARM_UPS):
+                if not self.replay.expect(count):
+                    break
+                yield
+                self.run(rows.roll(number, 1)[:, :count], caches, [count])
+            for cache in caches:
+                cache.crop(BEFORE)
+
+
+class GraphSteps:
+    """Up to `MOST_ROWS` rows of all sessions in one launch of a CUDA graph."""
+
+    def __init__(self, shard: Shard) -> None:
+        """Record the graph.
+
+        Raises:
+            Unfit: the forward depends on more than a graph can be told.
+        """
+        self._stock = StockSteps(shard)
+        self._graph = graph = Graph(shard, MOST_ROWS)
+        self.attention = switch = AttentionSwitch(shard)  # a CUDA graph keeps no Python that would
+        rows = draw_rows(shard, MOST_ROWS)
+
+        def forward(x: Tensor, cache: SpanCache | None, places: Tensor) -> Tensor:
+            with switch.using(graph.attend):
+                return self._stock.forward(x, cache, places)
+
+        try:
+            graph.record(forward, rows[:, BEFORE:], read_prompt(shard, rows))
+        except BaseException:
+            switch.close()
+            raise
+        self.prefill = self._stock.prefill
+        self.warm_up = self._stock.warm_up
+
+    def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        """Run rows of a session."""
+        return self.step_many([x], [cache])[0]
+
+    def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
+        """Run rows of several sessions in one launch, or as many as it takes."""
+        outputs = list[Tensor]()
+        for group in _groups(parts):
+            x, rows = torch.cat(list(parts[group]), 1), [part.shape[1] for part in parts[group]]
+            if x.shape[1] > MOST_ROWS:  # one part
+                pieces = torch.split(x, MOST_ROWS, 1)
+                given = [self._graph.step(each, caches[group], [each.shape[1]]) for each in pieces]
+                outputs.append(torch.cat(given, 1))
+            else:
+                outputs += torch.split(self._graph.step(x, caches[group], rows), rows, 1)
+        return outputs
+
+    def takes(self, rows: int) -> bool:
+        """Whether so many rows of a session are computed together."""
+        return rows <= MOST_ROWS
+
+
+Trial = Callable[[Shard, Steps, int], str]
+"""Says why steps of a shard cannot be used, of so many rows at most; or ""."""
+
+
+class NotInvariant(Exception):
+    """Says why steps of several rows are not those of one, though the model allows it."""
+
+
+def choose_steps(
+    shard: Shard, counts: Sequence[int], trial: Trial = try_steps
+) -> tuple[Steps, Execution]:
+    """Choose how steps of one row and of each of ``counts`` are run; none are stock steps."""
+    if not counts:
+        return _stock(shard, "one row per step is asked for")
+    config, device = shard.model.config, shard.device
+    whole = build(config, shard.model.dtype).model
+    if reason := lacks_invariance(config, whole, device):
+        return _stock(shard, reason)
+    try:
+        if device != CPU:
+            return _on_gpu(shard, trial)
+        steps = _on_cpu(shard, whole, frozenset((1, *counts)), trial)
+    except (NotInvariant, Unfit, *PROBE_ERRORS) as error:
+        restore_modules(shard.model)
+        reason = (
+            str(error) if isinstance(error, NotInvariant) else f"{type(error).__name__}: {error}"
+        )
+        logger.warning(
+            "row-invariant kernels disabled (%s): no batched verification, no session batching",
+            reason,
+        )
+        return _stock(shard, reason)
+    if reason := _against_replay(shard):
+        return steps, _execution(shard, Strategy.INVARIANT, "own", reason)
+    return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, "own")
+
+
+def places_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
+    """Tell the places [1, T] of rows in their texts."""
+    if not caches:
+        return torch.arange(x.shape[1])[None]
+    starts = (cache.length for cache in caches)
+    parts = [torch.arange(at, at + count) for at, count in zip(starts, rows, strict=True)]
+    return torch.cat(parts)[None]
+
+
+def _stock(shard: Shard, reason: str) -> tuple[Steps, Execution]:
+    return StockSteps(shard), _execution(shard, Strategy.STOCK, "torch", reason)
+
+
+def _execution(shard: Shard, strategy: Strategy, attention: str, reason: str = "") -> Execution:
+    return Execution(strategy, linears_of(shard.model), attention, reason)
+
+
+def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
+    if not shard.new_cache().extends:
+        raise NotInvariant("its caches cannot be written to from a graph")
+    steps, reason = GraphSteps(shard), "not tried"
+    try:
+        reason = trial(shard, steps, MOST_ROWS)
+    finally:
+        if reason:
+            steps.attention.close()
+    if reason:
+        raise NotInvariant(reason)
+    return steps, _execution(shard, Strategy.GRAPH, "own")
+
+
+def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial) -> InvariantSteps:
+    if reason := exchange_modules(shard.model, shard.device, whole=whole):
+        raise NotInvariant(reason)
+    steps = InvariantSteps(shard, counts | {TRIED})
+    reason = "not tried"
+    try:
+        reason = trial(shard, steps, TRIED)
+    finally:
+        if reason:
+            steps.attention.close()
+    if reason:
+        raise NotInvariant(reason)
+    steps.counts = counts
+    return steps
+
+
+def _against_replay(shard: Shard) -> str:
+    """Say why steps are not replayed; empty where they are."""
+    if not shard.new_cache().extends:
+        return "no replay: its caches cannot be written to from a trace"
+    if not jit.works():
+        return "no replay: executable memory is forbidden"
+    size = matrix_bytes(shard.model, shard.quant) // max(1, len(shard.span))
+    if size > REPLAYED_BYTES:
+        return f"no replay: it gains less than 5 % beside {size // 10**6} MB a layer"
+    return ""
+
+
+def _recorded(
+    recorder: Recorder,
+    attend: Attend,
+    *asked: Any,
+) -> Tensor:
+    """Attend while nothing is recorded but that."""
+    with recorder.paused():
+        attended = attend(*asked)
+    query, key, value, scale, window = asked
+    recorder.attended(query, (key, value), attended, scale, window)
+    return attended
+
+
+def _in_groups(
+    run: Run, counts: frozenset[int], parts: Sequence[Tensor], caches: Caches
+) -> list[Tensor]:
+    """Run rows of sessions, up to `MOST_ROWS` together; where one has more, or another number of
+    rows than is expected, one row at a time.
+    """
+    outputs = list[Tensor]()
+    for group in _groups(parts):
+        x, rows = torch.cat(list(parts[group]), 1), [part.shape[1] for part in parts[group]]
+        held = [cache for cache in caches[group] if cache is not None]
+        if len(rows) > 1 or rows[0] in counts:
+            outputs += torch.split(run(x, held, rows), rows, 1)
+        else:
+            outputs.append(torch.cat([run(row, held, [1]) for row in torch.split(x, 1, 1)], 1))
+    return outputs
+
+
+def _groups(parts: Sequence[Tensor]) -> Iterator[slice]:
+    """Part what came so that each group has `MOST_ROWS` rows at most, or is one part."""
+    at = 0
+    while at < len(parts):
+        totals = accumulate(part.shape[1] for part in parts[at:])
+        stop = at + max(1, sum(total <= MOST_ROWS for total in totals))
+        yield slice(at, stop)
+        at = stop

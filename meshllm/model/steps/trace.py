@@ -1,0 +1,358 @@
+"""Writes down what a forward does, as operations on places in memory; knows no family by name.
+
+Theory of operation: `Recorder` sees each operation of torch below Python, each call of a compiled
+function, and what is attended to. All tensors are kept meanwhile, so an address is the same tensor
+throughout. Memory that came about on the way is told as blocks, in the order in which they came;
+all else, weights above all, stays where it is. What a forward asked of numbers, other than by
+operations, is not on record, so a forward that does is `Unfit`.
+"""
+
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshllm.model.device import CPU
+from meshllm.model.kernels.jit import Native, heard
+from meshllm.model.lean import lean
+
+_HIDDEN = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
+_EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty")}
+
+
+class Unfit(Exception):
+    """Says why a forward cannot be recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A byte of a block."""
+
+    block: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a block."""
+
+    ref: Ref
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A tensor that was there before."""
+
+    tensor: Tensor = field(compare=False, repr=False)
+    address: int
+    """Or what else tells it from others."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operation of torch."""
+
+    function: Any
+    args: tuple[Any, ...]
+    """With `Place` or `Outside` for each tensor."""
+    kwargs: tuple[tuple[str, Any], ...]
+    outs: tuple[Place, ...]
+    """New tensors; none where it writes to what it was given."""
+    seen: tuple[tuple[Any, ...], Any] = field(repr=False)
+    """The tensors themselves: what was given, and what came of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A call of a compiled function."""
+
+    native: Native
+    blocks: int
+    threads: int
+    values: tuple[int | Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """Rows that are added to a cache and attend to it."""
+
+    layer: int
+    query: Place
+    """[1, H, T, D]."""
+    key: Place
+    """[1, G, T, D]."""
+    value: Place
+    """[1, G, T, E]."""
+    out: Place
+    """[1, T, H, E]."""
+    scale: float
+    window: int | None
+
+
+Item = Op | KernelCall | Attend
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a forward did."""
+
+    items: tuple[Item, ...]
+    sizes: tuple[int, ...]
+    """Of blocks, in bytes; those of the inputs come first."""
+    output: Place
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what is done while it is entered."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        """Expect a forward that depends on these tensors, on its caches, and on nothing else."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._items: list[Item] = []
+        self._sizes: list[int] = []
+        self._starts: list[tuple[int, int]] = []  # of blocks: address and number, in order
+        self._kept: list[Any] = []
+        self._clones: dict[Place, Any] = {}
+        self._updated: tuple[Tensor, Tensor, int, tuple[Tensor, Tensor]] | None = None
+        self._is_paused = False
+        self._fault = ""
+        self._exits = ExitStack()
+        for tensor in inputs:
+            self._take(tensor)
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._exits.enter_context(heard(self._hear))
+        self._exits.enter_context(lean())  # torch asks its compiler to leave this class alone
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._exits.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing for a while."""
+        with heard(None):
+            self._is_paused = True
+            try:
+                yield
+            finally:
+                self._is_paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do an operation and write it down."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._is_paused:
+            return result
+        self._kept.append((args, kwargs, result))
+        outs = [each for each in _flat(result) if isinstance(each, Tensor)]
+        if not outs:
+            self._ask(func, args, result)
+        elif func.overloadpacket in _EMPTY:
+            for each in outs:
+                self._take(each)
+        elif not self._fault:
+            self._note(func, args, kwargs, result, outs)
+        return result
+
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, outs: Sequence[Tensor]
+    ) -> None:
+        inputs = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
+        is_plain = all(each.layout == torch.strided for each in outs)
+        if not is_plain or any(each.device != CPU for each in (*inputs, *outs)):
+            self._blame(f"{func} of tensors of another kind")
+            return
+        given = tuple(map(self._mark, args)), tuple((k, self._mark(v)) for k, v in kwargs.items())
+        is_writing = func._schema.is_mutable
+        held = set(map(_storage, inputs))
+        new = [each for each in outs if _storage(each) not in held]
+        if new and any(tag in func.tags for tag in _HIDDEN):
+            self._blame(f"{func} is data-dependent or random")
+        elif is_writing and new:
+            self._blame(f"{func} writes to tensors and makes others")
+        elif is_writing:
+            self._items.append(Op(func, *given, (), ((args, kwargs), result)))
+            self._forget(blocks_of(self._items[-1]))
+        elif new:
+            for each in new:
+                self._take(each)
+            places = tuple(map(self._place, outs))
+            self._items.append(Op(func, *given, places, ((args, kwargs), result)))
+            if func is torch.ops.aten.clone.default:
+                self._clones[places[0]] = given[0][0]
+
+    def update(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the `update` of a cache, which is not recorded."""
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            with self.paused():
+                result = change(*args, **kwargs)
+            if self._updated is not None or len(args) < len(("key", "value", "layer")):
+                self._blame("a layer adds to its cache and attends to nothing")
+            else:
+                self._updated = *args[:3], result
+                self._kept.append(self._updated)
+            return result
+
+        return changed
+
+    def attended(
+        self,
+        query: Tensor,
+        seen: tuple[Tensor, Tensor],
+        out: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Hear what came of attention, which is not recorded itself."""
+        if self._updated is None:
+            self._blame("attention without a cache")
+            return
+        key, value, layer, held = self._updated
+        if held[0] is not seen[0] or held[1] is not seen[1]:
+            self._blame("attention to something else than the cache")
+        self._updated = None
+        self._take(out)
+        self._kept.append(query)
+        asked, keys, values, mixed = places = [
+            self._place(each) for each in (query, key, value, out)
+        ]
+        if any(place.strides[-1] != 1 or place.dtype != torch.bfloat16 for place in places):
+            self._blame("attention of rows with gaps")
+        self._items.append(Attend(layer, asked, keys, values, mixed, scale, window))
+
+    def end(self, output: Tensor) -> Recording:
+        """Give what led to ``output``."""
+        if self._updated is not None:
+            self._blame("a layer adds to its cache and attends to nothing")
+        place = self._place(output)
+        if self._fault:
+            raise Unfit(self._fault)
+        items, wanted = list[Item](), {place.ref.block}
+        for item in reversed(self._items):
+            made = {each.ref.block for each in item.outs} if isinstance(item, Op) else set[int]()
+            if not made or not wanted.isdisjoint(made):
+                items.append(item)
+                wanted |= blocks_of(item)
+        return Recording(tuple(reversed(items)), tuple(self._sizes), place)
+
+    def _ask(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Allow a look at whether a tensor is what it was copied from."""
+        if func is torch.ops.aten.equal.default and result:
+            one, other = (self._mark(each) for each in args)
+            for copied, source in ((one, other), (other, one)):
+                if isinstance(copied, Place) and self._clones.get(copied) == source:
+                    return
+        self._blame(f"{func} is data-dependent")
+
+    def _forget(self, blocks: set[int]) -> None:
+        """Trust no copies of what may have been written to."""
+        for copied, source in list(self._clones.items()):
+            if not blocks.isdisjoint(
+                each.ref.block for each in (copied, source) if isinstance(each, Place)
+            ):
+                del self._clones[copied]
+
+    def _blame(self, fault: str) -> None:
+        """Go on without a record: the forward itself counts."""
+        self._fault = self._fault or fault
+
+    def _hear(self, native: Native, blocks: int, threads: int, values: Sequence[int]) -> None:
+        marks = list[int | Ref]()
+        for name, value in zip(native.fields, values, strict=True):
+            ref = self._ref(value) if name.startswith("*") else None
+            if ref is None and name.startswith("*") and value and name not in native.held:
+                self._blame(f"kernel argument `{name[1:]}` points to a temporary")
+            marks.append(value if ref is None else ref)
+        self._items.append(KernelCall(native, blocks, threads, tuple(marks)))
+        self._forget(blocks_of(self._items[-1]))
+
+    def _take(self, tensor: Tensor) -> None:
+        """Count the memory of a new tensor as a block."""
+        storage = tensor.untyped_storage()
+        self._kept.append(tensor)
+        if storage.nbytes() and self._ref(storage.data_ptr()) is None:
+            self._starts.insert(
+                bisect(self._starts, (storage.data_ptr(), 0)),
+                (storage.data_ptr(), len(self._sizes)),
+            )
+            self._sizes.append(storage.nbytes())
+
+    def _ref(self, address: int) -> Ref | None:
+        """Find the block of an address."""
+        at = bisect(self._starts, (address, len(self._sizes))) - 1
+        if at < 0:
+            return None
+        start, block = self._starts[at]
+        return Ref(block, address - start) if address - start < self._sizes[block] else None
+
+    def _place(self, tensor: Tensor) -> Place:
+        mark = self._mark(tensor)
+        if not isinstance(mark, Place):
+            self._blame("a tensor that is not of this forward")
+            return Place(Ref(-1, 0), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return mark
+
+    def _mark(self, value: Any) -> Any:
+        """Tell where a tensor is; other values, and what is in lists, stay as they are."""
+        if isinstance(value, list | tuple):
+            return tuple(map(self._mark, value))
+        if not isinstance(value, Tensor):
+            return value
+        if value.layout != torch.strided:  # a packed matrix
+            return Outside(value, id(value), tuple(value.shape), ())
+        shape, strides = tuple(value.shape), value.stride()
+        ref = self._ref(value.data_ptr())
+        if ref is None or not value.numel():
+            return Outside(value, value.data_ptr(), shape, strides)
+        return Place(ref, value.dtype, shape, strides)
+
+
+def blocks_of(item: Item) -> set[int]:
+    """Number the blocks that an item touches."""
+    if isinstance(item, KernelCall):
+        return {value.block for value in item.values if isinstance(value, Ref)}
+    marks = (
+        (item.args, item.kwargs, item.outs)
+        if isinstance(item, Op)
+        else (item.query, item.key, item.value, item.out)
+    )
+    return {each.ref.block for each in _flat(marks) if isinstance(each, Place)}
+
+
+def resolved(marks: Any, resolve: Callable[[Place | Outside], Any]) -> Any:
+    """Put something else in place of what stands for tensors."""
+    if isinstance(marks, tuple):
+        return tuple(resolved(each, resolve) for each in marks)
+    return resolve(marks) if isinstance(marks, Place | Outside) else marks
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _storage(tensor: Tensor) -> int:
+    return 0 if tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()

@@ -1,0 +1,321 @@
+"""How fast this machine runs a model and what memory it can give; knows no other machine."""
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshllm
+from meshllm.model.device import CPU, free_bytes, name_of, wait
+from meshllm.model.files.manifest import config_digest
+from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.json_cache import alone, recall, remember
+from meshllm.model.kernels.jit import machine
+from meshllm.model.lean import lean
+from meshllm.model.modules.exchange import exchange_modules
+from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.shape import free_memory
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.rope import context_of
+from meshllm.model.split.shard import Shard
+from meshllm.model.split.skeleton import Part, Skeleton, build, quiet, strip
+from meshllm.model.steps.execution import lacks_invariance
+from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.trial import untried
+from meshllm.names import Quant, Span
+
+ROWS = (1, 8, 32, 128, 256, 1024)
+"""Decoding, and chunks of a prompt; the last two tell how time grows with the rows before."""
+TRIALS = 3
+ENOUGH_S = 0.2  # for trials of the same; many rows of a large layer are timed once
+LONGEST_S = 0.5  # for the most rows, which are left out where they would take longer
+MAX_AGE_S = 24 * 3600.0
+SHARE = 0.8  # of free memory; the rest is for what starts after us
+CGROUP = Path("/sys/fs/cgroup")
+
+_STEP_BYTES = 64 << 20  # of layers that steps are timed with; what surrounds them counts less then
+_HEAD_BYTES = 64 << 20  # of the head that is timed
+_COLD_BYTES = 64 << 20  # more than the last cache of most machines
+_TILE = 4099  # values; prime, so that no two rows of a matrix are alike
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a machine takes for the parts of one model."""
+
+    layer_s: tuple[tuple[int, float], ...]
+    """Seconds of one mean layer for so many rows."""
+    head_s: float
+    """Seconds of the final norm and head for one row."""
+
+
+def measure_speed(
+    source: Source,
+    dtype: torch.dtype,
+    cache: Path,
+    quant: Quant = Quant.NONE,
+    device: torch.device = CPU,
+) -> Speed:
+    """Time layers and the head with random weights, on this thread and as many cores as it has.
+
+    Steps of a few rows are taken as a node takes them, of a few layers. For many rows one layer is
+    timed, on a GPU without the way there and back.
+
+    What was measured is remembered in the folder ``cache`` for a day; processes that would measure
+    at the same time disturb one another, so that the second waits and takes what the first found.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    key: tuple[str | float, ...] = (
+        config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
+        meshllm.__version__, name_of(device), *machine(), "by steps",
+    )  # fmt: skip
+    if known := _read(recall(cache, *key)):
+        return known
+    with alone(cache, *key):
+        if known := _read(recall(cache, *key)):
+            return known
+        with torch.inference_mode():
+            what = source, dtype, quant, device
+            speed = Speed(_layer_seconds(*what), _head_seconds(*what))
+        remember(cache, asdict(speed) | {"at_s": time.time()}, *key)
+    return speed
+
+
+def memory_budget(
+    limit: int | None = None,
+    *,
+    share: float = SHARE,
+    cgroup: Path = CGROUP,
+    device: torch.device = CPU,
+    own: int = 0,
+) -> int:
+    """Tell how many bytes this machine gives: a share of what is free, or ``limit``.
+
+    ``limit`` is what its owner says, and counts as far as it is free. A container's own limit
+    binds too, which the machine's free memory does not show. A GPU gives of its own memory.
+    What is ``own`` already is no longer free, and part of what is given.
+    """
+    if device != CPU:
+        free = free_bytes(device)
+    else:
+        free = max(0, int(min(free_memory(), _cgroup_free(cgroup))))
+    return own + int(free * share) if limit is None else min(limit, own + free)
+
+
+def _read(record: Any) -> Speed | None:
+    """Read what was remembered; what is old or damaged is measured again."""
+    try:
+        if not 0 <= time.time() - record["at_s"] < MAX_AGE_S:
+            return None
+        rows = tuple((int(rows), float(seconds)) for rows, seconds in record["layer_s"])
+        return Speed(rows, float(record["head_s"]))
+    except (TypeError, ValueError, LookupError):
+        return None
+
+
+def _layer_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
+) -> tuple[tuple[int, float], ...]:
+    """Time a mean layer; steps of a few rows as a node takes them, where these are others."""
+    what = source, dtype, quant, device
+    times = _stock_seconds(*what)
+    gc.collect()  # the weights: hooks and modules hold each other
+    few = [rows for rows in times if rows <= MOST_ROWS]
+    return tuple((times | _step_seconds(*what, few)).items())
+
+
+def _stock_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device
+) -> dict[int, float]:
+    """Time the layer nearest to the mean, without what surrounds the layers of a shard."""
+    skeleton = build(source.config, dtype)
+    sizes = _sizes(skeleton)
+    mean = sum(sizes) / len(sizes)
+    index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
+    # Its hooks come before the shard's own, which leaves.
+    stopwatch = _Stopwatch(skeleton.parts[index], device)
+    part = Part(Span(index, index + 1), embed=False, head=False)
+    shard = _random_shard(
+        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+    )
+    context = context_of(skeleton.model.config) or max(ROWS)
+    runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), untried)
+
+    def seconds(rows: int) -> float:
+        runner.prefill(_hidden(shard, rows), shard.new_cache())
+        return stopwatch.seconds
+
+    seconds(1)  # what is made once, at the first call, is not the price of a layer
+    scale = mean / sizes[index]
+    most = ROWS[-1]
+    times = [(rows, _best(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
+    if most <= context and times[-1][1] * most / times[-1][0] <= LONGEST_S:
+        times.append((most, _best(seconds, most, device)))
+    return {rows: time * scale for rows, time in times}
+
+
+def _step_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device, few: Sequence[int]
+) -> dict[int, float]:
+    """Time steps of ``few`` rows of the first layers, for each; none where they are stock steps."""
+    skeleton = build(source.config, dtype)
+    sizes, config = _sizes(skeleton), skeleton.model.config
+    mean = sum(sizes) / len(sizes)
+    span = Span(0, min(len(sizes), max(1, int(_STEP_BYTES / mean))))
+    is_croppable = SpanCache(config, span).croppable
+    if not is_croppable or lacks_invariance(config, skeleton.model, device):
+        return {}
+    part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
+    shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
+    runner, cache = Runner(shard, few, untried), shard.new_cache()
+    if not runner.is_steady:
+        return {}
+    runner.step(_hidden(shard, 1), cache)
+
+    def seconds(rows: int) -> float:
+        x = _hidden(shard, rows)
+        begin = time.perf_counter()
+        runner.step(x, cache)
+        took = time.perf_counter() - begin
+        cache.crop(1)
+        return took / sum(sizes[: span.stop]) * mean
+
+    for rows in few:
+        for _ in range(SETTLED):
+            seconds(rows)
+    return {rows: _best(seconds, rows, device) for rows in few}
+
+
+def _head_seconds(
+    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
+) -> float:
+    """Time the head for one row: of a large one a part, as all its rows take the same time."""
+    config = copy.deepcopy(source.config)
+    text = config.get_text_config(decoder=True)
+    whole = int(text.vocab_size)
+    most = max(1, _HEAD_BYTES // (int(text.hidden_size) * dtype.itemsize))
+    text.vocab_size = timed = min(whole, most)
+    text.pad_token_id = None  # it may be one of those left out
+    skeleton = build(config, dtype)
+    end = Span(skeleton.layers, skeleton.layers)
+    part = Part(end, embed=False, head=True)
+    shard = _random_shard(
+        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+    )
+
+    runner = Runner(shard, (MOST_ROWS,), untried)
+
+    def seconds(rows: int) -> float:
+        x = _hidden(shard, rows)
+        begin = time.perf_counter()
+        runner.step(x, None)
+        return time.perf_counter() - begin
+
+    for _ in range(SETTLED):
+        seconds(1)
+    return _best(seconds, 1, device) * whole / timed
+
+
+class _Stopwatch:
+    """Times the forward of one module."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.seconds = 0.0
+        self._device = device
+        self._begin = 0.0
+        module.register_forward_pre_hook(self._start)
+        module.register_forward_hook(self._stop)
+
+    def _start(self, *_: Any) -> None:
+        wait(self._device)
+        self._begin = time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        wait(self._device)
+        self.seconds = time.perf_counter() - self._begin
+
+
+def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> float:
+    """Take the shortest of several times, each with weights that no cache has."""
+    cold = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
+    times: list[float] = []
+    while len(times) < TRIALS and sum(times) < ENOUGH_S:
+        cold.fill_(len(times))
+        wait(device)
+        times.append(seconds(rows))
+    return min(times)
+
+
+def _hidden(shard: Shard, rows: int) -> Tensor:
+    """Make rows [1, T, D]."""
+    width = shard.model.config.get_text_config(decoder=True).hidden_size
+    return torch.ones(1, rows, width, dtype=shard.model.dtype)
+
+
+def _sizes(skeleton: Skeleton) -> list[int]:
+    """Tell the bytes of each layer."""
+    return [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
+
+
+def _random_shard(
+    skeleton: Skeleton,
+    part: Part,
+    *,
+    packed: bool = False,
+    quant: Quant = Quant.NONE,
+    device: torch.device = CPU,
+) -> Shard:
+    """Give a part of a model on meta weights that take as long as real ones, as they are loaded."""
+    strip(skeleton, part)
+    model = skeleton.model
+    tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
+    for name, parameter in list(model.named_parameters()):
+        if name in model.all_tied_weights_keys:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        values = tile.to(device, parameter.dtype)
+        setattr(model.get_submodule(owner), leaf, _tiled(parameter, values))
+    with quiet(), lean():  # buffers are made by the stock model, as when weights are loaded
+        buffers = set(model.state_dict()) - set(
+            dict(model.named_parameters(remove_duplicate=False))
+        )
+        model._move_missing_keys_from_meta_to_device(buffers, None, None, None)
+        model._initialize_missing_keys(False)
+        model.tie_weights(recompute_mapping=False)
+    model.to(device)
+    unused = skeleton.foreign(part)
+    exchange_modules(model, device, quant, skip=unused, mapped=packed and quant is Quant.NONE)
+    return Shard(skeleton, part, device, quant)
+
+
+def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
+    """Repeat a few random values, which is quicker than to draw them all."""
+    value = torch.empty(like.shape, dtype=like.dtype, device=tile.device)
+    flat = value.view(-1)
+    whole = flat.numel() // _TILE * _TILE
+    flat[:whole].view(-1, _TILE).copy_(tile)
+    flat[whole:] = tile[: flat.numel() - whole]
+    parameter = nn.Parameter(value, requires_grad=False)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # or it is drawn again
+    return parameter
+
+
+def _cgroup_free(folder: Path) -> float:
+    """Tell what the group of processes that we are in may still take; caches can be dropped."""
+    try:
+        limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
+        lines = (folder / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in lines)
+        return int(limit) - int(used) + int(stat["inactive_file"])
+    except (OSError, ValueError, LookupError):  # no such limit, or none that we can read
+        return inf

@@ -1,0 +1,1 @@
+"""Hidden states as bytes."""

@@ -1,0 +1,80 @@
+"""Tensors as bytes and back; knows nothing about messages.
+
+The codes are those of the wire: 1 float32, 2 bfloat16, 3 float16, in C order, little endian; 4, 5,
+6 for the same types in 8 bits, see `meshllm.model.wire.int8`; and 7, 8, 9 for the same values in
+fewer bytes, see `meshllm.model.wire.lossless`.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model.wire.int8 import pack, packed_size, unpack
+from meshllm.model.wire.lossless import deflate, inflate
+
+_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_IN_8_BITS = len(_CODES)  # what is added to a code
+_PACKED = 2 * len(_CODES)
+
+
+def to_payload(
+    hidden: Tensor, *, int8: bool = False, packed: bool = False
+) -> tuple[int, tuple[int, ...], memoryview]:
+    """Show a tensor as code, shape and bytes; contiguous CPU memory is not copied.
+
+    With ``int8`` the values are rounded to 8 bits, which halves the bytes. With ``packed`` they are
+    what they were in fewer bytes, where that can be.
+
+    Raises:
+        ModelError: the element type has no code, or a value to be rounded is not finite.
+    """
+    if (code := _CODES.get(hidden.dtype)) is None:
+        raise ModelError(
+            f"Hidden states of `{hidden.dtype}` cannot travel",
+            hint="load the model with `--dtype bfloat16` or `--dtype float32`",
+        )
+    own = hidden.detach().cpu()
+    if int8:
+        code, own = code + _IN_8_BITS, pack(own)
+    data: Any = own.contiguous().view(-1).view(torch.uint8).numpy()
+    payload = memoryview(data)
+    if packed and not int8 and (fewer := deflate(payload, hidden.itemsize)) is not None:
+        code, payload = code + _PACKED, fewer
+    return code, tuple(hidden.shape), payload
+
+
+def from_payload(
+    code: int, shape: tuple[int, ...], payload: bytes | bytearray | memoryview
+) -> Tensor:
+    """Show bytes as a tensor that shares the memory of ``payload``.
+
+    A read-only or misaligned payload is copied once: torch has no read-only tensors. One in 8 bits
+    becomes the type that it was, one in fewer bytes what it was.
+
+    Raises:
+        ModelError: an unknown code, or bytes that do not fill ``shape``, or that nobody writes.
+    """
+    way = _PACKED if code > _PACKED else _IN_8_BITS if code > _IN_8_BITS else 0
+    dtype = _DTYPES.get(code - way)
+    if dtype is None or len(payload) not in _sizes(shape, dtype, way):
+        raise ModelError(f"{len(payload)} bytes are no tensor of code {code}, shape {list(shape)}")
+    if way == _PACKED:
+        payload = inflate(payload, prod(shape), dtype.itemsize)
+    elif memoryview(payload).readonly:
+        payload = bytearray(payload)
+    if way == _IN_8_BITS:
+        return unpack(torch.frombuffer(payload, dtype=torch.uint8), shape, dtype)
+    flat = torch.frombuffer(payload, dtype=dtype)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = torch.frombuffer(bytearray(payload), dtype=dtype)
+    return flat.view(shape)
+
+
+def _sizes(shape: tuple[int, ...], dtype: torch.dtype, way: int) -> range:
+    count = prod(shape)
+    size = packed_size(shape) if way == _IN_8_BITS else count * dtype.itemsize
+    return range(size - count + 1, size) if way == _PACKED else range(size, size + 1)

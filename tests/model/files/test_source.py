@@ -1,0 +1,220 @@
+"""Where a model is found, and what is refused before anything is run."""
+
+import json
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from meshllm.errors import ModelError
+from meshllm.model.files import source
+from meshllm.model.files.source import Source, needed_files, open_folder, resolve
+from meshllm.names import Span
+from meshllm.testing.models import tiny_model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return tiny_model(tmp_path_factory.mktemp("llama"), file_bytes=60_000)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def hub(llama: Source, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub that has the llama as `org/llama`; the list is of the files fetched from it."""
+    fetched: list[str] = []
+
+    def fetch(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        folder = snapshot(cache, name)
+        for path in sorted(llama.folder.iterdir()):
+            if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copy(path, folder / path.name)
+                fetched.append(path.name)
+        return str(folder)
+
+    monkeypatch.setattr(source, "snapshot_download", fetch)
+    return fetched
+
+
+def snapshot(cache: Path, name: str) -> Path:
+    """Make the folder that the cache has for one commit of a model."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    folder = repository / "snapshots" / COMMIT
+    folder.mkdir(parents=True, exist_ok=True)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return folder
+
+
+def write_config(folder: Path, **fields: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | fields))
+    return folder
+
+
+def test_a_folder_is_a_model(llama: Source) -> None:
+    found = resolve(str(llama.folder))
+
+    assert (found.name, found.folder) == (str(llama.folder), llama.folder)
+    assert found.config.num_hidden_layers == 6
+
+
+def test_builtin_is_the_model_of_the_package() -> None:
+    package = Path(source.__file__).parents[1]
+
+    assert resolve("builtin").folder == package / "builtin" / "weights"
+
+
+def test_a_model_id_is_found_in_the_cache(llama: Source, cache: Path) -> None:
+    shutil.copytree(llama.folder, snapshot(cache, "org/llama"), dirs_exist_ok=True)
+
+    assert resolve("org/llama").folder.name == COMMIT
+
+
+def test_a_revision_is_found_by_its_name(llama: Source, cache: Path) -> None:
+    folder = snapshot(cache, "org/llama")
+    shutil.copytree(llama.folder, folder, dirs_exist_ok=True)
+    (folder.parent.parent / "refs" / "v2").write_text(COMMIT)
+
+    assert resolve("org/llama", revision="v2").folder == folder
+    with pytest.raises(ModelError, match="There is no model `org/llama`"):
+        resolve("org/llama", revision="v3")
+
+
+def test_an_absent_model_is_told_with_the_places_searched(cache: Path) -> None:
+    with pytest.raises(ModelError, match=f"`org/none`: .* not in `{cache}`") as caught:
+        resolve("org/none")
+
+    assert caught.value.hint == "fetch it with `meshllm model pull org/none`"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "~nobody", "llama", "a/b/c", "../b", "org/na me", "/no/such/folder"]
+)
+def test_a_name_that_is_no_model_is_refused(name: str, cache: Path) -> None:
+    with pytest.raises(ModelError, match="There is no"):
+        resolve(name)
+
+
+def test_a_download_brings_all_weights(llama: Source, hub: list[str]) -> None:
+    found = resolve("org/llama", download=True)
+
+    assert sorted(set(hub)) == sorted(path.name for path in llama.folder.iterdir())
+    assert found.config.model_type == "llama"
+
+
+@pytest.mark.parametrize("span", [Span(0, 2), Span(2, 4), Span(3, 6)])
+def test_a_download_of_a_span_brings_the_files_that_hold_it(
+    llama: Source, hub: list[str], span: Span
+) -> None:
+    resolve("org/llama", download=True, span=span)
+
+    weights = {name for name in hub if name.endswith(".safetensors")}
+    ends = {"embed": span.start == 0, "head": span.stop == 6}
+    needed = needed_files(llama, span, **ends)
+    if span.start == 0:  # the entry holds the head as well
+        needed += needed_files(llama, Span(6, 6), embed=False, head=True)
+    assert weights == set(needed)
+    assert len(weights) < len(list(llama.folder.glob("*.safetensors")))
+
+
+def test_nothing_is_downloaded_offline(hub: list[str]) -> None:
+    with pytest.raises(ModelError, match="There is no model"):
+        resolve("org/llama", download=True, offline=True)
+
+    assert hub == []
+
+
+def test_a_hub_that_refuses_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> str:
+        raise OSError("no route to host\nmore")
+
+    monkeypatch.setattr(source, "snapshot_download", refuse)
+
+    with pytest.raises(
+        ModelError, match=r"Cannot fetch `org/llama` .*: no route to host$"
+    ) as caught:
+        resolve("org/llama", download=True)
+    assert "HF_TOKEN" in str(caught.value.hint)
+
+
+def test_a_missing_repository_is_an_os_error() -> None:
+    assert issubclass(RepositoryNotFoundError, OSError)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no `config\.json`"):
+        open_folder("x", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"llama"', "\ud800"])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+
+    with pytest.raises(ModelError, match=r"config\.json` cannot be read"):
+        open_folder("x", tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["hal9000", "", None, ["llama"]])
+def test_an_unknown_type_is_refused(tmp_path: Path, model_type: object) -> None:
+    write_config(tmp_path, model_type=model_type)
+
+    with pytest.raises(ModelError, match=r"Model type `.*` of `x` is unknown") as caught:
+        open_folder("x", tmp_path)
+    assert caught.value.hint is None
+
+
+def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="hal9000", auto_map={"AutoConfig": "code.Config"})
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
+
+    with pytest.raises(ModelError) as caught:
+        open_folder("x", tmp_path)
+    assert "code of its own" in str(caught.value.hint)
+
+
+def test_a_known_type_is_run_by_the_code_of_transformers(tmp_path: Path) -> None:
+    write_config(tmp_path, auto_map={"AutoConfig": "code.Config"})
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
+
+    config = open_folder("x", tmp_path).config
+    assert type(config).__module__.startswith("transformers.")
+
+
+def test_a_kernel_that_a_config_names_is_forgotten(tmp_path: Path) -> None:
+    write_config(tmp_path, _attn_implementation="stranger/kernel", attn_implementation="x/y")
+
+    assert open_folder("x", tmp_path).config._attn_implementation is None
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, quantization_config={"quant_method": "fp8"})
+
+    with pytest.raises(ModelError, match="are quantised"):
+        open_folder("x", tmp_path)
+
+
+def test_a_config_that_does_not_fit_its_type_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, num_hidden_layers="many")
+
+    with pytest.raises(ModelError, match=r"config\.json` is no config of a `llama`"):
+        open_folder("x", tmp_path)
+
+
+def test_a_config_of_absurdly_many_layers_is_refused_at_once(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "text_config": {"num_hidden_layers": 10**9}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ModelError, match="names 1000000000 layers"):
+        resolve(str(tmp_path))

@@ -1,0 +1,129 @@
+"""Numbers one by one have the bits of torch, however they lie."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.model.kernels import jit
+from meshllm.model.kernels.elementwise import SOURCE, TARGET, copy_lines
+from meshllm.model.kernels.program import Program
+from meshllm.model.steps.lowering import calls_for
+
+aten = torch.ops.aten
+HALF, FLOAT = torch.bfloat16, torch.float32
+
+pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+
+
+def draw(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randint(-8, 8, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * 2.0**size).to(dtype)
+
+
+def check(function: Any, *args: Any, **kwargs: Any) -> None:
+    """Do an operation both ways; what lies around the result stays as it is."""
+    expected = function(*args, **kwargs)
+    around = torch.full((expected.numel() * 4 + 64,), 7.0, dtype=expected.dtype)
+    out = around.as_strided(expected.shape, expected.stride(), 32)
+    calls = calls_for(function, args, kwargs, [out])
+    assert calls is not None, f"no function for {function}"
+
+    Program(calls).run()
+
+    assert torch.equal(out, expected)
+    out.fill_(7.0)
+    assert bool((around == 7.0).all())
+
+
+SHAPES: dict[str, tuple[Any, Any]] = {
+    "alike": (draw(1, 1, 1024), draw(1, 1, 1024, seed=1)),
+    "heads": (draw(1, 5, 16, 128).transpose(1, 2), draw(1, 1, 5, 128, seed=1)),
+    "one row": (draw(1, 1, 8, 64).transpose(1, 2), draw(1, 1, 1, 64, seed=1)),
+    "odd": (draw(3, 7), draw(7, seed=1)),
+    "turned": (draw(3, 7).T, draw(7, 3, seed=1)),
+    "gaps": (draw(4, 34)[:, ::2], draw(4, 17, seed=1)),
+    "both dtypes": (draw(2, 48, dtype=FLOAT), draw(2, 48, seed=1)),
+    "one number": (draw(1, 1, 1, dtype=FLOAT), draw(64, dtype=FLOAT, seed=1)),
+    "scalar": (draw(5, 32), 0.3),
+    "scalar and float32": (draw(5, 32, dtype=FLOAT), -1.7),
+    "column and row": (draw(5, 1), draw(1, 32, seed=1)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("function", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor], ids=str)
+def test_sums_and_products(function: Any, shape: str) -> None:
+    check(function, *SHAPES[shape])
+
+
+UNARY: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "neg": (aten.neg.default, (), {}),
+    "silu": (aten.silu.default, (), {}),
+    "gelu": (aten.gelu.default, (), {}),
+    "gelu by tanh": (aten.gelu.default, (), {"approximate": "tanh"}),
+    "relu": (aten.relu.default, (), {}),
+    "sigmoid": (aten.sigmoid.default, (), {}),
+    "tanh": (aten.tanh.default, (), {}),
+    "square": (aten.pow.Tensor_Scalar, (2,), {}),
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_functions_of_one_number(name: str) -> None:
+    function, args, kwargs = UNARY[name]
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(HALF)
+    numbers = numbers[~function(numbers, *args, **kwargs).isnan()]  # these are equal to none
+
+    check(function, numbers, *args, **kwargs)
+    if name != "gelu":  # which torch computes otherwise where it has gaps
+        check(function, draw(1, 3, 8, 64).transpose(1, 2), *args, **kwargs)
+
+
+def test_copies() -> None:
+    x = draw(1, 3, 8, 64)
+    check(aten.clone.default, x.transpose(1, 2), memory_format=torch.contiguous_format)
+    check(aten.reshape.default, x.transpose(1, 2), [-1, 64])
+    check(aten.to.dtype, x, FLOAT)
+    check(aten.to.dtype, draw(5, 100, dtype=FLOAT), HALF)
+    check(aten.cat.default, [-x[..., 32:], x[..., :32]], -1)
+    check(aten.cat.default, [x, draw(1, 2, 8, 64, seed=1)], 1)
+    check(aten.cat.default, [x[0, 0, 0], x[0, 0, 1]])
+
+
+OTHERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "whole numbers": (aten.mul.Tensor, (torch.ones(4, dtype=torch.int64), 2), {}),
+    "a number of another dtype": (aten.add.Tensor, (draw(4), draw(dtype=FLOAT)), {}),
+    "a factor": (aten.add.Tensor, (draw(4), draw(4)), {"alpha": 2}),
+    "powers of a number": (aten.pow.Scalar, (2, draw(4)), {}),
+    "float32": (aten.silu.default, (draw(4, dtype=FLOAT),), {}),
+    "unknown": (aten.cos.default, (draw(4),), {}),
+    "many dimensions": (aten.clone.default, (draw(2, 3, 4, 5, 6).permute(4, 2, 0, 3, 1),), {}),
+    "nothing": (aten.neg.default, (draw(0),), {}),
+    "two results": (aten.topk.default, (draw(4), 2), {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_stays_with_torch(name: str) -> None:
+    function, args, kwargs = OTHERS[name]
+    result = function(*args, **kwargs)
+
+    outs = [result] if isinstance(result, Tensor) else list(result)
+    assert calls_for(function, args, kwargs, [each.contiguous() for each in outs]) is None
+
+
+def test_lines_are_copied_to_where_they_are_to_be() -> None:
+    x, target = draw(1, 5, 8, 48).transpose(1, 2), torch.zeros(1, 8, 20, 48, dtype=HALF)
+    function, values = copy_lines(x.shape[1:], x.stride()[1:])
+    given = function.given(1, *values)
+    given[SOURCE] = x.data_ptr()
+    given[TARGET] = [target[:, :, 7:].data_ptr(), *target.stride()[1:3]]
+
+    function(1, 1, *given[3:])
+
+    expected = torch.zeros_like(target)
+    expected[:, :, 7:12] = x
+    assert torch.equal(target, expected)

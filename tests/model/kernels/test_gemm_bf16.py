@@ -1,0 +1,143 @@
+"""Products of bfloat16 in the orders that are promised, each row as it would be alone."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshllm.model.kernels.gemm_bf16 import LANES_OF_ROW, MOST_ROWS, PART, Matrix
+from meshllm.model.modules.specimen import specimen
+
+FEW = [(1, 64), (7, 128), (64, 64), (100, 448), (129, 1024)]
+MANY = [(64, 64), (128, 448), (64, PART), (64, 2048), (192, 896)]
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def multiply_few(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return Matrix(weight, bias).few(rows)
+
+
+def multiply_many(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return Matrix(weight, bias).many(rows)
+
+
+def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw rows, a matrix and a bias whose products leave nothing but their rounding."""
+    like = nn.Linear(inputs, outputs, device="meta", dtype=torch.bfloat16)
+    plain, x = specimen(like)
+    return x, plain.weight.detach(), plain.bias.detach()
+
+
+def in_lanes(x: Tensor, weight: Tensor) -> Tensor:
+    """Add up [M, N] as is promised of few rows."""
+    products = x.float()[:, None] * weight.float()  # [M, N, K], exact
+    sums = torch.zeros(len(x), len(weight), LANES_OF_ROW)
+    for start in range(0, x.shape[1], LANES_OF_ROW):
+        sums = sums + products[..., start : start + LANES_OF_ROW]
+    while sums.shape[-1] > 1:
+        lower, upper = sums.chunk(2, -1)
+        sums = lower + upper
+    return sums[..., 0]
+
+
+def in_blocks(x: Tensor, weight: Tensor, part: int) -> Tensor:
+    """Add up [M, N] as is promised of many rows."""
+    sums = []
+    for rows, weights in zip(
+        *(torch.split(each.float(), part, 1) for each in (x, weight)), strict=True
+    ):
+        total = torch.zeros(len(x), len(weight))
+        for pair in range(0, rows.shape[1], 2):
+            for place in (pair + 1, pair):
+                total = total + rows[:, place, None] * weights[None, :, place]
+        sums.append(total)
+    whole = sums[0]
+    for total in sums[1:]:
+        whole = whole + total
+    return whole
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), FEW)
+def test_few_rows_are_added_up_in_lanes(outputs: int, inputs: int) -> None:
+    x, weight, bias = drawn(outputs, inputs)
+    sums = in_lanes(x[:7], weight)
+
+    assert torch.equal(multiply_few(x[:7], weight), sums.bfloat16())
+    assert torch.equal(multiply_few(x[:7], weight, bias), (sums + bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), MANY)
+def test_many_rows_are_added_up_in_blocks(outputs: int, inputs: int) -> None:
+    x, weight, bias = drawn(outputs, inputs)
+    sums = in_blocks(x, weight, PART)
+
+    assert torch.equal(multiply_many(x, weight), sums.bfloat16())
+    with_bias = multiply_many(x, weight, bias)
+    assert torch.equal(with_bias, (sums + bias.float()).bfloat16())
+
+
+@pytest.mark.usefixtures("_threads")
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    x, weight, bias = drawn(192, 1088)
+    x = torch.cat([x, x.flip(0) * 3, x.roll(1, 0)[:, :1088], x[:9]])
+    assert len(x) > MOST_ROWS
+    torch.set_num_threads(1)
+    ways: list[Callable[..., Tensor]] = [multiply_few, multiply_many]
+    alone = [torch.cat([way(row[None], weight, bias) for row in x]) for way in ways]
+    assert not torch.equal(*alone)
+
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for way, expected in zip(ways, alone, strict=True):
+            for rows in (1, 2, 3, 5, 6, 7, 12, 13, 17, 64, MOST_ROWS, len(x)):
+                assert torch.equal(way(x[:rows], weight, bias), expected[:rows])
+                assert torch.equal(way(x[-rows:], weight, bias), expected[-rows:])
+
+
+def test_what_is_no_number_stays_none_and_stays_where_it_is() -> None:
+    x, weight, _ = drawn(64, 128)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+
+    for products in (multiply_few(x, weight), multiply_many(x, weight)):
+        assert products[1].isnan().all()
+        assert not products[2].isfinite().any()
+        assert products[[0, 3, 63]].isfinite().all()
+
+
+def test_no_rows_have_no_products() -> None:
+    x, weight, _ = drawn(64, 128)
+
+    assert multiply_few(x[:0], weight).shape == (0, 64)
+    assert multiply_many(x[:0], weight).shape == (0, 64)
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    x, weight, bias = drawn(64, 128)
+
+    for rows, matrix, extra in (
+        (x[:, :64], weight, None),
+        (x.float(), weight, None),
+        (x, weight.float(), None),
+        (x, weight.T.contiguous().T, None),
+        (x, weight, bias[:32]),
+        (x, weight, bias.float()),
+        (x[:, :96], weight[:, :96].contiguous(), None),
+        (x, weight[:0], None),
+        (x.to("meta"), weight, None),
+        (x[0], weight, None),
+        (x[None], weight, None),
+        (x, weight[0], None),
+    ):
+        with pytest.raises(ValueError, match=r"\w"):
+            multiply_few(rows, matrix, extra)
+        with pytest.raises(ValueError, match=r"\w"):
+            multiply_many(rows, matrix, extra)
+    with pytest.raises(ValueError, match="63 outputs"):
+        multiply_many(x, weight[:63])

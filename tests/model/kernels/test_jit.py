@@ -1,0 +1,339 @@
+"""Compiled functions: every block once, and the same bits from every processor."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llvmlite import binding, ir
+from torch import Tensor
+
+from meshllm.model import json_cache
+from meshllm.model.kernels import attention as native_attention
+from meshllm.model.kernels import gemm_int8, jit, rms_norm, softmax
+from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
+from meshllm.model.kernels.jit import Native
+
+BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
+"""A processor of 2013: half as wide, half as many registers."""
+
+
+def test_every_block_is_done_once_whoever_takes_it() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        before = code.load(INT, fields["to"], block)
+        code.store(
+            INT, code.do.add(before, code.do.add(block, fields["more"])), fields["to"], block
+        )
+
+    function = Native(("*to", "more"), write)
+
+    for blocks in (1, 2, 5, 1000):
+        for threads in (1, 2, 7):
+            done = torch.zeros(blocks + 1, dtype=torch.int64)
+            function(blocks, threads, done.data_ptr(), 3)
+            assert torch.equal(done[:-1], torch.arange(3, blocks + 3))
+            assert not done[-1]
+
+
+def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
+    """Compile a sum anew with machine code in a folder; return 40 + 2, and whether it was there."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
+        code.store(INT, code.do.add(fields["one"], fields["other"]), fields["to"], code.index(0))
+
+    kept: list[object] = []
+
+    def keep(*what: Any) -> None:
+        kept.append(what)
+        json_cache.remember(*what)
+
+    monkeypatch.setattr(jit, "private_folder", lambda: folder)
+    monkeypatch.setattr(jit, "remember", keep)
+    done = torch.zeros(1, dtype=torch.int64)
+    Native(("*to", "one", "other"), write)(1, 1, done.data_ptr(), 40, 2)
+    return int(done), not kept
+
+
+def test_machine_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum_of(tmp_path, monkeypatch) == (42, False)
+    assert sum_of(tmp_path, monkeypatch) == (42, True)
+
+    monkeypatch.setattr("llvmlite.__version__", "another")
+    assert sum_of(tmp_path, monkeypatch) == (42, False)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "nothing"])
+def test_damaged_machine_code_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    sum_of(tmp_path, monkeypatch)
+    (record,) = tmp_path.glob("*.json")
+    text = record.read_text()
+    known = json.loads(text)
+    damaged = {
+        "cut": text[: len(text) // 2],
+        "changed": json.dumps(known | {"code": known["code"][::-1]}),
+        "nothing": "{}",
+    }
+    record.write_text(damaged[damage])
+
+    assert sum_of(tmp_path, monkeypatch) == (42, False)
+    assert sum_of(tmp_path, monkeypatch) == (42, True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes")
+def test_machine_code_that_others_can_write_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jit, "cache_path", lambda: tmp_path)
+    find = jit.private_folder.__wrapped__
+
+    folder = find()
+    assert folder == tmp_path / "kernels"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+    folder.chmod(0o770)
+    assert find() is None
+    assert "can write to it" in caplog.text
+
+    folder.rmdir()
+    folder.touch()
+    assert find() is None
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: the first thread does all")
+def test_threads_have_numbers_of_their_own() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
+        with code.rounds(code.index(1 << 20)) as loop:  # so long that the other one comes
+            code.store(INT, loop.index, fields["to"], code.index(4))
+        code.store(INT, by, fields["to"], block)
+
+    function, by = Native(("*to",), write), torch.zeros(5, dtype=torch.int64)
+
+    def numbers() -> set[int]:
+        function(4, 2, by.data_ptr())
+        return set(by[:4].tolist())
+
+    assert {0, 1} in [numbers() for _ in range(200)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loaded libraries are not listed")
+def test_no_library_is_loaded_to_find_torchs_threads() -> None:
+    told = run_python(
+        """
+        import torch
+        from llvmlite import binding
+        from meshllm.model.kernels import jit
+        libraries = lambda: {l.split()[-1] for l in open("/proc/self/maps") if ".so" in l}
+        before = libraries()
+        team = jit.team()
+        print(team is not None, libraries() - before)
+        """
+    )
+
+    assert told == "True set()"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it cannot be forbidden so")
+def test_where_memory_may_not_become_executable_there_is_an_error() -> None:
+    told = run_python(
+        """
+        import ctypes, torch
+        from meshllm.model.kernels import jit
+        from meshllm.model.steps.attention import attend_alone
+        from meshllm.model.modules.quant_kernels import kernel
+        from meshllm.names import Quant
+        if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3
+            print("skip")
+            raise SystemExit
+        x = torch.ones(1, 1, 3, 16)
+        print(jit.works(), attend_alone(x, x, x, 1.0).sum().item())
+        print(*jit.limits())
+        try:
+            kernel(Quant.INT8)
+        except Exception as error:
+            print(type(error).__name__, error)
+        """
+    )
+
+    if told == "skip":
+        pytest.skip("this kernel does not know it")
+    first, limit, second = told.splitlines()
+    assert first == "False 48.0"
+    assert limit == "no compiled kernels: this system lets no memory become executable"
+    assert second.startswith("ModelError There is no int8 kernel here")
+    assert second.endswith("this system lets no memory become executable")
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_without_torchs_threads_one_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "team", lambda: None)
+
+    test_every_block_is_done_once_whoever_takes_it()
+
+
+def test_it_is_said_once_that_torchs_threads_are_not_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jit, "_TEAM", "of_no_library")
+    jit.team.cache_clear()
+    try:
+        found = [jit.team() for _ in range(3)]
+        limits = jit.limits()
+    finally:
+        monkeypatch.undo()
+        jit.team.cache_clear()
+
+    assert found == [None] * 3
+    (limit,) = limits
+    assert limit.startswith("compiled kernels use one thread: ")
+    assert [record.getMessage() for record in caplog.records] == [limit]
+
+
+def test_several_sessions_may_call_at_the_same_time() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        code.store(INT, fields["what"], fields["to"], block)
+
+    function = Native(("*to", "what"), write)
+
+    def call(what: int) -> bool:
+        to = torch.zeros(3000, dtype=torch.int64)
+        function(3000, 2, to.data_ptr(), what)
+        return bool((to == what).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(1, 200)))
+
+
+def test_code_that_is_not_valid_is_not_compiled() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
+        with code.do.if_then(ir.Constant(ir.IntType(1), 0)):
+            value = code.do.add(fields["what"], code.index(1))
+        code.store(INT, value, fields["to"], code.index(0))
+
+    with pytest.raises(RuntimeError, match="does not dominate all uses"):
+        Native(("*to", "what"), write)
+
+
+@cache
+def unary(name: str) -> Native:
+    """Compile a method of `Code` over vectors."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        at = code.do.mul(block, code.index(LANES))
+        if name == "narrow":
+            value = code.narrow(code.load(FLOAT, fields["from"], at, LANES))
+            code.store(HALF, value, fields["to"], at)
+        else:
+            value = code.widen(code.load(HALF, fields["from"], at, LANES))
+            code.store(FLOAT, value, fields["to"], at)
+
+    return Native(("*from", "*to"), write)
+
+
+def test_numbers_are_rounded_as_torch_rounds_them() -> None:
+    drawn = torch.randint(-(2**31), 2**31 - 1, (1 << 16,)).to(torch.int32).view(torch.float32)
+    values = torch.cat([drawn[drawn.isfinite()][: 1 << 15], torch.zeros(LANES)])
+    values[-LANES:-6] = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, 1 + 2**-8, 1 + 3 * 2**-8, 1e-45, -1e-40, 3.4e38, 1.0]
+    )
+    narrow, wide = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values))
+
+    unary("narrow")(len(values) // LANES, 1, values.data_ptr(), narrow.data_ptr())
+    unary("widen")(len(values) // LANES, 1, narrow.data_ptr(), wide.data_ptr())
+
+    assert torch.equal(narrow.view(torch.int16), values.bfloat16().view(torch.int16))
+    assert torch.equal(wide.view(torch.int32), values.bfloat16().float().view(torch.int32))
+
+
+def test_what_is_no_number_stays_none() -> None:
+    values, narrow = torch.full((LANES,), math.nan), torch.zeros(LANES, dtype=torch.bfloat16)
+
+    unary("narrow")(1, 1, values.data_ptr(), narrow.data_ptr())
+
+    assert narrow.isnan().all()
+
+
+def test_a_number_is_passed_by_its_bits() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        code.store(FLOAT, float_of(code, fields["number"]), fields["to"], block)
+
+    function, to = Native(("*to", "number"), write), torch.zeros(1)
+
+    for number in (0.1, -0.5, -math.inf, 1e-40):
+        function(1, 1, to.data_ptr(), bits_of(number))
+        assert to.item() == torch.tensor(number).item()
+
+
+def computed() -> list[Tensor]:
+    """Compute something with every function there is."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    results = []
+    for heads, groups, width in ((4, 2, 64), (2, 2, 24), (8, 1, 128)):
+        query, key, value = (
+            normal(1, heads, 5, width),
+            normal(1, groups, 77, width),
+            normal(1, groups, 77, width),
+        )
+        results.append(native_attention.attend(query, key, value, width**-0.5))
+    weights = torch.randint(-127, 128, (3, 100, 64, 2), generator=generator).to(torch.int8)
+    scales = torch.rand(192, generator=generator)
+    results += [gemm_int8.multiply(normal(rows, 200), weights, scales) for rows in (1, 4, 6, 9)]
+    wide = torch.empty(200, 192, dtype=torch.bfloat16)
+    gemm_int8.widen(weights, scales, wide)
+    results += [rms_norm.norm(normal(9, width), normal(width), 1e-6) for width in (16, 200, 7)]
+    for scores in (normal(2, 77, 128), normal(2, 77, 128).float(), normal(2, 77, 144)):
+        softmax.share_out(scores, 50, 30)
+        results.append(scores)
+    return [*results, wide]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors are not x86")
+def test_a_lesser_processor_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = (
+        jit.room,
+        native_attention._function,
+        gemm_int8._multiplier,
+        gemm_int8._rounder,
+        gemm_int8._widener,
+        rms_norm._function,
+        softmax._function,
+    )
+    if not binding.get_host_cpu_features().get("fma"):
+        pytest.skip("this processor is a lesser one")
+    here = computed()
+
+    for each in compiled:
+        each.cache_clear()
+    monkeypatch.setattr(jit, "processor", lambda: BARE)
+    there, registers = computed(), jit.room()
+    for each in compiled:
+        each.cache_clear()
+
+    assert registers == 6
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))

@@ -1,0 +1,64 @@
+"""Functions run one after the other, each with its fields and threads, each time."""
+
+import pytest
+import torch
+
+from meshllm.model.kernels import jit
+from meshllm.model.kernels.gemm_int8 import OUTPUTS, widen
+from meshllm.model.kernels.program import Call, Program
+from meshllm.model.modules.int8 import pack
+from meshllm.model.steps.lowering import calls_for
+
+aten = torch.ops.aten
+
+pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+
+
+def test_calls_are_made_in_their_order_each_time() -> None:
+    x, y = torch.zeros(64), torch.ones(64)
+    add = calls_for(aten.add.Tensor, (x, y), {}, [x]) or []
+    double = calls_for(aten.mul.Tensor, (x, 2.0), {}, [x]) or []
+    program = Program([*add, *double, *add])
+
+    program.run()
+    assert x.eq(3.0).all()
+
+    program.run()
+    assert x.eq(9.0).all()
+
+
+@pytest.mark.parametrize("has_team", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_share_a_call(
+    monkeypatch: pytest.MonkeyPatch, threads: int, *, has_team: bool
+) -> None:
+    if not has_team:
+        monkeypatch.setattr(jit, "team", lambda: None)
+    packed, calls = pack(torch.randn(8 * OUTPUTS, 96)), list[Call]()
+    y = torch.empty(96, 8 * OUTPUTS, dtype=torch.bfloat16)
+    with jit.heard(lambda *call: calls.append(Call.of(*call))):
+        widen(packed["data"], packed["scale"], y)
+    expected = y.clone()
+    program = Program(calls)
+
+    for _ in range(50):
+        y.zero_()
+        program.share(0, threads)
+        program.run()
+        assert torch.equal(y, expected)
+
+
+def test_who_does_not_listen_hears_nothing() -> None:
+    x, heard = torch.zeros(16), list[object]()
+    (call,) = calls_for(aten.add.Tensor, (x, x), {}, [x]) or []
+
+    values = list(call.given[3:])
+
+    with jit.heard(lambda *call: heard.append(call)):
+        with jit.heard(None):
+            call.native(1, 1, *values)
+        assert not heard
+        call.native(1, 1, *values)
+    call.native(1, 1, *values)
+
+    assert heard == [(call.native, 1, 1, tuple(values))]

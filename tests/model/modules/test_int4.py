@@ -1,0 +1,113 @@
+"""Products with half bytes: near the plain ones, and the same whoever else is multiplied."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.model.modules import int4
+from meshllm.model.modules.int4 import GROUP, Int4Matrix, form, order, pack
+
+SHAPES = [(64, 64), (192, 576), (48, 128), (16, 64)]
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def packed(weight: Tensor) -> Int4Matrix:
+    return Int4Matrix(pack(weight), (weight.shape[0], weight.shape[1]))
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.float() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_normal_weights_lose_about_a_tenth(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, x = normal(*shape).to(dtype), normal(32, shape[1]).to(dtype)
+
+    y = packed(weight)(x)
+
+    assert y.dtype == dtype
+    assert relative(y, x.float() @ weight.float().T) < 0.12
+
+
+def test_sixteen_values_are_kept_exactly() -> None:
+    weight = torch.randint(0, 16, (32, 128), generator=torch.Generator().manual_seed(1)).float()
+    weight[:, ::GROUP], weight[:, 1::GROUP] = 0, 15
+    x = torch.eye(128)
+
+    assert torch.equal(packed(weight)(x), weight.T)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
+    matrix, x = packed(normal(*shape).bfloat16()), normal(33, shape[1]).bfloat16()
+
+    whole = matrix(x)
+
+    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32):
+        assert torch.equal(matrix(x[:rows]), whole[:rows])
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_the_number_of_threads_changes_no_bit(rows: int) -> None:
+    matrix, x = packed(normal(1024, 512).bfloat16()), normal(rows, 512).bfloat16()
+    torch.set_num_threads(1)
+    alone = matrix(x)
+
+    torch.set_num_threads(2)
+
+    assert torch.equal(matrix(x), alone)
+
+
+def test_it_takes_less_than_two_sevenths_of_bfloat16() -> None:
+    weight = normal(256, 1024).bfloat16()
+
+    assert weight.nbytes / sum(part.nbytes for part in pack(weight).values()) > 3.5
+
+
+def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(144, 64)
+    whole = pack(weight)
+
+    monkeypatch.setattr(int4, "CHUNK_ROWS", 64)
+
+    assert all(torch.equal(part, whole[name]) for name, part in pack(weight).items())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_form_is_known_before(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    parts = pack(normal(*shape).to(dtype))
+    made = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
+
+    assert made == form(shape, dtype)
+
+
+def test_rows_may_lie_anyhow() -> None:
+    matrix, x = packed(normal(32, 64)), normal(64, 6)
+
+    for rows in (x.T, normal(12, 64)[::2], normal(6, 128)[:, ::2]):
+        assert torch.equal(matrix(rows), matrix(rows.clone(memory_format=torch.contiguous_format)))
+
+
+def test_equal_weights_are_kept() -> None:
+    weight = torch.full((16, 64), 0.5)
+
+    assert relative(packed(weight)(torch.ones(1, 64)), torch.full((1, 16), 32.0)) < 1e-6
+
+
+def test_the_order_of_the_bytes_has_a_name() -> None:
+    assert order((64, 64))

@@ -1,0 +1,121 @@
+"""Products with bytes: near the plain ones, and the same whoever else is multiplied."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.model.modules import int8
+from meshllm.model.modules.int8 import Int8Matrix, form, pack
+
+SHAPES = [(64, 64), (192, 576), (200, 100), (1000, 77), (1, 32)]
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def packed(weight: Tensor) -> Int8Matrix:
+    return Int8Matrix(pack(weight), (weight.shape[0], weight.shape[1]))
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_normal_weights_lose_less_than_a_hundredth(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight, x = normal(*shape).to(dtype), normal(9, shape[1]).to(dtype)
+
+    y = packed(weight)(x)
+
+    assert y.dtype == dtype
+    assert relative(y, x.float() @ weight.float().T) < 0.012
+
+
+def test_outliers_cost_the_other_columns_next_to_nothing() -> None:
+    weight, x = normal(64, 512), normal(8, 512)
+    weight[:, [3, 77, 400]] = 0  # what they add themselves would hide what the others lose
+    before = packed(weight)(x)
+    x[:, [3, 77, 400]] *= torch.tensor([60.0, 120.0, 200.0])
+
+    assert x.abs().max() > 100
+    assert relative(packed(weight)(x), before) < 0.002
+
+
+@pytest.mark.parametrize("outputs", [64, 200, 1000])
+def test_a_prompt_is_multiplied_as_near(monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
+    weight, x = normal(outputs, 96), normal(int8.MANY, 96).bfloat16()
+    exact, matrix = x.float() @ weight.T, packed(weight)
+    monkeypatch.setattr(int8, "WIDE_BYTES", 2 * 96 * 64 * 3)
+    found = []
+    for fast in (True, False):
+        monkeypatch.setattr(int8, "multiplies_matrices", lambda fast=fast: fast)
+        found.append(matrix(x))
+
+    assert [y.shape for y in found] == [exact.shape] * 2
+    assert all(relative(y.float(), exact) < 0.012 for y in found)
+    assert not torch.equal(*found)  # there are two ways, and both were gone
+
+
+def test_weights_are_left_as_they_are() -> None:
+    weight = normal(64, 64)
+    before = weight.clone()
+
+    pack(weight)
+
+    assert torch.equal(weight, before)
+
+
+def test_rows_may_lie_anyhow() -> None:
+    matrix, x = packed(normal(32, 64)), normal(64, 6)
+
+    for rows in (x.T, x.T.bfloat16(), normal(12, 64)[::2], normal(6, 128)[:, ::2]):
+        assert torch.equal(matrix(rows), matrix(rows.clone(memory_format=torch.contiguous_format)))
+
+
+def test_rows_of_zeros_give_zeros() -> None:
+    assert torch.equal(packed(normal(32, 64))(torch.zeros(3, 64)), torch.zeros(3, 32))
+
+
+def test_outputs_of_zeros_give_zeros() -> None:
+    assert torch.equal(packed(torch.zeros(32, 64))(normal(3, 64)), torch.zeros(3, 32))
+
+
+def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(100, 64)
+    whole = pack(weight)
+
+    monkeypatch.setattr(int8, "CHUNK_ROWS", 64)
+
+    assert all(torch.equal(part, whole[name]) for name, part in pack(weight).items())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_form_is_known_before(shape: tuple[int, int]) -> None:
+    made = {name: (tuple(part.shape), part.dtype) for name, part in pack(normal(*shape)).items()}
+
+    assert made == form(shape, torch.bfloat16)
+
+
+def test_packed_bytes_are_used_where_they_lie() -> None:
+    parts = pack(normal(64, 64))
+    matrix, x = Int8Matrix(parts, (64, 64)), normal(1, 64)
+    before = matrix(x)
+
+    parts["scale"].mul_(2)
+    parts["data"].zero_()
+
+    assert not torch.equal(matrix(x), before)
+    assert torch.equal(matrix(x), torch.zeros(1, 64))

@@ -1,0 +1,111 @@
+"""Which modules are exchanged for compiled ones, and a row has the same bits in any company."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshllm.model.kernels import jit
+from meshllm.model.kernels.gemm_bf16 import Matrix
+from meshllm.model.modules import linear_bf16
+from meshllm.model.modules.int8 import multiplies_matrices
+from meshllm.model.modules.linear_bf16 import (
+    MOST_ROWS,
+    NativeLinear,
+    adds_pairs,
+    is_native,
+    native_of,
+)
+
+pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+
+
+@pytest.fixture(autouse=True)
+def _asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchange on every processor."""
+    monkeypatch.setattr(linear_bf16, "use_own_gemm", lambda: True)
+
+
+def linear(outputs: int = 64, inputs: int = 64, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias, dtype=torch.bfloat16)
+
+
+def made(plain: nn.Linear) -> NativeLinear:
+    module = native_of(plain)
+    assert module is not None
+    return module
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 64, True), (100, 192, False)])
+@torch.inference_mode()
+def test_rows_of_a_step_are_rows_alone_and_near_those_of_torch(
+    outputs: int, inputs: int, bias: bool
+) -> None:
+    plain = linear(outputs, inputs, bias=bias)
+    module, x = made(plain), torch.randn(1, 40, inputs).bfloat16()
+    alone = torch.cat([module(x[:, at : at + 1]) for at in range(MOST_ROWS)], 1)
+
+    for rows in (2, 7, MOST_ROWS):
+        assert torch.equal(module(x[:, :rows]), alone[:, :rows])
+    for rows in (1, MOST_ROWS, 40):
+        torch.testing.assert_close(module(x[:, :rows]), plain(x[:, :rows]), rtol=0.02, atol=0.02)
+
+
+@torch.inference_mode()
+def test_rows_of_any_shape_and_layout_are_taken() -> None:
+    module, x = made(linear(128, 192, bias=True)), torch.randn(64, 192).bfloat16()
+
+    expected = module(x)
+    assert torch.equal(module(x.view(4, 16, 192)), expected.view(4, 16, 128))
+    assert torch.equal(module(torch.cat([x, x], 1)[None, :, :192]), expected[None])
+    assert torch.equal(module(x[3]), module(x[3:4])[0])
+    assert module(x[:0]).shape == (0, 128)
+    assert module(x[:2].float().to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+@torch.inference_mode()
+def test_many_rows_of_outputs_that_fill_no_blocks_stay_with_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, x = linear(100, 64), torch.randn(40, 64).bfloat16()
+    monkeypatch.setattr(Matrix, "many", None)
+
+    assert torch.equal(made(plain)(x), plain(x))
+
+
+def test_what_is_of_another_kind_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        pass
+
+    hooked = linear()
+    hooked.register_forward_hook(lambda *_: None)
+    others = [
+        nn.Linear(64, 64), Own(64, 64, dtype=torch.bfloat16), linear(64, 96), hooked,
+        nn.Linear(64, 64, device="meta", dtype=torch.bfloat16),
+    ]  # fmt: skip
+
+    assert [native_of(other) for other in others] == [None] * 5
+    assert not any(is_native(other) for other in others[:3])
+    monkeypatch.setattr(linear_bf16, "use_own_gemm", lambda: False)
+    assert not is_native(linear())
+
+
+@pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16", "bf16"])
+def test_a_processor_with_instructions_for_bfloat16_needs_none(
+    monkeypatch: pytest.MonkeyPatch, feature: str
+) -> None:
+    monkeypatch.undo()
+    for known in ("", feature):
+        monkeypatch.setattr(jit, "can", lambda *names, known=known: known in names)
+        tried = adds_pairs.__wrapped__(), multiplies_matrices.__wrapped__()
+        assert any(tried) == bool(known)
+
+
+def test_a_bad_row_is_nothing_to_others() -> None:
+    module, x = made(linear(64, 128)), torch.randn(3, 128).bfloat16()
+    clean: Tensor = module(x)
+    x[1] = torch.nan
+
+    given = module(x)
+
+    assert given[1].isnan().all()
+    assert torch.equal(given[::2], clean[::2])

@@ -1,0 +1,212 @@
+"""Which matrices are copied, and that no copy changes a bit; how fast they are is not asked."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshllm.model.modules import linear_onednn as module
+from meshllm.model.modules.linear_onednn import PackedLinear, pack, same
+from meshllm.model.modules.specimen import specimen
+from meshllm.model.steps.load import load_shard
+from meshllm.names import Span
+from meshllm.testing.models import stock_model, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile nothing, which goes first."""
+    monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
+
+
+def linear(outputs: int = 512, inputs: int = 512, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias, dtype=torch.bfloat16)
+
+
+def copy_of(plain: nn.Linear) -> PackedLinear:
+    try:
+        return PackedLinear(plain)
+    except (RuntimeError, AttributeError) as error:
+        pytest.skip(f"this processor has no kernel for packed matrices: {error}")
+
+
+def exact_copy_of(plain: nn.Linear) -> PackedLinear:
+    sample, x = specimen(plain)
+    if not same(sample, copy_of(sample), x):
+        pytest.skip("this processor adds in another order")
+    return PackedLinear(plain)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Believe that every copy is faster, and that it has the same bits."""
+    copy_of(linear())
+    monkeypatch.setattr(module, "sooner", lambda *_: True)
+    monkeypatch.setattr(module, "same", lambda *_: True)
+    monkeypatch.setattr(module, "SMALLEST", 0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_copy_that_passes_gives_the_bits_of_the_matrix(bias: bool) -> None:
+    plain = linear(1024, 768, bias=bias)
+    packed = exact_copy_of(plain)
+
+    with torch.inference_mode():
+        for rows in (1, 3, 4, 33, 100):
+            x = torch.randn(1, rows, 768).bfloat16()
+            assert torch.equal(packed(x), plain(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_any_shape_give_the_bits_of_the_matrix(bias: bool) -> None:
+    plain = linear(512, 512, bias=bias)
+    packed = exact_copy_of(plain)
+    x = torch.randn(2, 9, 1024).bfloat16()
+
+    with torch.inference_mode():
+        for rows in (x[0, 0, :512], x[:, :, :512], x[:1, -1:, 512:], x[:, :, ::2], x[:0, 0, :512]):
+            assert torch.equal(packed(rows), plain(rows))
+            assert torch.equal(packed(rows.contiguous()), plain(rows.contiguous()))
+
+
+def test_a_sum_in_another_order_is_noticed() -> None:
+    plain, x = specimen(linear())
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
+    other = linear()
+    other.weight = nn.Parameter(plain.weight[:, order])
+
+    assert same(plain, plain, x)
+    assert not same(plain, lambda rows: other(rows[..., order]), x)
+
+
+def test_a_specimen_has_the_shape_of_the_module() -> None:
+    plain, x = specimen(linear(8, 7, bias=True))
+
+    assert plain.weight.shape == (8, 7)
+    assert plain.bias is not None
+    assert x.shape == (max(module.ROWS), 7)
+    assert plain(x).abs().max() < 1e-3
+
+
+@pytest.mark.usefixtures("always")
+def test_what_gains_is_exchanged_and_keeps_its_weights() -> None:
+    model = nn.Sequential(linear(), nn.ReLU(), linear(bias=True))
+    names = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+
+    pack(model)
+
+    assert [type(part) for part in model] == [PackedLinear, nn.ReLU, PackedLinear]
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == names
+
+
+@pytest.mark.usefixtures("always")
+def test_what_is_skipped_stays() -> None:
+    model = nn.ModuleDict({"head": linear(), "header": linear(), "ends": nn.Sequential(linear())})
+
+    pack(model, skip={"head", "ends"})
+
+    assert type(model["head"]) is nn.Linear
+    assert type(model["header"]) is PackedLinear
+    assert type(model.get_submodule("ends.0")) is nn.Linear
+
+
+@pytest.mark.usefixtures("always")
+def test_what_others_listen_to_stays() -> None:
+    model = nn.Sequential(linear())
+    model[0].register_forward_hook(lambda *_: None)
+
+    pack(model)
+
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("other", [linear(64, 64), linear().float(), linear().to("meta")])
+def test_small_wide_and_empty_matrices_stay(
+    other: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_gains", lambda _: True)
+    model = nn.Sequential(other)
+
+    pack(model)
+
+    assert model[0] is other
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("reason", ["same", "sooner"])
+def test_other_bits_or_no_gain_leave_the_plain_module(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, reason, lambda *_: False)
+    model = nn.Sequential(linear())
+
+    pack(model)
+
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_matrix_too_large_for_a_second_is_tried_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Linear] = []
+    monkeypatch.setattr(module, "LARGEST", 0)
+
+    def refuse(plain: nn.Linear) -> None:
+        tried.append(plain)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(module, "PackedLinear", refuse)
+    plain = linear()
+
+    pack(nn.Sequential(plain))
+
+    assert tried == [plain]
+
+
+def test_a_processor_without_the_kernel_keeps_the_plain_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: nn.Linear) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(module, "PackedLinear", refuse)
+    model = nn.Sequential(linear())
+
+    pack(model)
+
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.usefixtures("always")
+def test_a_packed_part_gives_the_logits_of_the_whole(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    stock, ids = stock_model(source), torch.arange(3, 10)[None]
+
+    shard = load_shard(source, Span(0, 6), embed=True, head=True)
+
+    assert sum(type(part) is PackedLinear for part in shard.model.modules()) > 6 * 6
+    with torch.inference_mode():
+        logits = shard.forward(ids, shard.new_cache())
+        torch.testing.assert_close(logits, stock(ids).logits, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_head_that_only_shares_its_weights_is_not_copied(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "llama", dtype=torch.bfloat16)
+
+    front = load_shard(source, Span(0, 6), embed=True, head=False)
+    head = load_shard(source, Span(6, 6), embed=False, head=True, share=front)
+
+    assert type(front.model.lm_head) is nn.Linear
+    assert type(head.model.lm_head) is PackedLinear
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("dtype", "packed"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_cast_weights_and_those_to_be_exchanged_are_not_copied(
+    tmp_path: Path, dtype: torch.dtype, packed: bool
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+
+    shard = load_shard(source, Span(0, 2), embed=True, head=False, dtype=dtype, packed=packed)
+
+    assert not any(isinstance(part, PackedLinear) for part in shard.model.modules())

@@ -1,0 +1,266 @@
+"""Packed matrices come back as they were kept, or not at all."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model.files.source import open_folder
+from meshllm.model.modules import quant_store
+from meshllm.model.modules.quant_form import Form
+from meshllm.model.modules.quant_store import (
+    ALIGNMENT,
+    UNUSED_S,
+    digest_weights,
+    find,
+    keep,
+    page_out,
+    tidy,
+)
+from meshllm.model.split.skeleton import Part, build, strip
+from meshllm.names import Span
+from meshllm.testing.models import tiny_model
+
+KEY = "int8\ntorch 1.0\nabcdef"
+PACKED: dict[str, Tensor] = {
+    "data": torch.arange(1001, dtype=torch.int32).to(torch.uint8),
+    "scale": torch.randn(3, 7, 2, generator=torch.Generator().manual_seed(0)).bfloat16(),
+}
+FORM: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    name: (tuple(tensor.shape), tensor.dtype) for name, tensor in PACKED.items()
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The one file of a store that holds one matrix."""
+    keep(tmp_path, KEY, PACKED)
+    [path] = tmp_path.iterdir()
+    return path
+
+
+def test_what_was_kept_is_found(file: Path) -> None:
+    found = find(file.parent, KEY, FORM)
+
+    assert found is not None
+    for name, tensor in PACKED.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_what_is_found_lies_where_vectors_are_quick(file: Path) -> None:
+    found = find(file.parent, KEY, FORM)
+
+    assert found is not None
+    assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in found.values())
+
+
+def test_anyone_can_read_the_file(file: Path) -> None:
+    with safe_open(file, framework="pt") as opened:
+        assert sorted(opened.keys()) == ["data", "scale"]
+        assert opened.metadata()["key"] == KEY
+
+
+def test_nothing_unfinished_is_left(file: Path) -> None:
+    assert [path.suffix for path in file.parent.iterdir()] == [".safetensors"]
+
+
+def test_what_was_never_kept_is_not_found(tmp_path: Path) -> None:
+    assert find(tmp_path, KEY, FORM) is None
+    assert find(tmp_path / "nowhere", KEY, FORM) is None
+
+
+def test_another_key_finds_nothing(file: Path) -> None:
+    assert find(file.parent, KEY + "0", FORM) is None
+
+
+@pytest.mark.parametrize("where", [0.0, 0.02, 0.3, 0.5, 0.9])
+def test_no_changed_byte_is_believed(file: Path, where: float) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(where * len(content))] ^= 1
+    file.write_bytes(content)
+
+    assert find(file.parent, KEY, FORM) is None
+
+
+def test_a_file_that_was_verified_is_mapped_without_reading_it(file: Path) -> None:
+    first = find(file.parent, KEY, FORM)
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1  # of the padding or a tensor: a hash would show it
+
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    unread = find(file.parent, KEY, FORM)
+    os.utime(file)
+
+    assert first is not None
+    assert unread is not None
+    assert find(file.parent, KEY, FORM) is None
+
+
+def test_what_was_changed_a_moment_ago_is_verified_again(file: Path) -> None:
+    os.utime(file)
+    assert find(file.parent, KEY, FORM) is not None
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1
+
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    assert find(file.parent, KEY, FORM) is None
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 500, -1])
+def test_no_part_of_a_file_is_believed(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+    assert find(file.parent, KEY, FORM) is None
+
+
+def test_a_file_under_another_name_is_not_believed(file: Path) -> None:
+    file.replace(quant_store._path(file.parent, "another"))
+
+    assert find(file.parent, "another", FORM) is None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        FORM | {"data": ((1025,), torch.uint8)},
+        FORM | {"data": ((900,), torch.uint8)},
+        FORM | {"scale": ((3, 7, 2), torch.float64)},
+        FORM | {"more": ((1,), torch.uint8)},
+    ],
+)
+def test_a_file_of_another_form_is_not_believed(file: Path, form: Form) -> None:
+    assert find(file.parent, KEY, form) is None
+
+
+def test_tensors_of_another_kind_are_not_believed(file: Path) -> None:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["data"]["dtype"] = "I8"
+    file.write_bytes(
+        content[:8] + json.dumps(header).ljust(length).encode() + content[8 + length :]
+    )
+
+    assert find(file.parent, KEY, FORM) is None
+
+
+def test_a_pickle_is_not_opened(file: Path) -> None:
+    torch.save(PACKED, file)
+
+    assert find(file.parent, KEY, FORM) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+
+    with caplog.at_level(logging.INFO, "meshllm"):
+        keep(tmp_path / "file", KEY, PACKED)
+
+    assert "is not kept" in caplog.text
+
+
+def test_a_file_that_cannot_be_finished_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Path:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+
+    keep(tmp_path, KEY, PACKED)
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_nobody_wants_goes(file: Path) -> None:
+    other = file.parent / "speed.safetensors"
+    other.write_text("not ours")
+    long_ago = time.time() - UNUSED_S - 1
+    for path in (file, other):
+        os.utime(path, (long_ago, long_ago))
+
+    tidy(file.parent)
+
+    assert list(file.parent.iterdir()) == [other]
+
+
+def test_what_is_read_again_stays(file: Path) -> None:
+    long_ago = time.time() - UNUSED_S - 1
+    os.utime(file, (long_ago, long_ago))
+
+    assert find(file.parent, KEY, FORM) is not None
+    tidy(file.parent)
+
+    assert file.exists()
+
+
+def test_memory_that_was_given_back_reads_the_same() -> None:
+    tensor = torch.arange(100_000)
+
+    page_out(tensor)
+
+    assert torch.equal(tensor, torch.arange(100_000))
+
+
+def test_other_systems_keep_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.delattr("ctypes.CDLL")
+
+    page_out(torch.ones(1))
+
+
+def test_every_weight_of_a_part_has_a_digest(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "model", "qwen3")
+    skeleton = build(source.config, torch.float32)
+    strip(skeleton, Part(Span(1, 3), embed=False, head=False))
+
+    digests = digest_weights(skeleton, source.folder, tmp_path)
+
+    assert set(digests) == {name for name, _ in skeleton.model.named_parameters()}
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_merged_experts_have_one_digest(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "model", "qwen3_moe")
+    skeleton = build(source.config, torch.float32)
+
+    digests = digest_weights(skeleton, source.folder, tmp_path)
+
+    stacks = [d for name, d in digests.items() if name.endswith("experts.gate_up_proj")]
+    assert stacks
+    assert all(len(digest) > 32 for digest in stacks)
+
+
+def test_digests_do_not_need_the_weights_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path / "model")
+    skeleton = build(source.config, torch.float32)
+    first = digest_weights(skeleton, source.folder, tmp_path)
+
+    monkeypatch.setattr("meshllm.model.files.manifest._hash", None)
+
+    assert digest_weights(skeleton, source.folder, tmp_path) == first
+
+
+def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "model")
+    skeleton = build(source.config, torch.float32)
+    path = source.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+    with pytest.raises(ModelError, match="damaged"):
+        digest_weights(skeleton, open_folder("model", source.folder).folder, tmp_path)

@@ -1,0 +1,173 @@
+"""Norms in one call: only what is one, and each row as it would be alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from meshllm.model.kernels.rms_norm import norm
+from meshllm.model.modules import rms_norm
+from meshllm.model.modules.rms_norm import FEW, FusedNorm, QuickNorm, fused, quicken, slow_down
+
+
+def drawn(plain: Any) -> Any:
+    module = plain.bfloat16()
+    generator = torch.Generator().manual_seed(5)
+    module.weight.data = torch.randn(module.weight.shape, generator=generator).bfloat16()
+    return module
+
+
+def quickened(plain: nn.Module) -> nn.Module:
+    model = nn.Sequential(plain)
+    quicken(model)
+    return model[0]
+
+
+def test_what_was_exchanged_is_taken_back() -> None:
+    plain = drawn(LlamaRMSNorm(64))
+    model = nn.Sequential(plain)
+    quicken(model)
+
+    slow_down(model)
+
+    assert model[0] is plain
+
+
+class Shifted(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
+    """Looks like a norm, and adds something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.01  # type: ignore[no-any-return]
+
+
+class Biased(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
+@pytest.mark.parametrize("width", [1, 24, 128, 1024, 1000])
+def test_a_norm_is_exchanged(kind: Any, width: int) -> None:
+    plain = drawn(kind(width))
+    model = nn.Sequential(plain)
+
+    quicken(model)
+
+    quick, x = model[0], torch.randn(2, 3, width).bfloat16()
+    assert isinstance(quick, QuickNorm)
+    assert list(quick.state_dict()) == ["weight"]
+    assert quick(x).shape == x.shape
+    assert torch.allclose(quick(x).float(), plain(x).float(), rtol=2**-6, atol=0)
+    assert (quick(x) == plain(x)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    "other",
+    [GemmaRMSNorm(64), Shifted(64), Biased(64), nn.LayerNorm(64), nn.RMSNorm(64, 1e-6).float()],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_is_something_else_stays(other: nn.Module) -> None:
+    model = nn.Sequential(other if isinstance(other, nn.RMSNorm) else drawn(other))
+
+    quicken(model)
+
+    assert not isinstance(model[0], QuickNorm)
+
+
+@pytest.mark.parametrize("kind", [FalconH1RMSNormGated, Qwen3NextRMSNormGated])
+def test_a_norm_that_takes_a_gate_stays(kind: Any) -> None:
+    model, x = nn.Sequential(drawn(kind(64))), torch.randn(1, 3, 64).bfloat16()
+
+    quicken(model)
+
+    assert model[0](x, x).shape == x.shape
+
+
+def test_a_norm_with_a_hook_stays() -> None:
+    plain = drawn(LlamaRMSNorm(64))
+    plain.register_forward_hook(lambda *_: None)
+
+    assert not isinstance(quickened(plain), QuickNorm)
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    quick = QuickNorm(drawn(LlamaRMSNorm(100)), 1e-6)
+    x = torch.randn(1, 17, 100).bfloat16()
+
+    alone = torch.cat([quick(x[:, at : at + 1]) for at in range(17)], 1)
+
+    assert torch.equal(quick(x), alone)
+    turned = x.view(1, 17, 5, 20).transpose(1, 2)
+    plain = drawn(LlamaRMSNorm(20))
+    narrow = QuickNorm(plain, 1e-6)
+    assert torch.equal(narrow(turned), narrow(turned.contiguous()))
+    assert narrow(turned).stride() == plain(turned).stride() != turned.contiguous().stride()
+
+
+@pytest.mark.parametrize("rows", [0, FEW + 1])
+def test_stock_code_takes_what_is_not_a_few_rows(rows: int) -> None:
+    plain = drawn(LlamaRMSNorm(16))
+    x = torch.randn(rows, 16).bfloat16()
+
+    assert torch.equal(QuickNorm(plain, 0.5)(x), plain(x))
+    assert torch.equal(QuickNorm(plain, 0.5)(x.float()[:5]), plain(x.float()[:5]))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e18])
+def test_rows_of_any_size_are_normed(size: float) -> None:
+    plain, x = drawn(LlamaRMSNorm(64)), (torch.randn(3, 64) * size).bfloat16()
+
+    assert torch.allclose(norm(x, plain.weight, 1e-6).float(), plain(x).float(), rtol=2**-6)
+
+
+def test_rows_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows of 16 numbers for 8 weights"):
+        norm(torch.zeros(1, 16).bfloat16(), torch.zeros(8).bfloat16(), 1e-6)
+
+
+def test_where_nothing_can_be_compiled_norms_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "works", lambda: False)
+
+    assert not isinstance(quickened(drawn(LlamaRMSNorm(64))), QuickNorm)
+
+
+# Torch's own norm, for a while
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_are_torchs_own_for_a_while(dtype: torch.dtype) -> None:
+    plain, other, odd = drawn(LlamaRMSNorm(64)).to(dtype), GemmaRMSNorm(64).to(dtype), Shifted(64)
+    model, x = nn.Sequential(plain, other, odd), torch.randn(2, 3, 64).to(dtype)
+    expected = plain(x)
+
+    with fused(model) as count:
+        kinds = [type(module) for module in model]
+        given = model[0](x)
+
+    assert (count, kinds) == (1, [FusedNorm, GemmaRMSNorm, Shifted])
+    assert [*model] == [plain, other, odd]
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(given, expected, rtol=4 * unit, atol=0)
+
+
+def test_a_norm_that_fails_leaves_none_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = [LlamaRMSNorm(64) for _ in range(3)]
+    model, agree = nn.Sequential(*norms), rms_norm._agree
+
+    def failing(plain: Any, *what: Any, **options: Any) -> bool:
+        if plain is norms[2]:
+            raise torch.OutOfMemoryError("no room")
+        return agree(plain, *what, **options)
+
+    monkeypatch.setattr(rms_norm, "_agree", failing)
+    with pytest.raises(torch.OutOfMemoryError), fused(model):
+        pass
+
+    assert [*model] == norms

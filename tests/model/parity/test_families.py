@@ -1,0 +1,161 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import Gemma3TextConfig, JambaConfig, Phi3Config, PreTrainedConfig, Qwen3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshllm.errors import ModelError
+from meshllm.model.parity import families
+from meshllm.model.parity.compare import measure
+from meshllm.model.parity.families import (
+    TINY_LAYERS,
+    Table,
+    read_table,
+    shrink,
+    text_types,
+    tiny_config,
+)
+from meshllm.model.parity.verdict import Verdict, known_verdicts
+from tests.bench.families import render
+
+EQUAL = Verdict("llama", equal=True, reason="", whole=True)
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return read_table()
+
+
+def test_every_registered_type_is_a_text_type_or_excluded_with_a_reason(table: Table) -> None:
+    registered = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+    types = {name for name in text_types(table) if ":" not in name}
+
+    assert types | table.wrappers.keys() | table.excluded.keys() == registered
+    assert not types & table.excluded.keys()
+    assert set(table.wrappers.values()) <= types
+    assert all(table.excluded.values())
+
+
+def test_the_data_name_no_type_that_is_unknown(table: Table) -> None:
+    named = {name.partition(":")[0] for name in table.types}
+
+    assert named <= set(text_types(table))
+
+
+def test_the_written_verdicts_cover_every_text_type(table: Table) -> None:
+    assert sorted(known_verdicts()) == text_types(table)
+
+
+def test_at_least_115_types_are_equal() -> None:
+    equal = [name for name, known in known_verdicts().items() if known.equal and ":" not in name]
+
+    assert len(equal) >= 115
+
+
+def test_every_refused_type_says_why() -> None:
+    assert all(known.reason for known in known_verdicts().values() if not known.equal)
+
+
+def test_the_written_table_is_that_of_the_verdicts(table: Table) -> None:
+    written = Path(families.__file__).with_name("FAMILIES.md").read_text("utf-8")
+
+    assert written == render(known_verdicts(), table)
+
+
+def test_a_tiny_config_has_few_small_layers(table: Table) -> None:
+    config = tiny_config("llama", table)
+
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (6, 64, 128)
+
+
+def test_a_variant_has_its_own_switches(table: Table) -> None:
+    assert tiny_config("falcon:alibi", table).alibi
+    assert not tiny_config("falcon", table).alibi
+
+
+def test_an_unknown_type_is_refused_by_name(table: Table) -> None:
+    with pytest.raises(ModelError, match="`llamma`"):
+        tiny_config("llamma", table)
+
+
+def test_shrinking_keeps_switches_and_drops_sizes(table: Table) -> None:
+    real = Qwen3Config(attention_bias=True, tie_word_embeddings=True, rope_theta=5e5)
+
+    tiny = shrink(real, table)
+
+    assert (tiny.hidden_size, tiny.vocab_size, tiny.num_hidden_layers) == (64, 128, TINY_LAYERS)
+    assert tiny.attention_bias
+    assert tiny.tie_word_embeddings
+    assert tiny.rope_parameters == real.rope_parameters
+
+
+def test_shrinking_leaves_off_what_is_off(table: Table) -> None:
+    real = Qwen3Config(sliding_window=None, num_key_value_heads=None)
+
+    assert shrink(real, table).sliding_window is None
+
+
+def test_shrinking_keeps_a_layer_of_each_kind(table: Table) -> None:
+    kinds = ["sliding_attention"] * 25 + ["full_attention"]
+
+    tiny = shrink(Gemma3TextConfig(num_hidden_layers=26, layer_types=kinds), table)
+
+    assert tiny.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+
+
+def test_shrinking_a_short_model_repeats_its_layers(table: Table) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+
+    tiny = shrink(Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds), table)
+
+    assert tiny.layer_types == kinds * 3
+
+
+@pytest.mark.parametrize("part", [1.0, 0.75])
+def test_shrinking_leaves_a_factor_to_each_pair_that_turns(table: Table, part: float) -> None:
+    factors = [1 + at / 10 for at in range(int(128 * part) // 2)]
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors[::-1]}
+    real = Phi3Config(
+        hidden_size=3072,
+        num_attention_heads=24,
+        max_position_embeddings=131_072,
+        original_max_position_embeddings=4096,
+        rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": part, **rope},
+    )
+
+    tiny = shrink(real, table)
+
+    pairs = int(16 * part) // 2
+    assert tiny.rope_parameters["short_factor"] == factors[:pairs]
+    assert tiny.rope_parameters["long_factor"] == factors[::-1][:pairs]
+    assert measure(tiny).equal
+
+
+def test_shrinking_a_wrapper_gives_its_text_model(table: Table) -> None:
+    real = PreTrainedConfig()
+    real.text_config = JambaConfig()
+
+    assert shrink(real, table).model_type == "jamba"
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_an_equal_type_runs_in_any_ring(members: int) -> None:
+    EQUAL.require(members)
+
+
+def test_a_type_that_only_runs_whole_says_so() -> None:
+    verdict = replace(EQUAL, equal=False, reason="logits differ")
+
+    verdict.require(1)
+    with pytest.raises(ModelError, match=r"`llama` cannot be split: logits differ") as caught:
+        verdict.require(2)
+    assert caught.value.hint == "it runs whole: `--nodes 1`"
+
+
+def test_a_type_that_differs_whole_is_refused_everywhere() -> None:
+    verdict = replace(EQUAL, equal=False, whole=False, reason="no list of layers")
+
+    with pytest.raises(ModelError, match="no list of layers"):
+        verdict.require(1)

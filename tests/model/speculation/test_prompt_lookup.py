@@ -1,0 +1,116 @@
+"""What stood before is guessed again."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.model.speculation import prompt_lookup
+from meshllm.model.speculation.prompt_lookup import KEY, MAX_STORE, SuffixDrafter, SuffixDrafting
+
+
+def after(*tokens: int, drafting: SuffixDrafting | None = None) -> SuffixDrafter:
+    drafter = (drafting or SuffixDrafting()).begin()
+    drafter.extend(tokens)
+    return drafter
+
+
+def looked(drafter: SuffixDrafter, most: int = 4) -> tuple[int | None, tuple[int, ...]]:
+    confidence = drafter.look()
+    return confidence, drafter.guess(most)
+
+
+def test_nothing_is_guessed_in_a_text_that_never_repeats_itself() -> None:
+    assert looked(after(1, 2, 3, 4, 5)) == (None, ())
+    assert looked(after()) == (None, ())
+    assert looked(after(1)) == (None, ())
+
+
+def test_what_followed_the_same_words_is_guessed() -> None:
+    assert looked(after(1, 2, 3, 4, 5, 9, 9, 1, 2)) == (0, (3, 4, 5, 9))
+
+
+def test_the_longest_match_counts_not_the_last() -> None:
+    assert looked(after(5, 1, 2, 3, 9, 1, 2, 7, 0, 5, 1, 2), 1) == (0, (3,))
+
+
+def test_of_equal_matches_the_last_counts() -> None:
+    assert looked(after(8, 1, 2, 3, 9, 1, 2, 7, 0, 1, 2), 1) == (0, (7,))
+
+
+def test_longer_matches_are_surer() -> None:
+    def confidence(length: int) -> int | None:
+        words = range(100, 100 + length)
+        return looked(after(*words, 1, 2, *words))[0]
+
+    assert [confidence(length) for length in (2, 4, 8, 16, 40)] == [0, 1, 2, 3, 3]
+
+
+def test_a_text_in_circles_is_guessed_as_far_as_asked() -> None:
+    assert looked(after(1, 2, 3, 1, 2, 3, 1, 2), 7) == (1, (3, 1, 2, 3, 1, 2, 3))
+
+
+def test_earlier_texts_are_looked_up_too() -> None:
+    drafting = SuffixDrafting()
+    drafting.keep([1, 2, 3, 4, 5])
+
+    assert looked(after(9, 2, 3, drafting=drafting)) == (0, (4, 5))
+
+
+def test_a_guess_does_not_go_from_one_text_into_the_next() -> None:
+    drafting = SuffixDrafting()
+    drafting.keep([1, 2, 3])
+    drafting.keep([7, 8])
+
+    assert looked(after(1, 2, drafting=drafting)) == (0, (3,))
+    assert looked(after(2, 3, drafting=drafting)) == (0, ())
+
+
+def test_the_own_text_goes_before_others() -> None:
+    drafting = SuffixDrafting()
+    drafting.keep([1, 2, 3])
+
+    assert looked(after(1, 2, 4, 1, 2, drafting=drafting), 1) == (0, (4,))
+
+
+def test_the_store_has_an_end_and_the_newest_stays() -> None:
+    drafting = SuffixDrafting()
+    for text in range(40):
+        drafting.keep(range(text * 10_000, (text + 1) * 10_000))
+
+    assert len(drafting.store.tokens) <= MAX_STORE
+    assert looked(after(390_001, 390_002, drafting=drafting), 1) == (0, (390_003,))
+    assert looked(after(1, 2, drafting=drafting), 1) == (None, ())
+
+
+def test_a_huge_text_does_not_fill_the_store() -> None:
+    drafting = SuffixDrafting()
+
+    drafting.keep(range(2 * MAX_STORE))
+
+    assert len(drafting.store.tokens) <= MAX_STORE
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
+def test_a_guess_is_what_followed_the_longest_match(tokens: list[int], most: int) -> None:
+    drafter = after(*tokens)
+
+    confidence, guess = looked(drafter, most)
+
+    best = max(
+        (
+            length
+            for end in range(len(tokens))
+            for length in range(KEY, min(end, prompt_lookup.MAX_MATCH) + 1)
+            if tokens[end - length : end] == tokens[len(tokens) - length :]
+        ),
+        default=0,
+    )
+    assert (confidence is None) == (best == 0)
+    if best and len(tokens) < prompt_lookup.MAX_CHAIN:
+        places = [
+            end
+            for end in range(best, len(tokens))
+            if tokens[end - best : end] == tokens[len(tokens) - best :]
+        ]
+        whole = tokens + list(guess)
+        assert len(guess) == most
+        assert any(list(guess) == whole[end : end + most] for end in places)

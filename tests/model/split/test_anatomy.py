@@ -1,0 +1,109 @@
+"""The parts of a stock model, found by running it without its layers."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.parity.families import read_table, tiny_config
+from meshllm.model.split.anatomy import Anatomy, examine
+from meshllm.model.split.skeleton import build
+
+
+def anatomy_of(name: str) -> Anatomy:
+    return build(tiny_config(name, read_table()), torch.float32).anatomy
+
+
+@dataclass(frozen=True)
+class Parts:
+    layers: str
+    inputs: set[str]
+    outputs: set[str]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("llama", Parts("model.layers", {"model.embed_tokens"}, {"model.norm", "lm_head"})),
+        (
+            "gpt2",
+            Parts(
+                "transformer.h",
+                {"transformer.wte", "transformer.wpe"},
+                {"transformer.ln_f", "lm_head"},
+            ),
+        ),
+        (
+            "opt",  # with a narrower embedding
+            Parts(
+                "model.decoder.layers",
+                {
+                    "model.decoder.embed_tokens",
+                    "model.decoder.embed_positions",
+                    "model.decoder.project_in",
+                },
+                {"model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"},
+            ),
+        ),
+        (
+            "bloom",
+            Parts(
+                "transformer.h",
+                {"transformer.word_embeddings", "transformer.word_embeddings_layernorm"},
+                {"transformer.ln_f", "lm_head"},
+            ),
+        ),
+    ],
+)
+def test_the_ends_are_told_from_the_layers(name: str, parts: Parts) -> None:
+    anatomy = anatomy_of(name)
+
+    assert Parts(anatomy.layers, set(anatomy.inputs), set(anatomy.outputs)) == parts
+
+
+@pytest.mark.parametrize(("name", "arity"), [("llama", 0), ("bloom", 1), ("bamba", 2)])
+def test_the_arity_of_the_layers_is_found(name: str, arity: int) -> None:
+    assert anatomy_of(name).arity == arity
+
+
+def test_the_signature_of_the_forward_is_read() -> None:
+    assert anatomy_of("llama").call.position_ids
+    assert not anatomy_of("bloom").call.position_ids
+    assert anatomy_of("mamba").call.cache == "cache_params"
+
+
+def test_the_model_is_as_it_was_afterwards() -> None:
+    skeleton = build(tiny_config("llama", read_table()), torch.float32)
+
+    assert {type(layer).__name__ for layer in skeleton.parts} == {"LlamaDecoderLayer"}
+    assert skeleton.model.config._attn_implementation == "sdpa"
+    assert not skeleton.model.lm_head._forward_pre_hooks
+
+
+class Odd(nn.Module):
+    """A model whose forward needs its layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.config = LlamaConfig(num_hidden_layers=layers)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers))
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> object:
+        if use_cache:
+            raise ValueError("it has a cache of its own")
+        return SimpleNamespace(logits=input_ids)
+
+
+def test_a_model_that_does_not_run_without_its_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="`Odd` does not run without its layers"):
+        examine(Odd(2), 2)
+
+
+def test_a_model_without_such_a_list_of_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="`Odd` has no list of 3 layers"):
+        examine(Odd(2), 3)

@@ -1,0 +1,285 @@
+"""What a session remembers: grown in place, cropped, dropped behind a window."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, PreTrainedConfig
+
+from meshllm.errors import ModelError
+from meshllm.model.shape import BLOCK, MOST_ROWS, SLACK, rows_for
+from meshllm.model.split.kv_cache import GrowingLayer, Rows, SpanCache, WindowLayer, slack_of
+from meshllm.names import Span
+
+WINDOW = 8
+
+
+def llama() -> PreTrainedConfig:
+    return LlamaConfig(num_hidden_layers=4)
+
+
+def mistral() -> PreTrainedConfig:
+    return MistralConfig(num_hidden_layers=4, sliding_window=WINDOW)
+
+
+def rows(start: int, count: int) -> Tensor:
+    """Keys ``[1, 2, count, 3]`` that tell their position."""
+    positions = torch.arange(start, start + count, dtype=torch.float32)
+    return positions.view(1, 1, -1, 1).expand(1, 2, -1, 3)
+
+
+def write(cache: SpanCache, count: int, layer: int = 1) -> Tensor:
+    """Do what a forward does with the cache of one layer; return the keys that it sees."""
+    keys, _ = cache.update(rows(cache.length, count), rows(cache.length, count), layer)
+    cache.length += count
+    return torch.as_tensor(keys[0, 0, :, 0])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2 * BLOCK), st.integers(0, SLACK)), min_size=1, max_size=6)
+)
+def test_full_attention_sees_every_row_that_was_not_cropped(steps: list[tuple[int, int]]) -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+
+    for count, taken in steps:
+        seen = write(cache, count)
+        assert torch.equal(seen, torch.arange(cache.length, dtype=torch.float32))
+        cache.crop(max(0, cache.length - taken))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2 * BLOCK), st.integers(0, SLACK)), min_size=1, max_size=6)
+)
+def test_a_window_sees_what_stock_code_makes_a_mask_for(steps: list[tuple[int, int]]) -> None:
+    cache = SpanCache(mistral(), Span(1, 2))
+
+    for count, taken in steps:
+        length, offset = cache.get_mask_sizes(count, 1)
+        seen = write(cache, count)
+        assert torch.equal(seen, torch.arange(offset, offset + length, dtype=torch.float32))
+        assert offset + length == cache.length
+        cache.crop(max(cache.floor, cache.length - taken, 1))
+
+
+def test_a_window_goes_back_by_its_slack_and_no_further() -> None:
+    cache = SpanCache(mistral(), Span(1, 2))
+    write(cache, 500)
+    write(cache, 5 * BLOCK + 1)  # makes room, and forgets what is far behind
+
+    floor = cache.floor
+
+    assert 0 < floor <= cache.length - SLACK
+    with pytest.raises(
+        ModelError, match=f"of {cache.length} tokens to {floor - 1}; from {floor} on it can"
+    ):
+        cache.crop(floor - 1)
+    cache.crop(floor)
+    assert write(cache, 1).tolist() == list(range(floor - WINDOW + 1, floor + 1))
+
+
+def test_rows_are_appended_without_copying_the_others() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 5)
+    before = cache.layers[1].keys.data_ptr()
+
+    for _ in range(BLOCK - 5):
+        write(cache, 1)
+
+    assert cache.layers[1].keys.data_ptr() == before
+    write(cache, 1)
+    assert cache.layers[1].keys.data_ptr() != before
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["all", "window"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_memory_for_more_rows_costs_none_of_those_before(
+    monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, failing: int
+) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    write(cache, 5)
+    while cache.layers[1].rows[0].used < cache.layers[1].rows[0].buffer.shape[-2]:
+        seen = write(cache, 1)
+    extend, calls = Rows.extend, list[Rows]()
+
+    def run_out(rows: Rows, count: int, window: int = 0) -> None:
+        calls.append(rows)
+        extend(rows, count, window)
+        if len(calls) > failing:
+            raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rows, "extend", run_out)
+        with pytest.raises(RuntimeError):
+            write(cache, 1)
+    cache.crop(cache.length)
+
+    last = int(seen[-1])
+    assert write(cache, 1).tolist()[-WINDOW:] == list(range(last - WINDOW + 2, last + 2))
+    assert [each.used for each in cache.layers[1].rows] == [cache.layers[1].rows[0].used] * 2
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["all", "window"])
+def test_rows_are_written_in_place_only(config: PreTrainedConfig) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    layer = cache.layers[1]
+    assert (layer.keys, layer.values) == (None, None)
+    write(cache, 5)
+
+    with pytest.raises(TypeError, match="in place"):
+        layer.keys = layer.keys[..., :2, :]
+    with pytest.raises(TypeError, match="in place"):
+        layer.batch_repeat_interleave(2)
+
+    assert layer.keys.shape[-2] == layer.values.shape[-2] == layer.get_seq_length() == 5
+
+
+def test_only_the_layers_of_the_span_store_anything() -> None:
+    cache = SpanCache(llama(), Span(1, 3))
+
+    assert [type(layer) is GrowingLayer for layer in cache.layers] == [False, True, True, False]
+    with pytest.raises(NotImplementedError):
+        write(cache, 1, layer=0)
+
+
+def test_sliding_layers_get_a_window() -> None:
+    assert type(SpanCache(mistral(), Span(0, 4)).layers[3]) is WindowLayer
+
+
+def test_stock_code_that_asks_layer_0_hears_the_length_of_the_session() -> None:
+    cache = SpanCache(llama(), Span(2, 3))
+    write(cache, 7, layer=2)
+
+    assert cache.get_seq_length() == 7
+    assert cache.get_seq_length(2) == 7
+    assert cache.get_mask_sizes(3, 0) == (10, 0)
+
+
+def test_ends_without_layers_count_tokens_too() -> None:
+    cache = SpanCache(llama(), Span(0, 0))
+    cache.length = 9
+
+    assert cache.get_seq_length() == 9
+    assert cache.get_mask_sizes(2, 0) == (11, 0)
+    assert cache.has_previous_state()
+    assert cache.croppable
+    cache.crop(4)
+    assert (cache.length, cache.bytes) == (4, 0)
+
+
+def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
+    cache = SpanCache(llama(), Span(0, 2))
+    for layer in (0, 1):
+        cache.update(rows(0, 5), rows(0, 5), layer)
+    cache.length = 5
+    cache.update(rows(5, 3), rows(5, 3), 0)  # the forward stops before layer 1
+
+    cache.crop(cache.length)
+
+    assert [cache.get_seq_length(layer) for layer in (0, 1)] == [5, 5]
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_a_crop_to_a_length_that_never_was_is_refused(length: int) -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 3)
+
+    with pytest.raises(ModelError, match=f"Cannot crop a cache of 3 tokens to {length}"):
+        cache.crop(length)
+
+
+def test_a_crop_to_nothing_frees_the_memory() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 3)
+
+    cache.crop(0)
+
+    assert (cache.length, cache.bytes) == (0, 0)
+    assert write(cache, 2).tolist() == [0, 1]
+
+
+def test_bytes_are_those_of_the_room_made() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 3)
+
+    # keys and values, heads, rows, D, float32
+    assert cache.bytes == 2 * 2 * BLOCK * 3 * 4
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["full", "window"])
+@pytest.mark.parametrize("step", [1, 17, 700, 2500])
+def test_what_is_allocated_depends_on_the_tokens_alone(config: PreTrainedConfig, step: int) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    window = getattr(config, "sliding_window", None) or 0
+
+    while cache.length < 5000:
+        write(cache, step)
+        bound = rows_for(cache.length, window)
+        assert cache.layers[1].rows[0].buffer.shape[-2] <= bound
+        assert window or cache.layers[1].rows[0].buffer.shape[-2] == bound
+
+
+@given(st.integers(1, 1 << 22), st.integers(1, 1 << 12))
+def test_rows_are_made_ahead_by_an_eighth_at_most(count: int, more: int) -> None:
+    assert count <= rows_for(count) <= max(count + BLOCK, count * 9 // 8 + 1)
+    assert rows_for(count) <= rows_for(count + more)
+
+
+def test_a_window_takes_no_more_room_the_longer_the_session() -> None:
+    assert rows_for(1 << 20, WINDOW) == rows_for(MOST_ROWS + WINDOW + SLACK, WINDOW)
+
+
+def test_a_recurrent_state_cannot_go_back_but_can_start_anew() -> None:
+    cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
+    cache.update_conv_state(torch.ones(1, 4, 3), 1)
+    cache.length = 3
+
+    assert not cache.croppable
+    assert cache.bytes > 0
+    assert cache.has_previous_state()
+    with pytest.raises(ModelError, match="from 3 on it can"):
+        cache.crop(2)
+    cache.crop(3)
+    cache.crop(0)
+    assert not cache.has_previous_state()
+
+
+def test_it_is_a_cache_to_stock_code() -> None:
+    assert isinstance(SpanCache(llama(), Span(0, 4)), DynamicCache)
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["full", "window"])
+@torch.inference_mode()
+def test_a_branch_goes_its_own_way(config: PreTrainedConfig) -> None:
+    cache = SpanCache(config, Span(1, 2))
+    write(cache, 20)
+
+    branch = cache.branch(15)
+
+    assert (cache.length, branch.length) == (20, 15)
+    seen = write(branch, 3)
+    assert seen[-3:].tolist() == [15.0, 16.0, 17.0]
+    branch.layers[1].keys.zero_()
+    assert write(cache, 1).tolist()[-8:] == [13.0, 14.0, 15.0, 16.0, 17.0, 18.0, 19.0, 20.0]
+
+
+def test_a_branch_of_full_attention_takes_no_more_room_than_it_needs() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    write(cache, 10 * BLOCK)
+
+    assert cache.branch(BLOCK).bytes < cache.bytes / 4
+
+
+def test_a_state_without_a_way_back_branches_at_its_end_only() -> None:
+    cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
+    cache.length = 7
+
+    assert cache.branch(7).length == 7
+    with pytest.raises(ModelError, match="7 tokens to 6"):
+        cache.branch(6)
+
+
+def test_slack_is_that_of_the_layer_that_can_go_back_least() -> None:
+    assert slack_of(llama(), 4) is None
+    assert slack_of(mistral(), 4) == SLACK // 2
+    assert slack_of(MambaConfig(num_hidden_layers=4), 4) == 0

@@ -1,0 +1,112 @@
+"""A whole model on meta, and what stays of it."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3_5Config
+from transformers.utils import logging
+
+from meshllm.errors import ModelError
+from meshllm.model.parity.families import read_table, tiny_config
+from meshllm.model.split.skeleton import Part, build, quiet, strip
+from meshllm.model.split.stubs import EndStub, LayerStub
+from meshllm.names import Span
+
+
+def llama(*, tied: bool) -> PreTrainedConfig:
+    config = tiny_config("llama", read_table())
+    config.tie_word_embeddings = tied
+    return config
+
+
+def held(config: PreTrainedConfig, part: Part) -> set[str]:
+    """Name the parameters that stay, without those inside a layer."""
+    skeleton = build(config, torch.float32)
+    strip(skeleton, part)
+    names = dict(skeleton.model.named_parameters())
+    return {name.removesuffix(".weight") for name in names if ".layers." not in name}
+
+
+def test_nothing_is_allocated() -> None:
+    config = LlamaConfig(hidden_size=16_384, intermediate_size=53_248, num_hidden_layers=126)
+
+    model = build(config, torch.bfloat16).model
+
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("part", "ends"),
+    [
+        (Part(Span(0, 0), embed=True, head=False), {"model.embed_tokens"}),
+        (Part(Span(6, 6), embed=False, head=True), {"model.norm", "lm_head"}),
+        (Part(Span(1, 3), embed=False, head=False), set()),
+        (Part(Span(0, 6), embed=True, head=True), {"model.embed_tokens", "model.norm", "lm_head"}),
+    ],
+)
+def test_the_ends_that_a_part_does_not_hold_are_stubs(part: Part, ends: set[str]) -> None:
+    assert held(llama(tied=False), part) == ends
+
+
+def test_both_sides_of_a_tie_stay_with_either_end() -> None:
+    config = llama(tied=True)
+
+    embed = held(config, Part(Span(0, 0), embed=True, head=False))
+    head = held(config, Part(Span(6, 6), embed=False, head=True))
+
+    assert embed == {"model.embed_tokens", "lm_head"}
+    assert head == {"model.embed_tokens", "lm_head", "model.norm"}
+    assert held(config, Part(Span(1, 2), embed=False, head=False)) == set()
+
+
+def test_stubs_stand_at_the_index_of_their_layer() -> None:
+    skeleton = build(llama(tied=True), torch.float32)
+
+    strip(skeleton, Part(Span(2, 4), embed=False, head=False))
+
+    stubs = [isinstance(layer, LayerStub) for layer in skeleton.parts]
+    assert stubs == [True, True, False, False, True, True]
+    assert skeleton.model.model.layers[3].self_attn.layer_idx == 3
+    assert isinstance(skeleton.model.model.norm, EndStub)
+
+
+def test_the_text_model_of_a_wrapper_takes_the_text_config() -> None:
+    config = Qwen3_5Config(text_config=tiny_config("qwen3_5_text", read_table()).to_dict())
+
+    skeleton = build(config, torch.float32)
+
+    assert type(skeleton.model).__name__ == "Qwen3_5ForCausalLM"
+    assert skeleton.layers == config.text_config.num_hidden_layers
+
+
+def test_the_config_of_the_caller_is_left_alone() -> None:
+    config = llama(tied=True)
+
+    build(config, torch.float16, attention="eager")
+
+    assert config.dtype is None
+    assert config._attn_implementation is None
+
+
+def test_a_config_that_no_model_can_be_built_from_is_refused() -> None:
+    config = llama(tied=True)
+    config.hidden_act = "wishful"
+
+    with pytest.raises(ModelError, match=r"A `llama` cannot be built from its config: 'wishful'"):
+        build(config, torch.float32)
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_transformers_talks_again_afterwards(bar: bool) -> None:
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_info()
+        (logging.enable_progress_bar if bar else logging.disable_progress_bar)()
+
+        with quiet():
+            inside = logging.get_verbosity(), logging.is_progress_bar_enabled()
+
+        assert inside == (logging.ERROR, False)
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, bar)
+    finally:
+        logging.set_verbosity(level)
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()

@@ -1,0 +1,57 @@
+"""Stand-ins that cost nothing and answer as the modules they stand for."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshllm.model.split.stubs import EndStub, LayerStub, first
+
+HIDDEN = torch.ones(1, 2, 4)
+
+
+@pytest.mark.parametrize(("arity", "rest"), [(1, ()), (2, (None,)), (3, (None, None))])
+def test_a_layer_returns_as_many_values_as_its_family(arity: int, rest: tuple[None]) -> None:
+    hidden, *others = LayerStub(nn.Identity(), arity)(HIDDEN, "mask")
+
+    assert hidden is HIDDEN
+    assert tuple(others) == rest
+
+
+def test_a_layer_may_return_a_bare_tensor() -> None:
+    assert LayerStub(nn.Identity(), 0)(hidden_states=HIDDEN, mask=None) is HIDDEN
+
+
+def test_a_layer_passes_on_what_it_was_given() -> None:
+    stub = LayerStub(nn.Identity(), 0)
+    stub.hidden = HIDDEN * 2
+
+    assert torch.equal(stub(HIDDEN), HIDDEN * 2)
+
+
+def test_a_stub_answers_for_its_module_and_owns_nothing_of_it() -> None:
+    layer = nn.Linear(4, 4)
+    stub = LayerStub(layer, 0)
+
+    assert stub.in_features == 4
+    assert stub.weight is layer.weight
+    assert not list(stub.parameters())
+    assert not stub.state_dict()
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = stub.nothing
+
+
+def test_a_look_up_becomes_a_zero_that_fits_anywhere() -> None:
+    stub = EndStub(nn.Embedding(3, 4, dtype=torch.bfloat16))
+
+    assert torch.equal(HIDDEN + stub(torch.ones(1, 2)), HIDDEN)
+    assert stub(torch.tensor([[1]])).dtype is torch.bfloat16
+
+
+def test_a_norm_or_projection_lets_the_hidden_state_through() -> None:
+    assert EndStub(nn.Linear(4, 8))(None, HIDDEN) is HIDDEN
+
+
+def test_the_hidden_state_is_the_first_argument_or_the_keyword_of_that_name() -> None:
+    assert first((HIDDEN, None), {}) is HIDDEN
+    assert first((), {"mask": None, "hidden_states": HIDDEN}) is HIDDEN
+    assert first((), {"x": HIDDEN, "mask": None}) is HIDDEN

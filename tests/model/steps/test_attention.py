@@ -1,0 +1,239 @@
+"""A few rows attend together, and each as if alone."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshllm.model.kernels import attention as native_attention
+from meshllm.model.modules import int8
+from meshllm.model.steps import attention
+from meshllm.model.steps.attention import attend_alone
+
+Heads = tuple[int, int, int]
+HEADS = [(4, 2, 16), (8, 2, 64), (4, 4, 64)]
+"""Heads, heads of keys, width."""
+ODD = [*HEADS, (3, 3, 10), (6, 2, 24), (5, 1, 80), (32, 8, 128), (4, 1, 256)]
+
+
+def drawn(heads: Heads, rows: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(keys)
+    asking, groups, width = heads
+    return (
+        torch.randn(1, asking, rows, width).to(dtype),
+        torch.randn(1, groups, keys, width).to(dtype),
+        torch.randn(1, groups, keys, width).to(dtype),
+    )
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    rows, keys = query.shape[2], key.shape[2]
+    behind = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+    seen = (behind >= 0) & (behind < (window or keys))
+    attended = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
+
+
+def by_torch(*asked: object) -> Tensor:
+    with patch.object(native_attention, "takes", lambda _: False):
+        return attend_alone(*asked)  # type: ignore[arg-type]  # as given
+
+
+WAYS = [attend_alone, by_torch]
+
+
+def mixed(first: Sequence[Any], second: Sequence[Any], *rest: Sequence[Any]) -> list[Any]:
+    """Pair each of the first with each of the second; the others take turns."""
+    return [
+        (*pair, *(axis[(number + number // len(second)) % len(axis)] for axis in rest))
+        for number, pair in enumerate(product(first, second))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heads", "shape", "window", "attend"),
+    mixed(ODD, [(1, 1), (1, 40), (5, 5), (9, 300), (3, 2055)], [None, None, 16], WAYS),
+)
+def test_it_is_attention(
+    attend: Callable[..., Tensor], heads: Heads, shape: tuple[int, int], window: int | None
+) -> None:
+    rows, keys = shape
+    query, key, value = drawn(heads, rows, keys, torch.float32)
+
+    attended = attend(query, key, value, heads[2] ** -0.5, window)
+
+    assert attended.shape == (1, rows, heads[0], heads[2])
+    assert torch.allclose(attended, reference(query, key, value, window), atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", ODD, ids=str)
+def test_only_what_comes_out_is_rounded(heads: Heads) -> None:
+    query, key, value = drawn(heads, 3, 150, torch.bfloat16)
+
+    attended = attend_alone(query, key, value, heads[2] ** -0.5)
+
+    exact = reference(query.double(), key.double(), value.double())
+    assert attended.dtype == torch.bfloat16
+    assert float((attended - exact).norm() / exact.norm()) < 2**-8.5
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "dtype", "window", "attend"),
+    mixed(
+        HEADS, [18, 20, 31, 201, 1027, 2057], [torch.bfloat16, torch.float32], [None, 19, 19], WAYS
+    ),
+)
+def test_rows_together_are_the_rows_alone(
+    attend: Callable[..., Tensor],
+    heads: Heads,
+    keys: int,
+    dtype: torch.dtype,
+    window: int | None,
+) -> None:
+    query, key, value = drawn(heads, 17, keys, dtype)
+    half = keys // 2
+    key[:, :, half : 2 * half], value[:, :, half : 2 * half] = key[:, :, :half], -value[:, :, :half]
+
+    for rows in (2, 3, 4, 9, 17):
+        together = attend(query[:, :, :rows], key, value, 0.2, window)
+        for row in range(rows):
+            seen = slice(keys - rows + row + 1)
+            one = query[:, :, row : row + 1]
+            alone = attend(one, key[:, :, seen], value[:, :, seen], 0.2, window)
+            assert torch.equal(together[:, row : row + 1], alone), (rows, row)
+
+
+def test_rows_may_lie_anyhow() -> None:
+    query, key, value = drawn((4, 2, 64), 3, 50, torch.bfloat16)
+    plain = attend_alone(query, key, value, 0.2)
+    room = torch.full((1, 2, 90, 64), torch.nan, dtype=torch.bfloat16)
+    room[:, :, 20:70] = value
+
+    for asked in (query, query.transpose(1, 2).contiguous().transpose(1, 2)):
+        turned = key.transpose(2, 3).contiguous().transpose(2, 3)
+        assert torch.equal(attend_alone(asked, turned, room[:, :, 20:70], 0.2), plain)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    asked, count = drawn((8, 4, 128), 5, 900, torch.bfloat16), torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(attend_alone(*asked, 0.1))
+    torch.set_num_threads(count)
+
+    assert asked[1].numel() * 5 > native_attention.THREADED
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 300.0, 1e6])
+def test_scores_of_any_size_have_shares(size: float) -> None:
+    query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
+    key *= size
+
+    attended = attend_alone(query, key, value, 1.0)
+
+    assert torch.allclose(attended, reference(query * 4, key, value), atol=1e-4)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    query, key, value = drawn((2, 1, 16), 2, 40, torch.bfloat16)
+    key[:, :, 39] = torch.nan
+
+    attended = attend_alone(query, key, value, 1.0)
+
+    assert attended[:, 0].isfinite().all()
+    assert attended[:, 1].isnan().all()
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    query, key, value = drawn((4, 2, 16), 2, 40, torch.bfloat16)
+
+    for strange in (
+        (query[:, :3], key, value),
+        (query, key[..., :8], value),
+        (query, key[:, :, :39], value),
+        (query, key[:, :, :1], value[:, :, :1]),
+        (query, key, value.float()),
+        (query[:, :, :0], key, value),
+        (query.expand(2, -1, -1, -1), key, value),
+        (query, key, value.expand(2, -1, -1, -1)),
+        (query, key, value[:0]),
+    ):
+        with pytest.raises(ValueError, match="attention of"):
+            attend_alone(*strange, 1.0)
+    for window in (0, -1):
+        with pytest.raises(ValueError, match="attention of"):
+            attend_alone(query, key, value, 1.0, window)
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00001, 0xFFC001FF - (1 << 32)])
+def test_no_kind_of_no_number_becomes_one(bits: int) -> None:
+    query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
+    key.view(torch.int32)[:, :, 20] = bits
+
+    assert attend_alone(query, key, value, 1.0).isnan().all()
+
+
+def test_many_values_add_up_exactly() -> None:
+    query, key, value = drawn((1, 1, 16), 1, 200_000, torch.bfloat16)
+    key.zero_()
+    value.fill_(1.0)
+
+    assert torch.equal(attend_alone(query, key, value, 1.0), torch.ones(1, 1, 1, 16).bfloat16())
+
+
+def test_shares_are_exact() -> None:
+    """A key that scores x beside one that scores 0 has the share 1 / (1 + exp(-x))."""
+    lacks = -torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 80
+    query, key = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1)
+    value = torch.tensor([[[[0.0], [1.0]]]])
+    shares = []
+    for lack in lacks:
+        key[0, 0, 1] = lack
+        shares.append(attend_alone(query, key, value, 1.0).double().flatten())
+
+    exact = 1 / (1 + (-lacks.double()).exp())
+    assert ((torch.cat(shares) - exact).abs() <= 5 * 2**-24 * exact).all()
+
+
+@pytest.mark.parametrize(
+    ("window", "shape", "room", "heads"),
+    mixed(
+        [None, 1, 7, 40, 500],
+        [(1, 1), (33, 33), (20, 90), (65, 300)],
+        [1 << 10, 1 << 13, 1 << 20],
+        HEADS,
+    ),
+)
+def test_a_chunk_is_attention_whatever_is_made_at_a_time(
+    heads: Heads, room: int, shape: tuple[int, int], window: int | None
+) -> None:
+    rows, keys = shape
+    query, key, value = drawn(heads, rows, keys, torch.float32)
+
+    with patch.object(attention, "SCORES", room):
+        found = attention.attend_chunk(query, key, value, heads[2] ** -0.5, window)
+
+    assert torch.allclose(found, reference(query, key, value, window), atol=1e-5)
+
+
+@pytest.mark.parametrize("has_matrices", [False, True])
+def test_a_chunk_of_bfloat16_is_rounded_once_but_where_it_costs(has_matrices: bool) -> None:
+    query, key, value = drawn((8, 2, 64), 65, 300, torch.bfloat16)
+    exact = attention.attend_chunk(query.float(), key.float(), value.float(), 0.125)
+
+    with patch.object(int8, "multiplies_matrices", lambda: has_matrices):
+        found = attention.attend_chunk(query, key, value, 0.125)
+
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, exact.bfloat16()) != has_matrices
+    assert float((found.float() - exact).norm() / exact.norm()) < 2**-7

@@ -1,0 +1,126 @@
+"""A head in two parts gives the logits of the whole, or stays in one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model.capacity import shape_of
+from meshllm.model.files.source import Source
+from meshllm.model.split.shard import Shard
+from meshllm.model.steps import lm_head as head
+from meshllm.model.steps.lm_head import BLOCK, LEAST, LEAST_OUTPUTS, find_parts, parts_of
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
+from meshllm.names import Quant, Span
+from meshllm.protocol.lookahead import STEPS
+from meshllm.testing.models import tiny_model
+
+LAYERS, VOCABULARY = 6, 128
+PARTS = range(64), range(64, VOCABULARY)
+
+
+def head_of(source: Source, outputs: range | None, **options: Any) -> Shard:
+    end = Span(LAYERS, LAYERS)
+    return load_shard(source, end, embed=False, head=True, outputs=outputs, **options)
+
+
+def rows_for(source: Source, count: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(1, count, 64, generator=generator).to(shape_dtype(source))
+
+
+def shape_dtype(source: Source) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, shape_of(source).dtype)
+    return dtype
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "parts"),
+    [
+        (151_936, 1024, (range(75_968), range(75_968, 151_936))),
+        (128_256, 2048, (range(64_128), range(64_128, 128_256))),
+        (32_064, 3072, (range(16_000), range(16_000, 32_064))),
+        (50_257, 1600, None),
+        (LEAST_OUTPUTS, LEAST // LEAST_OUTPUTS, (range(4096), range(4096, LEAST_OUTPUTS))),
+        (LEAST_OUTPUTS, LEAST // LEAST_OUTPUTS - 1, None),
+        (LEAST_OUTPUTS - BLOCK, LEAST, None),
+    ],
+)
+def test_a_large_head_is_divided_in_whole_blocks(
+    outputs: int, inputs: int, parts: tuple[range, range] | None
+) -> None:
+    assert parts_of(outputs, inputs) == parts
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "cohere", "granite", "gpt2", "phi", "qwen3", "mamba2"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("quant", [Quant.NONE, Quant.INT8])
+def test_parts_have_the_logits_of_the_whole(
+    family: str, dtype: torch.dtype, quant: Quant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    source = tiny_model(tmp_path / "model", family, dtype=dtype)
+    assert find_parts(source, shape_of(source)) == PARTS
+
+    x, options = rows_for(source), {"quant": quant, "cache": tmp_path / "cache"}
+    for _ in range(2):  # then what is packed comes from the disk
+        whole, *parts = (
+            Runner(head_of(source, outputs, **options), STEPS) for outputs in (None, *PARTS)
+        )
+        for rows in (1, 5):
+            given = [part.step(x[:, :rows], None) for part in parts]
+            assert [part.shape[-1] for part in given] == [64, 64]
+            assert torch.equal(torch.cat(given, -1), whole.step(x[:, :rows], None))
+
+
+def test_what_a_head_is_tied_to_stays_whole(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "qwen3")
+    shard = head_of(source, PARTS[1])
+
+    assert shard.model.get_output_embeddings().weight.shape == (64, 64)
+    assert shard.model.get_input_embeddings().weight.shape[0] in {0, VOCABULARY}
+
+
+def test_a_head_that_is_cast_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    source = tiny_model(tmp_path)
+
+    assert find_parts(source, shape_of(source, torch.bfloat16)) is None
+
+
+def test_logits_that_depend_on_one_another_stay_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    source, stock = tiny_model(tmp_path), Shard.forward
+    monkeypatch.setattr(
+        Shard, "forward", lambda *args, **options: stock(*args, **options).softmax(-1)
+    )
+
+    assert find_parts(source, shape_of(source)) is None
+
+
+def test_a_head_of_another_kind_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    source = tiny_model(tmp_path)
+
+    class Other(torch.nn.Linear):
+        """Knows what to do with its weights better than we."""
+
+    shard = head_of(source, None)
+    monkeypatch.setattr(type(shard.model), "get_output_embeddings", lambda _: Other(64, VOCABULARY))
+    with pytest.raises(ModelError, match="A `Other` cannot be divided"):
+        head_of(source, PARTS[0])
+    assert find_parts(source, shape_of(source)) is None

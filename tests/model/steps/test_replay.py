@@ -1,0 +1,591 @@
+"""Steps that are done from a record are those of the model, bit for bit, in every family."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshllm.model.kernels import jit
+from meshllm.model.modules.linear_onednn import PackedLinear
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps import compiled_step, replay
+from meshllm.model.steps.compiled_step import Tape
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.replay import MOST_TRIES, PROOFS, SETTLED, Replay
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.strategies import ReplayedSteps
+from meshllm.model.steps.trace import Op
+from meshllm.names import Quant, Span
+from meshllm.testing.models import tiny_model
+from tests.model.invariance import require_row_invariant
+
+FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "opt",
+)  # fmt: skip
+
+pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+
+
+def runner_of(
+    folder: Path, family: str = "qwen3", quant: Quant = Quant.NONE, **parts: Any
+) -> Runner:
+    source = tiny_model(folder, family, dtype=torch.bfloat16)
+    parts = parts or {"span": Span(0, source.config.num_hidden_layers), "embed": True, "head": True}
+    runner = Runner(load_shard(source, quant=quant, **parts), (2, 3, 5, 9))
+    require_row_invariant(runner)
+    return runner
+
+
+def ids(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 90, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(runner: Runner, length: int, seed: int = 0) -> SpanCache:
+    cache = runner.new_cache()
+    runner.prefill(ids(length, seed), cache)
+    return cache
+
+
+def steps_of(runner: Runner) -> ReplayedSteps:
+    assert isinstance(runner.steps, ReplayedSteps)
+    return runner.steps
+
+
+def forget(runner: Runner) -> None:
+    """Let a runner record nothing any more."""
+    steps = steps_of(runner)
+    runner.step, runner.step_many = steps.inner.step, steps.inner.step_many
+
+
+def check_record(runner: Runner) -> None:
+    """Do some steps, which have to be on record, and the same without one."""
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
+    assert steps_of(runner).replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
+
+
+def count_forwards(runner: Runner) -> list[int]:
+    """Note each forward of the model that is not from a record."""
+    seen: list[int] = []
+    runner.shard.model.register_forward_pre_hook(lambda *_: seen.append(1))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [*((family, Quant.NONE) for family in FAMILIES), ("qwen3", Quant.INT8), ("llama", Quant.INT4)],
+)
+def test_a_record_has_the_bits_of_the_model(tmp_path: Path, family: str, quant: Quant) -> None:
+    runner = runner_of(tmp_path, family, quant)
+    tokens, sizes = ids(100, seed=1), (1, 3, 1, 5) * 10  # past the windows of those that have some
+
+    def run() -> tuple[Tensor, SpanCache]:
+        cache, at, outputs = filled(runner, 6), 0, []
+        for size in sizes:
+            outputs.append(runner.step(tokens[:, at : at + size], cache))
+            at += size
+        return torch.cat(outputs, 1), cache
+
+    recorded, cache = run()
+    forwards = count_forwards(runner)
+    again, _ = run()
+    taken = len(forwards)
+    forget(runner)
+    plain, other = run()
+
+    assert torch.equal(recorded, plain)
+    assert torch.equal(again, plain)
+    assert taken == 1  # of the prompt
+    assert cache.length == other.length == 6 + sum(sizes)
+    for mine, its in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(mine.keys, its.keys)
+        assert torch.equal(mine.values, its.values)
+
+
+def test_steps_that_prepare_for_others_are_counted(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    cache, counts = filled(runner, 6), []
+
+    for seed in range(SETTLED + 2):
+        before = runner.prepared
+        runner.step(ids(3, seed), cache)
+        counts.append(runner.prepared - before)
+
+    first, recorded = counts[0], counts[SETTLED - PROOFS - 1 : SETTLED]
+    assert [first, *recorded] == [1] * (2 + PROOFS)
+    assert sum(counts) == 2 + PROOFS
+
+
+def test_what_goes_back_and_branches_goes_on_from_the_record(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    tokens = ids(60, seed=2)
+
+    def run() -> list[Tensor]:
+        cache = filled(runner, 6)
+        outputs = [runner.step(tokens[:, at : at + 1], cache) for at in range(20)]
+        cache.crop(9)
+        other = cache.branch(8)
+        for at in range(20, 40):
+            outputs += [runner.step(tokens[:, at : at + 1], each) for each in (cache, other)]
+        return outputs
+
+    recorded = run()
+    forget(runner)
+
+    assert all(map(torch.equal, recorded, run()))
+
+
+def test_sessions_go_together_from_the_record(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "gemma3_text")
+    tokens = ids(400, seed=3)
+    layouts = [(1, 1, 1), (2, 1), (1, 2), (3,)] * (SETTLED + 1)
+
+    def run() -> list[Tensor]:
+        caches, at, outputs = [filled(runner, 4 + seed, seed) for seed in range(3)], 0, []
+        for rows in layouts:
+            parts = torch.split(tokens[:, at : at + 3], list(rows), 1)
+            outputs += runner.step_many(parts, caches[: len(rows)])
+            at += 3
+        return outputs
+
+    recorded = run()
+    forwards = count_forwards(runner)
+    again = run()
+    taken = len(forwards)
+    forget(runner)
+    plain = run()
+
+    assert all(map(torch.equal, recorded, plain))
+    assert all(map(torch.equal, again, plain))
+    assert taken == 3  # prompts
+
+
+def tape_of(runner: Runner, rows: int) -> Tape:
+    """Find the recording of steps of so many rows."""
+    tape = steps_of(runner).replay._known[rows, torch.get_num_threads()].tape
+    assert tape is not None
+    return tape
+
+
+def test_plans_that_were_not_used_for_longest_are_evicted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("meshllm.model.steps.compiled_step.MOST_PLANS", 2)
+    runner = runner_of(tmp_path)
+    caches = [filled(runner, 4 + at) for at in range(3)]
+
+    for rows in [(1, 1, 1)] * (SETTLED + 1) + [(2, 1), (1, 1, 1), (3,)]:
+        runner.step_many([ids(count) for count in rows], caches[: len(rows)])
+
+    assert list(tape_of(runner, 3)._plans) == [(1, 1, 1), (3,)]
+
+
+def test_the_order_of_sessions_needs_no_plan_of_its_own(tmp_path: Path) -> None:
+    runner, sessions = runner_of(tmp_path), range(6)
+    orders = [tuple(1 + (at in two) for at in sessions) for two in combinations(sessions, 2)]
+
+    def run() -> list[Tensor]:
+        caches = [filled(runner, 4 + at, at) for at in sessions]
+        return [
+            each
+            for number, rows in enumerate(orders)
+            for each in runner.step_many(
+                [ids(count, number + at) for at, count in enumerate(rows)], caches
+            )
+        ]
+
+    first, plans = run(), tape_of(runner, 8)._plans
+    (plan,) = plans.values()
+    again = run()
+    forget(runner)
+    plain = run()
+
+    assert len(orders) == 15
+    assert list(plans) == [(2, 2, 1, 1, 1, 1)]
+    assert plans[2, 2, 1, 1, 1, 1] is plan
+    assert all(map(torch.equal, first, plain))
+    assert all(map(torch.equal, again, plain))
+
+
+@pytest.mark.parametrize("part", ["front", "middle", "back", "head"])
+def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
+    span = {"front": Span(0, 2), "middle": Span(1, 3), "back": Span(4, 6), "head": Span(6, 6)}[part]
+    embed, head = part == "front", part in ("back", "head")
+    runner = runner_of(tmp_path, span=span, embed=embed, head=head)
+    width = runner.shard.model.config.hidden_size
+    rows = torch.randn(1, 40, width, generator=torch.Generator().manual_seed(4)).bfloat16()
+    rows = ids(40) if part == "front" else rows
+
+    def run() -> Tensor:
+        cache = runner.new_cache() if span else None
+        if cache is not None:
+            runner.prefill(rows[:, :6], cache)
+        return torch.cat([runner.step(rows[:, at : at + 1], cache) for at in range(6, 40)], 1)
+
+    recorded = run()
+    assert steps_of(runner).replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    assert tape_of(runner, 1)
+    forget(runner)
+
+    assert torch.equal(recorded, run())
+
+
+def test_a_head_takes_sessions_in_any_order(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, span=Span(6, 6), embed=False, head=True)
+    width = runner.shard.model.config.hidden_size
+    rows = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(4)).bfloat16()
+    layouts = [(1, 2, 3), (3, 2, 1), (1, 3, 2)] * (SETTLED + 1)
+
+    def run() -> list[Tensor]:
+        return [
+            torch.cat(runner.step_many(torch.split(rows, list(counts), 1), [None] * 3), 1)
+            for counts in layouts
+        ]
+
+    recorded = run()
+    assert tape_of(runner, 6)
+    forget(runner)
+
+    assert all(map(torch.equal, recorded, run()))
+
+
+def test_a_recording_costs_two_forwards_more(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    steps_of(runner).replay, cache, counts = Replay(), filled(runner, 6), list[int]()
+    forwards = count_forwards(runner)
+
+    for seed in range(6):
+        before = len(forwards)
+        runner.step(ids(1, seed), cache)
+        counts.append(len(forwards) - before)
+
+    assert counts == [1 + 2, *[1] * PROOFS, 0, 0, 0]
+
+
+def test_threads_have_records_of_their_own(tmp_path: Path) -> None:
+    runner, threads = runner_of(tmp_path), torch.get_num_threads()
+    cache, other = filled(runner, 6), filled(runner, 6)
+    try:
+        for at in range(12):
+            torch.set_num_threads(1 + at % 2)
+            assert torch.equal(runner.step(ids(1, at), cache), runner.step(ids(1, at), other))
+        assert {(1, 1), (1, 2)} <= steps_of(runner).replay._known.keys()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.full((1, 1), 1 << 40), torch.full((1, 1), -5), torch.zeros(1, 1, 64)]
+)
+def test_bad_rows_are_refused_and_leave_no_trace(tmp_path: Path, rows: Tensor) -> None:
+    runner = runner_of(tmp_path)
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        runner.step(rows, cache)
+    cache.crop(cache.length)
+
+    for seed in range(3):
+        assert torch.equal(runner.step(ids(1, seed), cache), runner.step(ids(1, seed), other))
+
+
+def test_a_bad_row_of_a_session_leaves_no_trace_in_others(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    caches = [filled(runner, 6), filled(runner, 6)]
+    for seed in range(SETTLED + 1):
+        runner.step_many([ids(1, seed), ids(1, seed)], caches)
+
+    with pytest.raises(IndexError):
+        runner.step_many([ids(1), torch.full((1, 1), 1 << 40)], caches)
+
+    assert all(cache.layers[0].rows[0].used == cache.length for cache in caches)
+    one, other = runner.step_many([ids(1, 9), ids(1, 9)], caches)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "the same twice", "whole numbers of another size"])
+def test_strange_steps_are_those_of_the_model(tmp_path: Path, kind: str) -> None:
+    runner = runner_of(tmp_path)
+
+    def run() -> list[Tensor]:
+        caches = [filled(runner, 6), filled(runner, 6)]
+        for seed in range(SETTLED + 1):
+            runner.step_many([ids(1, seed), ids(1, seed)], caches)
+        match kind:
+            case "nothing":
+                with pytest.raises((RuntimeError, ValueError)):
+                    runner.step_many([ids(0), ids(1)], caches)
+                for cache in caches:
+                    cache.crop(cache.length)
+            case "the same twice":
+                return runner.step_many([ids(1, 7), ids(1, 8)], [caches[0], caches[0]])
+            case _:
+                return [runner.step(ids(1, 7).int(), caches[0])]
+        return runner.step_many([ids(1, 7), ids(1, 8)], caches)
+
+    recorded = run()
+    forget(runner)
+
+    assert all(map(torch.equal, recorded, run()))
+
+
+def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, span=Span(1, 3), embed=False, head=False)
+    width = runner.shard.model.config.hidden_size
+    cache = runner.new_cache()
+    runner.prefill(torch.zeros(1, 6, width, dtype=torch.bfloat16), cache)
+    bad = torch.full((1, 2, width), float("nan"), dtype=torch.bfloat16)
+
+    for _ in range(SETTLED + 3):
+        assert runner.step(bad, cache).isnan().all()
+
+    known = steps_of(runner).replay._known[2, torch.get_num_threads()]
+    assert not known.is_unfit
+    assert known.proofs == 0
+    for _ in range(MOST_TRIES):
+        assert runner.step(bad, cache).isnan().all()
+    assert known.is_unfit  # trying costs time
+
+
+class Strange(nn.Module):
+    """A part of a model that does what is on no record."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.kept, self.steps = kind, torch.zeros(1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        match self.kind:
+            case "looks":
+                return x * 2 if bool(x.sum() > 1e9) else x
+            case "counts":
+                return x * (1 + self.steps % 2)
+            case "draws":
+                return x + torch.rand(1).to(x.dtype) * 0
+            case "picks":
+                return x + x[x > 0].sum() * 0
+            case "widens":
+                return x + torch.sigmoid(x[..., :1].expand(x.shape))
+            case _:
+                return x
+
+
+@pytest.mark.parametrize("kind", ["looks", "counts", "draws", "picks"])
+def test_what_is_on_no_record_is_done_each_time(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(tmp_path)
+    layer, strange = runner.shard.model.model.layers[1].mlp, Strange(kind)
+    layer.register_forward_hook(lambda _module, _args, output: strange(output))
+    steps_of(runner).replay = Replay()
+    cache, other = filled(runner, 6), filled(runner, 6)
+
+    with caplog.at_level(logging.INFO, logger=replay.__name__):
+        outputs = [runner.step(ids(1, seed), cache) for seed in range(12)]
+    forget(runner)
+    strange.steps = 2 if kind == "counts" else 0
+    plain = [runner.step(ids(1, seed), other) for seed in range(12)]
+
+    assert "steps of 1 rows are not" in caplog.text
+    assert steps_of(runner).replay._known[1, torch.get_num_threads()].is_unfit
+    if kind != "counts":
+        assert all(map(torch.equal, outputs, plain))
+
+
+def doubling(is_so: Callable[[int], bool]) -> Callable[..., Any]:
+    """Make a hook that doubles what a layer gives, depending on the length of its cache."""
+
+    def double(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        length = kwargs["past_key_values"].get_seq_length()
+        return output * (1 + is_so(length))
+
+    return double
+
+
+def refuse_long(length: int) -> bool:
+    if length > 1000:
+        raise ValueError("too long")
+    return False
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+@pytest.mark.parametrize(
+    "is_so",
+    [lambda length: length > 20, lambda length: length < 40, refuse_long],
+    ids=["long", "short", "raises"],
+)
+def test_a_forward_that_asks_for_the_cache_length_is_not_replayed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_so: Callable[[int], bool], sessions: int
+) -> None:
+    runner = runner_of(tmp_path)
+    layer = runner.shard.model.model.layers[2]
+    layer.register_forward_hook(doubling(is_so), with_kwargs=True)
+    steps_of(runner).replay = Replay()
+    before = 12 if is_so(30) else 6  # so that the switch is behind the proofs
+
+    def run() -> list[Tensor]:
+        caches = [filled(runner, before + at) for at in range(sessions)]
+        return [
+            each
+            for seed in range(36)
+            for each in runner.step_many([ids(1, seed)] * sessions, caches)
+        ]
+
+    with caplog.at_level(logging.INFO, logger=replay.__name__):
+        outputs = run()
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, run()))
+    assert "steps of" in caplog.text
+    assert "cache" in caplog.text
+
+
+def test_numbers_that_lie_on_each_other_stay_with_torch(tmp_path: Path) -> None:
+    runner, strange = runner_of(tmp_path), Strange("widens")
+    layer = runner.shard.model.model.layers[1].mlp
+    layer.register_forward_hook(lambda _module, _args, output: strange(output))
+    steps_of(runner).replay = Replay()
+
+    check_record(runner)
+
+
+def test_a_record_that_cannot_be_used_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tmp_path)
+    cache, other = filled(runner, 6), filled(runner, 6)
+    steps_of(runner).replay = Replay()
+    monkeypatch.setattr(replay, "Tape", lambda *_: 1 / 0)
+
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(4)]
+    forget(runner)
+
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(4)]))
+
+
+def test_all_numbers_are_compared_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        "meshllm.model.steps.compiled_step.private_folder", lambda: tmp_path / "kept"
+    )
+    tried, try_all = list[object](), compiled_step._try_all
+
+    def trying(*what: Any) -> bool:
+        tried.append(what)
+        return try_all(*what)
+
+    monkeypatch.setattr(compiled_step, "_try_all", trying)
+
+    def record() -> int:
+        compiled_step._agrees_on_all.cache_clear()
+        before = len(tried)
+        runner = runner_of(tmp_path / f"model {len(list(tmp_path.iterdir()))}")
+        cache = filled(runner, 4)
+        for _ in range(SETTLED):
+            runner.step(ids(1), cache)
+        return len(tried) - before
+
+    first, again = record(), record()
+    monkeypatch.setattr(torch, "__version__", f"{torch.__version__}.1")
+    changed = record()
+
+    assert first
+    assert (again, changed) == (0, first)
+
+
+def test_ranks_of_one_process_record_at_the_same_time(tmp_path: Path) -> None:
+    runners = [runner_of(tmp_path / str(at)) for at in range(2)]
+    both_record = threading.Barrier(2, timeout=30)
+
+    def wait(runner: Runner, *_: Any) -> None:
+        if steps_of(runner).replay.recorder:
+            both_record.wait()
+
+    expected = runners[0].step(ids(1), filled(runners[0], 6))
+    for runner in runners:
+        layer = runner.shard.model.model.layers[1]
+        layer.register_forward_pre_hook(partial(wait, runner))
+        steps_of(runner).replay = Replay()
+
+    def step(runner: Runner) -> Tensor:
+        return runner.step(ids(1), filled(runner, 6))
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(step, runners))
+
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert all(tape_of(runner, 1) for runner in runners)
+
+
+def test_packed_matrices_stay_with_torch(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    head = runner.shard.model.lm_head
+    plain = nn.Linear(head.in_features, head.out_features, bias=False, dtype=torch.bfloat16)
+    plain.weight.data.copy_(head.weight)
+    try:
+        runner.shard.model.lm_head = PackedLinear(plain)
+    except RuntimeError:
+        pytest.skip("this processor has no kernel for packed matrices")
+    steps_of(runner).replay = Replay()
+
+    check_record(runner)
+
+
+def test_an_operation_that_differs_stays_with_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def distrust(item: Op) -> bool:
+        tried.append(item.function)
+        return False
+
+    monkeypatch.setattr("meshllm.model.steps.compiled_step._agrees", distrust)
+    runner = runner_of(tmp_path)
+    cache = filled(runner, 6)
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
+    forget(runner)
+    other = filled(runner, 6)
+
+    assert tried
+    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
+
+
+def test_where_nothing_is_compiled_nothing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tmp_path)
+    monkeypatch.setattr(jit, "works", lambda: False)
+    steps_of(runner).replay = Replay()
+    cache = filled(runner, 6)
+
+    for seed in range(4):
+        runner.step(ids(1, seed), cache)
+
+    assert all(each.tape is None for each in steps_of(runner).replay._known.values())
+
+
+def test_memory_is_used_again(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path)
+    cache = filled(runner, 6)
+    for seed in range(8):
+        runner.step(ids(1, seed), cache)
+    tape = steps_of(runner).replay._known[1, torch.get_num_threads()].tape
+
+    assert tape is not None
+    places = {offset for offset in tape._offsets if offset >= 0}
+    assert len(tape._offsets) > 5 * len(places)

@@ -1,0 +1,348 @@
+"""Steps of several rows give what steps of one give, in every family, bit for bit."""
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshllm.model.device import CPU
+from meshllm.model.files.source import Source
+from meshllm.model.kernels import jit
+from meshllm.model.modules.linear_bf16 import use_own_gemm
+from meshllm.model.modules.linear_padded import SteadyLinear, find_floors
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.shard import Shard
+from meshllm.model.split.skeleton import build
+from meshllm.model.steps.execution import Strategy, forecast
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
+from meshllm.names import Quant, Span
+from meshllm.testing.models import tiny_model
+from tests.model.invariance import require_row_invariant
+
+COUNTS = (2, 3, 5, 9, 17)
+INVARIANT = ("llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3")
+REFUSED = {
+    "qwen3_moe": "mixture of experts",
+    "gpt_oss": "mixture of experts",
+    "bloom": "attention is",
+    "lfm2": "layers of",
+    "falcon": "FalconLinear",
+}
+
+
+def runner_of(folder: Path, family: str, dtype: torch.dtype, counts: Any = COUNTS) -> Runner:
+    source = tiny_model(folder, family, dtype=dtype)
+    layers = source.config.num_hidden_layers
+    return Runner(load_shard(source, Span(0, layers), embed=True, head=True), counts)
+
+
+def ids(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 90, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(runner: Runner, length: int) -> SpanCache:
+    cache = runner.new_cache()
+    runner.prefill(ids(length), cache)
+    return cache
+
+
+@pytest.mark.parametrize("family", INVARIANT)
+def test_rows_together_are_rows_alone(tmp_path: Path, family: str) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    require_row_invariant(runner)
+    alone, together = filled(runner, 3), filled(runner, 3)
+    tokens = ids(40, seed=1)
+
+    one_by_one = torch.cat([runner.step(tokens[:, at : at + 1], alone) for at in range(40)], 1)
+    at, steps = 0, []
+    for rows in (1, 2, 5, 3, 9, 17, 1, 2):
+        steps.append(runner.step(tokens[:, at : at + rows], together))
+        at += rows
+
+    assert at == 40
+    assert torch.equal(torch.cat(steps, 1), one_by_one)
+    assert (alone.length, together.length) == (43, 43)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_is_not_row_invariant_says_why(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    together, alone = filled(runner, 9), filled(runner, 9)
+
+    given = runner.step(ids(3, seed=1), together)
+
+    assert runner.execution.strategy is Strategy.STOCK
+    assert REFUSED[family] in runner.execution.reason
+    assert not runner.is_steady
+    assert not runner.is_one_step(3)
+    rows = torch.split(ids(3, seed=1), 1, 1)
+    assert torch.equal(given, torch.cat([runner.shard.forward(row, alone) for row in rows], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_numbers_on_a_cpu_are_told_what_helps(tmp_path: Path, dtype: torch.dtype) -> None:
+    execution = runner_of(tmp_path, "qwen3", dtype).execution
+
+    assert execution.strategy is Strategy.STOCK
+    assert "--dtype bfloat16" in execution.reason
+    assert dict(execution.linears).keys() == {"torch"}
+
+
+def test_how_a_model_is_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+    require_row_invariant(runner)
+    monkeypatch.setattr("meshllm.model.steps.strategies.REPLAYED_BYTES", 0)
+    eager = runner_of(tmp_path, "qwen3", torch.bfloat16)
+    config = runner.shard.model.config
+    plain = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
+    whole, foreseen = build(plain, torch.bfloat16).model, forecast(plain, torch.bfloat16, CPU)
+
+    assert (runner.execution.strategy, runner.execution.reason) == (Strategy.REPLAYED, "")
+    assert sum(count for _, count in runner.execution.linears) == sum(
+        isinstance(module, nn.Linear) for module in whole.modules()
+    )
+    assert eager.execution.strategy is Strategy.INVARIANT
+    assert "less than 5 %" in eager.execution.reason
+    assert runner.execution.replays > eager.execution.replays
+    assert foreseen.strategy is Strategy.REPLAYED
+    before = config._attn_implementation
+    runner.step(ids(1), filled(runner, 3))
+    assert config._attn_implementation == before
+
+
+def test_a_step_that_could_be_row_invariant_and_is_not_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+
+    Runner(load_as(Sociable, source), COUNTS)
+
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "row-invariant kernels disabled (" in record.message
+    assert "no batched verification, no session batching" in record.message
+
+
+def test_an_error_of_ours_is_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bug(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Bug
+
+    monkeypatch.setattr("meshllm.model.steps.runner.try_steps", fail)
+
+    with pytest.raises(Bug):
+        runner_of(tmp_path, "qwen3", torch.bfloat16)
+
+
+def test_without_executable_memory_nothing_is_replayed_and_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "works", lambda: False)
+    use_own_gemm.cache_clear()
+    try:
+        runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+        config = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
+        foreseen = forecast(config, torch.bfloat16, CPU)
+    finally:
+        use_own_gemm.cache_clear()
+
+    assert not runner.execution.replays
+    assert runner.execution.reason
+    assert not foreseen.replays
+
+
+def test_wrong_rows_leave_no_trace(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+    cache, clean = filled(runner, 11), filled(runner, 11)
+    right = ids(3, seed=1)
+
+    runner.step(torch.cat([right[:, :1], ids(4, seed=2)], 1), cache)
+    cache.crop(12)
+
+    expected = torch.cat([runner.step(right[:, at : at + 1], clean) for at in range(3)], 1)
+    assert torch.equal(runner.step(right[:, 1:], cache), expected[:, 1:])
+
+
+@pytest.mark.parametrize("family", INVARIANT)
+def test_a_step_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, family: str) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    steady, stock = filled(runner, 30), filled(runner, 30)
+
+    got = runner.step(ids(1, seed=1), steady)
+
+    expected = runner.shard.forward(ids(1, seed=1), stock)
+    assert (got - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("quant", Quant)
+def test_a_prompt_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, quant: Quant) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = load_shard(source, Span(0, 6), embed=True, head=True, quant=quant)
+    runner = Runner(shard, COUNTS)
+    stock, cache = shard.forward(ids(40), runner.new_cache()), runner.new_cache()
+
+    got = torch.cat(
+        [runner.prefill(ids(40)[:, :25], cache), runner.prefill(ids(40)[:, 25:], cache)], 1
+    )
+
+    assert (got - stock).norm() <= 0.02 * stock.norm()
+
+
+def test_without_counts_a_step_is_that_of_the_stock_model(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "qwen3", torch.bfloat16, ())
+    steps, stock = filled(runner, 30), filled(runner, 30)
+
+    assert torch.equal(
+        runner.step(ids(1, seed=1), steps), runner.shard.forward(ids(1, seed=1), stock)
+    )
+
+
+def load_as(kind: type[Shard], source: Source) -> Shard:
+    shard = load_shard(source, Span(0, 6), embed=True, head=True)
+    shard.__class__ = kind
+    return shard
+
+
+class Biased(Shard):
+    """A model whose steady steps are other than its own."""
+
+    def forward(self, x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
+        logits = super().forward(x, cache, **options)
+        is_step = options.get("position_ids") is not None
+        return logits * 1.1 if is_step else logits
+
+
+class Sociable(Shard):
+    """A model whose rows mind company."""
+
+    def forward(self, x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
+        return super().forward(x, cache, **options) + (x.shape[1] > 1)
+
+
+@pytest.mark.parametrize("kind", [Biased, Sociable])
+def test_a_model_that_steps_otherwise_keeps_to_its_own(tmp_path: Path, kind: type[Shard]) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    tried, stock = (load_as(kind, source) for _ in range(2))
+    runner = Runner(tried, COUNTS)
+    caches = filled(runner, 30), filled(Runner(stock), 30)
+
+    got = runner.step(ids(2, seed=1), caches[0])
+
+    assert not runner.is_steady
+    expected = [stock.forward(row, caches[1]) for row in torch.split(ids(2, seed=1), 1, 1)]
+    assert torch.equal(got, torch.cat(expected, 1))
+
+
+def test_matrices_that_did_not_help_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(model: nn.Module, *how: Any) -> dict[Any, int]:
+        return dict.fromkeys(find_floors(model, *how) or (), 2)
+
+    monkeypatch.setattr("meshllm.model.modules.exchange.find_floors", find)
+    monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+
+    runners = [Runner(load_as(kind, source), COUNTS) for kind in (Shard, Sociable)]
+
+    padded = [
+        any(isinstance(module, SteadyLinear) for module in runner.shard.model.modules())
+        for runner in runners
+    ]
+    assert padded == [runner.is_steady for runner in runners] == [True, False]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "llama4_text", "qwen3_moe", "falcon"])
+def test_what_no_trial_can_prove_goes_one_by_one_in_every_part(tmp_path: Path, family: str) -> None:
+    source = tiny_model(tmp_path, family, dtype=torch.bfloat16)
+
+    parts = [Span(0, 1), Span(0, 6), Span(5, 6)]
+    shards = [load_shard(source, span, embed=False, head=False) for span in parts]
+
+    assert not any(Runner(shard, COUNTS).is_steady for shard in shards)
+
+
+def test_a_bad_row_of_one_session_is_nothing_to_others(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    runner = Runner(load_shard(source, Span(1, 3), embed=False, head=False), COUNTS)
+    rows = torch.randn(1, 3, 64).to(torch.bfloat16)
+    expected = runner.step(rows, runner.new_cache())
+
+    for count in (1, 3):
+        runner.step(torch.full((1, count, 64), torch.nan).to(torch.bfloat16), runner.new_cache())
+
+    assert torch.equal(runner.step(rows, runner.new_cache()), expected)
+
+
+def test_nothing_keeps_a_runner_alive(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+    runner.step(ids(1), runner.new_cache())
+    gone = ref(runner.shard.model)
+
+    del runner
+    gc.collect()
+
+    assert gone() is None
+
+
+@pytest.mark.parametrize("family", INVARIANT)
+def test_sessions_together_are_sessions_alone(tmp_path: Path, family: str) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    require_row_invariant(runner)
+    lengths = (11, 3, 40, 25)
+    alone = [filled(runner, length) for length in lengths]
+    together = [filled(runner, length) for length in lengths]
+
+    for turn, rows in enumerate(
+        ((1, 1, 1, 1), (1, 5, 2, 1), (1, 1, 1, 1), (9, 5, 5, 3), (1, 17, 1, 2))
+    ):
+        parts = [ids(count, seed=10 * turn + at) for at, count in enumerate(rows)]
+        expected = [runner.step(*each) for each in zip(parts, alone, strict=True)]
+
+        got = runner.step_many(parts, together)
+
+        assert all(map(torch.equal, got, expected)), turn
+        assert [cache.length for cache in together] == [cache.length for cache in alone]
+
+
+def test_sessions_really_go_together(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+    require_row_invariant(runner)
+    caches = [filled(runner, length) for length in (5, 9, 30)]
+    rows = []
+    runner.shard.model.get_submodule("model.layers.3.mlp").register_forward_pre_hook(
+        lambda _, args: rows.append(args[0].shape[1])
+    )
+    for turn in range(2):
+        runner.step_many([ids(1, seed=turn)] * 3, caches)
+
+    assert rows[-1] == 3
+
+
+def test_a_prompt_that_is_read_otherwise_once_costs_no_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, read = Shard.forward, list[int]()
+
+    def forward_otherwise(self: Shard, x: Tensor, cache: Any, **options: Any) -> Tensor:
+        """Read the first prompt as a library did that had not settled."""
+        output = forward(self, x, cache, **options)
+        if not read and cache is not None:
+            for layer in cache.layers:
+                layer.keys.mul_(1 + 2**-7)
+        read.append(x.shape[1])
+        return output
+
+    monkeypatch.setattr(Shard, "forward", forward_otherwise)
+
+    assert runner_of(tmp_path, "qwen3", torch.bfloat16).is_steady
+    assert read[0] > max(read[1:])

@@ -1,0 +1,126 @@
+"""What is tried on load: a bounded part of the weights, one layer of each kind, nothing slack."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.model.split.shard import Shard
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.trial import (
+    ALIKE,
+    TRIED,
+    KeptTrial,
+    abridged,
+    chosen_layers,
+    draw_rows,
+    try_steps,
+)
+from meshllm.names import Span
+from meshllm.testing.models import tiny_model
+
+
+class Stepped:
+    """Stock steps of one row, scaled: rows together are rows alone, and are off by a factor."""
+
+    def __init__(self, shard: Shard, factor: float = 1.0, company: float = 0.0) -> None:
+        self.shard, self.factor, self.company = shard, factor, company
+
+    def prefill(self, x: Tensor, cache: Any, rows: int | None = None) -> Tensor:
+        return self.shard.forward(x, cache, rows=rows)
+
+    def step(self, x: Tensor, cache: Any) -> Tensor:
+        alone = [self.shard.forward(row, cache) for row in torch.split(x, 1, 1)]
+        return torch.cat(alone, 1) * self.factor + self.company * (x.shape[1] > 1)
+
+    def step_many(self, parts: Any, caches: Any) -> list[Tensor]:
+        return [self.step(*each) for each in zip(parts, caches, strict=True)]
+
+
+def shard_of(folder: Path, family: str = "qwen3") -> Shard:
+    source = tiny_model(folder, family, dtype=torch.bfloat16)
+    return load_shard(source, Span(0, source.config.num_hidden_layers), embed=True, head=True)
+
+
+@pytest.mark.parametrize(
+    ("factor", "company", "reason"),
+    [
+        (1.0, 0.0, ""),
+        (1.1, 0.0, "a step is 0.1"),
+        (1 - 1.2 * ALIKE, 0.0, "a step is 0.0"),
+        (1.0, 1e-2, "a row depends on the rows beside it"),
+        (float("nan"), 0.0, "a row depends"),
+    ],
+)
+def test_steps_are_near_the_stock_forward_or_refused(
+    tmp_path: Path, factor: float, company: float, reason: str
+) -> None:
+    shard = shard_of(tmp_path)
+
+    found = try_steps(shard, Stepped(shard, factor, company))
+
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+def test_a_trial_reads_a_bounded_part_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, computed = shard_of(tmp_path), set[int]()
+    for index in range(6):
+        mlp = shard.layer(index).get_submodule("mlp")
+        mlp.register_forward_pre_hook(lambda *_, index=index: computed.add(index))
+    size = sum(each.nbytes for each in shard.layer(0).parameters())
+    monkeypatch.setattr("meshllm.model.steps.trial.BUDGET", 2 * size)
+
+    assert try_steps(shard, Stepped(shard)) == ""
+
+    assert computed == {0, 1}
+
+
+def test_a_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
+    shard = shard_of(tmp_path, "gemma3_text")  # some layers have a window
+
+    assert chosen_layers(shard, 1 << 30) == list(range(6))
+    few = chosen_layers(shard, 0)
+    assert few[0] == 0
+    assert len(few) == 2
+
+
+def test_what_was_skipped_computes_again(tmp_path: Path) -> None:
+    shard, x = shard_of(tmp_path), torch.arange(3, 9)[None]
+    before = shard.forward(x, shard.new_cache())
+
+    with abridged(shard, [0]):
+        assert not torch.equal(shard.forward(x, shard.new_cache()), before)
+
+    assert torch.equal(shard.forward(x, shard.new_cache()), before)
+
+
+def test_a_part_without_ends_is_tried_up_to_its_end(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = load_shard(source, Span(1, 5), embed=False, head=False)
+
+    with abridged(shard, [1]):
+        output = shard.forward(draw_rows(shard), shard.new_cache())
+
+    assert output.shape == (1, 29, 64)
+
+
+def test_a_trial_that_went_well_is_kept_for_this_part_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+    whole = load_shard(source, Span(0, 6), embed=True, head=True)
+    part = load_shard(source, Span(0, 4), embed=True, head=False)
+    trial, bad = KeptTrial(tmp_path / "cache"), "a step is"
+
+    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)  # which is not kept
+    assert trial(whole, Stepped(whole)) == ""
+    assert trial(whole, Stepped(whole, 1.1)) == ""  # it is not tried again
+    assert trial(part, Stepped(part, 1.1)).startswith(bad)
+    assert trial(whole, Stepped(whole, 1.1), TRIED + 1).startswith(bad)
+    monkeypatch.setattr("meshllm.model.steps.trial.machine", lambda: ("another",))
+    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)

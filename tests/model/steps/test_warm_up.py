@@ -1,0 +1,127 @@
+"""Steps that are recorded before a text wants them are those of the model, bit for bit."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.model.kernels import jit
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.replay import PROOFS
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.strategies import ReplayedSteps
+from meshllm.names import Quant, Span
+from meshllm.protocol.lookahead import STEPS
+from meshllm.testing.models import tiny_model
+from tests.model.invariance import require_row_invariant
+
+SIZES = (1, *STEPS)
+SEEN = 6
+PARTS: dict[str, dict[str, Any]] = {
+    "whole": {"start": 0, "stop": None, "embed": True, "head": True},
+    "front": {"start": 0, "stop": 1, "embed": True, "head": False},
+    "layers": {"start": 1, "stop": None, "embed": False, "head": False},
+    "head": {"start": None, "stop": None, "embed": False, "head": True},
+}
+
+pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+
+
+def runner_of(folder: Path, family: str, part: str, quant: Quant = Quant.NONE) -> Runner:
+    source = tiny_model(folder, family, dtype=torch.bfloat16)
+    layers, which = source.config.num_hidden_layers, dict(PARTS[part])
+    start, stop = (layers if at is None else at for at in (which.pop("start"), which.pop("stop")))
+    runner = Runner(load_shard(source, Span(start, stop), quant=quant, **which), STEPS)
+    require_row_invariant(runner)
+    return runner
+
+
+def rows(runner: Runner, count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if runner.shard.embed:
+        return torch.randint(3, 90, (1, count), generator=generator)
+    width = runner.shard.model.config.hidden_size
+    return torch.randn(1, count, width, generator=generator).to(torch.bfloat16)
+
+
+def begun(runner: Runner) -> SpanCache | None:
+    """Read a prompt, where there are layers for it."""
+    if not runner.shard.span:
+        return None
+    cache = runner.new_cache()
+    runner.prefill(rows(runner, SEEN, 0), cache)
+    return cache
+
+
+def written(runner: Runner, cache: SpanCache | None, sizes: tuple[int, ...]) -> list[Tensor]:
+    return [runner.step(rows(runner, size, size), cache) for size in sizes]
+
+
+def forwards_of(runner: Runner) -> list[int]:
+    """Note each forward of the model that is not from a record."""
+    seen: list[int] = []
+    for module in runner.shard.model.modules():
+        module.register_forward_pre_hook(lambda *_: seen.append(1))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "quant"),
+    [
+        *(("qwen3", part, Quant.NONE) for part in PARTS),
+        ("llama", "whole", Quant.INT8),
+        ("llama", "head", Quant.INT8),
+        ("gemma3_text", "whole", Quant.NONE),
+        ("mistral", "layers", Quant.INT4),
+        ("gpt2", "whole", Quant.NONE),
+    ],
+)
+def test_a_rehearsed_step_has_the_bits_of_the_model(
+    tmp_path: Path, family: str, part: str, quant: Quant
+) -> None:
+    runner = runner_of(tmp_path, family, part, quant)
+    text, other, between = begun(runner), begun(runner), list[Tensor]()
+
+    for number, _ in enumerate(runner.rehearsal()):
+        between += written(runner, text, (1, 2) if number % 3 else (3,))
+    forwards, count = forwards_of(runner), len(between)
+    outputs = between + written(runner, text, SIZES)
+    taken = len(forwards)
+    assert isinstance(runner.steps, ReplayedSteps)
+    runner.step = runner.steps.inner.step
+    sizes = [output.shape[1] for output in between]
+    plain = written(runner, other, (*sizes, *SIZES))
+
+    assert taken == 0
+    assert count
+    assert all(map(torch.equal, outputs, plain))
+
+
+def test_one_that_ended_early_is_taken_up_by_the_next(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "qwen3", "whole")
+
+    assert len(list(islice(runner.rehearsal(), 4))) == 4
+    rest = len(list(runner.rehearsal()))
+    prompts = forwards_of(runner)
+
+    assert 0 < rest < len(SIZES) * (1 + PROOFS)
+    assert not list(runner.rehearsal())
+    assert not prompts
+
+
+def test_what_cannot_be_recorded_is_not_rehearsed_for_ever(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "qwen3", "whole")
+    assert isinstance(runner.steps, ReplayedSteps)
+    most = 200
+    with torch.inference_mode():
+        norm = next(
+            value for name, value in runner.shard.model.named_parameters() if "norm" in name
+        )
+        norm.fill_(float("nan"))  # what comes of it proves nothing
+
+    assert 0 < len(list(islice(runner.rehearsal(), most))) < most
+    assert not any(known.is_unfit for known in runner.steps.replay._known.values())

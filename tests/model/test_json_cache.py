@@ -1,0 +1,145 @@
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from meshllm.model import json_cache
+from meshllm.model.json_cache import alone, recall, remember
+
+
+def test_what_was_remembered_is_recalled_by_its_key(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    remember(folder, {"a": [1, 2.5]}, "name", 7)
+
+    assert recall(folder, "name", 7) == {"a": [1, 2.5]}
+    assert recall(folder, "name", 8) is None
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_the_last_value_counts(tmp_path: Path) -> None:
+    remember(tmp_path, 1, "key")
+    remember(tmp_path, 2, "key")
+
+    assert recall(tmp_path, "key") == 2
+
+
+def test_what_was_not_used_for_long_is_removed(tmp_path: Path) -> None:
+    foreign = tmp_path / "else.json"
+    foreign.write_text("1")
+    for key in ("old", "read again"):
+        remember(tmp_path, 1, key)
+    (tmp_path / "tmp_of_a_crash.part").touch()
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    assert recall(tmp_path, "read again") == 1
+
+    json_cache._prune.cache_clear()
+    remember(tmp_path, 1, "new")
+
+    assert foreign.exists()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert recall(tmp_path, "old") is None
+    assert recall(tmp_path, "read again") == recall(tmp_path, "new") == 1
+
+
+def test_of_many_records_those_used_last_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_cache, "MOST", 3)
+    for key in range(9):
+        remember(tmp_path, key, key)
+        os.utime(json_cache._record(tmp_path, (key,)), (key, key))
+    monkeypatch.setattr(json_cache, "UNUSED_S", 1e12)
+
+    json_cache._prune.cache_clear()
+    remember(tmp_path, 9, 9)
+
+    assert [key for key in range(10) if recall(tmp_path, key) is not None] == [6, 7, 8, 9]
+
+
+def test_what_is_not_json_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        remember(tmp_path, {1, 2}, "key")
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Path:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+
+    remember(tmp_path, 1, "key")
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_record_is_none(tmp_path: Path) -> None:
+    remember(tmp_path, 1, "key")
+    (record,) = tmp_path.iterdir()
+    record.write_bytes(b"\xff{")
+
+    assert recall(tmp_path, "key") is None
+
+
+def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    remember(tmp_path / "file", 1, "key")
+
+    assert recall(tmp_path / "file", "key") is None
+
+
+def test_what_two_processes_compute_at_once_is_computed_once(tmp_path: Path) -> None:
+    code = """
+        import sys, time
+        from pathlib import Path
+        from meshllm.model.json_cache import alone, recall, remember
+        folder = Path(sys.argv[1])
+        with alone(folder, "key"):
+            if (known := recall(folder, "key")) is None:
+                time.sleep(0.5)
+                remember(folder, known := sys.argv[2], "key")
+        print(known)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "new")]
+    running = [
+        subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"
+    ]
+    found = [each.communicate(timeout=60)[0].strip() for each in running]
+
+    assert found[0] == found[1]
+    assert found[0] in {"a", "b"}
+
+
+def test_one_that_does_not_end_is_not_waited_for_longer_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_cache, "WAIT_S", 0.05)
+    with alone(tmp_path, "key"), alone(tmp_path, "other"), alone(tmp_path, "key"):
+        remember(tmp_path, 1, "key")
+
+    assert recall(tmp_path, "key") == 1
+
+
+def test_a_folder_that_cannot_be_written_to_keeps_nobody_from_computing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with alone(tmp_path / "file" / "folder", "key"):
+        pass
+
+
+def test_locks_go_with_what_was_not_used_for_long(tmp_path: Path) -> None:
+    with alone(tmp_path, "old"):
+        pass
+    (lock,) = tmp_path.glob("*.lock")
+    os.utime(lock, (0, 0))
+
+    json_cache._prune.cache_clear()
+    remember(tmp_path, 1, "new")
+
+    assert not lock.exists()

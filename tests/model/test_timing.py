@@ -1,0 +1,265 @@
+"""What is measured of this machine; how long it takes is no matter here."""
+
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshllm
+from meshllm.model import timing as module
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.kernels import jit
+from meshllm.model.shape import free_memory
+from meshllm.model.split.shard import Shard
+from meshllm.model.split.skeleton import Part, build
+from meshllm.model.steps.cuda_graph import Graph
+from meshllm.model.steps.replay import SETTLED
+from meshllm.model.timing import LONGEST_S, MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
+from meshllm.names import Quant, Span
+from meshllm.testing.models import tiny_model
+from tests.model.gpu import OTHER_CPU, graphs_pretended
+
+KNOWN = Speed(((1, 0.5), (8, 0.75)), 0.25)
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clear no caches: the figures are of no use anyway."""
+    monkeypatch.setattr(module, "_COLD_BYTES", 1)
+
+
+@pytest.fixture
+def source(llama: Path) -> Source:
+    return open_folder("llama", llama)
+
+
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_layer_seconds", lambda *_: KNOWN.layer_s)
+    monkeypatch.setattr(module, "_head_seconds", lambda *_: KNOWN.head_s)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2", "mamba", "gemma3_text", "lfm2"])
+def test_any_family_is_timed_without_its_weights(tmp_path: Path, name: str) -> None:
+    found = tiny_model(tmp_path / "model", name)
+    for file in found.folder.glob("*.safetensors"):
+        file.unlink()
+
+    speed = measure_speed(found, torch.float32, tmp_path)
+
+    context = getattr(found.config, "max_position_embeddings", None) or max(ROWS)
+    assert [rows for rows, _ in speed.layer_s] == [rows for rows in ROWS if rows <= context]
+    assert all(0 < seconds < 60 for _, seconds in speed.layer_s)
+    assert 0 < speed.head_s < 60
+
+
+@pytest.mark.parametrize(
+    ("seconds", "context", "longest"),
+    [(1e-9, 4096, 1024), (1e-9, 1000, 256), (LONGEST_S, 4096, 256), (LONGEST_S, 9, 8)],
+)
+def test_the_most_rows_are_left_out_where_they_would_take_long(
+    source: Source, monkeypatch: pytest.MonkeyPatch, seconds: float, context: int, longest: int
+) -> None:
+    monkeypatch.setattr(module, "_best", lambda _, rows, __: rows * seconds)
+    source.config.max_position_embeddings = context
+
+    with torch.inference_mode():
+        table = module._layer_seconds(source, torch.float32, Quant.NONE)
+
+    assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
+
+
+@pytest.mark.parametrize("quant", [Quant.INT8, Quant.INT4])
+def test_quantised_weights_are_timed(tmp_path: Path, quant: Quant) -> None:
+    source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+
+    speed = measure_speed(source, torch.bfloat16, tmp_path, quant)
+
+    assert all(seconds > 0 for _, seconds in speed.layer_s)
+    assert speed.head_s > 0
+
+
+def test_weights_are_no_nonsense(source: Source) -> None:
+    # Infinite and tiny numbers take longer, and a row like another takes the same expert.
+    skeleton = build(source.config, torch.bfloat16)
+    part = Part(Span(6, 6), embed=False, head=True)
+    shard = module._random_shard(skeleton, part)
+
+    logits = shard.forward(torch.ones(1, 2, 64, dtype=torch.bfloat16), shard.new_cache())
+
+    assert logits.isfinite().all()
+    assert len(set(logits.flatten().tolist())) > 50
+
+
+def test_what_was_measured_is_remembered(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_measuring(monkeypatch)
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+    monkeypatch.setattr(module, "_layer_seconds", None)
+
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+    with pytest.raises(TypeError):
+        measure_speed(source, torch.bfloat16, tmp_path)
+
+
+def test_other_kernels_and_processors_are_measured_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_measuring(monkeypatch)
+    measure_speed(source, torch.float32, tmp_path)
+    monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+
+    with monkeypatch.context() as patch:
+        patch.setattr(meshllm, "__version__", "99.0")
+        assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "processor", lambda: ("other", "+feature"))
+        assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
+
+
+@pytest.mark.parametrize("age", [MAX_AGE_S + 1, -60.0])
+def test_a_day_later_it_is_measured_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float
+) -> None:
+    no_measuring(monkeypatch)
+    measure_speed(source, torch.float32, tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + age)
+    monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)
+
+    assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
+
+
+def test_a_damaged_record_is_measured_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_measuring(monkeypatch)
+    measure_speed(source, torch.float32, tmp_path)
+    (record,) = tmp_path.glob("*.json")
+    record.write_text('{"at_s": "now"}')
+
+    assert measure_speed(source, torch.float32, tmp_path) == KNOWN
+
+
+def test_a_share_of_what_is_free_is_given(tmp_path: Path) -> None:
+    given = memory_budget(cgroup=tmp_path)
+
+    assert 0 < given < free_memory()
+    assert memory_budget(1000, cgroup=tmp_path) == 1000
+    assert memory_budget(1 << 60, cgroup=tmp_path) < 1 << 60
+
+
+def test_the_limit_of_a_container_binds(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("600000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 100000\n")
+
+    assert memory_budget(cgroup=tmp_path) == 400_000
+    assert memory_budget(share=0.5, cgroup=tmp_path) == 250_000
+    assert memory_budget(share=0.5, cgroup=tmp_path, own=7) == 250_007
+    assert memory_budget(600_000, cgroup=tmp_path, own=7) == 500_007
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_budget(cgroup=tmp_path) > 1_000_000
+
+
+def test_a_container_that_is_full_gives_nothing(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+
+    assert memory_budget(cgroup=tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "by_steps"),
+    [
+        ("llama", torch.bfloat16, [1, 8]),
+        ("llama", torch.float32, []),
+        ("qwen3_moe", torch.bfloat16, []),
+        ("mamba", torch.bfloat16, []),
+    ],
+)
+def test_few_rows_are_timed_as_a_node_takes_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: torch.dtype,
+    by_steps: list[int],
+) -> None:
+    source = tiny_model(tmp_path, family)
+    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows) and 7.0)
+    plain = module._stock_seconds
+    monkeypatch.setattr(module, "_stock_seconds", lambda *what: dict.fromkeys(plain(*what), 5.0))
+
+    with torch.inference_mode():
+        table = module._layer_seconds(source, dtype, Quant.NONE)
+
+    assert [rows for rows, seconds in table if seconds == 7] == by_steps
+    assert {rows for rows, _ in table} > {1, 8}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"], ids=["untied", "tied"])
+def test_of_a_large_head_a_part_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    source = tiny_model(tmp_path, family)
+    text = source.config.get_text_config()
+    whole, width = text.vocab_size, text.hidden_size
+    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows) and 0.5)
+    monkeypatch.setattr(module, "_HEAD_BYTES", 8 * width * 2)
+    random_shard, heads = module._random_shard, list[int]()
+
+    def making(*what: Any, **options: Any) -> Shard:
+        shard = random_shard(*what, **options)
+        heads.append(len(shard.model.get_output_embeddings().weight))
+        return shard
+
+    monkeypatch.setattr(module, "_random_shard", making)
+
+    with torch.inference_mode():
+        seconds = module._head_seconds(source, torch.bfloat16, Quant.NONE)
+
+    assert seconds == 0.5 * whole / 8
+    assert heads == [8]
+    assert text.vocab_size == whole
+
+
+def test_one_shard_is_timed_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_model(tmp_path, "llama")
+    made: list[weakref.ref[nn.Module]] = []
+    random_shard = module._random_shard
+
+    def making(*what: Any, **options: Any) -> Shard:
+        assert [model for model in made if model() is not None] == []
+        shard = random_shard(*what, **options)
+        made.append(weakref.ref(shard.model))
+        return shard
+
+    monkeypatch.setattr(module, "_random_shard", making)
+    with torch.inference_mode():
+        module._layer_seconds(source, torch.bfloat16, Quant.NONE)
+
+    assert len(made) == 2
+
+
+def test_a_gpu_is_timed_by_its_graph(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    step = Graph.step
+
+    def counting(graph: Graph, x: Tensor, *given: Any) -> Tensor:
+        launched.append(x.shape[1])
+        return step(graph, x, *given)
+
+    monkeypatch.setattr(Graph, "step", counting)
+    with graphs_pretended(monkeypatch), torch.inference_mode():
+        table = module._step_seconds(source, torch.float32, Quant.NONE, OTHER_CPU, [1, 8])
+        assert launched.count(8) > SETTLED
+        head = module._head_seconds(source, torch.float32, Quant.NONE, OTHER_CPU)
+
+    assert list(table) == [1, 8]
+    assert all(seconds > 0 for seconds in (*table.values(), head))
