@@ -8,7 +8,7 @@ check:
     lint-imports --no-cache
     python -m meshllm.cli.manual check
     pytest --cov --cov-report=term -n 2 --dist worksteal
-    coverage report --include='meshllm/protocol/*' --fail-under=100
+    coverage report --include='meshllm/protocol/**' --fail-under=100
 
 # mend what a machine can mend
 fix:

@@ -12,14 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PLANTS = {
-    "Floors": ("meshllm/model/wire/payload.py", "import meshllm.node.worker"),
+    "Floors": ("meshllm/model/wire/payload.py", "import meshllm.node.compute.worker"),
     "Rooms of the model": ("meshllm/model/split/stubs.py", "import meshllm.model.steps.runner"),
-    "Deciding is pure": ("meshllm/protocol/stage.py", "import time"),
+    "Rooms of the protocol": (
+        "meshllm/protocol/session/blob.py",
+        "import meshllm.protocol.planning",
+    ),
+    "Rooms of the node": ("meshllm/node/net/dialer.py", "import meshllm.node.membership"),
+    "Deciding is pure": ("meshllm/protocol/session/stage.py", "import time"),
     "The model computes": ("meshllm/model/wire/payload.py", "import asyncio"),
-    "The terminal": ("meshllm/node/gauge.py", "import rich"),
+    "The terminal": ("meshllm/node/compute/gauge.py", "import rich"),
     "Typer carries": ("meshllm/cli/app.py", "import click"),
     "Plugins do not know": ("plugins/meshllm_loopback/pipe.py", "import meshllm_websocket.link"),
-    "A plugin sees": ("plugins/meshllm_loopback/pipe.py", "import meshllm.protocol.blob"),
+    "A plugin sees": ("plugins/meshllm_loopback/pipe.py", "import meshllm.protocol.session.blob"),
 }
 
 

@@ -12,7 +12,7 @@ from meshllm.api.metrics import exposition
 from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, read_body
 from meshllm.errors import MeshError
-from meshllm.node.asking import error_to_json, event_to_json, request_from_json
+from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
 from meshllm.status import SCHEMA, Invitation, to_json
 
 NDJSON = "application/x-ndjson"

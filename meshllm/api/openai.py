@@ -16,7 +16,7 @@ from starlette.routing import Route
 from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, patiently, read
 from meshllm.errors import MeshError, ModelError
-from meshllm.node.asking import error_to_json
+from meshllm.node.requests.request_json import error_to_json
 from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Sampling, Turn
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField

@@ -20,7 +20,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
-from meshllm.node.asking import REQUEST_BYTES, error_to_fields
+from meshllm.node.requests.request_json import REQUEST_BYTES, error_to_fields
 from meshllm.strict_json import build, parse
 
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from meshllm.model.files.manifest import manifest
 from meshllm.model.files.source import resolve, stored_dtype
 from meshllm.model.parity.verdict import known_verdicts
 from meshllm.names import Quant
-from meshllm.node.keyring import Keyring
-from meshllm.protocol.identity import show
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.trust.identity import show
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
 

@@ -47,7 +47,7 @@ def choose(
 @asynccontextmanager
 async def open_ticket(settings: Settings) -> AsyncIterator[Backend]:
     """Be a client of the mesh that the ticket is for; no weights are loaded."""
-    from meshllm.node.thin import open_thin
+    from meshllm.node.client import open_thin
 
     async with open_thin(settings.join or "", state_path(settings)) as mesh:
         yield mesh

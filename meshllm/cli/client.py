@@ -87,7 +87,7 @@ class NodeClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield progress, pieces, and the answer last; closing it cancels on every node."""
-        from meshllm.node.asking import event_from_json, request_to_json
+        from meshllm.node.requests.request_json import event_from_json, request_to_json
 
         async with aclosing(self._lines("/mesh/ask", request_to_json(request))) as lines:
             async for line in lines:
@@ -160,7 +160,7 @@ def _object(body: bytes) -> Fields:
 
 def _error(status: int, body: bytes) -> MeshError:
     """Make the error that the node tells of."""
-    from meshllm.node.asking import error_from_fields
+    from meshllm.node.requests.request_json import error_from_fields
 
     try:
         return error_from_fields(_object(body)["error"])

@@ -18,8 +18,8 @@ def identity(as_json: Json = False, **flags: Scalar) -> None:
     The id is the public half of a key that is made on first use and never leaves the state folder.
     stdout is the id; its short form, which is for reading only, goes to stderr.
     """
-    from meshllm.node.keyring import Keyring
-    from meshllm.protocol.identity import short, show
+    from meshllm.node.membership.state_store import Keyring
+    from meshllm.protocol.trust.identity import short, show
 
     keyring = Keyring.open(state_path(settings(flags)))
     node = keyring.key.node

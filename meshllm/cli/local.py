@@ -31,8 +31,8 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
     """Do what takes seconds, imports first, away from the event loop."""
     import_heavy()
     from meshllm.model.files.source import resolve
-    from meshllm.node.local_ring import RingOptions, open_local_ring
-    from meshllm.protocol.plan import Ends
+    from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+    from meshllm.protocol.planning.plan import Ends
 
     options = RingOptions(
         settings.nodes,
@@ -43,7 +43,7 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
     return open_local_ring(resolve(settings.model), options)
 
 
-def import_heavy(module: str = "meshllm.node.local_ring") -> None:
+def import_heavy(module: str = "meshllm.node.ring.local_ring") -> None:
     """Import what takes seconds here and now: Ctrl-C stops it in the main thread only.
 
     Modules stay, so the garbage collector need not look at them: while they are imported that

@@ -196,7 +196,7 @@ def _loading(text: str) -> Iterator[None]:
 
 def _fitting(shape: "ModelShape", free: int) -> int:
     """Count the layers, from the first on, that fit beside the ends with a session's cache."""
-    from meshllm.protocol.problem import HEADROOM_PERCENT
+    from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 
     tokens = min(CONTEXT, shape.context)
     room = free * (100 - HEADROOM_PERCENT) // 100 - shape.embed_bytes - shape.head_bytes

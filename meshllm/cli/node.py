@@ -101,8 +101,8 @@ def node(
 
 def _refuse_early(options: "NodeOptions") -> None:
     """Raise what needs no torch to be found out; the node itself looks again."""
-    from meshllm.node.keyring import Keyring
-    from meshllm.protocol.ticket import parse_ticket
+    from meshllm.node.membership.state_store import Keyring
+    from meshllm.protocol.trust.ticket import parse_ticket
 
     if options.join is not None:
         parse_ticket(options.join)

@@ -16,8 +16,8 @@ from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.cli.spec import Spec
-    from meshllm.protocol.plan import Plan, Shape
-    from meshllm.protocol.prediction import Alternative, Guessing, PredictedHop, Prediction
+    from meshllm.protocol.planning.plan import Plan, Shape
+    from meshllm.protocol.planning.prediction import Alternative, Guessing, PredictedHop, Prediction
 
 PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
 ACCEPTANCE = 0.5  # of guesses; texts that repeat themselves have more, prose has less
@@ -62,8 +62,8 @@ def plan(
         raise UserError("`--nodes` and `--spec` both name nodes", hint="leave out one of them")
     with render.Status(sys.stderr) as status:
         status.show("looking at the model")
-        from meshllm.protocol.policies import make_plan
-        from meshllm.protocol.prediction import compare, predict
+        from meshllm.protocol.planning.policies import make_plan
+        from meshllm.protocol.planning.prediction import compare, predict
 
         chosen = settings(flags)
         shape = _shape(chosen, context)
@@ -86,7 +86,7 @@ def plan(
 def _shape(chosen: Settings, context: int) -> "Shape":
     from meshllm.model.locate import find_folder
     from meshllm.model.shape import KeptShape
-    from meshllm.node.shape import plan_shape
+    from meshllm.node.ring.shape import plan_shape
 
     cache = cache_path()
     shape = KeptShape(find_folder(chosen.model), cache).read(chosen.model)
@@ -192,7 +192,7 @@ class _Outlook:
 
         It needs layers, one session's caches, and the ends.
         """
-        from meshllm.protocol.problem import room_tokens
+        from meshllm.protocol.planning.problem import room_tokens
 
         rooms = room_tokens(self.plan, self.spec.offers, self.shape)
         caches = [each * self.shape.context for each in self.shape.kv_bytes_per_token]

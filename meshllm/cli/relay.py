@@ -158,7 +158,7 @@ def _place(text: str) -> tuple[str | None, int]:
 
 
 def _judge(nodes: list[str] | None) -> Callable[[bytes], bool]:
-    from meshllm.protocol.identity import parse_node
+    from meshllm.protocol.trust.identity import parse_node
 
     if not nodes:
         return lambda _: True

@@ -29,7 +29,7 @@ from typing import Any
 
 from meshllm.errors import UserError
 from meshllm.names import NODE_ID_BYTES, NodeId
-from meshllm.protocol.plan import Links, Offer, Shape, Wire
+from meshllm.protocol.planning.plan import Links, Offer, Shape, Wire
 
 MAX_NODES = 64
 MAX_BYTES = 1 << 20  # of a file

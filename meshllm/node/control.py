@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass, replace
 
 from meshllm.errors import MeshError, UserError
 from meshllm.names import NodeId
-from meshllm.node.desk import Counts
 from meshllm.node.founding import find_node
-from meshllm.node.memory import measure
 from meshllm.node.node import MeshNode
+from meshllm.node.requests.router import Counts
+from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView
-from meshllm.protocol.credential import Removal, Role, remove
-from meshllm.protocol.identity import NodeKey, short, show
-from meshllm.protocol.plan import Plan
-from meshllm.protocol.prediction import predict
-from meshllm.protocol.problem import room_tokens
-from meshllm.protocol.records import Lifecycle, Profile, State
+from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.prediction import predict
+from meshllm.protocol.planning.problem import room_tokens
+from meshllm.protocol.trust.credential import Removal, Role, remove
+from meshllm.protocol.trust.identity import NodeKey, short, show
 from meshllm.request import Event, Request
 from meshllm.status import (
     Change,

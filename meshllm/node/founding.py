@@ -7,12 +7,12 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model.shape import ModelShape
 from meshllm.names import Digest, NodeId, Quant
 from meshllm.node.options import NodeOptions
-from meshllm.node.shape import CONTEXT, plan_shape
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.identity import parse_node, show
-from meshllm.protocol.messages import DType
-from meshllm.protocol.policies import find_policy
-from meshllm.protocol.records import Profile
+from meshllm.node.ring.shape import CONTEXT, plan_shape
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.planning.policies import find_policy
+from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.identity import parse_node, show
 
 SHORT_LETTERS = 7  # of an id, as it is shown in short
 

@@ -23,36 +23,36 @@ from meshllm import __version__
 from meshllm.config import cache_path
 from meshllm.errors import MeshError, NotAuthorised, OutOfMemory
 from meshllm.names import MeshId, NodeId
-from meshllm.node.beacon import Beacon, open_beacon
-from meshllm.node.desk import Desk
+from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.founding import amend, names_in, resolve_names
-from meshllm.node.gate import Gate
-from meshllm.node.joining import Membership, enter
-from meshllm.node.keyring import Keyring
-from meshllm.node.links import Links
+from meshllm.node.membership.admission import Gate
+from meshllm.node.membership.bootstrap import Membership, enter
+from meshllm.node.membership.recollection import Memory, read_back, write_down
+from meshllm.node.membership.state_store import Keyring
+from meshllm.node.net.beacon import Beacon, open_beacon
+from meshllm.node.net.dialer import Caller
+from meshllm.node.net.endpoints import Place, open_place
+from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
-from meshllm.node.place import Place, open_place
 from meshllm.node.planner import Planner
 from meshllm.node.preparation import Preparation
-from meshllm.node.reach import Caller
-from meshllm.node.recollection import Memory, read_back, write_down
-from meshllm.node.secure import SecureLink
+from meshllm.node.requests.router import Desk
 from meshllm.node.standing import Standing
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView
-from meshllm.node.worker import Worker, compute_thread
-from meshllm.protocol.agreement import Agreement
-from meshllm.protocol.candidates import View
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.credential import Removal, Role, check
-from meshllm.protocol.handshake import Own
-from meshllm.protocol.identity import short
-from meshllm.protocol.mesh import Mesh
-from meshllm.protocol.meshwire import Talk, Why
-from meshllm.protocol.plan import Plan
-from meshllm.protocol.records import MAX_LABEL_BYTES, Profile
-from meshllm.protocol.twin import Twin
+from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
+from meshllm.protocol.membership.twin import Twin
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.trust.credential import Removal, Role, check
+from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.identity import short
 from meshllm.transport.contract import Transport
 
 __all__ = ["MeshNode", "NodeOptions", "open_node"]

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshllm.names import Quant, Span, WireMode
-from meshllm.protocol.drafting import Drafting
-from meshllm.protocol.lookahead import MAX_DEPTH
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.window import MAX_DEPTH
 
 
 @dataclass(frozen=True, slots=True)

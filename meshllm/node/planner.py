@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 
 from meshllm.node.offloop import OffLoop
-from meshllm.protocol.advice import advise
-from meshllm.protocol.agreement import Agreement, agree
-from meshllm.protocol.candidates import View
+from meshllm.protocol.agreement.advice import advise
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.candidates import View
 
 QUIET_S = 0.5  # s without a new agreement until advice is computed for one
 

@@ -12,12 +12,12 @@ from meshllm.model.files.source import Source, resolve
 from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest
+from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter, refuse_other
-from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.options import InferenceConfig, NodeOptions
-from meshllm.node.worker import Worker
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.records import Profile
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Profile
 
 RUNTIME_BYTES = 256 << 20  # that a process comes to take once it serves, whatever the model
 FIRST_MODEL = "builtin"  # of a mesh whose founder names none

@@ -16,20 +16,20 @@ from contextvars import copy_context
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import NodeId
-from meshllm.node.entry import EntryNode
-from meshllm.node.generate import RingBackend
-from meshllm.node.links import Links
-from meshllm.node.model_runtime import ModelRuntime
-from meshllm.node.runtime import RingRuntime
-from meshllm.node.secure import SecureLink
-from meshllm.node.stage import StageNode
-from meshllm.protocol.agreement import Agreement
-from meshllm.protocol.chunking import RingTimes, ring_times
-from meshllm.protocol.identity import short
-from meshllm.protocol.mesh import Mesh
-from meshllm.protocol.plan import Plan
-from meshllm.protocol.problem import kv_rooms
-from meshllm.protocol.records import Lifecycle, State
+from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.secure import SecureLink
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.runtime import RingRuntime
+from meshllm.node.session.entry import EntryNode
+from meshllm.node.session.stage import StageNode
+from meshllm.node.session.text import RingBackend
+from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import Lifecycle, State
+from meshllm.protocol.planning.chunking import RingTimes, ring_times
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.problem import kv_rooms
+from meshllm.protocol.trust.identity import short
 from meshllm.request import Backend
 
 CALM_S = 1.0  # s without a request, after which an entry lets the plan change

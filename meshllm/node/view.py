@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshllm.names import MeshId, NodeId
-from meshllm.node.desk import Counts
-from meshllm.protocol.agreement import Agreement
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.credential import Role
-from meshllm.protocol.plan import Plan
-from meshllm.protocol.records import Profile, State
+from meshllm.node.requests.router import Counts
+from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Profile, State
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.trust.credential import Role
 from meshllm.transport.contract import LinkStatistics, Network
 
 

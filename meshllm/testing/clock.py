@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 from unittest.mock import patch
 
-from meshllm.node import worker
+from meshllm.node.compute import worker
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from meshllm.model.steps.replay import SETTLED
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import InvariantSteps, ReplayedSteps, Steps
 from meshllm.names import Quant, Span
-from meshllm.protocol.lookahead import STEPS
+from meshllm.protocol.drafting.window import STEPS
 from meshllm.testing.table1 import TRANSFORMERS
 
 CONTEXT = 128  # tokens of each session before the first one that is decoded

@@ -13,7 +13,7 @@ import httpx2
 from meshllm.api.unix import SOCKET
 from meshllm.errors import MeshError, TimedOut
 from meshllm.names import Quant
-from meshllm.node.asking import event_from_json, request_to_json
+from meshllm.node.requests.request_json import event_from_json, request_to_json
 from meshllm.request import Answer, Request
 from meshllm.status import MeshStatus, RingState, from_json
 

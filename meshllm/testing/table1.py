@@ -27,9 +27,9 @@ from meshllm.model.locate import BUILTIN
 from meshllm.model.split.skeleton import quiet
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import Quant
-from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.compute.worker import compute_thread
 from meshllm.node.options import InferenceConfig
-from meshllm.node.worker import compute_thread
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.request import Request, Sampling
 from meshllm.testing.fleet import Fleet, open_fleet
 

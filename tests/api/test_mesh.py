@@ -18,7 +18,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
-from meshllm.node.asking import REQUEST_BYTES, event_from_json, request_to_json
+from meshllm.node.requests.request_json import REQUEST_BYTES, event_from_json, request_to_json
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from meshllm.status import Change, MeshStatus, RingStatus, from_json, to_json
 from tests.api.fake_node import CHANGE, FakeNode

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from meshllm.node.gauge import Measured
-from meshllm.node.local_ring import LocalRing
-from meshllm.node.session import Ended, Order, Token
+from meshllm.node.compute.gauge import Measured
+from meshllm.node.ring.local_ring import LocalRing
+from meshllm.node.session.generation import Ended, Order, Token
 from meshllm.request import Sampling
 
 

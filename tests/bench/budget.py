@@ -10,9 +10,9 @@ from itertools import product
 import torch
 
 from meshllm.model.files.source import Source, resolve
-from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.protocol.plan import Ends
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.protocol.planning.plan import Ends
 from meshllm.request import Sampling
 from meshllm.testing.counting import CountingTransport
 from meshllm.testing.table1 import random_model

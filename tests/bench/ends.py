@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from meshllm.node.secure import secure_accept, secure_dial
-from meshllm.protocol.credential import Credential, found
-from meshllm.protocol.handshake import Own, Purpose
-from meshllm.protocol.identity import NodeKey
-from meshllm.protocol.ticket import TicketProof
+from meshllm.node.net.secure import secure_accept, secure_dial
+from meshllm.protocol.trust.credential import Credential, found
+from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.identity import NodeKey
+from meshllm.protocol.trust.ticket import TicketProof
 from meshllm.transport.contract import Buffer, Identified, Link, Transport
 from meshllm.transport.registry import Registry
 

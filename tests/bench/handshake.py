@@ -16,8 +16,8 @@ from random import Random
 from time import perf_counter
 
 from meshllm.errors import NotAuthorised, PeerFault
-from meshllm.protocol.handshake import Dialer, Listener, Own, State
-from meshllm.protocol.transcript import HAIL_BYTES, Fresh, Side, Transcript
+from meshllm.protocol.trust.handshake import Dialer, Listener, Own, State
+from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Side, Transcript
 from tests.bench.report import Report, parser_of
 from tests.protocol.members import (
     AS_JOINER,

@@ -24,11 +24,11 @@ import torch
 
 from meshllm.model.files.source import Source, open_folder
 from meshllm.names import WireMode
-from meshllm.node.gauge import Measured
-from meshllm.node.local_ring import RingOptions, open_local_ring
+from meshllm.node.compute.gauge import Measured
 from meshllm.node.options import InferenceConfig
-from meshllm.protocol.drafting import Drafter
-from meshllm.protocol.speculation import Speculation
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.protocol.drafting.drafter import Drafter
+from meshllm.protocol.session.speculation import Speculation
 from meshllm.testing.oracle import Oracle
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape

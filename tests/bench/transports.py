@@ -2,12 +2,12 @@
 
 ``python -m tests.bench.transports [--transport NAME]... [--json FILE]``
 
-``NAME+secure`` is a transport under `meshllm.node.secure`. Both ends run in one event loop of one
-process, for every row alike. ``tcp`` is the least that asyncio can do for messages over 127.0.0.1:
-a length and a `BufferedProtocol`, no channels and no limits. The transports take turns, so that a
-busy machine slows all of them: compare the ratios, each the median of those of the rounds. Where
-the machine can, the ends are then put at a slow line, see `tests.bench.far`. The command fails when
-a row misses what `TARGETS` asks of it, or `far.TARGET_MS`.
+``NAME+secure`` is a transport under `meshllm.node.net.secure`. Both ends run in one event loop of
+one process, for every row alike. ``tcp`` is the least that asyncio can do for messages over
+127.0.0.1: a length and a `BufferedProtocol`, no channels and no limits. The transports take turns,
+so that a busy machine slows all of them: compare the ratios, each the median of those of the
+rounds. Where the machine can, the ends are then put at a slow line, see `tests.bench.far`. The
+command fails when a row misses what `TARGETS` asks of it, or `far.TARGET_MS`.
 """
 
 import asyncio

@@ -30,13 +30,13 @@ from meshllm.model.files.source import Source, open_folder
 from meshllm.model.timing import measure_speed
 from meshllm.model.wire.int8 import packed_size
 from meshllm.names import Quant, WireMode
-from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.node.shape import plan_shape
-from meshllm.protocol.chunking import RingTimes, ring_times
-from meshllm.protocol.compression import PACKED, pays
-from meshllm.protocol.pace import Pace
-from meshllm.protocol.plan import Links, Offer, Wire
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.ring.shape import plan_shape
+from meshllm.protocol.planning.chunking import RingTimes, ring_times
+from meshllm.protocol.planning.plan import Links, Offer, Wire
+from meshllm.protocol.session.compression import PACKED, pays
+from meshllm.protocol.session.pace import Pace
 from meshllm.request import Sampling
 from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape

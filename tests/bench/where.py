@@ -24,10 +24,10 @@ import torch
 
 from meshllm.model.files.source import open_folder
 from meshllm.names import SESSION_ID_BYTES, Quant, SessionId
-from meshllm.node.worker import Worker, compute_thread
-from meshllm.protocol.blob import check, seal, session_key
-from meshllm.protocol.cipher import KEY_BYTES, Seal, Unseal
-from meshllm.protocol.messages import DType
+from meshllm.node.compute.worker import Worker, compute_thread
+from meshllm.protocol.session.blob import check, seal, session_key
+from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.cipher import KEY_BYTES, Seal, Unseal
 from meshllm.request import Answer, Request
 from meshllm.testing.fleet import Fleet, open_fleet
 from meshllm.testing.table1 import DIMENSIONS, WORD, random_model

@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from meshllm.names import NodeId
-from meshllm.node.desk import Counts
+from meshllm.node.requests.router import Counts
 from meshllm.node.view import LinkView, NodeView
-from meshllm.protocol.credential import Role
-from meshllm.protocol.identity import NodeKey
-from meshllm.protocol.plan import Plan
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm.transport.contract import LinkStatistics, Network
 from tests.protocol.members import FOUNDED
 from tests.protocol.meshes import World, profile

@@ -6,8 +6,8 @@ import torch
 
 from meshllm.model.files.source import resolve
 from meshllm.names import Quant, WireMode
-from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.request import Sampling
 from tests.bench.quality import NODES, WIRE, Speaker
 from tests.builtin.score import Case, load

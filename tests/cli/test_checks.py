@@ -11,8 +11,8 @@ from meshllm.config import Settings
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.model import device
 from meshllm.model.parity.verdict import known_verdicts
-from meshllm.node.keyring import Keyring
-from meshllm.protocol.identity import show
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.trust.identity import show
 from meshllm.status import NodeState
 from meshllm.transport.registry import Registry
 from tests.builders.status import status_of, waiting, with_link, with_node

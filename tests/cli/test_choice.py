@@ -153,9 +153,9 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
         opened.append((ticket, state))
         yield FakeRing()
 
-    module = ModuleType("meshllm.node.thin")
+    module = ModuleType("meshllm.node.client")
     module.open_thin = open_thin  # type: ignore[attr-defined]  # a module made here
-    monkeypatch.setitem(sys.modules, "meshllm.node.thin", module)
+    monkeypatch.setitem(sys.modules, "meshllm.node.client", module)
     return opened
 
 

@@ -2,8 +2,8 @@ import json
 import stat
 from pathlib import Path
 
-from meshllm.node.keyring import Keyring
-from meshllm.protocol.identity import parse_node, short, show
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.trust.identity import parse_node, short, show
 from tests.cli.conftest import Invoke
 
 

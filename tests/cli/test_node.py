@@ -25,8 +25,8 @@ from meshllm.log import setup
 from meshllm.model import device
 from meshllm.names import NodeId, Span, WireMode
 from meshllm.node.options import InferenceConfig, NodeOptions
-from meshllm.protocol.credential import Role
-from meshllm.protocol.ticket import Ticket
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.ticket import Ticket
 from meshllm.status import MeshStatus
 from meshllm.testing.clock import run_virtual
 from tests.builders.status import status_of, waiting

@@ -15,7 +15,7 @@ import pytest
 
 from meshllm.cli import relay
 from meshllm.cli.manual import generate
-from meshllm.protocol.identity import NodeKey, show
+from meshllm.protocol.trust.identity import NodeKey, show
 from meshllm_quic import relay_server
 from meshllm_quic.address import RELAY_PORT
 from meshllm_quic.relay import Limits, Refusal, Statistics

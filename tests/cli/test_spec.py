@@ -4,8 +4,8 @@ import pytest
 
 from meshllm.cli.spec import LAN_S, MAX_BYTES, MAX_NODES, MEMORY_BYTES_PER_S, parse_spec, read_spec
 from meshllm.errors import UserError
-from meshllm.protocol.plan import Shape
-from meshllm.protocol.policies import make_plan
+from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.planning.policies import make_plan
 
 GIB = 1 << 30
 SHAPE = Shape("tiny", (2 * GIB,) * 4, (0,) * 4, GIB, 0, True, 1024, 2, 100)

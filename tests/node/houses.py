@@ -7,16 +7,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from meshllm.names import NodeId
-from meshllm.node.gate import Gate
-from meshllm.node.keyring import Keyring
-from meshllm.node.links import Links
-from meshllm.node.reach import Caller
-from meshllm.node.secure import SecureLink
-from meshllm.protocol.credential import Credential, Role, issue
-from meshllm.protocol.handshake import Own
-from meshllm.protocol.mesh import Mesh
-from meshllm.protocol.meshwire import Talk, Why
-from meshllm.protocol.records import Lifecycle, Profile, State
+from meshllm.node.membership.admission import Gate
+from meshllm.node.membership.state_store import Keyring
+from meshllm.node.net.dialer import Caller
+from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.secure import SecureLink
+from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.trust.credential import Credential, Role, issue
+from meshllm.protocol.trust.handshake import Own
 from meshllm.transport.contract import Transport
 
 

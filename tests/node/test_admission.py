@@ -11,11 +11,11 @@ import pytest
 from meshllm.errors import Busy, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.split.kv_cache import GrowingLayer
-from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.model_runtime import ModelRuntime
 from meshllm.node.options import InferenceConfig
-from meshllm.protocol import admission
-from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.protocol.kv_cache import admission
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
 

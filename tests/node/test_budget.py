@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshllm.model.files.source import resolve
-from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.protocol.plan import Ends
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.protocol.planning.plan import Ends
 from meshllm.request import Sampling
 from meshllm.testing.counting import CountingTransport
 from meshllm.transport.contract import Channel

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from meshllm.model.files.source import Source, resolve
-from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
-from meshllm.node.session import Order, Token
-from meshllm.node.worker import Worker
-from meshllm.protocol.chunking import usual_pace
-from meshllm.protocol.pace import Pace
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session.generation import Order, Token
+from meshllm.protocol.planning.chunking import usual_pace
+from meshllm.protocol.session.pace import Pace
 from meshllm.request import Prefilled, Sampling
 from meshllm.testing.models import tiny_model
 

@@ -11,10 +11,10 @@ import pytest
 from meshllm.errors import MeshError, UserError
 from meshllm.names import NodeId
 from meshllm.node.control import MAX_LASTS_S, NodeControl
-from meshllm.node.desk import Counts
-from meshllm.protocol.credential import Removal, Role
-from meshllm.protocol.identity import short, show
-from meshllm.protocol.records import Lifecycle
+from meshllm.node.requests.router import Counts
+from meshllm.protocol.membership.records import Lifecycle
+from meshllm.protocol.trust.credential import Removal, Role
+from meshllm.protocol.trust.identity import short, show
 from meshllm.request import Event, Piece, Request
 from meshllm.status import (
     Change,

@@ -15,15 +15,15 @@ from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.load import load_shard
 from meshllm.model.timing import measure_speed
 from meshllm.names import NodeId, Quant, Span
-from meshllm.node import model_runtime
 from meshllm.node import preparation as preparation_module
-from meshllm.node.local_ring import RingOptions, open_local_ring
-from meshllm.node.model_runtime import ModelRuntime
+from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
-from meshllm.node.worker import Worker
-from meshllm.protocol.plan import Ends, Plan, Stage
-from meshllm.protocol.records import Profile
+from meshllm.node.ring import model_runtime
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.planning.plan import Ends, Plan, Stage
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor
 from tests.model.gpu import GPU, ONCE, OTHER_CPU, graphs_pretended, needs_gpu, pretended
@@ -192,6 +192,6 @@ async def test_a_ring_may_be_part_gpu(
         device = torch.device("cuda", 0) if rank in on_gpu else CPU
         return load_shard(source, span, **options | {"device": device})
 
-    monkeypatch.setattr("meshllm.node.model_runtime.load_shard", loading)
+    monkeypatch.setattr("meshllm.node.ring.model_runtime.load_shard", loading)
 
     assert await write(source) == expected

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from meshllm.errors import ModelError
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
-from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.node.session import Ended, Order, Token
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.node.session.generation import Ended, Order, Token
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model

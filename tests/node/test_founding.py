@@ -19,10 +19,10 @@ from meshllm.node.founding import (
     resolve_names,
 )
 from meshllm.node.options import NodeOptions
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.identity import NodeKey, show
-from meshllm.protocol.messages import DType
-from meshllm.protocol.records import Profile
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.identity import NodeKey, show
 from tests.node.wishes import node_options
 from tests.protocol.meshes import CONFIG, charter
 

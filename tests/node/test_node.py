@@ -16,17 +16,17 @@ from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.files.source import resolve
 from meshllm.names import Span
 from meshllm.node import node as node_module
+from meshllm.node.client import open_thin
+from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
-from meshllm.node.local_ring import RingOptions, open_local_ring
-from meshllm.node.model_runtime import LoadedSpan, ModelRuntime
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
-from meshllm.node.thin import open_thin
-from meshllm.node.worker import Worker, compute_thread
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.credential import Role
-from meshllm.protocol.records import Profile
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.trust.credential import Role
 from meshllm.request import Answer, Piece, Request
 from meshllm.status import RingState
 from meshllm.transport.contract import Listener

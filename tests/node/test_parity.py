@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshllm.model.files.source import Source, resolve
-from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.request import Sampling
 
 HELDOUT = Path(__file__).parents[1] / "builtin" / "heldout.toml"

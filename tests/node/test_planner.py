@@ -9,10 +9,10 @@ import pytest
 
 from meshllm.node import planner as module
 from meshllm.node.planner import Planner
-from meshllm.protocol.advice import advise
-from meshllm.protocol.agreement import Agreement, agree
-from meshllm.protocol.candidates import View
-from meshllm.protocol.identity import NodeKey
+from meshllm.protocol.agreement.advice import advise
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
 from tests.protocol.meshes import World, profile
 

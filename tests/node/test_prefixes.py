@@ -12,10 +12,10 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.names import SessionId
-from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.node.session import Ended, Order, Token
-from meshllm.protocol.messages import Close, Data, Resume
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.protocol.session.messages import Close, Data, Resume
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.counting import CountingTransport
 from meshllm.testing.models import tiny_model

@@ -12,11 +12,11 @@ from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
 from meshllm.model.shape import process_memory
 from meshllm.names import Digest, Span, WireMode
-from meshllm.node import model_runtime
+from meshllm.node.compute.worker import Worker
 from meshllm.node.preparation import Preparation
-from meshllm.node.worker import Worker
-from meshllm.protocol.messages import DType
-from meshllm.protocol.records import ENDS, Profile
+from meshllm.node.ring import model_runtime
+from meshllm.protocol.membership.records import ENDS, Profile
+from meshllm.protocol.session.messages import DType
 from meshllm.testing.clock import InlineExecutor
 from meshllm.testing.models import tiny_model
 from tests.node.wishes import node_options

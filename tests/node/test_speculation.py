@@ -13,11 +13,11 @@ from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
-from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.node.session import Ended, Order
-from meshllm.protocol.drafting import Drafting
-from meshllm.protocol.lookahead import STEPS
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.node.session.generation import Ended, Order
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.window import STEPS
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
-from meshllm.node.generate import RingBackend
+from meshllm.node.session.text import RingBackend
 from meshllm.node.standing import CALM_S, FORM_S, Standing
-from meshllm.protocol.agreement import Agreement
-from meshllm.protocol.chunking import ring_times
-from meshllm.protocol.identity import short
-from meshllm.protocol.plan import Plan
-from meshllm.protocol.records import Lifecycle, State
+from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.membership.records import Lifecycle, State
+from meshllm.protocol.planning.chunking import ring_times
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.trust.identity import short
 from meshllm.testing.clock import run_virtual
 from tests.protocol.meshes import World, charter, profile
 from tests.protocol.nodes import A, B, C

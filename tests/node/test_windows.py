@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from meshllm.model.files.source import Source
-from meshllm.node.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.options import InferenceConfig
-from meshllm.node.session import Ahead, Ended, Generation, Order, Token
-from meshllm.node.stopwatch import Stopwatch
-from meshllm.protocol.drafting import Drafting
-from meshllm.protocol.lookahead import DEPTHS, GUESSES, Lookahead, Window
-from meshllm.protocol.messages import Blob
-from meshllm.protocol.task import Embed
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session.generation import Ahead, Ended, Generation, Order, Token
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.window import DEPTHS, GUESSES, Lookahead, Window
+from meshllm.protocol.session.actions import Embed
+from meshllm.protocol.session.messages import Blob
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model

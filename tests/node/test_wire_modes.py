@@ -13,10 +13,10 @@ from meshllm.model.files.source import Source, resolve
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.runner import Runner
 from meshllm.names import WireMode
-from meshllm.node.local_ring import RingOptions, open_local_ring
 from meshllm.node.options import InferenceConfig
-from meshllm.protocol.drafting import Drafting
-from meshllm.protocol.link import MEASURE
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.session.link import MEASURE
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.counting import CountingTransport

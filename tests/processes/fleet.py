@@ -18,8 +18,8 @@ from typing import Any, Self
 import httpx2
 
 from meshllm.api.unix import SOCKET, is_answered
-from meshllm.node.keyring import Keyring
-from meshllm.protocol.credential import Role
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.trust.credential import Role
 
 WAIT_S = 60.0  # for what takes seconds on an idle machine
 POLL_S = 0.1

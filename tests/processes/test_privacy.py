@@ -13,12 +13,12 @@ import pytest
 
 from meshllm import __version__
 from meshllm.errors import LinkLost
-from meshllm.node.beacon import Code
-from meshllm.node.keyring import Keyring
-from meshllm.node.secure import HungUp, secure_dial
-from meshllm.protocol.credential import Role, found
-from meshllm.protocol.handshake import Own, Purpose
-from meshllm.protocol.identity import NodeKey, parse_node, short, show
+from meshllm.node.membership.state_store import Keyring
+from meshllm.node.net.beacon import Code
+from meshllm.node.net.secure import HungUp, secure_dial
+from meshllm.protocol.trust.credential import Role, found
+from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.identity import NodeKey, parse_node, short, show
 from meshllm_websocket import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, open_fleet, until
 

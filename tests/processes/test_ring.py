@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.node.keyring import Keyring
+from meshllm.node.membership.state_store import Keyring
 from tests.processes.conftest import QUESTION, Answers
 from tests.processes.fleet import MESHLLM, Fleet, ask, environment, meshllm
 
@@ -44,7 +44,7 @@ def test_a_client_with_a_ticket_asks_and_loads_no_torch(
 
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.stdout == answers[QUESTION], done.stderr
-    assert "meshllm.node.thin" in imported
+    assert "meshllm.node.client" in imported
     assert not {"torch", "transformers", "numpy"} & imported
 
 

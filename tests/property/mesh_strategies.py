@@ -3,9 +3,8 @@
 from hypothesis import strategies as st
 
 from meshllm.names import Digest, Quant, Span
-from meshllm.protocol.charter import MAX_VERSION, Amendments, Charter, Term
-from meshllm.protocol.gossip import Entry, Item, Kind, Slot
-from meshllm.protocol.meshwire import (
+from meshllm.protocol.membership.charter import MAX_VERSION, Amendments, Charter, Term
+from meshllm.protocol.membership.codec import (
     MAX_HELD_US,
     MAX_WALL_MS,
     Ask,
@@ -20,10 +19,8 @@ from meshllm.protocol.meshwire import (
     Want,
     Why,
 )
-from meshllm.protocol.messages import DType
-from meshllm.protocol.plan import MAX_SECONDS, Ends, Shape
-from meshllm.protocol.policies import POLICIES
-from meshllm.protocol.records import (
+from meshllm.protocol.membership.gossip import Entry, Item, Kind, Slot
+from meshllm.protocol.membership.records import (
     MAX_ADDRESSES,
     MAX_BYTES,
     MAX_LAYERS,
@@ -33,6 +30,9 @@ from meshllm.protocol.records import (
     Profile,
     State,
 )
+from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Shape
+from meshllm.protocol.planning.policies import POLICIES
+from meshllm.protocol.session.messages import DType
 from tests.property.strategies import digests, nodes, u64
 
 labels = st.text(max_size=16)  # of four bytes each at most

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
 from meshllm.names import Digest, NodeId, SessionId
-from meshllm.protocol.blob import MAX_DIMS, seal, session_key
-from meshllm.protocol.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT
-from meshllm.protocol.messages import (
+from meshllm.protocol.session.blob import MAX_DIMS, seal, session_key
+from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT
+from meshllm.protocol.session.messages import (
     Beat,
     Blob,
     Cancel,

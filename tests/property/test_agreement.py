@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId, Span
-from meshllm.protocol.advice import advise
-from meshllm.protocol.agreement import Agreement, agree
-from meshllm.protocol.candidates import View
-from meshllm.protocol.plan import Ends, Plan
-from meshllm.protocol.policies import POLICIES
-from meshllm.protocol.records import Profile
+from meshllm.protocol.agreement.advice import advise
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.planning.plan import Ends, Plan
+from meshllm.protocol.planning.policies import POLICIES
 from tests.property import strategies
 from tests.protocol.meshes import World, charter, profile, weights
 from tests.protocol.nodes import A, B, C, D

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
-from meshllm.protocol.charter import Amendments
-from meshllm.protocol.gossip import Item
-from meshllm.protocol.mesh import Mesh
-from meshllm.protocol.meshactions import Drop
-from meshllm.protocol.meshwire import Items, Message, Unknown, Why, decode, encode
-from meshllm.protocol.records import Lifecycle, Profile, State
+from meshllm.protocol.membership.actions import Drop
+from meshllm.protocol.membership.charter import Amendments
+from meshllm.protocol.membership.codec import Items, Message, Unknown, Why, decode, encode
+from meshllm.protocol.membership.gossip import Item
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import Lifecycle, Profile, State
 from tests.property.mesh_strategies import amendments, mesh_messages, profiles, states
 from tests.protocol.people import (
     CHARTER,

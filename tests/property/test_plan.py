@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from meshllm.errors import ModelError, UserError
 from meshllm.names import NodeId
-from meshllm.protocol.plan import Ends, Links, Offer, Plan, Shape, Terms
-from meshllm.protocol.policies import POLICIES, SLACK, WORTH, make_plan
-from meshllm.protocol.prediction import predict
+from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Shape, Terms
+from meshllm.protocol.planning.policies import POLICIES, SLACK, WORTH, make_plan
+from meshllm.protocol.planning.prediction import predict
 from tests.property import strategies
 from tests.protocol.nodes import apart, model, offer
 

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from meshllm.errors import IntegrityFault, PeerFault
 from meshllm.names import SessionId
-from meshllm.protocol import task as tasks
-from meshllm.protocol.blob import check, seal, session_key
-from meshllm.protocol.codec import decode, encode, size
-from meshllm.protocol.entry import Entry
-from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
-from meshllm.protocol.messages import (
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.prefix_index import Shelf
+from meshllm.protocol.session import actions as tasks
+from meshllm.protocol.session.actions import Closed, Done, Embed, Failed, Pick, Task
+from meshllm.protocol.session.blob import check, seal, session_key
+from meshllm.protocol.session.codec import decode, encode, size
+from meshllm.protocol.session.entry import Entry
+from meshllm.protocol.session.messages import (
     PROTOCOL_VERSION,
     Blob,
     Data,
@@ -25,10 +27,8 @@ from meshllm.protocol.messages import (
     Spent,
     Unknown,
 )
-from meshllm.protocol.pace import Pace
-from meshllm.protocol.shelf import Shelf
-from meshllm.protocol.stage import Action, Adopt, Compute, Free, Keep, Stage
-from meshllm.protocol.task import Closed, Done, Embed, Failed, Pick, Task
+from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage
 from tests.property.strategies import data, few_messages, messages, sessions
 
 pytestmark = pytest.mark.property

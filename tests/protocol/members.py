@@ -4,11 +4,19 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from meshllm.names import NodeId
-from meshllm.protocol.credential import Removals, Role, found, issue
-from meshllm.protocol.handshake import Dialer, Established, Judge, Listener, Own, Purpose, Send
-from meshllm.protocol.identity import NodeKey
-from meshllm.protocol.ticket import Ticket
-from meshllm.protocol.transcript import Fresh
+from meshllm.protocol.trust.credential import Removals, Role, found, issue
+from meshllm.protocol.trust.handshake import (
+    Dialer,
+    Established,
+    Judge,
+    Listener,
+    Own,
+    Purpose,
+    Send,
+)
+from meshllm.protocol.trust.identity import NodeKey
+from meshllm.protocol.trust.ticket import Ticket
+from meshllm.protocol.trust.transcript import Fresh
 from tests.protocol import handshake_vectors as vectors
 
 NOW = 1_800_000_000

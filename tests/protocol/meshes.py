@@ -4,12 +4,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshllm.names import Digest, NodeId, Span
-from meshllm.protocol.agreement import Agreement, agree
-from meshllm.protocol.candidates import View
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.messages import DType
-from meshllm.protocol.plan import Plan
-from meshllm.protocol.records import ENDS, Lifecycle, Profile, State
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import ENDS, Lifecycle, Profile, State
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.session.messages import DType
 from tests.protocol.nodes import model
 
 CONFIG = Digest(b"c" * 32)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from meshllm.names import NodeId
-from meshllm.protocol.plan import Links, Offer, Plan, Shape, Wire
+from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Wire
 
 A, B, C, D = (NodeId(name * 32) for name in (b"a", b"b", b"c", b"d"))
 

@@ -3,14 +3,14 @@
 from blake3 import blake3
 
 from meshllm.names import Digest, MeshId, NodeId
-from meshllm.protocol.census import Record, slot_of
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.credential import Credential, Role, found, issue
-from meshllm.protocol.gossip import Item, Kind
-from meshllm.protocol.identity import NodeKey
-from meshllm.protocol.messages import DType
-from meshllm.protocol.plan import Shape
-from meshllm.protocol.records import Lifecycle, Profile, State
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.gossip import Item, Kind
+from meshllm.protocol.membership.record_store import Record, slot_of
+from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.credential import Credential, Role, found, issue
+from meshllm.protocol.trust.identity import NodeKey
 
 WALL = 1_800_000_000.0  # s: the time of day
 DAY = 86_400

@@ -11,10 +11,10 @@ from blake3 import blake3
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.gate import Gate
-from meshllm.protocol.credential import Credential, Removals, check
-from meshllm.protocol.handshake import Purpose
-from meshllm.protocol.ticket import TicketProof, parse_ticket
+from meshllm.node.membership.admission import Gate
+from meshllm.protocol.trust.credential import Credential, Removals, check
+from meshllm.protocol.trust.handshake import Purpose
+from meshllm.protocol.trust.ticket import TicketProof, parse_ticket
 from tests.simulation.faulty import address_of
 from tests.simulation.machines import time_of_day
 from tests.simulation.mesh_world import member

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from meshllm.protocol.records import State
+from meshllm.protocol.membership.records import State
 from tests.simulation.mesh_world import Network, Node, World, disagreement, remembered_signatures
 
 BOUND = 90.0  # s from the last fault to agreement: two dials at the longest pause, and some

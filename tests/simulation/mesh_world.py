@@ -16,15 +16,15 @@ from unittest.mock import patch
 from blake3 import blake3
 
 from meshllm.names import Digest, NodeId
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.credential import Credential, Role, found, issue, remove
-from meshllm.protocol.identity import NodeKey, verify
-from meshllm.protocol.mesh import Mesh
-from meshllm.protocol.meshactions import Action, Changed, Dial, Drop, Parted, Send
-from meshllm.protocol.meshwire import Bye, decode, encode
-from meshllm.protocol.messages import DType
-from meshllm.protocol.plan import Shape
-from meshllm.protocol.records import DIGEST_PART_BYTES, ENDS, Lifecycle, Profile, State
+from meshllm.protocol.membership.actions import Action, Changed, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.codec import Bye, decode, encode
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Lifecycle, Profile, State
+from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
+from meshllm.protocol.trust.identity import NodeKey, verify
 
 MOST = 6  # nodes
 TERMS: dict[str, tuple[Any, ...]] = {
@@ -55,8 +55,8 @@ def member(number: int) -> tuple[NodeKey, Credential]:
 def remembered_signatures() -> Iterator[None]:
     """Verify each signature once, not once on each node: the time goes into schedules."""
     with (
-        patch("meshllm.protocol.gossip.verify", lru_cache(8192)(verify)),
-        patch("meshllm.protocol.credential.verify", lru_cache(8192)(verify)),
+        patch("meshllm.protocol.membership.gossip.verify", lru_cache(8192)(verify)),
+        patch("meshllm.protocol.trust.credential.verify", lru_cache(8192)(verify)),
     ):
         yield
 

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from unittest.mock import patch
 
-from meshllm.protocol.identity import show, verify
+from meshllm.protocol.trust.identity import show, verify
 from tests.simulation.machines import Machines, process_here, time_of_day
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
@@ -54,9 +54,9 @@ class Ear(logging.Handler):
 def shortcuts() -> Iterator[None]:
     """Leave out what takes time and changes nothing: to verify twice, and to wait for the disk."""
     with (
-        patch("meshllm.protocol.gossip.verify", lru_cache(8192)(verify)),
-        patch("meshllm.protocol.credential.verify", lru_cache(8192)(verify)),
-        patch("meshllm.protocol.identity.show", lru_cache(64)(show)),
+        patch("meshllm.protocol.membership.gossip.verify", lru_cache(8192)(verify)),
+        patch("meshllm.protocol.trust.credential.verify", lru_cache(8192)(verify)),
+        patch("meshllm.protocol.trust.identity.show", lru_cache(64)(show)),
         patch("os.fsync", lambda _: None),
     ):
         yield

@@ -27,12 +27,12 @@ from unittest.mock import patch
 
 from meshllm.names import NodeId, Span
 from meshllm.node import planner
-from meshllm.node.generate import RingBackend
-from meshllm.node.runtime import RingRuntime
-from meshllm.protocol.agreement import Agreement
-from meshllm.protocol.candidates import View
-from meshllm.protocol.identity import short
-from meshllm.protocol.plan import Plan
+from meshllm.node.ring.runtime import RingRuntime
+from meshllm.node.session.text import RingBackend
+from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.trust.identity import short
 from meshllm.request import Answer, Event, Request
 from tests.simulation.machines import Process, process_here
 from tests.simulation.toy import LAYERS

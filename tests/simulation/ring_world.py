@@ -17,12 +17,14 @@ from random import Random
 from typing import Any
 
 from meshllm.names import SessionId
-from meshllm.protocol import stage, task
-from meshllm.protocol.blob import check, seal, session_key
-from meshllm.protocol.codec import decode, encode
-from meshllm.protocol.entry import Entry, State
-from meshllm.protocol.kv_budget import BLOCK, KvBudget, Room
-from meshllm.protocol.messages import (
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.prefix_index import Base, Shelf
+from meshllm.protocol.session import actions, stage
+from meshllm.protocol.session.actions import Closed, Done, Embed, Emit, Failed, Pick, Progress, Task
+from meshllm.protocol.session.blob import check, seal, session_key
+from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.entry import Entry, State
+from meshllm.protocol.session.messages import (
     Beat,
     Blob,
     Cancel,
@@ -35,10 +37,8 @@ from meshllm.protocol.messages import (
     Spent,
     Unknown,
 )
-from meshllm.protocol.pace import Pace
-from meshllm.protocol.shelf import Base, Shelf
-from meshllm.protocol.stage import Adopt, Compute, Free, Keep, Stage
-from meshllm.protocol.task import Closed, Done, Embed, Emit, Failed, Pick, Progress, Task
+from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage
 from meshllm.request import FinishReason
 
 Event = tuple[float, int, Callable[[], object]]
@@ -371,7 +371,7 @@ class Simulation:
 
     # The driver of the entry.
 
-    def drive(self, one: Generation, actions: Sequence[task.Action]) -> None:
+    def drive(self, one: Generation, actions: Sequence[actions.Action]) -> None:
         for action in actions:
             match action:
                 case Embed():

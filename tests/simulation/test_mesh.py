@@ -11,12 +11,12 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.names import NodeId
-from meshllm.protocol.agreement import Agreement, agree
-from meshllm.protocol.candidates import View
-from meshllm.protocol.charter import Amendments, Charter, in_force
-from meshllm.protocol.messages import DType
-from meshllm.protocol.presence import BEAT, SILENCE
-from meshllm.protocol.records import State
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.membership.charter import Amendments, Charter, in_force
+from meshllm.protocol.membership.link_table import BEAT, SILENCE
+from meshllm.protocol.membership.records import State
+from meshllm.protocol.session.messages import DType
 from tests.simulation.mesh_schedule import Schedule
 from tests.simulation.mesh_world import (
     CONFIG,
@@ -206,12 +206,12 @@ def test_halves_of_a_mesh_that_amend_the_charter_keep_the_terms_of_both() -> Non
 @pytest.mark.parametrize(
     "mutant",
     [
-        ("meshllm.protocol.mesh.summarise", lambda _: ()),
-        ("meshllm.protocol.gossip.Item.rank", (0, 0, b"", b"")),
-        ("meshllm.protocol.exchange.Exchange._recount", lambda *_: None),
-        ("meshllm.protocol.presence.SILENCE", 1e9),
-        ("meshllm.protocol.dialling.Dialling.want", lambda *_: None),
-        ("meshllm.protocol.charter.in_force", lambda at: in_force(newest(at))),
+        ("meshllm.protocol.membership.mesh.summarise", lambda _: ()),
+        ("meshllm.protocol.membership.gossip.Item.rank", (0, 0, b"", b"")),
+        ("meshllm.protocol.membership.sync.Exchange._recount", lambda *_: None),
+        ("meshllm.protocol.membership.link_table.SILENCE", 1e9),
+        ("meshllm.protocol.membership.redial.Dialling.want", lambda *_: None),
+        ("meshllm.protocol.membership.charter.in_force", lambda at: in_force(newest(at))),
     ],
     ids=["no summaries", "no order", "no recount", "no silence", "no dials", "no merging"],
 )

@@ -9,16 +9,16 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import MeshId, NodeId, Span
-from meshllm.node import generate
+from meshllm.node.compute.gauge import Measured
 from meshllm.node.founding import Names, resolve_names
-from meshllm.node.gauge import Measured
-from meshllm.node.model_runtime import LoadedSpan
-from meshllm.node.secure import SecureLink
-from meshllm.protocol.agreement import Agreement, agree
-from meshllm.protocol.candidates import View
-from meshllm.protocol.credential import Credential, Removals, Role, check
-from meshllm.protocol.plan import Plan
-from meshllm.protocol.records import Profile
+from meshllm.node.net.secure import SecureLink
+from meshllm.node.ring.model_runtime import LoadedSpan
+from meshllm.node.session import text
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.trust.credential import Credential, Removals, Role, check
 from meshllm.request import HopReport
 from tests.simulation import toy
 from tests.simulation.machines import process_here
@@ -79,7 +79,7 @@ def load_one_more(
     return LOAD(engine, Span(start, span.stop), is_entry, alone, is_divided)
 
 
-LOAD, HOPS = ToyModel._load, generate._hops
+LOAD, HOPS = ToyModel._load, text._hops
 
 
 async def stay_open(_: SecureLink) -> None:
@@ -113,7 +113,10 @@ UNSEEN = {
     "tests.simulation.checks.Checks.look": nod,
     "tests.simulation.checks.Checks.unsettled": nod,
 }
-LATE = ("meshllm.node.keyring.Invitation.is_late", "meshllm.node.joining._refuse_late")
+LATE = (
+    "meshllm.node.membership.state_store.Invitation.is_late",
+    "meshllm.node.membership.bootstrap._refuse_late",
+)
 MUTANTS = {
     "a plan of its own": Mutant({AGREE: agree_on_machine_0}, "nodes that know the same agree on"),
     "a plan of its own, linked": Mutant(
@@ -125,10 +128,12 @@ MUTANTS = {
     "epochs do not rise": Mutant({AGREE: agree_on_epoch_1}, "is new, and there is an epoch"),
     "epochs go back": Mutant({AGREE: agree_on_epoch_1, **AGREED}, "goes back from"),
     "removals are ignored": Mutant(
-        {"meshllm.protocol.census.check": without_removals}, "and is removed"
+        {"meshllm.protocol.membership.record_store.check": without_removals}, "and is removed"
     ),
     "used-up tickets are good": Mutant(
-        {"meshllm.node.keyring.Invitation.is_open": always_open}, "a ticket for 1 lets in 2", 35
+        {"meshllm.node.membership.state_store.Invitation.is_open": always_open},
+        "a ticket for 1 lets in 2",
+        35,
     ),
     "late tickets are good": Mutant(
         dict.fromkeys(LATE, nod), "a ticket that has expired lets somebody in"
@@ -137,14 +142,16 @@ MUTANTS = {
         {"tests.simulation.toy.ToyModel._load": load_one_more}, "a row behind"
     ),
     "other layers are told": Mutant(
-        {"meshllm.node.generate._hops": tell_layer_0}, "are not the stages of"
+        {"meshllm.node.session.text._hops": tell_layer_0}, "are not the stages of"
     ),
-    "a request has no end": Mutant({"meshllm.node.desk.RING_S": 1e9}, "requests are under way", 15),
+    "a request has no end": Mutant(
+        {"meshllm.node.requests.router.RING_S": 1e9}, "requests are under way", 15
+    ),
     "links are left open": Mutant(
-        {"meshllm.node.secure.SecureLink.close": stay_open}, "links, of the ring and others"
+        {"meshllm.node.net.secure.SecureLink.close": stay_open}, "links, of the ring and others"
     ),
     "links of a ring that ended stay": Mutant(
-        {"meshllm.node.runtime.RingRuntime._discard": nod}, "links, of the ring and others"
+        {"meshllm.node.ring.runtime.RingRuntime._discard": nod}, "links, of the ring and others"
     ),
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
@@ -154,7 +161,8 @@ MUTANTS = {
         {"meshllm.node.node.resolve_names": one_node_for_each}, "several nodes are called so"
     ),
     "attempts are never given up": Mutant(
-        {"meshllm.protocol.forming.Forming.deadline": property(lambda _: None)}, "is not at work"
+        {"meshllm.protocol.ring.forming.Forming.deadline": property(lambda _: None)},
+        "is not at work",
     ),
 }
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from meshllm.names import SessionId
-from meshllm.protocol import stage, task
-from meshllm.protocol.entry import Entry
-from meshllm.protocol.messages import Cancel, Close, Data, SessionMessage
-from meshllm.protocol.stage import MAX_PENDING, Compute, Stage
+from meshllm.protocol.session import actions, stage
+from meshllm.protocol.session.entry import Entry
+from meshllm.protocol.session.messages import Cancel, Close, Data, SessionMessage
+from meshllm.protocol.session.stage import MAX_PENDING, Compute, Stage
 from meshllm.request import FinishReason
 from tests.simulation.ring_world import (
     CALM,
@@ -130,7 +130,7 @@ class Hasty(Entry):
 class Trusting(Entry):
     """Takes results of any gen."""
 
-    def receive(self, message: SessionMessage, now: float) -> list[task.Action]:
+    def receive(self, message: SessionMessage, now: float) -> list[actions.Action]:
         if isinstance(message, Data):
             message = replace(message, gen=self._gen)
         return super().receive(message, now)
@@ -139,7 +139,7 @@ class Trusting(Entry):
 class Gullible(Entry):
     """Goes on in the same gen when a guess was wrong."""
 
-    def _raise_gen(self, *, is_told: bool) -> list[task.Action]:
+    def _raise_gen(self, *, is_told: bool) -> list[actions.Action]:
         actions = super()._raise_gen(is_told=is_told)
         self._gen -= not self._tries
         return actions
@@ -148,7 +148,7 @@ class Gullible(Entry):
 class Steadfast(Entry):
     """Leaves in flight what follows a step, whatever that says."""
 
-    def _go_on(self, flying: tuple[int, ...] | None) -> list[task.Action]:
+    def _go_on(self, flying: tuple[int, ...] | None) -> list[actions.Action]:
         known = len(self._tokens)
         return super()._go_on((0,) * (self._injected - known) if self._injected >= known else None)
 
@@ -156,7 +156,7 @@ class Steadfast(Entry):
 class Attached(Entry):
     """Looks at what came back of a flight that was given up."""
 
-    def _raise_gen(self, *, is_told: bool) -> list[task.Action]:
+    def _raise_gen(self, *, is_told: bool) -> list[actions.Action]:
         back = dict(self._back)
         actions = super()._raise_gen(is_told=is_told)
         self._back = back
@@ -166,7 +166,7 @@ class Attached(Entry):
 class Repeating(Entry):
     """Takes a result twice."""
 
-    def _result(self, data: Data, now: float) -> list[task.Action]:
+    def _result(self, data: Data, now: float) -> list[actions.Action]:
         self._done = 0
         return super()._result(data, now)
 

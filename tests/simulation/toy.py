@@ -24,14 +24,14 @@ from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.model.steps.runner import Runner
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import Digest, Span
+from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
-from meshllm.node.model_runtime import LoadedSpan, ModelRuntime
 from meshllm.node.preparation import Preparation
-from meshllm.node.session import Ends
-from meshllm.node.worker import Worker
-from meshllm.protocol.charter import Charter
-from meshllm.protocol.kv_budget import BLOCK
-from meshllm.protocol.records import DIGEST_PART_BYTES, ENDS, Profile
+from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
+from meshllm.node.session.generation import Ends
+from meshllm.protocol.kv_cache.budget import BLOCK
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Profile
 from meshllm.request import Request
 
 LAYERS = 4

@@ -9,12 +9,12 @@ from random import Random
 from typing import Any, ParamSpec, TypeVar
 
 from meshllm.errors import MeshError, NotAuthorised
+from meshllm.node.compute.worker import Worker
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, NodeOptions
-from meshllm.node.worker import Worker
-from meshllm.protocol.credential import Role
-from meshllm.protocol.identity import show
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.identity import show
 from meshllm.testing.clock import InlineExecutor
 from tests.simulation.asking import Asked, draw_request, read
 from tests.simulation.faulty import Network, address_of

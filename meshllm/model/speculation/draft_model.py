@@ -37,7 +37,7 @@ STRIDE = 32  # tokens that are read in about the time of one: the weights are re
 LEAST = 0.2  # probability that all guesses are right, below which one more is not worth its time
 LEVELS = (0.4, 0.6, 0.75)
 """Probabilities of the next guess at which confidence rises: between the shares of guesses that
-`meshllm.protocol.lookahead` expects to be right at each confidence."""
+`meshllm.protocol.drafting.window` expects to be right at each confidence."""
 
 _KIN = "choose a smaller model of the same family, or leave out `--draft`"
 

@@ -16,7 +16,7 @@ from meshllm.model.steps.lm_head import BLOCK, LEAST, LEAST_OUTPUTS, find_parts,
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
-from meshllm.protocol.lookahead import STEPS
+from meshllm.protocol.drafting.window import STEPS
 from meshllm.testing.models import tiny_model
 
 LAYERS, VOCABULARY = 6, 128

@@ -15,7 +15,7 @@ from meshllm.model.steps.replay import PROOFS
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import ReplayedSteps
 from meshllm.names import Quant, Span
-from meshllm.protocol.lookahead import STEPS
+from meshllm.protocol.drafting.window import STEPS
 from meshllm.testing.models import tiny_model
 from tests.model.invariance import require_row_invariant
 

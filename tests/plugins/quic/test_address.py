@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId
-from meshllm.protocol.identity import show
+from meshllm.protocol.trust.identity import show
 from meshllm_quic.address import Place, parse, show_key
 
 KEY = bytes(range(32))

@@ -1,0 +1,222 @@
+"""A client of a mesh: it asks and holds nothing, no weights and no tokenizer."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from pathlib import Path
+
+from blake3 import blake3
+
+from meshllm.errors import LinkLost, NotAuthorised, UserError
+from meshllm.names import NodeId
+from meshllm.node.membership.bootstrap import granted, knock
+from meshllm.node.membership.state_store import Keyring
+from meshllm.node.net.beacon import open_beacon
+from meshllm.node.net.dialer import Caller
+from meshllm.node.net.endpoints import by_scheme, prepare
+from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.secure import SecureLink
+from meshllm.node.requests.router import Desk
+from meshllm.node.supervisor import Supervisor
+from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.link_table import MAX_CLIENTS
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.trust.credential import Credential, Role
+from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.ticket import Ticket, parse_ticket
+from meshllm.request import Backend, Event, Request
+from meshllm.transport.contract import Transport
+from meshllm.transport.registry import Registry
+
+SEEK_S = 1.0  # s between two looks for the inviter, and to make sure that nobody is linked
+
+
+class Thin:
+    """A client at work; made by `open_thin`."""
+
+    def __init__(self, keyring: Keyring, credential: Credential, caller: Caller) -> None:
+        self._me = keyring.key.node
+        self._linked = asyncio.Event()
+        self._bug: BaseException | None = None
+        machine = Mesh(
+            keyring.key,
+            credential,
+            caller.own.instance,
+            now=asyncio.get_running_loop().time(),
+            wall_s=time.time(),
+        )
+        self.links = Links(caller, machine, _Closed(), self)
+        self.desk = Desk(self._me, self, self.links.post, asks_ingress=True)
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Let the mesh answer a request, see `Backend`."""
+        return self.desk.generate(request)
+
+    async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
+        """Be a client until cancelled, by a link to the inviter where there is one."""
+        async with asyncio.TaskGroup() as group:
+            for job in (self.links.run([]), self.desk.run(), self._seek(ticket)):
+                group.create_task(job)
+            await asyncio.sleep(0)  # the links take work from now on
+            if link is not None:
+                self.links.adopt(link)
+            else:
+                self.links.hint(ticket.inviter, ticket.addresses)
+
+    def ended(self, running: asyncio.Future[None]) -> None:
+        """Let a bug that ended the client end its requests, too."""
+        if not running.cancelled() and (error := running.exception()):
+            self._bug = error
+            self._linked.set()
+            for peer in self.links.lines:
+                self.desk.lost(peer)
+
+    async def _seek(self, ticket: Ticket) -> None:
+        """Look for the inviter whenever nobody is linked, until cancelled."""
+        while True:
+            await asyncio.sleep(SEEK_S)
+            if not self.links.lines:
+                self.links.hint(ticket.inviter, ticket.addresses)
+
+    async def entry(self) -> NodeId:
+        """Wait for a node to ask: any can be the ingress."""
+        while True:
+            if self._bug is not None:
+                raise self._bug
+            if node := next(iter(self.links.lines), None):
+                return node
+            self._linked.clear()
+            await self._linked.wait()
+
+    def reason(self) -> str:
+        """Say why nobody can be asked."""
+        return "no node of the mesh answers"
+
+    def backend(self) -> AbstractAsyncContextManager[Backend]:
+        """Refuse: a client holds no model."""
+        raise LinkLost("A client answers no requests")
+
+    def changed(self) -> None:
+        """Hear that there may be somebody to ask."""
+        self._linked.set()
+
+    async def ring(self, link: SecureLink) -> None:
+        """Refuse a link for a ring."""
+        await link.close()
+
+    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+        """Take what a node said."""
+        _ = is_client
+        self.desk.receive(peer, message, is_client=False)
+
+    def lost(self, peer: NodeId) -> None:
+        """Hear that a node is not linked any more."""
+        self.desk.lost(peer)
+
+    def dropped(self, peer: NodeId, why: Why) -> None:
+        """Hear why a node closed the link; the loss itself is told apart."""
+
+
+class _Closed:
+    """The gate of a client: nobody dials it."""
+
+    def guests(self) -> tuple[bytes, ...]:
+        """Invite nobody."""
+        return ()
+
+    async def judge(self, *_: object) -> Credential:
+        """Refuse."""
+        raise UserError("A client takes no links")
+
+
+@asynccontextmanager
+async def open_thin(
+    text: str, state: Path, transport: Transport | None = None
+) -> AsyncIterator[Thin]:
+    """Be a client of a mesh inside the context; several at once in one folder have a key each.
+
+    Raises:
+        UserError: the ticket is mistyped, or lets in fewer clients than are at work here.
+        NotAuthorised: it has expired, or is refused.
+    """
+    ticket = parse_ticket(text)
+    if ticket.role is not Role.CLIENT:
+        raise UserError(
+            "The ticket is for a node, not for a client",
+            hint="make one with `meshllm ring ticket --role client`",
+        )
+    transports = (transport,) if transport else _transports_for(ticket)
+    async with AsyncExitStack() as stack:
+        supervisor = stack.enter_context(Supervisor())
+        keyring, is_first = stack.enter_context(_keyring(ticket, state))
+        instance, link = keyring.next_incarnation(), None
+        prepare(transports, keyring.key)
+        if (credential := keyring.credential) is None:
+            try:
+                link = await knock(keyring, ticket, transports, instance)
+            except NotAuthorised as error:
+                if is_first:
+                    raise
+                raise _too_many() from error
+            credential = keyring.join(granted(link), ticket)
+        own = Own(keyring.key, instance, credential)
+        thin = Thin(keyring, credential, Caller(by_scheme(transports), own))
+        with supervisor.scope():
+            running = asyncio.ensure_future(thin.run(ticket, link))
+        stack.push_async_callback(_ended, running)
+        running.add_done_callback(thin.ended)
+        supervisor.failed.add_done_callback(thin.ended)
+        beacon = open_beacon(credential.mesh, keyring.key.node, thin.links.hint)
+        (await stack.enter_async_context(beacon)).send()
+        yield thin
+
+
+@contextmanager
+def _keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]:
+    """Hold a key that no other process has in use, and tell whether it is the first of the ticket.
+
+    A mesh takes one link of each key, and the node of this folder may be at work as well.
+    """
+    name = blake3(ticket.psk).hexdigest(8)
+    with ExitStack() as stack:
+        for place in range(1, MAX_CLIENTS + 1):
+            keyring = Keyring.open(state / f"client-{name}-{place}")
+            try:
+                stack.enter_context(keyring.locked())
+            except UserError:
+                continue
+            yield keyring, place == 1
+            return
+    raise _too_many()
+
+
+def _too_many() -> UserError:
+    return UserError(
+        "The ticket lets in no more clients than are at work here already",
+        hint="wait for them, or ask for another one: `meshllm ring ticket --role client --uses 9`",
+    )
+
+
+async def _ended(running: asyncio.Future[None]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def _transports_for(ticket: Ticket) -> tuple[Transport, ...]:
+    """Choose the transports that dial the addresses of a ticket."""
+    registry = Registry.discover()
+    schemes = {address.partition(":")[0] for address in ticket.addresses}
+    if found := registry.dialing(schemes):
+        return found
+    listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
+    raise UserError(
+        f"No transport here dials an address of the ticket ({listed})",
+        hint=f"installed are {', '.join(registry.names())}; the inviter may need `--advertise`",
+    )

@@ -1,0 +1,1 @@
+"""Membership: what is stored, who is admitted, and how a node joins."""

@@ -1,0 +1,56 @@
+"""What a node would miss after a restart: the charter, the removals, and where others were."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from meshllm.names import NodeId
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.membership.gossip import Item
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import MAX_MEMBERS
+
+_NAME = "records"
+_LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What to write down, as it was at one moment."""
+
+    lasting: tuple[Item, ...]
+    met: Mapping[NodeId, tuple[str, ...]]
+    """Where others are."""
+    gone: frozenset[NodeId]
+    """Whom not to remember."""
+
+    @classmethod
+    def of(cls, machine: Mesh) -> Self:
+        """Take a snapshot, for another thread."""
+        met = {node: profile.addresses for node, profile in machine.profiles.items()}
+        return cls(machine.lasting, met, frozenset((machine.me, *machine.removals)))
+
+
+def write_down(keyring: Keyring, memory: Memory) -> None:
+    """Keep what lasts in the state folder; of whom it did not meet this time, what it knew before.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    items = [item.encode() for item in memory.lasting]
+    keyring.remember(_NAME, b"".join(len(item).to_bytes(_LENGTH_BYTES) + item for item in items))
+    met = memory.met
+    known = {**met, **{node: at for node, at in keyring.peers.items() if node not in met}}
+    lasting = [node for node in known if node not in memory.gone]
+    keyring.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
+
+
+def read_back(keyring: Keyring) -> list[Item]:
+    """Read what was kept; raise `PeerFault` when it was damaged since."""
+    data = keyring.recall(_NAME)
+    items, at = [], 0
+    while at < len(data):
+        start = at + _LENGTH_BYTES
+        at = start + int.from_bytes(data[at:start])
+        items.append(Item.decode(data[start:at]))
+    return items

@@ -1,0 +1,1 @@
+"""Links to other nodes: found, dialled, encrypted."""

@@ -1,0 +1,339 @@
+"""The links of a node to the other members: dialled, taken, carried; decides nothing.
+
+What is sent, whom to dial and which link stays is the machine's business (`protocol.mesh`). A link
+has two queues, as it has two channels: beats and gossip do not wait for answers.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import ParamSpec, Protocol, assert_never
+
+from meshllm.errors import MeshError
+from meshllm.names import NodeId
+from meshllm.node.net.dialer import Caller
+from meshllm.node.net.secure import Doorkeeper, SecureLink, secure_accept
+from meshllm.node.timer import Alarm
+from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.codec import (
+    Ask,
+    Bye,
+    Hush,
+    Message,
+    Said,
+    Talk,
+    Why,
+    decode,
+    encode,
+)
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import MAX_MEMBERS
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.handshake import Purpose
+from meshllm.protocol.trust.identity import short
+from meshllm.transport.contract import Channel, Link, Listener
+
+MAX_QUEUED = 8 << 20  # bytes that wait for a peer that does not read; it is dropped above
+HINT_S = 5.0  # s between two dials by a hint
+MAX_SHAKING = 64  # handshakes at a time, as many as a transport lets in; it counts them by host
+FAREWELL_S = 1.0  # s to send the last message
+
+P = ParamSpec("P")
+
+logger = logging.getLogger(__name__)
+
+
+class LinkHost(Protocol):
+    """What becomes of what the links bring."""
+
+    def changed(self) -> None:
+        """Hear that an agreement may have changed."""
+
+    async def ring(self, link: SecureLink) -> None:
+        """Take a link for a ring."""
+
+    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+        """Take a message about a request."""
+
+    def lost(self, peer: NodeId) -> None:
+        """Hear that a peer is not linked any more."""
+
+    def dropped(self, peer: NodeId, why: Why) -> None:
+        """Hear why a peer closed the link."""
+
+
+class _Queue:
+    """One channel of a line."""
+
+    def __init__(self, link: SecureLink, channel: Channel) -> None:
+        self._link = link
+        self._channel = channel
+        self._waiting: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self.size = 0
+
+    def put(self, message: bytes) -> None:
+        self._waiting.append(message)
+        self.size += len(message)
+        self._idle.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            while self._waiting:
+                message = self._waiting.popleft()
+                await self._link.send([message], self._channel)
+                self.size -= len(message)
+            self._idle.set()
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def emptied(self) -> None:
+        await self._idle.wait()
+
+
+class _Line:
+    """A mesh link at work."""
+
+    def __init__(self, link: SecureLink) -> None:
+        self.link = link
+        self._queues = {channel: _Queue(link, channel) for channel in Channel}
+        self._done = asyncio.Event()
+
+    def post(self, message: Message) -> None:
+        """Queue a message; who lets too many wait loses the link."""
+        is_talk = isinstance(message, Ask | Said | Hush)
+        queue = self._queues[Channel.DATA if is_talk else Channel.CONTROL]
+        queue.put(encode(message))
+        if queue.size > MAX_QUEUED:
+            logger.warning("node %s does not read what it is sent", short(self.link.peer))
+            self._done.set()
+
+    def close(self) -> None:
+        """Let `run` end."""
+        self._done.set()
+
+    async def part(self, why: Why) -> None:
+        """Say why, and end."""
+        self.post(Bye(why))
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._queues[Channel.CONTROL].emptied()
+        except TimeoutError:
+            logger.debug("node %s does not read why it is dropped", short(self.link.peer))
+        self.close()
+
+    async def run(self, receive: Callable[[Message], None]) -> str:
+        """Carry until the link is gone or closed, and return why."""
+        jobs = (self._read(receive), *(queue.run() for queue in self._queues.values()))
+        tasks = [asyncio.ensure_future(job) for job in (*jobs, self._done.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            try:
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            finally:  # also when the node stops while it waits here
+                await self.link.close()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception) and not isinstance(outcome, MeshError):
+                logger.error("a link met a bug", exc_info=outcome)
+        return next(
+            (str(each) for each in outcomes if isinstance(each, MeshError)), "it was closed"
+        )
+
+    async def _read(self, receive: Callable[[Message], None]) -> None:
+        while True:
+            _, buffer = await self.link.receive()
+            receive(decode(buffer))
+
+
+class Links:
+    """All links of a node, over every transport it has."""
+
+    def __init__(
+        self, caller: Caller, machine: Mesh, doorkeeper: Doorkeeper, handler: LinkHost
+    ) -> None:
+        self._caller = caller
+        self._machine = machine
+        self._doorkeeper = doorkeeper
+        self._handler = handler
+        self._lines: dict[NodeId, _Line] = {}
+        self._hinted: dict[NodeId, float] = {}
+        self._shaking = asyncio.Semaphore(MAX_SHAKING)
+        self._alarm = Alarm(lambda: machine.deadline, self._expire)
+        self._jobs = asyncio.TaskGroup()
+
+    @property
+    def lines(self) -> Mapping[NodeId, SecureLink]:
+        """The mesh links that stand."""
+        return {peer: line.link for peer, line in self._lines.items()}
+
+    async def run(self, listeners: Sequence[Listener]) -> None:
+        """Take and carry links until cancelled."""
+        async with self._jobs, self._alarm:
+            for listener in listeners:
+                self._jobs.create_task(self._accept(listener))
+            await asyncio.Event().wait()  # nobody sets it
+
+    def act(self, actions: Sequence[Action]) -> None:
+        """Do what the machine says."""
+        for action in actions:
+            match action:
+                case Send(peer, message):
+                    self._post(peer, message)
+                case Deliver(peer, message):
+                    role = self._machine.links[peer].role
+                    self._handler.talk(peer, message, is_client=role is Role.CLIENT)
+                case Dial(peer, addresses):
+                    self._begin(self._dial, peer, addresses)
+                case Drop(peer, why, _, text):
+                    logger.info("drop node %s: %s", short(peer), text or why.name.lower())
+                    self._let_go(peer, why)
+                case Parted(peer, why):
+                    self._let_go(peer, None)
+                    self._handler.dropped(peer, why)
+                case Changed():
+                    self._handler.changed()
+                case _:
+                    assert_never(action)
+        self._alarm.reset()
+
+    def post(self, peer: NodeId, message: Talk) -> None:
+        """Send a message about a request; where no link stands, nobody gets it."""
+        self._post(peer, message)
+
+    def hint(self, peer: NodeId, addresses: Sequence[str]) -> None:
+        """Try to reach a member where it may be."""
+        now = self._now()
+        self._hinted = {each: until for each, until in self._hinted.items() if now < until}
+        is_full = len(self._hinted) >= MAX_MEMBERS  # of what a member makes up, too
+        if is_full or peer in self._lines or peer in self._hinted or peer == self._machine.me:
+            return
+        self._hinted[peer] = now + HINT_S
+        self._begin(self._dial, peer, addresses)
+
+    def adopt(self, link: SecureLink) -> None:
+        """Carry a mesh link that was dialled elsewhere."""
+        self._begin(self._dialled, link)
+
+    async def dial_ring(self, peer: NodeId) -> SecureLink:
+        """Open a link for a ring to a member.
+
+        Raises:
+            LinkLost: it cannot be reached.
+        """
+        profile = self._machine.profiles.get(peer)
+        return await self._reach(profile.addresses if profile else (), Purpose.RING, peer)
+
+    async def leave(self) -> None:
+        """Tell the others that this node leaves, and part from them."""
+        lines = list(self._lines.values())
+        self.act(self._machine.leave(self._now()))
+        await asyncio.gather(*(line.part(Why.LEAVING) for line in lines))
+
+    def _begin(self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run what a stranger may disturb: a bug ends its link, not the node."""
+
+        async def supervised() -> None:
+            try:
+                await job(*args, **kwargs)
+            except Exception:  # the supervisor of links
+                logger.exception("a link met a bug")
+
+        self._jobs.create_task(supervised())
+
+    async def _dialled(self, link: SecureLink) -> None:
+        await self._carry(link, dialled=True)
+
+    async def _accept(self, listener: Listener) -> None:
+        async for link in listener.links():
+            await self._shaking.acquire()
+            self._begin(self._admit, link)
+
+    async def _admit(self, link: Link) -> None:
+        try:
+            secured = await secure_accept(link, self._caller.own, self._doorkeeper)
+        except MeshError as error:
+            logger.info("a link was refused: %s", error)
+            return
+        finally:
+            self._shaking.release()
+        if secured.purpose is Purpose.MESH:
+            await self._carry(secured, dialled=False)
+        elif secured.role is Role.NODE:
+            await self._handler.ring(secured)
+        else:
+            await secured.close()
+
+    async def _dial(self, peer: NodeId, addresses: Sequence[str]) -> None:
+        try:
+            link = await self._reach(addresses, Purpose.MESH, peer)
+        except MeshError as error:
+            logger.debug("cannot reach node %s: %s", short(peer), error)
+            self._machine.refused(peer, self._now())
+            self._alarm.reset()
+        else:
+            await self._carry(link, dialled=True)
+
+    async def _reach(self, addresses: Sequence[str], purpose: Purpose, peer: NodeId) -> SecureLink:
+        return await self._caller.reach(
+            addresses, purpose, expect=peer, removals=self._machine.removals
+        )
+
+    async def _carry(self, link: SecureLink, *, dialled: bool) -> None:
+        """Report a link to the machine and carry it until it is gone."""
+        peer, line = link.peer, _Line(link)
+        actions = self._machine.linked(
+            peer, link.instance, link.credential, dialled=dialled, now=self._now()
+        )
+        for action in actions:
+            if isinstance(action, Drop) and action.is_newcomer and action.peer == peer:
+                await self._turn_away(line, action.why)
+                return
+        # What the machine drops of this peer is the line before; what it sends is for the new one.
+        for action in actions:
+            if isinstance(action, Drop) and action.peer == peer:
+                self._let_go(peer, action.why)
+        self._lines[peer] = line
+        rest = [each for each in actions if not (isinstance(each, Drop) and each.peer == peer)]
+        self.act(rest)
+        reason = await line.run(lambda message: self._receive(line, message))
+        if self._lines.get(peer) is line:
+            logger.info("node %s is not linked any more: %s", short(peer), reason)
+            del self._lines[peer]
+            self._handler.lost(peer)
+            self.act(self._machine.unlinked(peer, self._now()))
+
+    def _receive(self, line: _Line, message: Message) -> None:
+        peer = line.link.peer
+        if self._lines.get(peer) is line:  # else it was let go of, and its reader sleeps not yet
+            self.act(self._machine.receive(peer, message, self._now()))
+
+    def _post(self, peer: NodeId, message: Message) -> None:
+        if line := self._lines.get(peer):
+            line.post(message)
+
+    def _let_go(self, peer: NodeId, why: Why | None) -> None:
+        if line := self._lines.pop(peer, None):
+            self._handler.lost(peer)
+            if why is None:
+                line.close()
+            else:
+                self._jobs.create_task(line.part(why))
+
+    async def _turn_away(self, line: _Line, why: Why) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(line.run(lambda _: None))
+            await line.part(why)
+
+    def _expire(self) -> None:
+        self.act(self._machine.expire(self._now(), time.time()))
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,1 @@
+"""Requests: answered here, or by the node that can."""

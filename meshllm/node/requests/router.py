@@ -1,0 +1,195 @@
+"""Requests from here, from clients and from other nodes: answered here, or by the entry.
+
+Theory of operation
+-------------------
+The node that takes a request is its ingress. When it is the entry it answers itself, else it asks
+the entry over their link: Ask one way, Said the other until the answer or an error; Hush where
+the asker gives up before that.
+A client asks any node, which is then its ingress; an Ask of a node is served by the entry only, so
+that no request goes round in circles.
+
+When a ring breaks, the ingress asks the next one, see `meshllm.protocol.ring.failover`. A client
+turns to another node only when it has lost the link to its own.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+)
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from meshllm.errors import LinkLost, MeshError, TimedOut
+from meshllm.names import NodeId
+from meshllm.node.requests.remote import Remote
+from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
+from meshllm.protocol.membership.codec import Ask, Hush, Said
+from meshllm.protocol.ring.failover import Failover
+from meshllm.request import Answer, Backend, Event, Request
+
+MAX_ASKED = 16  # requests of one node or client at a time
+RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
+
+logger = logging.getLogger(__name__)
+
+
+class Ring(Protocol):
+    """What a desk needs to know about the ring in force."""
+
+    async def entry(self) -> NodeId:
+        """Wait for a ring that stands, and name its entry."""
+        ...
+
+    def reason(self) -> str:
+        """Say why there is none."""
+        ...
+
+    def backend(self) -> AbstractAsyncContextManager[Backend]:
+        """Answer as the entry inside the context; raise `LinkLost` where this node is not."""
+        ...
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of requests whose ingress is this node."""
+
+    active: int = 0
+    served: int = 0
+    failed: int = 0
+    tokens: int = 0
+    last: Answer | None = None
+    """The latest answer, for its times; what was asked and said is not kept."""
+    last_tokens: int = 0
+
+
+class Desk:
+    """Answers requests, here or through the entry."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        ring: Ring,
+        send: Callable[[NodeId, Ask | Said | Hush], None],
+        *,
+        asks_ingress: bool = False,
+    ) -> None:
+        """Answer; with ``asks_ingress`` the nodes that are asked ask the entry again themselves."""
+        self._me = me
+        self._ring = ring
+        self._send = send
+        self._remote = Remote(send, asks_ingress=asks_ingress)
+        self._served: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
+        self._jobs = asyncio.TaskGroup()
+        self.counts = Counts()
+
+    async def run(self) -> None:
+        """Serve those who ask, until cancelled."""
+        async with self._jobs:
+            await asyncio.Event().wait()  # nobody sets it
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, whoever is the entry; survive the loss of a ring.
+
+        Raises:
+            MeshError: the request cannot be served, or no ring answered it.
+        """
+        failover = Failover()
+        self.counts.active += 1
+        try:
+            while True:
+                try:
+                    async with self._answering(request) as events:
+                        async for event in events:
+                            if new := failover.take(event):
+                                if isinstance(new, Answer):
+                                    self._count(new)
+                                yield new
+                except LinkLost as error:
+                    delay = failover.lost(error)
+                    logger.info("the ring broke under a request, which is asked again: %s", error)
+                    await asyncio.sleep(delay)
+                else:
+                    return
+        except MeshError:
+            self.counts.failed += 1
+            raise
+        finally:
+            self.counts.active -= 1
+
+    def receive(self, peer: NodeId, message: Ask | Said | Hush, *, is_client: bool) -> None:
+        """Take a message about a request."""
+        match message:
+            case Ask(ask, data):
+                self._open(peer, ask, data, is_client=is_client)
+            case Said():
+                self._remote.receive(peer, message)
+            case Hush(ask):
+                if task := self._served.get((peer, ask)):
+                    task.cancel()
+
+    def lost(self, peer: NodeId) -> None:
+        """End what another node asked, and what it was asked."""
+        for (asker, _), task in self._served.items():
+            if asker == peer:
+                task.cancel()
+        self._remote.lost(peer)
+
+    @asynccontextmanager
+    async def _answering(self, request: Request) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """Let the entry answer, here or over there; close what it yields at the end."""
+        entry = await self._entry()
+        async with AsyncExitStack() as stack:
+            if entry == self._me:
+                backend = await stack.enter_async_context(self._ring.backend())
+                events = backend.generate(request)
+            else:
+                events = self._remote.generate(entry, request)
+            yield await stack.enter_async_context(aclosing(events))
+
+    async def _entry(self) -> NodeId:
+        try:
+            async with asyncio.timeout(RING_S):
+                return await self._ring.entry()
+        except TimeoutError:
+            raise TimedOut(
+                f"There is no ring: {self._ring.reason()}", hint="see `meshllm ring status`"
+            ) from None
+
+    def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
+        held = Counter(asker for asker, _ in self._served)[peer]
+        if held >= MAX_ASKED or (peer, ask) in self._served:
+            error = MeshError(f"{held} requests of this node are under way", hint="ask again later")
+            self._send(peer, Said(ask, error_to_json(error)))
+            return
+        task = self._jobs.create_task(self._serve(peer, ask, data, is_client=is_client))
+        self._served[peer, ask] = task
+        task.add_done_callback(lambda _: self._served.pop((peer, ask), None))
+
+    async def _serve(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
+        try:
+            request = request_from_json(data)
+            async with (
+                nullcontext(self) if is_client else self._ring.backend() as backend,
+                aclosing(backend.generate(request)) as events,
+            ):
+                async for event in events:
+                    for line in event_to_lines(event):
+                        self._send(peer, Said(ask, line))
+        except MeshError as error:
+            self._send(peer, Said(ask, error_to_json(error)))
+        except Exception as error:  # the supervisor: a bug ends its request, not the node
+            logger.exception("a request met a bug")
+            self._send(peer, Said(ask, error_to_json(MeshError(f"A bug: {type(error).__name__}"))))
+
+    def _count(self, answer: Answer) -> None:
+        self.counts.served += 1
+        self.counts.tokens += len(answer.tokens)
+        self.counts.last = replace(answer, text="", tokens=())
+        self.counts.last_tokens = len(answer.tokens)

@@ -1,0 +1,1 @@
+"""The ring: a model held in part, and the ranks that run it."""

@@ -1,0 +1,13 @@
+"""What the ranks of a ring have for caches, as a budget; decides nothing."""
+
+from collections.abc import Sequence
+
+from meshllm.model.shape import ModelShape, cache_cost
+from meshllm.names import Span
+from meshllm.protocol.kv_cache.budget import KvBudget, Room
+
+
+def budget_for(model: ModelShape, spans: Sequence[Span], rooms: Sequence[int]) -> KvBudget:
+    """Make the budget of ranks that hold these spans, with so many bytes for caches each."""
+    pairs = zip(spans, rooms, strict=True)
+    return KvBudget([Room(total, cache_cost(model, span)) for span, total in pairs])

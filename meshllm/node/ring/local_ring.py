@@ -1,0 +1,291 @@
+"""A whole ring inside one process: a `RingRuntime` for each rank, over loopback, with a fixed plan.
+
+Messages are encoded, hashed and checked at every hop, as between machines.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from blake3 import blake3
+
+from meshllm.errors import LinkLost, MeshError, UserError
+from meshllm.model.device import CPU, free_bytes
+from meshllm.model.files.loader import list_weights
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.shape import free_memory
+from meshllm.model.text.tokenizer import Text
+from meshllm.names import NodeId
+from meshllm.node.compute.worker import Worker, compute_thread
+from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.runtime import RingRuntime
+from meshllm.node.ring.shape import plan_shape
+from meshllm.node.session.entry import EntryNode
+from meshllm.node.session.generation import Order, Token
+from meshllm.node.session.stage import StageNode
+from meshllm.node.session.text import RingBackend
+from meshllm.protocol.planning.chunking import RingTimes
+from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Terms
+from meshllm.protocol.planning.policies import make_plan
+from meshllm.protocol.planning.problem import kv_rooms
+from meshllm.request import Event, Request, Sampling
+from meshllm.transport.contract import Link, Listener, Transport
+from meshllm.transport.registry import Registry
+
+EPOCH = 1  # a ring inside one process never changes its plan
+
+
+@dataclass(frozen=True, slots=True)
+class RingOptions:
+    """What to build."""
+
+    nodes: int = 1
+    """Ranks that hold layers."""
+    transport: str = "loopback"
+    """Name of the transport plugin between them."""
+    ends: Ends = Ends.ENTRY
+    """Who holds embedding and head."""
+    own_threads: bool = False
+    """Each rank computes on a thread of its own, as if it were alone on its cores."""
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+
+
+class _Rank:
+    """The host of one runtime: it dials the next rank and takes links of the one before."""
+
+    def __init__(
+        self, ring: "LocalRing", number: int, model: ModelRuntime, listener: Listener | None
+    ) -> None:
+        self._listener = listener
+        self.runtime = RingRuntime(ring.plan.stages[number].node, model, self)
+        self.trouble: MeshError | None = None
+        self.is_loaded = False
+        self._ring = ring
+        self._before = ring.plan.stages[number - 1].node
+
+    def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
+        """Let all dial once all have loaded."""
+        self.is_loaded, self.trouble = is_loaded, trouble
+        self._ring.changed()
+
+    def at_work(self) -> None:
+        """Let the ring look whether all are at work."""
+        self._ring.changed()
+
+    def times(self, plan: Plan) -> RingTimes | None:
+        """Know none: ranks of one process share its cores."""
+        return None
+
+    def rooms(self, plan: Plan) -> list[int] | None:
+        """Tell the bytes that each rank has for caches."""
+        return self._ring.rooms
+
+    async def dial(self, node: NodeId) -> Link:
+        """Open a link to another rank."""
+        return await self._ring.dial(node)
+
+    async def run(self) -> None:
+        """Serve, and take links, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.runtime.run())
+            if self._listener is not None:
+                async for link in self._listener.links():
+                    await self.runtime.arrive(link, self._before)
+
+
+class LocalRing:
+    """A ring in this process."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        models: Sequence[ModelRuntime],
+        listeners: Sequence[Listener],
+        transport: Transport | None,
+        rooms: Sequence[int],
+    ) -> None:
+        self.plan = plan
+        self.rooms = list(rooms)
+        """Bytes that each rank has for caches."""
+        self.model = models[0]
+        self._transport = transport
+        self._news = asyncio.Event()
+        self._addresses = {
+            stage.node: listener.address
+            for stage, listener in zip(plan.stages, listeners, strict=False)
+        }
+        self._ranks = [
+            _Rank(self, number, model, listeners[number] if listeners else None)
+            for number, model in enumerate(models)
+        ]
+
+    @property
+    def worker(self) -> Worker:
+        """The compute thread of the entry."""
+        return self.model.worker
+
+    @property
+    def entry(self) -> EntryNode:
+        """Rank 0 at work; raise `LinkLost` while the ring is forming again."""
+        entry = self._ranks[0].runtime.entry
+        if entry is None:
+            raise LinkLost("The ring broke, and is forming again")
+        return entry
+
+    @property
+    def stages(self) -> list[StageNode]:
+        """The ranks behind the entry that are at work."""
+        stages = (rank.runtime.stage for rank in self._ranks)
+        return [stage for stage in stages if stage]
+
+    @cached_property
+    def text(self) -> Text:
+        """The model's tokenizer and chat template; raise `ModelError` when there is none."""
+        return Text.load(self.model.source.folder)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request, see `Backend`."""
+        await self.formed()
+        text = await self.model.text()
+        backend = RingBackend(self.entry, self.worker, text, self.plan)
+        async with aclosing(backend.generate(request)) as events:
+            async for event in events:
+                yield event
+
+    async def tokens(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int
+    ) -> AsyncGenerator[int, None]:
+        """Yield ``max_tokens`` token ids after a prompt in token ids, past any end token."""
+        order = Order(tuple(prompt), sampling, max_tokens, is_last=lambda _: False)
+        async with aclosing(self.entry.generate(order)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Token):
+                    yield output.id
+
+    async def warmed_up(self) -> None:
+        """Wait until no rank has steps left to record."""
+        for rank in self._ranks:
+            await rank.runtime.warmed_up.wait()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Let all ranks work; what a rank raises rises at the end, as it is a bug."""
+        tasks = [asyncio.create_task(rank.run()) for rank in self._ranks]
+        try:
+            await asyncio.sleep(0)  # after its first step a runtime takes work
+            for rank in self._ranks:
+                rank.runtime.follow(self.plan)
+            await self._begun(tasks)
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.result()
+
+    async def dial(self, node: NodeId) -> Link:
+        """Open a link to a rank."""
+        assert self._transport is not None  # a ring of one dials nobody
+        return await self._transport.dial(self._addresses[node])
+
+    def changed(self) -> None:
+        """Look at the ranks again."""
+        if all(rank.is_loaded for rank in self._ranks):
+            for rank in self._ranks:
+                rank.runtime.formed(is_formed=True)
+        self._news.set()
+
+    async def formed(self) -> None:
+        """Wait until all ranks are at work; raise what keeps one from it."""
+        while not all(rank.runtime.entry or rank.runtime.stage for rank in self._ranks):
+            for trouble in filter(None, (rank.trouble for rank in self._ranks)):
+                raise trouble
+            self._news.clear()
+            await self._news.wait()
+
+    async def _begun(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Wait until the ring has formed; a rank that ends meanwhile has a bug, which rises."""
+        formed = asyncio.ensure_future(self.formed())
+        try:
+            await asyncio.wait([formed, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if formed.done():
+                formed.result()
+        finally:
+            formed.cancel()
+
+
+@asynccontextmanager
+async def open_local_ring(
+    source: Source, options: RingOptions, transport: Transport | None = None
+) -> AsyncIterator[LocalRing]:
+    """Form a ring of nodes in this process; leave nothing running.
+
+    Raises:
+        UserError: more nodes than layers, or no such device.
+        ModelError: the model does not fit, its type cannot be split, or the draft is not for it.
+        PluginError: there is no such transport.
+    """
+    async with AsyncExitStack() as stack:
+        config = options.inference
+        worker = await stack.enter_async_context(compute_thread(config.threads or 1))
+        await worker.run(list_weights, source.folder)  # what is cheap to refuse goes first
+        draft = await worker.run(resolve, config.draft) if config.draft else None
+        model = await ModelRuntime.open(source, worker, config, draft)
+        offers = local_offers(model, options)
+        plan = local_plan(model, options, offers)
+        ring = len(plan.stages)
+        model.verdict.require(ring)
+        if not options.own_threads:
+            await model.calibrate()
+        workers = [worker]
+        for _ in plan.stages[1:]:
+            own = compute_thread(config.threads or 1)
+            workers.append(await stack.enter_async_context(own) if options.own_threads else worker)
+        listeners: list[Listener] = []
+        if ring > 1:
+            transport = transport or Registry.discover().load(options.transport)
+            listeners = [await stack.enter_async_context(transport.listen()) for _ in plan.stages]
+        share = config.prefix_bytes and config.prefix_bytes // ring
+        models = [
+            model.rank(each, divides_head=options.own_threads, prefix_bytes=share)
+            for each in workers
+        ]
+        rooms = kv_rooms(plan, offers, plan_shape(model.shape))
+        for stage, each, room in zip(plan.stages, models, rooms, strict=True):
+            await each.hold(plan, stage.node, room)  # one by one: transformers builds one at a time
+        formed = LocalRing(plan, models, listeners, transport, rooms)
+        await stack.enter_async_context(formed.running())
+        yield formed
+
+
+def local_offers(model: ModelRuntime, options: RingOptions) -> list[Offer]:
+    """Divide the memory of this machine, or of its GPU, among equal nodes."""
+    ranks = options.nodes + (options.ends is Ends.CLIENT)
+    free = free_memory() if model.device == CPU else free_bytes(model.device)
+    memory = max(0, free - (model.draft.bytes if model.draft else 0)) // ranks
+    ids = [NodeId(blake3(rank.to_bytes(4)).digest()) for rank in range(ranks)]
+    return [Offer(node, memory, ((1, 1e-3),), head_s=0.0) for node in ids]
+
+
+def local_plan(model: ModelRuntime, options: RingOptions, offers: Sequence[Offer]) -> Plan:
+    """Divide a model over nodes of this process."""
+    shape, nodes, ends = model.shape, options.nodes, options.ends
+    if nodes > shape.layers:
+        raise UserError(
+            f"{nodes} nodes for the {shape.layers} layers of `{shape.name}`",
+            hint=f"use `--nodes {shape.layers}` or fewer",
+        )
+    entry = offers[0].node if ends is Ends.CLIENT else None
+    return make_plan(
+        offers,
+        Links(),
+        plan_shape(shape),
+        policy="proportional",
+        epoch=EPOCH,
+        terms=Terms(ends=ends, members=len(offers), entry=entry),
+    )

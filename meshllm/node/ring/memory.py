@@ -1,0 +1,33 @@
+"""What this process holds of a model, by name and in bytes; bounds nothing."""
+
+from collections.abc import Sequence
+
+from meshllm.model.shape import process_memory
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
+from meshllm.model.steps.runner import Runner
+from meshllm.node.session.entry import EntryNode
+from meshllm.node.session.stage import StageNode
+from meshllm.status import MemoryStatus
+
+
+def measure(node: EntryNode | StageNode | None) -> MemoryStatus:
+    """Tell what a rank holds; None is at work in no ring."""
+    process = process_memory()
+    if node is None:
+        return MemoryStatus(process)
+    drafting = node.drafting
+    return MemoryStatus(
+        process,
+        weights=_weights(node.runners),
+        kv_cache=node.budget.live_bytes,
+        prefix_cache=node.budget.kept_bytes,
+        kv_room=max(0, node.budget.rooms[0].total),
+        drafter=drafting.bytes if isinstance(drafting, SuffixDrafting) else 0,
+        recorded_steps=sum(runner.recorded_bytes for runner in node.runners),
+    )
+
+
+def _weights(runners: Sequence[Runner]) -> int:
+    models = [runner.shard.model for runner in runners]
+    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+    return sum({each.data_ptr(): each.nbytes for each in tensors}.values())

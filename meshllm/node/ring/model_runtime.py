@@ -1,0 +1,294 @@
+"""The model of one node: what it holds for the plan in force, and how it is run."""
+
+import logging
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from meshllm.errors import MeshError, OutOfMemory
+from meshllm.model.capacity import shape_of
+from meshllm.model.device import CPU, choose
+from meshllm.model.files.source import Source
+from meshllm.model.parity.check import check
+from meshllm.model.parity.verdict import Verdict
+from meshllm.model.shape import ModelShape
+from meshllm.model.speculation.draft_model import Draft, ModelDrafting, find_draft
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
+from meshllm.model.split.kv_cache import slack_of
+from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.trial import KeptTrial
+from meshllm.model.text.tokenizer import Text
+from meshllm.names import NodeId, Quant, Span
+from meshllm.node.compute.worker import Worker, calibrate
+from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.kv_rooms import budget_for
+from meshllm.node.session.activation_codec import settle
+from meshllm.node.session.generation import Ends as HeldEnds
+from meshllm.node.session.wire import is_out_of_memory
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.window import STEPS
+from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.planning.chunking import RingTimes, usual_pace
+from meshllm.protocol.planning.plan import Ends, Plan
+from meshllm.protocol.planning.problem import HEADROOM_PERCENT
+from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import MAX_PENDING
+from meshllm.transport.contract import MAX_MESSAGE_BYTES
+
+DEFAULTS = InferenceConfig()
+
+logger = logging.getLogger(__name__)
+
+_HEADER_BYTES = 256  # more than a message has beside its rows, sealed
+_WIDEST = 4  # bytes of an element on the wire
+_HELP_SHARE = 0.5  # of the headroom, at most, for a part of the head
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSpan:
+    """What a node holds as a rank of a plan."""
+
+    span: Span
+    ends: HeldEnds | None
+    """On the entry."""
+    runner: Runner | None
+    """On every other rank."""
+    draft: ModelDrafting | None = None
+    """On the entry, where a model guesses."""
+    help: Runner | None = None
+    """On the last rank: its part of the head, where the entry may ask for it."""
+
+    @property
+    def runners(self) -> list[Runner]:
+        """Whatever runs steps of several rows."""
+        return self.ends.runners if self.ends else [self.runner] if self.runner else []
+
+
+class ModelRuntime:
+    """Loads spans of one model, one at a time, on the compute thread."""
+
+    def __init__(
+        self,
+        source: Source,
+        worker: Worker,
+        shape: ModelShape,
+        verdict: Verdict,
+        config: InferenceConfig = DEFAULTS,
+        draft: Draft | None = None,
+    ) -> None:
+        """Hold nothing yet."""
+        self.source = source
+        self.worker = worker
+        self.shape = shape
+        self.verdict = verdict
+        self.config = config
+        self.quant = config.quant or Quant.NONE
+        self.device = torch.device(config.device)
+        self.wire = config.wire
+        self.slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
+        """How many tokens caches can go back; None is any number."""
+        self._steps = STEPS if verdict.croppable and not config.exact else ()
+        drafts = self._steps and config.speculation
+        self.drafting: Drafting | None = config.drafting or SuffixDrafting() if drafts else None
+        """Drafter for speculative decoding; None disables it."""
+        self.draft = draft
+        """A model that drafts too when this node is the entry."""
+        self.divides_head = bool(self._steps) and self.device == CPU
+        """Whether the last rank may compute a part of the logits."""
+        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+        self._held: LoadedSpan | None = None
+        self._tried: list[Parts | None] | None = None  # how the head is divided, once it is known
+        self._text: Text | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        source: Source,
+        worker: Worker,
+        config: InferenceConfig = DEFAULTS,
+        draft: Source | None = None,
+    ) -> "ModelRuntime":
+        """Look at a model, and at the one that drafts for it; nothing of it is loaded yet.
+
+        Raises:
+            ModelError: it cannot be run, or not on that device, or the draft is not for it.
+            UserError: there is no such device.
+        """
+        verdict = await worker.run(check, source.config)
+        verdict.require(1)
+        dtype: torch.dtype | None = getattr(torch, config.dtype) if config.dtype else None
+        quant = config.quant or Quant.NONE
+        shape = await worker.run(shape_of, source, dtype, quant, config.cache)
+        kind: torch.dtype = getattr(torch, shape.dtype)
+        device = await worker.run(choose, config.device, kind, quant)
+        drafts = await worker.run(find_draft, draft, source) if draft else None
+        wire = await worker.run(settle, config.wire, source.config, kind)
+        config = replace(config, wire=wire, device=str(device))
+        return cls(source, worker, shape, verdict, config, drafts)
+
+    def rank(self, worker: Worker, *, divides_head: bool, **changes: Any) -> Self:
+        """Return a runtime of the same model for another rank in this process."""
+        other = copy(self)
+        other.worker, other.config, other._held = worker, replace(self.config, **changes), None
+        other.divides_head = self.divides_head and divides_head
+        return other
+
+    async def calibrate(self) -> None:
+        """Choose the number of threads by measurement, where nobody chose it."""
+        if self.config.threads is None and self.device == CPU:
+            await self.worker.run(calibrate, self.worker.cores, self.shape.hidden_size, self._dtype)
+
+    def pace(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
+        """Choose how a prompt is fed to a ring beside so many others, by its times where known."""
+        chunk = self.config.chunk
+        if self.config.exact or not self.verdict.chunkable:  # transformers takes a prompt whole
+            chunk = chunk if self.verdict.chunkable and chunk else self._most_rows
+        if chunk is not None:
+            return Pace(min(chunk, self._most_rows), window=min(ring, MAX_PENDING))
+        if times is None:
+            return usual_pace(prompt, ring, self._most_rows)
+        return times.best_pace(prompt, others, self._most_rows)
+
+    @property
+    def context(self) -> int:
+        """Count the tokens that a session may have."""
+        context = self.shape.context or MAX_POSITION
+        # A model that takes no chunks gets its prompt in one message, which has a limit.
+        return context if self.verdict.chunkable else min(context, self._most_rows)
+
+    async def text(self) -> Text:
+        """Return the tokenizer and chat template; raise `ModelError` where there is none."""
+        if self._text is None:  # reading it takes long, once
+            self._text = await self.worker.run(Text.load, self.source.folder)
+        return self._text
+
+    async def hold(self, plan: Plan, me: NodeId, room: int = 0) -> LoadedSpan:
+        """Load what the plan gives this node; what it held before is let go first.
+
+        It has ``room`` bytes for caches beside the layers.
+
+        Raises:
+            ModelError: the weights are not here, or damaged.
+            OutOfMemory: they do not fit into what is free.
+        """
+        rank = plan.rank(me)
+        assert rank is not None  # the caller asks for its own place
+        self.verdict.require(len(plan.stages))
+        span, alone = plan.stages[rank].span, len(plan.stages) == 1
+        is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client shows nobody a token
+        held = self._held
+        if not (held and held.span == span and self._fits(held, rank, alone)):
+            self._held = held = None
+            self._held = held = await self.worker.run(
+                self._loaded, span, rank == 0, alone, is_divided
+            )
+        if is_divided and 0 < rank == len(plan.stages) - 1 and held.help is None:
+            part = await self.worker.run(self._help_beside, span, room)
+            self._held = held = replace(held, help=part) if part else held
+        return held
+
+    @property
+    def prefix_bytes(self) -> int | None:
+        """Bytes for finished sessions; None is what others leave of the budget."""
+        is_kept = not self.config.exact and self.verdict.chunkable
+        return self.config.prefix_bytes if is_kept else 0
+
+    def budget(self, plan: Plan, rooms: Sequence[int]) -> KvBudget:
+        """Divide the room for caches of each rank of a plan."""
+        return budget_for(self.shape, [stage.span for stage in plan.stages], rooms)
+
+    def release(self) -> None:
+        """Let go of what is held."""
+        self._held = None
+
+    @property
+    def _most_rows(self) -> int:
+        row = self.shape.hidden_size * _WIDEST
+        return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
+
+    @staticmethod
+    def _fits(held: LoadedSpan, rank: int, alone: bool) -> bool:
+        if rank > 0:
+            return held.runner is not None
+        return held.ends is not None and (held.ends.head is None) is alone
+
+    def _loaded(self, span: Span, *what: bool) -> LoadedSpan:
+        """Load; an allocation that fails is an error of the machine, not a bug."""
+        try:
+            return self._load(span, *what)
+        except (MemoryError, RuntimeError) as error:  # torch says it as the latter
+            if not is_out_of_memory(error):
+                raise
+            weights = sum(self.shape.layer_bytes[span.start : span.stop])
+            raise OutOfMemory(
+                f"Not enough memory for layers {span} of `{self.shape.name}`: {error}",
+                hint="offer less with `--memory`, or free some",
+                needed_bytes=weights,
+            ) from error
+
+    def _load(self, span: Span, is_entry: bool, alone: bool, is_divided: bool) -> LoadedSpan:
+        if not is_entry:
+            return LoadedSpan(span, None, self._run(span))
+        draft = self.draft.load(self.device) if self.draft else None
+        front = self._run(span, embed=True, head=alone)
+        if alone:
+            return LoadedSpan(span, HeldEnds(front, None, self.context), None, draft)
+        theirs, ours = (is_divided and self._parts()) or (None, None)
+        run = partial(self._run, self._end, head=True, share=front.shard)
+        head, helped = run(outputs=ours), run(outputs=theirs) if theirs else None
+        return LoadedSpan(span, HeldEnds(front, head, self.context, helped), None, draft)
+
+    def _help_beside(self, span: Span, room: int) -> Runner | None:
+        try:
+            return self._load_help(span, room)
+        except (MeshError, RuntimeError, MemoryError, OSError) as error:  # layers can be served
+            name = type(error).__name__
+            logger.warning("no part of the head beside layers %s: %s: %s", span, name, error)
+            return None
+
+    def _load_help(self, span: Span, room: int) -> Runner | None:
+        """Load the last rank's part of the head, where there is one, and the headroom takes it.
+
+        It is no part of the plan, so that it may take neither the room of layers nor of caches.
+        """
+        shape = self.shape
+        if not (parts := parts_of(shape.vocab_size, shape.hidden_size)):
+            return None
+        size = len(parts[0]) * shape.hidden_size * shape.itemsize
+        used = sum(shape.layer_bytes[span.start : span.stop]) + max(0, room)
+        headroom = used * HEADROOM_PERCENT // (100 - HEADROOM_PERCENT)
+        if size > headroom * _HELP_SHARE or not self._parts():
+            return None
+        return self._run(self._end, head=True, outputs=parts[0])
+
+    def _parts(self) -> Parts | None:
+        """Say how the head is divided; the same on every node that does not leave it whole."""
+        if self._tried is None:
+            self._tried = [find_parts(self.source, self.shape)]
+        return self._tried[0]
+
+    @property
+    def _end(self) -> Span:
+        return Span(self.shape.layers, self.shape.layers)
+
+    def _run(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
+        shard = load_shard(
+            self.source,
+            span,
+            embed=embed,
+            head=head,
+            dtype=self._dtype,
+            quant=self.quant,
+            cache=self.config.cache,
+            device=self.device,
+            **more,
+        )
+        cache = self.config.cache
+        return Runner(shard, self._steps, KeptTrial(cache) if cache else None)

@@ -1,0 +1,407 @@
+"""One node serving one plan after the other: drives `Forming`, runs an entry or a stage."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, Protocol, assert_never
+
+from meshllm.errors import LinkLost, MeshError
+from meshllm.names import NodeId
+from meshllm.node.compute.warm_up import Rehearsal
+from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
+from meshllm.node.session.entry import EntryNode, Seat
+from meshllm.node.session.ring_link import Neighbours, Peer
+from meshllm.node.session.stage import StageNode
+from meshllm.node.timer import Alarm
+from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.prefix_index import shelf_for
+from meshllm.protocol.planning.chunking import RingTimes
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.forming import (
+    Action,
+    Begin,
+    Close,
+    Dial,
+    Failed,
+    Forming,
+    Load,
+    Release,
+    Report,
+    Stop,
+)
+from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.link import SILENCE, Link
+from meshllm.protocol.session.messages import Hello
+from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import Stage
+from meshllm.transport import contract
+
+MAX_SESSIONS = 8  # generations at a time; others wait their turn
+MAX_KEPT = 16  # messages of an idle link; a peer sends two before it is answered
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], Coroutine[Any, Any, None]]
+
+
+class RuntimeHost(Protocol):
+    """What a runtime needs of the node around it.
+
+    The host calls `RingRuntime.formed` whenever it may have changed whether all nodes of the plan
+    have loaded.
+    """
+
+    def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
+        """Hear whether the span of the plan is loaded, and what is wrong."""
+
+    def at_work(self) -> None:
+        """Hear that this node began or ceased to be at work in a ring."""
+
+    def times(self, plan: Plan) -> RingTimes | None:
+        """Tell what the ranks of a plan take; None where a node has not told."""
+
+    def rooms(self, plan: Plan) -> list[int] | None:
+        """Tell the bytes that each rank has for caches; None where a node has not told."""
+
+    async def dial(self, node: NodeId) -> contract.Link:
+        """Open a link for a ring; raise `MeshError` when there is no way."""
+
+
+class _IdleLink:
+    """A link that is not at work yet: it is read ahead, so that its end is seen."""
+
+    def __init__(self, link: contract.Link) -> None:
+        self._link = link
+        self._kept: deque[tuple[contract.Channel, contract.Buffer]] = deque()
+        self._prompt = link if isinstance(link, contract.Prompt) else None
+        self.send = link.send
+        self.close = link.close
+        self.watching: asyncio.Task[None] | None = None
+
+    def offer(
+        self,
+        message: Sequence[contract.Buffer],
+        channel: contract.Channel = contract.Channel.DATA,
+    ) -> bool:
+        return self._prompt is not None and self._prompt.offer(message, channel)
+
+    async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
+        return self._kept.popleft() if self._kept else await self._link.receive()
+
+    async def first(self) -> contract.Buffer:
+        """Wait for the first message, and keep it."""
+        self._kept.append(await self._link.receive())
+        return self._kept[0][1]
+
+    async def watch(self, gone: Callable[[], None]) -> None:
+        """Read ahead until the other end lets go, or says more than it may before an answer."""
+        try:
+            while len(self._kept) < MAX_KEPT:
+                self._kept.append(await self._link.receive())
+        except MeshError as error:
+            logger.debug("an idle link of the ring ended: %s", error)
+        gone()
+
+    def settle(self) -> None:
+        """Stop reading ahead; `settled` waits for the end of it."""
+        if self.watching is not None:
+            self.watching.cancel()
+
+    async def settled(self) -> None:
+        if self.watching is not None:
+            await asyncio.wait([self.watching])
+
+    @property
+    def statistics(self) -> contract.LinkStatistics:
+        return self._link.statistics
+
+
+class RingRuntime:
+    """The place of a node in the ring of the plan in force."""
+
+    def __init__(self, me: NodeId, model: ModelRuntime, host: RuntimeHost) -> None:
+        self._me = me
+        self._model = model
+        self._host = host
+        self._machine = Forming(me)
+        self._links: dict[int, _IdleLink] = {}
+        self._closing = set[asyncio.Task[None]]()
+        self._numbers = count()
+        self._span: LoadedSpan | None = None
+        self._job: Job | None = None  # the next one
+        self._is_replaced = asyncio.Event()
+        self._alarm = Alarm(lambda: self._machine.deadline, self._expire)
+        self._tasks = asyncio.TaskGroup()
+        self.warmed_up = asyncio.Event()
+        """No step is left to be recorded before a text waits for it."""
+        self._is_closed = False
+        self.entry: EntryNode | None = None
+        """At work: this node is rank 0 of a ring that is open."""
+        self.stage: StageNode | None = None
+        """At work: this node is another rank of a ring that is open."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self._machine.plan
+
+    @property
+    def sessions(self) -> int:
+        """Count the sessions under way on this rank."""
+        return sum(node.sessions for node in (self.entry, self.stage) if node)
+
+    def follow(self, plan: Plan | None) -> None:
+        """Serve this plan from now on."""
+        if plan != self.plan:
+            self.entry = self.stage = None  # theirs was the last plan, and they are about to end
+            self._act(self._machine.follow(plan, self._now()))
+
+    def reload(self) -> None:
+        """Try again to load what could not be loaded."""
+        self._act(self._machine.reload(self._now()))
+
+    def formed(self, *, is_formed: bool) -> None:
+        """Hear whether all nodes of the plan in force have loaded."""
+        self._act(self._machine.formed(self._now(), is_formed=is_formed))
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        try:
+            async with self._tasks, self._alarm:
+                while True:
+                    await self._until_replaced()
+        finally:
+            self._is_closed = True
+            self._machine.close()
+            links, self._links = self._links, {}
+            await asyncio.gather(*(link.close() for link in links.values()), *self._closing)
+
+    async def arrive(self, link: contract.Link, peer: NodeId) -> None:
+        """Take a link for a ring; it is closed when it is not for the plan in force or the next.
+
+        If cancelled, it is closed too.
+        """
+        idle = _IdleLink(link)
+        hello = None
+        try:
+            async with asyncio.timeout(SILENCE):
+                hello = decode(await idle.first())
+        except (TimeoutError, MeshError) as error:
+            logger.debug("a link for a ring brought no greeting: %s", error)
+        finally:
+            if not isinstance(hello, Hello) or self._is_closed:
+                await link.close()
+        if isinstance(hello, Hello) and not self._is_closed:
+            number = self._idle(idle)
+            self._act(self._machine.arrived(peer, hello, number, self._now()))
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Stop() | Load() | Dial() | Begin():
+                    self._job = self._job_of(action)
+                    self._is_replaced.set()
+                case Release():
+                    self._span = None
+                    self._model.release()
+                case Close(number):
+                    self._close(number)
+                case Report(is_loaded, trouble):
+                    self._host.loaded(is_loaded, trouble)
+                case Failed(reason):
+                    logger.info("the ring is not formed: %s", reason)
+                case _:
+                    assert_never(action)
+        self._alarm.reset()
+
+    def _expire(self) -> None:
+        self._act(self._machine.expire(self._now()))
+
+    # Jobs, one at a time.
+
+    def _job_of(self, action: Stop | Load | Dial | Begin) -> Job | None:
+        match action:
+            case Load(plan):
+                return partial(self._load, plan)
+            case Dial(node):
+                return partial(self._dial, node)
+            case Begin(plan, before, after):
+                for number in (before, after):
+                    if number is not None:
+                        self._links[number].settle()
+                return partial(self._serve, plan, before, after)
+            case Stop():
+                return None
+
+    async def _until_replaced(self) -> None:
+        """Do the job of the moment; let it end before the next begins."""
+        self._is_replaced.clear()
+        replaced = asyncio.create_task(self._is_replaced.wait())
+        job = asyncio.create_task(self._job()) if self._job else replaced
+        try:
+            await asyncio.wait({job, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            if job.done():
+                job.result()  # a bug
+                await replaced
+        finally:
+            for task in (job, replaced):
+                task.cancel()
+            await asyncio.wait({job, replaced})
+            if not job.cancelled():
+                job.result()
+
+    async def _load(self, plan: Plan) -> None:
+        try:
+            rooms, rank = self._host.rooms(plan), plan.rank(self._me)
+            room = rooms[rank] if rooms and rank is not None else 0
+            self._span = await self._model.hold(plan, self._me, room)
+        except MeshError as error:
+            logger.warning("cannot load layers of %s: %s", plan.stages, error)
+            self._act(self._machine.unloadable(error, self._now()))
+        else:
+            self._act(self._machine.loaded(self._now()))
+
+    async def _dial(self, node: NodeId) -> None:
+        try:
+            link = _IdleLink(await self._host.dial(node))
+        except MeshError as error:
+            self._act(self._machine.failed(str(error), self._now()))
+            return
+        number = self._idle(link)
+        try:
+            await link.send(encode(self._hello), contract.Channel.CONTROL)
+        except MeshError as error:
+            self._close(number)
+            self._act(self._machine.failed(str(error), self._now()))
+        except asyncio.CancelledError:
+            self._close(number)
+            raise
+        else:
+            self._act(self._machine.dialled(number, self._now()))
+
+    async def _serve(self, plan: Plan, *numbers: int | None) -> None:
+        """Be at work until a neighbour is gone."""
+        links = [self._links.pop(number) for number in numbers if number is not None]
+        try:
+            for link in links:
+                await link.settled()
+            peers = self._peers(plan, links)
+            node = self._rank(plan, Neighbours(*peers) if peers else None)
+            reason = await self._run(node) if node else LinkLost("A node offers nothing any more")
+        finally:  # who closes waits for the other end; the next plan need not
+            for link in links:
+                self._discard(link)
+        self._act(self._machine.broke(str(reason), self._now()))
+
+    async def _run(self, node: EntryNode | StageNode) -> MeshError:
+        model, span = self._model, self._span
+        runners = span.runners if span and model.drafting else []
+        rehearsal = Rehearsal([(model.worker, runner) for runner in runners], self.warmed_up)
+        running = asyncio.ensure_future(node.run())
+        rehearsing = asyncio.ensure_future(rehearsal.run())
+        try:
+            await asyncio.sleep(0)  # after its first step it takes work
+            self._at_work(node)
+            return await running
+        finally:
+            self._at_work(None)
+            running.cancel()
+            rehearsing.cancel()
+            await asyncio.gather(running, rehearsing, return_exceptions=True)
+
+    # What a rank is made of.
+
+    @property
+    def _hello(self) -> Hello:
+        assert self.plan is not None  # a node without one greets nobody
+        return Hello(self._me, self.plan.epoch, self.plan.digest)
+
+    def _peers(self, plan: Plan, links: Sequence[_IdleLink]) -> list[Peer]:
+        """Return the rank before and the rank after at work; nobody in a ring of one."""
+        rank, stages = plan.rank(self._me) or 0, plan.stages
+        nodes = stages[rank - 1].node, stages[(rank + 1) % len(stages)].node
+        machines = [Link(self._hello, peer=node) for node in nodes[: len(links)]]
+        for machine in machines[1:]:
+            machine.open(self._now())  # the rank after was greeted when it was dialled
+        return [Peer(link, machine) for link, machine in zip(links, machines, strict=True)]
+
+    def _rank(self, plan: Plan, neighbours: Neighbours | None) -> EntryNode | StageNode | None:
+        """Build the entry or a stage; None where a node of the plan has taken its offer back."""
+        if (rooms := self._host.rooms(plan)) is None:
+            return None
+        budget = self._model.budget(plan, rooms)
+        rank, ring, model, span = (
+            plan.rank(self._me) or 0,
+            len(plan.stages),
+            self._model,
+            self._span,
+        )
+        assert span is not None  # it was loaded before any link was dialled
+        if span.ends is not None:
+            seat = Seat(
+                ring,
+                plan.epoch,
+                partial(self._pace, plan),
+                MAX_SESSIONS,
+                model.slack,
+                budget,
+                model.prefix_bytes,
+                model.drafting,
+                draft=span.draft,
+                wire=model.wire,
+                depth=model.config.depth,
+            )
+            return EntryNode(span.ends, seat, model.worker, neighbours)
+        assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
+        own = KvBudget(budget.rooms[rank : rank + 1])
+        machine = Stage(
+            rank,
+            ring,
+            epoch=plan.epoch,
+            max_sessions=MAX_SESSIONS,
+            context=model.context,
+            shelf=shelf_for(own, model.prefix_bytes, model.slack),
+        )
+        return StageNode(machine, span.runner, model.worker, neighbours, model.wire, span.help)
+
+    def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:
+        """Ask anew for each prompt: what the nodes offer may change."""
+        return self._model.pace(len(plan.stages), prompt, others, self._host.times(plan))
+
+    def _at_work(self, node: EntryNode | StageNode | None) -> None:
+        self.entry = node if isinstance(node, EntryNode) else None
+        self.stage = node if isinstance(node, StageNode) else None
+        self._host.at_work()
+
+    # Idle links.
+
+    def _idle(self, link: _IdleLink) -> int:
+        number = next(self._numbers)
+        self._links[number] = link
+        link.watching = self._tasks.create_task(link.watch(partial(self._gone, number)))
+        return number
+
+    def _gone(self, number: int) -> None:
+        self._act(self._machine.gone(number, self._now()))
+
+    def _close(self, number: int) -> None:
+        if link := self._links.pop(number, None):
+            link.settle()
+            self._discard(link)
+
+    def _discard(self, link: _IdleLink) -> None:
+        task = asyncio.create_task(_closed(link))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _closed(link: _IdleLink) -> None:
+    await link.settled()
+    await link.close()

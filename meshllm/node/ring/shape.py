@@ -1,0 +1,23 @@
+"""What the planner needs to know of a model."""
+
+from meshllm.model.shape import ModelShape, mean_kv_bytes
+from meshllm.protocol.planning.plan import Shape
+
+CONTEXT = 4096
+"""Tokens of one session for which a plan leaves room, where the model takes as many."""
+
+
+def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
+    """Describe a model to the planner, with sessions of up to ``context`` tokens."""
+    context = min(context, model.context or context)
+    return Shape(
+        name=model.name,
+        layer_bytes=model.layer_bytes,
+        kv_bytes_per_token=mean_kv_bytes(model, context),
+        embed_bytes=model.embed_bytes,
+        head_bytes=model.head_bytes,
+        tied=model.tied,
+        hidden_size=model.hidden_size,
+        itemsize=model.itemsize,
+        context=context,
+    )

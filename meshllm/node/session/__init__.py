@@ -1,0 +1,1 @@
+"""Sessions: generations on the entry, stages behind it, in tensors."""

@@ -1,0 +1,87 @@
+"""Seals the activations of a session for the next rank; drives `protocol.compression`."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshllm.model.split.skeleton import build
+from meshllm.model.steps.execution import mixes
+from meshllm.names import SessionId, WireMode
+from meshllm.node.session.wire import sealed
+from meshllm.protocol.session.blob import SessionKey, session_key
+from meshllm.protocol.session.compression import Compression
+from meshllm.protocol.session.messages import Blob
+from meshllm.protocol.trust.handshake import Features
+
+
+class Way(Protocol):
+    """What is known of the link to the next rank."""
+
+    @property
+    def round_trip_us(self) -> int:
+        """Smoothed round trip; 0 until it is measured."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate of the link; None where nobody knows it."""
+
+    @property
+    def features(self) -> Features:
+        """What the next rank understands."""
+
+
+def settle(mode: WireMode, config: Any, dtype: torch.dtype) -> WireMode:
+    """Return the mode for a model: ``auto`` rounds no mixture of experts.
+
+    What is lost in rounding can be the choice of another expert.
+    """
+    if mode is WireMode.AUTO and mixes(build(config, dtype).model):
+        return WireMode.EXACT
+    return mode
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """How the rows of one session leave."""
+
+    key: SessionKey
+    is_int8: bool
+    _outgoing: "Outgoing"
+
+    def seal(self, hidden: Tensor, compute_us: int, *, is_step: bool) -> Blob:
+        """Seal a hidden state ``[1, T, D]`` that took so many microseconds to compute.
+
+        Raises:
+            ModelError: it cannot travel so.
+        """
+        packed = self._outgoing.packs(hidden.nbytes, compute_us, is_step=is_step)
+        return sealed(self.key, hidden, int8=self.is_int8, packed=packed and not self.is_int8)
+
+
+class Outgoing:
+    """The way from this rank to the next, for all sessions."""
+
+    def __init__(self, mode: WireMode, way: Way | None) -> None:
+        """Send over ``way``; None is a rank that sends nothing."""
+        self._way = way
+        self._compression = Compression(mode)
+
+    def lane(self, session: SessionId) -> Lane:
+        """Return the lane of a session, the same each time."""
+        round_trip_us = self._way.round_trip_us if self._way else 0
+        is_int8 = self._compression.is_int8(session, round_trip_us, self._rate)
+        return Lane(session_key(session), is_int8 and self._knows(Features.INT8), self)
+
+    def packs(self, size: int, compute_us: int, *, is_step: bool) -> bool:
+        """Note rows that took so long to compute; tell whether so many bytes are packed."""
+        self._compression.note(compute_us, size, self._rate, is_step=is_step)
+        return self._compression.packs(size) and self._knows(Features.PACKED)
+
+    @property
+    def _rate(self) -> float | None:
+        return self._way.bytes_per_s if self._way else None
+
+    def _knows(self, feature: Features) -> bool:
+        return self._way is None or bool(self._way.features & feature)

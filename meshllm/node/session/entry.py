@@ -1,0 +1,379 @@
+"""Rank 0 at work: embeds, injects, samples; knows token ids, not text."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from meshllm.errors import LinkLost, MeshError
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.runner import Runner
+from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
+from meshllm.node.compute.batcher import Batch
+from meshllm.node.compute.stopwatch import Stopwatch
+from meshllm.node.compute.worker import Worker
+from meshllm.node.session.activation_codec import Outgoing
+from meshllm.node.session.generation import Ahead, Ended, Ends, Generation, Order, Output, Picked
+from meshllm.node.session.resume import Missed, start_from
+from meshllm.node.session.ring_link import Neighbours
+from meshllm.node.session.split_head import HeadParts, LogitsRequest
+from meshllm.node.session.turns import Turn, begin_split, take_turns
+from meshllm.node.session.wire import fault_code
+from meshllm.node.timer import Alarm
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
+from meshllm.protocol.kv_cache.admission import Admission
+from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.prefix_index import shelf_for
+from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, Prefixes
+from meshllm.protocol.session.actions import Action, Closed, Embed, Pick, Task
+from meshllm.protocol.session.codec import size
+from meshllm.protocol.session.entry import Entry
+from meshllm.protocol.session.messages import (
+    Blob,
+    Data,
+    Flags,
+    Forward,
+    Logits,
+    SessionMessage,
+    Tally,
+)
+from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.speculation import Speculation, Speculator
+from meshllm.request import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of an entry in its ring."""
+
+    ring: int
+    """Ranks of the ring."""
+    epoch: int
+    pace: Callable[[int, int], Pace]
+    """How a prompt with so many new tokens is fed to the ring, beside so many other sessions."""
+    max_sessions: int
+    """Generations at a time; others wait."""
+    slack: int | None
+    """How many tokens the caches of this model can go back; None is any number."""
+    budget: KvBudget
+    """Bytes for caches on every rank, this one first."""
+    prefix_bytes: int | None = None
+    """For finished sessions; None is what others leave of the budget."""
+    drafting: Drafting | None = None
+    """Who guesses at tokens, where caches can go back; None is nobody."""
+    wire: WireMode = WireMode.EXACT
+    """How hidden states travel to the next rank."""
+    draft: Drafting | None = None
+    """A model that guesses too."""
+    depth: int = MAX_DEPTH
+    """Steps of guesses in flight at most; 1 is that each waits for the one before it."""
+
+
+class EntryNode:
+    """Serves generations; the ring behind it, if any, holds the other layers."""
+
+    def __init__(
+        self, ends: Ends, seat: Seat, worker: Worker, neighbours: Neighbours | None = None
+    ) -> None:
+        self._ends = ends
+        self._seat = seat
+        self._neighbours = neighbours
+        self.pace = seat.pace
+        """Asked once for each generation."""
+        self._speculation: Speculation | None = None
+        if seat.drafting:
+            times = StepTimes(together=ends.front.is_steady, ring=seat.ring)
+            self._speculation = Speculation(
+                seat.drafting, times, draft=seat.draft, depth=seat.depth
+            )
+        self._jobs = asyncio.TaskGroup()
+        self._head: HeadParts | None = None
+        if ends.head and ends.helped:
+            self._head = HeadParts(ends.helped, ends.head)
+        self._turns = Batch(worker, partial(take_turns, ends, self._head), self._jobs)
+        self._outgoing = Outgoing(seat.wire, neighbours)
+        shelf = shelf_for(seat.budget, seat.prefix_bytes, seat.slack)
+        self._prefixes: Prefixes[SpanCache] = Prefixes(shelf, seat.slack)
+        self._admission = Admission(seat.budget, seat.max_sessions)
+        self._waiting: dict[SessionId, asyncio.Future[None]] = {}
+        self._sessions: dict[SessionId, Generation] = {}
+        self._lost: MeshError | None = None
+        self._alarm = Alarm(self._deadline, self._expire)
+
+    @property
+    def budget(self) -> KvBudget:
+        """What its sessions, and those that are kept, hold on each rank."""
+        return self._seat.budget
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """Who guesses at tokens."""
+        return self._seat.drafting
+
+    @property
+    def runners(self) -> list[Runner]:
+        """What it holds of the model."""
+        return self._ends.runners
+
+    @property
+    def context(self) -> int:
+        """Most tokens that the model takes, prompt included."""
+        return self._ends.context
+
+    @property
+    def sessions(self) -> int:
+        """Generations under way."""
+        return len(self._sessions)
+
+    async def run(self) -> MeshError:
+        """Serve until a neighbour is gone; return why. Alone in the ring, serve until cancelled."""
+        try:
+            async with self._jobs, self._alarm, self._turns:
+                if self._neighbours is None:
+                    await asyncio.Event().wait()  # nobody sets it
+                    raise AssertionError
+                self._lost = await self._neighbours.run(self._receive)
+                logger.info("the entry lost its ring: %s", self._lost)
+                return self._lost
+        finally:
+            self._end(self._lost or LinkLost("the ring was closed"))
+
+    async def generate(self, order: Order) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of an order, `Ended` last; wait until there is room for it.
+
+        Raises:
+            UserError: the prompt does not fit the model, or there is no room for it and its answer.
+            Busy: too many wait already.
+            MeshError: the generation failed; nothing of it is left on any rank.
+
+        Closing the iterator cancels the generation on every rank.
+        """
+        session = SessionId(os.urandom(SESSION_ID_BYTES))
+        task = self._task(session, order)
+        async with self._admitted(task):
+            generation = self._open(task, order)
+            try:
+                while not generation.closed.is_set() or not generation.outputs.empty():
+                    output = await generation.outputs.get()
+                    if isinstance(output, MeshError):
+                        raise output
+                    yield output
+            finally:
+                self._act(session, generation.machine.finish(FinishReason.CANCELLED, self._now()))
+                await generation.closed.wait()
+
+    @asynccontextmanager
+    async def _admitted(self, task: Task) -> AsyncIterator[None]:
+        """Wait until there is room for a task, and hold it."""
+        try:
+            if not self._admission.ask(task.session, task.limit):
+                turn = asyncio.get_running_loop().create_future()
+                self._waiting[task.session] = turn
+                await turn
+            yield
+        finally:
+            self._waiting.pop(task.session, None)
+            for session in self._admission.leave(task.session):
+                turn = self._waiting.pop(session)
+                if not turn.done():  # else it was cancelled, and is about to leave
+                    turn.set_result(None)
+
+    def _task(self, session: SessionId, order: Order) -> Task:
+        return Task(
+            session=session,
+            epoch=self._seat.epoch,
+            ring=self._seat.ring,
+            prompt=order.prompt,
+            max_tokens=order.max_tokens,
+            context=self._ends.context,
+            slack=self._seat.slack,
+            keep_from=MIN_SHARED if self._prefixes.shelf.keeps else None,
+        )
+
+    def _open(self, task: Task, order: Order) -> Generation:
+        if self._lost:
+            raise self._lost
+        session, now = task.session, self._now()
+        # For all of the prompt, as what is found of it may turn out to be lost.
+        machine = Entry(task, self.pace(max(1, len(order.prompt)), self.sessions))
+        start = start_from(self._prefixes.find(order.prompt, now), self._ends.front.new_cache)
+        speculator = None
+        if self._speculation:
+            clock = asyncio.get_running_loop().time
+            speculator = Speculator(self._speculation, order.prompt, clock, self._prepared)
+        lane = self._outgoing.lane(session)
+        generation = Generation(order, machine, self._ends, lane, now, speculator, start)
+        self._sessions[session] = generation
+        self._act(session, machine.open(now, start.base))
+        return generation
+
+    def _prepared(self) -> int:
+        return sum(each.prepared for each in self._ends.runners)
+
+    def _receive(self, message: SessionMessage) -> None:
+        generation = self._sessions.get(message.session)
+        if generation is None:
+            return
+        if isinstance(message, Logits):
+            if message.epoch == self._seat.epoch and generation.asked:
+                generation.asked.receive(message)
+            return
+        if isinstance(message, Data):
+            generation.gauge.returned(self._now(), message.pos + message.rows)
+        self._act(message.session, generation.machine.receive(message, self._now()))
+
+    def _act(self, session: SessionId, actions: list[Action]) -> None:
+        generation = self._sessions.get(session)
+        if generation is None:
+            return
+        for place, action in enumerate(actions, start=1):
+            # A job that ran ahead is answered within this call: nothing may follow it.
+            assert place == len(actions) or not isinstance(action, Embed | Pick)
+            match action:
+                case Embed():
+                    self._embed(session, generation, action)
+                case Pick():
+                    self._turn(session, generation, action)
+                case Forward():
+                    self._forward(generation, action)
+                case Closed(tallies):
+                    self._close(session, tallies)
+                case _:
+                    generation.note(action)
+        self._alarm.reset()
+
+    def _forward(self, generation: Generation, action: Forward) -> None:
+        assert self._neighbours is not None  # a machine alone in its ring forwards nothing
+        message = action.message
+        if isinstance(message, Data) and not message.flags & Flags.PREFILL:
+            generation.gauge.left(self._now(), message.pos + message.rows, size(message))
+            is_lone = message.rows == 1 and self.sessions == 1
+            if is_lone and self._neighbours.helps and self._head and self._head.control.asks():
+                generation.asked = LogitsRequest(message.gen, message.pos)
+                action = Forward(replace(message, flags=message.flags | Flags.HELP))
+        self._neighbours.forward(action)
+
+    def _close(self, session: SessionId, tallies: tuple[Tally, ...]) -> None:
+        generation = self._sessions.pop(session)
+        generation.take_ahead(None)
+        self._keep(session, generation)
+        match generation.outcome:
+            case MeshError() as error:
+                generation.outputs.put_nowait(error)
+            case reason:
+                round_trip_us = self._neighbours.round_trip_us if self._neighbours else 0
+                reused = generation.machine.reused
+                measured = generation.gauge.measured(tallies, round_trip_us, reused)
+                generation.outputs.put_nowait(Ended(reason, measured))
+        generation.closed.set()
+
+    def _keep(self, session: SessionId, generation: Generation) -> None:
+        """Keep what every rank keeps, and forget what one of them had lost."""
+        machine, base, cache = generation.machine, generation.base, generation.cache
+        if base and machine.reused < base.length:
+            self._prefixes.forget(base.session)
+        if machine.kept and cache is not None:
+            prompt = generation.prompt_tokens
+            self._seat.budget.release(session)  # it is counted as kept from now on
+            self._prefixes.keep(session, machine.kept, prompt, cache, machine.reach, self._now())
+
+    def _turn(self, session: SessionId, generation: Generation, job: Pick) -> None:
+        """Pick, and begin with the next step before anybody is told what was picked."""
+        # A ring of one has nobody to work ahead for, and sessions fill one another's gaps.
+        is_lone = self._neighbours is not None and self.sessions == 1
+        generation.depth = self._speculation.depth if self._speculation and is_lone else 1
+        generation.take_ahead(None)
+        turn = Turn(generation, job, Stopwatch(), Stopwatch())
+        ahead = generation.ahead = Ahead(turn.watch_ahead)
+        picked = partial(self._picked, session, generation, turn)
+        submit = partial(self._turns.submit, turn, picked, ahead.hear)
+        if self._head is None:
+            submit()
+            return
+        head, split = self._head, self._head.begin(generation.asked_for(job))
+        turn.split = split
+        if split.request is None:
+            submit()
+        else:
+            self._turns.alone(
+                partial(begin_split, head, turn),
+                lambda error: picked(error) if error else head.wait(split, submit),
+            )
+
+    def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
+        """Run tokens, where they did not run ahead."""
+        ahead = generation.take_ahead(job)
+        watch = ahead.watch if ahead else Stopwatch()
+        embedded = partial(self._embedded, session, generation, job, watch)
+        if ahead:
+            ahead.ask(embedded)
+        else:
+            self._turns.alone(partial(generation.embed, job, watch), embedded)
+
+    def _embedded(
+        self,
+        session: SessionId,
+        generation: Generation,
+        job: Embed,
+        watch: Stopwatch,
+        result: Blob | Exception | None,
+    ) -> None:
+        match result:
+            case Missed():
+                logger.info("begin again at the first token: %s", result)
+                self._act(session, generation.machine.missed(self._now()))
+            case Exception():  # this is the supervisor: a bug ends its session, not the others
+                self._fail(session, generation, result)
+            case blob:
+                if job.pos >= generation.prompt_tokens:
+                    generation.gauge.computed(watch.spent)
+                self._act(session, generation.machine.computed(blob, self._now()))
+
+    def _picked(
+        self, session: SessionId, generation: Generation, turn: Turn, result: Picked | Exception
+    ) -> None:
+        if turn.split and self._head:
+            self._head.learn(turn.split)
+        if session not in self._sessions:
+            return
+        if isinstance(result, Exception):  # as above
+            self._fail(session, generation, result)
+            return
+        if turn.job.pos > generation.prompt_tokens:
+            generation.gauge.computed(turn.watch.spent)
+        generation.gauge.tokens(self._now(), len(result.tokens))
+        actions = generation.machine.picked(
+            result.tokens, self._now(), result.steps, stop=result.is_last
+        )
+        self._act(session, actions)
+
+    def _fail(self, session: SessionId, generation: Generation, error: Exception) -> None:
+        generation.cause = error if isinstance(error, MeshError) else None
+        self._act(session, generation.machine.failed(fault_code(error), str(error), self._now()))
+
+    def _end(self, reason: MeshError) -> None:
+        """Fail what is under way; nobody is there to return its Close."""
+        self._lost = reason
+        for session, generation in list(self._sessions.items()):
+            generation.outcome = reason
+            self._close(session, ())
+
+    def _deadline(self) -> float | None:
+        deadlines = [generation.machine.deadline for generation in self._sessions.values()]
+        deadlines.append(self._prefixes.shelf.deadline)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def _expire(self) -> None:
+        self._prefixes.expire(self._now())
+        for session, generation in list(self._sessions.items()):
+            self._act(session, generation.machine.expire(self._now()))
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,298 @@
+"""One generation on the entry: its caches, its tokens, its results; knows token ids, not text."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+
+from meshllm.errors import MeshError, ModelError
+from meshllm.model.sampling import pick
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.runner import Runner
+from meshllm.node.compute.gauge import Gauge, Measured
+from meshllm.node.compute.stopwatch import Stopwatch
+from meshllm.node.session.activation_codec import Lane
+from meshllm.node.session.resume import Missed, Start, go_back
+from meshllm.node.session.split_head import LogitsRequest
+from meshllm.node.session.wire import error_of, opened
+from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
+from meshllm.protocol.session.blob import SessionKey
+from meshllm.protocol.session.entry import Entry
+from meshllm.protocol.session.messages import Blob
+from meshllm.protocol.session.speculation import Speculator, Steps
+from meshllm.request import FinishReason, Prefilled, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The next token of the answer."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The generation is over on every rank."""
+
+    reason: FinishReason
+    measured: Measured
+
+
+Output = Prefilled | Token | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A generation in token ids."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    is_last: Callable[[int], bool]
+    """Called once with each token, in order, on the compute thread: whether it ends the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What rank 0 holds."""
+
+    front: Runner
+    """The embedding and the first layers; alone in the ring, the whole model."""
+    head: Runner | None
+    """The head apart from the layers; None when the front has it."""
+    context: int
+    """Most tokens that the model takes, prompt included."""
+    helped: Runner | None = None
+    """The tokens before those of the head, where that is a part of it: the last rank's to help."""
+
+    @property
+    def runners(self) -> list[Runner]:
+        """All that is held."""
+        return [each for each in (self.front, self.helped, self.head) if each]
+
+    def logits(self, rows: list[Tensor]) -> Sequence[Tensor]:
+        """Compute the logits [1, T, V] of rows [1, T, D]; those of a whole model are logits."""
+        if self.head is None:
+            return rows
+        nothing = [None] * len(rows)
+        logits = self.head.step_many(rows, nothing)
+        if self.helped is None:
+            return logits
+        before = self.helped.step_many(rows, nothing)
+        return [torch.cat(parts, -1) for parts in zip(before, logits, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What was sampled, and what is guessed behind it and behind what is in flight."""
+
+    tokens: tuple[int, ...]
+    is_last: bool
+    """Whether the last of them ends the answer."""
+    steps: Steps
+
+
+@dataclass(slots=True)
+class Ahead:
+    """An Embed that nobody asked for yet; what becomes of it is of interest from then on."""
+
+    watch: Stopwatch
+    _tell: Callable[[Any], None] | None = None
+    _results: list[Any] = field(default_factory=list)
+
+    def hear(self, result: Blob | Exception | None) -> None:
+        """Take what became of it."""
+        self._results.append(result)
+        self._meet()
+
+    def ask(self, tell: Callable[[Any], None]) -> None:
+        """Let ``tell`` hear of it, at once where it is known."""
+        self._tell = tell
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._tell and self._results:
+            self._tell(self._results.pop())
+
+
+class Generation:
+    """The state of one order."""
+
+    def __init__(  # noqa: PLR0913 -- what others have made for it
+        self,
+        order: Order,
+        machine: Entry,
+        ends: Ends,
+        lane: Lane,
+        begin: float,
+        speculator: Speculator | None,
+        start: Start,
+    ) -> None:
+        """Prepare an order that begins with ``start``."""
+        self.machine = machine
+        self.gauge = Gauge(begin)
+        self.outputs: asyncio.Queue[Output | MeshError] = asyncio.Queue()
+        self.closed = asyncio.Event()
+        self.outcome: FinishReason | MeshError = FinishReason.CANCELLED
+        self.cause: MeshError | None = None  # of a failure on this rank
+        self.ahead: Ahead | None = None
+        self.depth = 1
+        """Steps in flight at most, from the next Pick on."""
+        self.asked: LogitsRequest | None = None
+        """What the last rank was asked for with the last step."""
+        self._order = order
+        self._ends = ends
+        self._lane = lane
+        self._speculator = speculator
+        self.base = start.base
+        self.cache: SpanCache | None = None
+        """Keys and values of the local layers, from the first job on."""
+        self._make_cache: Callable[[], SpanCache] | None = start.make
+        self._history = list(order.prompt)
+        self._is_alone = ends.head is None
+        self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
+        self._next: Embed | None = None  # what follows the last Pick, if nothing comes between
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._order.prompt)
+
+    def asked_for(self, job: Pick) -> LogitsRequest | None:
+        """Return what the last rank was asked for, if it is for this job."""
+        asked = self.asked
+        return asked if asked and (asked.gen, asked.pos + 1) == (job.gen, job.pos) else None
+
+    def take_ahead(self, job: Embed | None) -> Ahead | None:
+        """Return what runs ahead, if it is this job; forget it otherwise."""
+        ahead, self.ahead = self.ahead, None
+        if job and self._next and (job.pos, job.tokens) == (self._next.pos, self._next.tokens):
+            return ahead
+        return None
+
+    def note(self, action: Emit | Progress | Done | Failed) -> None:
+        """Pass on what the machine says to whoever waits for the outputs."""
+        match action:
+            case Emit(token):
+                self.outputs.put_nowait(Token(token))
+            case Progress(done, total):
+                self.outputs.put_nowait(Prefilled(done, total))
+            case Done(reason):
+                self.outcome = reason
+            case Failed(code, text, rank):
+                self.outcome = self.cause or error_of(code, text, rank)
+            case _:
+                assert_never(action)
+
+    # On the compute thread.
+
+    def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
+        """Run tokens through the embedding and the local layers."""
+        watch.queued()
+        cache = self._cropped(job.pos)
+        tokens = torch.tensor([job.tokens])  # [1, T]
+        if self._is_step(job):
+            output = self._ends.front.step(tokens, cache)  # [1, T, D or V]
+        else:
+            rows = 1 if self._is_alone else None  # of logits
+            output = self._ends.front.prefill(tokens, cache, rows)
+        return self.embedded(job, output, watch)
+
+    def embedded(self, job: Embed, output: Tensor, watch: Stopwatch) -> Blob | None:
+        """Hand back the output [1, T, D] of an Embed; alone in the ring, keep what is picked."""
+        watch.computed()
+        if self._is_alone:
+            self._rows = output[:, -1 - job.guesses :]
+            return None
+        blob = self._lane.seal(output, watch.spent.compute_us, is_step=self._is_step(job))
+        watch.serialised()
+        return blob
+
+    @property
+    def key(self) -> SessionKey:
+        """What its blobs are sealed with."""
+        return self._lane.key
+
+    def open(self, job: Pick, watch: Stopwatch) -> Tensor:
+        """Return the rows [1, 1 + G, D] for the head; alone in the ring they are logits."""
+        watch.queued()
+        self._next = None
+        rows = self._rows if job.blob is None else opened(self._lane.key, job.blob)
+        if rows is None:
+            raise ModelError(f"no row to sample the token at position {job.pos} from")
+        watch.serialised()
+        return rows
+
+    def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
+        """Sample from ``logits`` [1, 1 + G, V] as far as the guesses were right."""
+        tokens, is_last = self._sample(logits[0], job)
+        steps = self._look_ahead(tokens, job, is_last=is_last)
+        watch.computed()
+        return Picked(tokens, is_last, steps)
+
+    def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SpanCache] | None:
+        """Return the Embed that follows what was just picked, with its tokens [1, 1 + G]."""
+        watch.begin()
+        if self._next is None:
+            return None  # nobody will ask for it
+        watch.queued()
+        cache = self._cropped(self._next.pos)
+        return self._next, torch.tensor([self._next.tokens]), cache
+
+    def _cropped(self, length: int) -> SpanCache:
+        """Return the cache, cropped; raise `Missed` where that cannot be."""
+        if make := self._make_cache:
+            self._make_cache = None
+            try:
+                self.cache = make()
+            except (ModelError, RuntimeError, MemoryError) as error:  # the last two: no memory
+                self.cache = self._ends.front.new_cache()
+                raise Missed(str(error)) from None
+        assert self.cache is not None
+        go_back(self.cache, length)
+        return self.cache
+
+    def _is_step(self, job: Embed) -> bool:
+        return job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses
+
+    def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
+        """Sample from ``logits`` [1 + G, V] until a guess was wrong or the answer ends.
+
+        Return the tokens, and whether the last one ends the answer.
+        """
+        tokens: list[int] = []
+        is_last = False
+        for row, guess in zip_longest(logits, job.guesses):
+            token = pick(
+                row,
+                self._order.sampling,
+                position=job.pos + len(tokens),
+                history=self._history,
+                prompt_len=self.prompt_tokens,
+            )
+            tokens.append(token)
+            self._history.append(token)
+            is_last = self._order.is_last(token)
+            if is_last or token != guess:
+                break
+        return tuple(tokens), is_last
+
+    def _look_ahead(self, tokens: tuple[int, ...], job: Pick, *, is_last: bool) -> Steps:
+        """Guess at what follows the tokens, and note the next step; none follows the last."""
+        steps: Steps = ()
+        known, flying = job.pos + len(tokens), job.flying(tokens)
+        ends = is_last or known >= job.limit
+        if self._speculator:
+            steps = self._speculator.after(tokens, job, ends=ends, depth=self.depth)
+        if ends and self._speculator:
+            self._speculator.keep(self._history)
+        guesses = steps[0] if steps else ()
+        if flying is None and not ends:
+            self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))
+        elif flying is not None and guesses and not ends:
+            self._next = Embed(job.gen, known + len(flying), guesses, len(guesses) - 1)
+        return steps

@@ -1,0 +1,212 @@
+"""One neighbour at work: its link, its machine, what waits for it; knows nothing about sessions."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import assert_never
+
+from meshllm.errors import LinkLost, MeshError, PeerFault
+from meshllm.node.net.secure import SecureLink
+from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.link import BEAT, Action, Deliver, Link, Lost, Send
+from meshllm.protocol.session.messages import Beat, Forward, Message, SessionMessage
+from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
+from meshllm.transport import contract
+
+logger = logging.getLogger(__name__)
+
+
+class Peer:
+    """Carries messages to and from one neighbour until the link is gone."""
+
+    def __init__(self, link: contract.Link, machine: Link) -> None:
+        self._link = link
+        self._prompt = link if isinstance(link, contract.Prompt) else None
+        self._machine = machine
+        self._own: deque[Message] = deque()  # of the link itself, before all others
+        self._control: deque[Message] = deque()
+        self._data: deque[Message] = deque()
+        self._wake = asyncio.Event()
+        self._is_idle = False  # the writer waits for something to write
+        self._debug = logger.isEnabledFor(logging.DEBUG)
+
+    @property
+    def round_trip_us(self) -> int:
+        """Smoothed round trip to the neighbour; 0 until it is measured."""
+        return self._machine.round_trip_us
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate of the way to the neighbour; None where the transport does not know it."""
+        return self._link.statistics.bytes_per_s
+
+    @property
+    def features(self) -> Features:
+        """What the neighbour understands; all of it where it is of this process."""
+        return self._link.features if isinstance(self._link, SecureLink) else ALL_FEATURES
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows wait to be sent."""
+        return bool(self._data)
+
+    def post(self, action: Forward) -> None:
+        """Send a message, or queue it; the session machines bound how many there can be.
+
+        Where nothing waits it leaves within this call: for a task to wake and send it, a step would
+        wait for another round of the event loop.
+        """
+        queue = self._control if action.control else self._data
+        queue.append(action.message)
+        is_next = len(queue) == 1 and self._next_queue() is queue
+        if not (self._is_idle and is_next and self._offer(queue)):
+            self._rouse()
+
+    async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
+        """Carry until the link is gone, close it, and return why it went.
+
+        If cancelled, the link is closed; messages still queued are dropped.
+        """
+        reasons: list[MeshError] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._write())
+                group.create_task(self._watch())
+                group.create_task(self._read(deliver))
+        except* MeshError as errors:
+            reasons.extend(error for error in errors.exceptions if isinstance(error, MeshError))
+        finally:
+            await self._link.close()
+        return reasons[0]
+
+    async def _read(self, deliver: Callable[[SessionMessage], None]) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            _, buffer = await self._link.receive()
+            message = decode(buffer)
+            if self._debug:
+                logger.debug("< %s, %d B", type(message).__name__, len(buffer))
+            for action in self._machine.receive(message, clock()):
+                self._act(action, deliver)
+            if self._machine.is_met and (self._control or self._data):
+                self._rouse()
+
+    def _act(self, action: Action, deliver: Callable[[SessionMessage], None]) -> None:
+        match action:
+            case Send(message):
+                if self._own and isinstance(self._own[-1], Beat):
+                    self._own.pop()  # it waits for a neighbour that does not read
+                self._own.append(message)
+                self._rouse()
+            case Deliver(message):
+                deliver(message)
+            case Lost(text):
+                raise LinkLost(text)
+            case _:
+                assert_never(action)
+
+    async def _write(self) -> None:
+        clock = asyncio.get_running_loop().time
+        for action in self._machine.open(clock()):
+            self._act(action, _nowhere)
+        while True:
+            while queue := self._next_queue():
+                await self._send(queue)
+            self._wake.clear()
+            self._is_idle = True
+            await self._wake.wait()
+
+    def _rouse(self) -> None:
+        self._is_idle = False
+        self._wake.set()
+
+    def _next_queue(self) -> deque[Message] | None:
+        if self._own or not self._machine.is_met:
+            return self._own or None
+        return self._control or self._data or None
+
+    async def _watch(self) -> None:
+        """Beat, and notice silence, also while a send waits for a neighbour that does not read."""
+        clock = asyncio.get_running_loop().time
+        while (deadline := self._machine.deadline) is not None:
+            # It moves on with every message, and comes nearer once: when the link opens.
+            await asyncio.sleep(min(deadline - clock(), BEAT))
+            for action in self._machine.expire(clock()):
+                self._act(action, _nowhere)
+
+    def _offer(self, queue: deque[Message]) -> bool:
+        """Send the only message of a queue if that need not wait; tell whether it was sent."""
+        if self._prompt is None:
+            return False
+        parts = encode(queue[0])
+        try:
+            if not self._prompt.offer(parts, self._channel(queue)):
+                return False
+        except (MeshError, ValueError):  # the writer meets it too, and ends the link
+            return False
+        self._note(queue.popleft(), parts)
+        return True
+
+    async def _send(self, queue: deque[Message]) -> None:
+        message = queue.popleft()
+        parts = encode(message)
+        await self._link.send(parts, self._channel(queue))
+        self._note(message, parts)
+
+    def _channel(self, queue: deque[Message]) -> contract.Channel:
+        return contract.Channel.DATA if queue is self._data else contract.Channel.CONTROL
+
+    def _note(self, message: Message, parts: list[contract.Buffer]) -> None:
+        if self._debug:
+            logger.debug("> %s, %d B", type(message).__name__, sum(map(len, parts)))
+        self._machine.sent(asyncio.get_running_loop().time())
+
+
+class Neighbours:
+    """The rank before and the rank after: where messages come from and where they go."""
+
+    def __init__(self, before: Peer, after: Peer) -> None:
+        self._before = before
+        self._after = after
+        self.forward = after.post
+
+    @property
+    def round_trip_us(self) -> int:
+        """Smoothed round trip to the rank after; 0 until it is measured."""
+        return self._after.round_trip_us
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate of the way to the rank after; None where the transport does not know it."""
+        return self._after.bytes_per_s
+
+    @property
+    def features(self) -> Features:
+        """What the rank after understands."""
+        return self._after.features
+
+    @property
+    def helps(self) -> bool:
+        """Whether the last rank, which comes before, knows how to help with the logits."""
+        return bool(self._before.features & Features.HELP)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows wait for the rank after to take them."""
+        return self._after.is_waiting
+
+    async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
+        """Carry until one of them is gone, close both links, and return why."""
+        peers = (self._before.run(deliver), self._after.run(_nowhere))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(peer) for peer in peers]
+            done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for other in others:
+                other.cancel()
+        return next(iter(done)).result()
+
+
+def _nowhere(message: SessionMessage) -> None:
+    """Refuse what the rank after sends: sessions go one way round."""
+    raise PeerFault(f"{type(message).__name__} against the direction of the ring")

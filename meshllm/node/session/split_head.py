@@ -1,0 +1,169 @@
+"""Computes the entry's part of the logits and takes the other from the last rank.
+
+Drives `protocol.split_head`: on the event loop it asks and waits, on the compute thread it
+multiplies and compares. The compute thread never waits for the network.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from meshllm.errors import IntegrityFault, PeerFault
+from meshllm.model.steps.runner import Runner
+from meshllm.node.session.wire import opened
+from meshllm.protocol.session.blob import SessionKey
+from meshllm.protocol.session.messages import Blob, Logits
+from meshllm.protocol.session.split_head import SplitHead
+
+logger = logging.getLogger(__name__)
+
+
+class LogitsRequest:
+    """What the last rank was asked for with one step; lives on the event loop."""
+
+    def __init__(self, gen: int, pos: int) -> None:
+        self.gen = gen
+        self.pos = pos
+        self._answer: Blob | None = None
+        self._tell: Callable[[Blob], None] | None = None
+
+    def receive(self, logits: Logits) -> None:
+        """Take the answer to this question; only the first one counts."""
+        if self._answer is None and (logits.gen, logits.pos) == (self.gen, self.pos):
+            self._answer = logits.blob
+            if self._tell:
+                self._tell(self._answer)
+
+    def then(self, tell: Callable[[Blob], None]) -> None:
+        """Let ``tell`` have the answer, at once where it has come."""
+        self._tell = tell
+        if self._answer is not None:
+            tell(self._answer)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialLogits:
+    """Logits of one row as far as the entry has computed them."""
+
+    ours: Tensor  # [1, 1, V - V']
+    theirs: Tensor | None  # [1, 1, V'], computed to be compared with the answer
+    begin_s: float
+    end_s: float
+    """When that began and ended, by `time.perf_counter`."""
+
+
+@dataclass(slots=True)
+class SplitStep:
+    """One row at the head; handed from the event loop to the compute thread and back."""
+
+    request: LogitsRequest | None
+    prove: bool
+    """Compute all logits, and compare them with the answer."""
+    part: PartialLogits | None = None
+    answer: Blob | None = None
+    whole_s: float | None = None
+    """What all of the head took, where nobody was asked."""
+    is_proved: bool = False
+    fault: str = ""
+    """Why the last rank is not to be asked again."""
+
+
+class HeadParts:
+    """The head of an entry in two parts, of which the last rank may compute the first."""
+
+    def __init__(self, theirs: Runner, ours: Runner) -> None:
+        self.control = SplitHead()
+        """Touched on the event loop only."""
+        self._theirs, self._ours = theirs, ours
+        self._count = 0  # outputs of theirs
+
+    # On the event loop.
+
+    def begin(self, request: LogitsRequest | None) -> SplitStep:
+        """Prepare a step, for which the last rank was asked or not."""
+        return SplitStep(request, self.control.is_proving)
+
+    def wait(self, step: SplitStep, go_on: Callable[[], None]) -> None:
+        """Call ``go_on`` once, when the answer to a step is here or too late."""
+        part, request = step.part, step.request
+        if part is None or request is None:
+            go_on()
+            return
+
+        def take(answer: Blob | None) -> None:
+            timer.cancel()
+            request.then(_nobody)
+            step.answer = answer
+            if answer is None:
+                self.control.missed()
+            else:
+                self.control.answered(time.perf_counter() - part.begin_s)
+            go_on()
+
+        latest = part.end_s + self.control.patience(part.end_s - part.begin_s)
+        left = max(0.0, latest - time.perf_counter())
+        timer = asyncio.get_running_loop().call_later(left, take, None)
+        request.then(take)
+
+    def learn(self, step: SplitStep) -> None:
+        """Take note of how a step went."""
+        if step.whole_s is not None:
+            self.control.unaided(step.whole_s)
+        if step.is_proved:
+            self.control.proved()
+        if step.fault:
+            self.control.disable()
+            logger.warning("the last rank is not asked for logits any more: %s", step.fault)
+
+    # On the compute thread.
+
+    def compute(self, row: Tensor, step: SplitStep) -> None:
+        """Compute this rank's part for a row [1, 1, D], and the other where it is to be proven."""
+        begin = time.perf_counter()
+        ours = self._ours.step(row, None)
+        theirs = self._theirs.step(row, None) if step.prove else None
+        step.part = PartialLogits(ours, theirs, begin, time.perf_counter())
+
+    def finish(self, row: Tensor, step: SplitStep, key: SessionKey) -> Tensor:
+        """Return the logits [1, 1, V] of a row; what is missing, or is no answer, is computed."""
+        if (part := step.part) is None:
+            begin = time.perf_counter()
+            theirs, ours = self._theirs.step(row, None), self._ours.step(row, None)
+            self._count = theirs.shape[-1]
+            step.whole_s = time.perf_counter() - begin
+            return torch.cat([theirs, ours], -1)
+        given = None if step.answer is None else self._opened(step, part.ours, key)
+        own = part.theirs
+        if own is not None and given is not None:
+            step.is_proved = torch.equal(given, own)
+            step.fault = "" if step.is_proved else "its logits are not those of this node"
+        elif own is None:
+            own = self._theirs.step(row, None) if given is None else given
+        return torch.cat([own, part.ours], -1)
+
+    def _opened(self, step: SplitStep, ours: Tensor, key: SessionKey) -> Tensor | None:
+        """Check the logits [1, 1, V'] that came; None where they are none."""
+        blob = step.answer
+        assert blob is not None  # asked for by the caller
+        if prod(blob.shape) != self._count:
+            step.fault = f"{list(blob.shape)} logits; {self._count} were asked for"
+            return None
+        try:
+            given = opened(key, blob)
+        except (PeerFault, IntegrityFault) as fault:
+            step.fault = str(fault)
+            return None
+        if given.dtype != ours.dtype:
+            step.fault = f"its logits are {given.dtype}, not {ours.dtype}"
+            return None
+        return given.view(1, 1, -1)
+
+
+def _nobody(_: Blob) -> None:
+    """Hear of an answer that came too late."""

@@ -1,0 +1,226 @@
+"""A rank behind the entry at work: machine, layers, caches; knows nothing about tokens."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, assert_never
+
+from torch import Tensor
+
+from meshllm.errors import MeshError, ModelError
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.lm_head import BLOCK
+from meshllm.model.steps.runner import Runner
+from meshllm.names import SessionId, WireMode
+from meshllm.node.compute.batcher import Batch, attempt, through
+from meshllm.node.compute.stopwatch import Stopwatch
+from meshllm.node.compute.worker import Worker
+from meshllm.node.session.activation_codec import Lane, Outgoing
+from meshllm.node.session.resume import Missed, go_back
+from meshllm.node.session.ring_link import Neighbours
+from meshllm.node.session.wire import fault_code, opened, sealed
+from meshllm.node.timer import Alarm
+from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.session.messages import Blob, Forward, Logits, SessionMessage
+from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What this rank holds for a session; touched on the compute thread only."""
+
+    lane: Lane
+    cache: SpanCache
+
+
+class StageNode:
+    """Serves a span of layers to the sessions that come round the ring."""
+
+    def __init__(
+        self,
+        machine: Stage,
+        runner: Runner,
+        worker: Worker,
+        neighbours: Neighbours,
+        wire: WireMode = WireMode.EXACT,
+        head: Runner | None = None,
+    ) -> None:
+        """Serve; ``head`` is this rank's part of it, where it has one."""
+        self._machine = machine
+        self._head = head
+        self._runner = runner
+        self._neighbours = neighbours
+        self._outgoing = Outgoing(wire, neighbours)
+        self._held: dict[SessionId, _Held] = {}
+        self._kept: dict[SessionId, SpanCache] = {}
+        self._jobs = asyncio.TaskGroup()
+        self._steps = Batch(worker, self._step, self._jobs)
+        self._alarm = Alarm(lambda: machine.deadline, self._expire)
+
+    drafting = None
+
+    @property
+    def budget(self) -> KvBudget:
+        """What its sessions, and those that are kept, hold."""
+        return self._machine.budget
+
+    @property
+    def runners(self) -> list[Runner]:
+        """What it holds of the model."""
+        return [self._runner, *([self._head] if self._head else [])]
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that hold a cache here."""
+        return len(self._held)
+
+    async def run(self) -> MeshError:
+        """Serve until a neighbour is gone; return why."""
+        try:
+            async with self._jobs, self._alarm, self._steps:
+                reason = await self._neighbours.run(self._receive)
+        finally:
+            self._held.clear()
+            self._kept.clear()
+        logger.info("a stage lost its ring: %s", reason)
+        return reason
+
+    def _receive(self, message: SessionMessage) -> None:
+        self._machine.round_trip_us = self._neighbours.round_trip_us
+        self._act(self._machine.receive(message, self._now()))
+
+    def _expire(self) -> None:
+        self._act(self._machine.expire(self._now()))
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Forward():
+                    self._neighbours.forward(action)
+                case Compute():
+                    self._serve(action, Stopwatch())
+                case Free() | Keep() | Adopt():
+                    self._steps.alone(partial(self._change, action))
+                case _:
+                    assert_never(action)
+        self._alarm.reset()
+
+    def _serve(self, job: Compute, watch: Stopwatch) -> None:
+        served = partial(self._served, job, watch)
+        if job.is_step:
+            self._steps.submit(
+                (job, watch), served, *([self._helped] if self._is_asked(job) else [])
+            )
+        else:
+            self._steps.alone(partial(self._prefill, job, watch), served)
+
+    def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
+        match result:
+            case Missed():
+                actions = self._machine.missed(job.session)
+            case Exception():  # this is the supervisor: a bug ends its session, not the others
+                actions = self._machine.failed(job.session, fault_code(result), str(result))
+            case blob:
+                actions = self._machine.computed(job.session, blob, self._now(), watch.spent)
+        self._act(actions)
+
+    def _is_asked(self, job: Compute) -> bool:
+        return self._head is not None and job.helps is not None
+
+    def _helped(self, result: Logits | Exception | None) -> None:
+        match result:
+            case Exception():  # nobody waits for it for long
+                logger.warning("no logits for the entry: %s", result)
+            case Logits() if (
+                not self._neighbours.is_waiting
+            ):  # else they would be late, and in the way
+                self._act(self._machine.helped(result))
+            case _:
+                pass
+
+    # On the compute thread.
+
+    def _change(self, action: Free | Keep | Adopt) -> None:
+        match action:
+            case Free(session):
+                self._held.pop(session, None)
+                self._kept.pop(session, None)
+            case Keep(session):
+                if held := self._held.pop(session, None):
+                    self._kept[session] = held.cache
+            case Adopt():
+                self._adopt(action)
+
+    def _adopt(self, job: Adopt) -> None:
+        """Take or copy what was kept; the first rows find out where there is nothing."""
+        cache = self._kept.pop(job.base, None) if job.whole else self._kept.get(job.base)
+        try:
+            if cache is not None and not job.whole:
+                cache = cache.branch(job.length)
+        except (ModelError, RuntimeError, MemoryError) as error:  # no memory is one of the last two
+            logger.info("nothing to go on from: %s", error)
+        except Exception:  # the supervisor: a bug costs its session time, and the others nothing
+            logger.exception("a cache was not copied")
+        else:
+            if cache is not None:
+                self._held[job.session] = _Held(self._outgoing.lane(job.session), cache)
+
+    def _prefill(self, job: Compute, watch: Stopwatch) -> Blob | None:
+        held, hidden = self._opened(job, watch)
+        return self._sealed(job, held, self._runner.prefill(hidden, held.cache), watch)
+
+    def _step(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
+        def run(opened: list[tuple[_Held, Tensor]]) -> list[tuple[_Held, Tensor]]:
+            caches = [held.cache for held, _ in opened]
+            outputs = self._runner.step_many([hidden for _, hidden in opened], caches)
+            return [(held, output) for (held, _), output in zip(opened, outputs, strict=True)]
+
+        ran = through(run, [attempt(self._opened, *step) for step in steps])
+        sent = [
+            result if isinstance(result, Exception) else attempt(self._sealed, job, *result, watch)
+            for result, (job, watch) in zip(ran, steps, strict=True)
+        ]
+        yield sent
+        if any(self._is_asked(job) for job, _ in steps):
+            yield [
+                attempt(self._help, job, rows) for rows, (job, _) in zip(sent, steps, strict=True)
+            ]
+
+    def _help(self, job: Compute, sent: Blob | Exception | None) -> Logits | None:
+        """Compute this rank's part of the logits, if it was asked for, while the rows travel."""
+        if self._head is None or job.helps is None or not isinstance(sent, Blob):
+            return None
+        key = self._held[job.session].lane.key
+        rows = opened(key, sent)  # [1, T, D], as the entry will see them: they may be rounded
+        logits = self._head.step(rows, None)  # [1, T, V']
+        blob = sealed(key, logits.view(rows.shape[1], -1, BLOCK))
+        return Logits(job.session, self._machine.epoch, job.helps, job.pos, blob)
+
+    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_Held, Tensor]:
+        """Return the session and its rows [1, T, D]."""
+        watch.queued()
+        if job.session not in self._held:
+            held = _Held(self._outgoing.lane(job.session), self._runner.new_cache())
+            self._held[job.session] = held
+        held = self._held[job.session]
+        hidden = opened(held.lane.key, job.blob)
+        watch.serialised()
+        go_back(held.cache, job.pos)
+        return held, hidden
+
+    def _sealed(self, job: Compute, held: _Held, output: Tensor, watch: Stopwatch) -> Blob | None:
+        watch.computed()
+        if not job.keep:
+            return None
+        rows, took_us = output[:, -job.keep :], watch.spent.compute_us
+        blob = held.lane.seal(rows, took_us, is_step=job.is_step)
+        watch.serialised()
+        return blob
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,110 @@
+"""From a request in text to an answer in text, over the entry of any ring."""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import assert_never
+
+from meshllm.errors import UserError
+from meshllm.model.sampling import validate
+from meshllm.model.text.tokenizer import Text
+from meshllm.node.compute.gauge import Measured
+from meshllm.node.compute.worker import Worker
+from meshllm.node.session.entry import EntryNode
+from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.trust.identity import short
+from meshllm.request import Answer, Event, HopReport, Piece, Prefilled, Request
+
+MOST_LETTERS = 64  # characters of one token, which of common text has four
+
+
+@dataclass(frozen=True, slots=True)
+class RingBackend:
+    """The entry of a ring, asked in text."""
+
+    entry: EntryNode
+    worker: Worker
+    text: Text
+    plan: Plan
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request, see `Backend`."""
+        text = self.text
+        validate(request.sampling)
+        _check_length(request, self.entry.context)
+        prompt = tuple(
+            await self.worker.run(_encode, text, request)
+        )  # seconds for megabytes of text
+        stream = text.stream(request.stop)
+        pieces: deque[str] = deque()
+
+        def is_last(token: int) -> bool:
+            ends = token in text.end_tokens
+            pieces.append("" if ends else stream.push(token))
+            return ends or stream.stopped
+
+        order = Order(prompt, request.sampling, request.max_tokens, is_last)
+        said: list[str] = []
+        tokens: list[int] = []
+        async with aclosing(self.entry.generate(order)) as outputs:
+            async for output in outputs:
+                match output:
+                    case Prefilled():
+                        yield output
+                    case Token(token):
+                        tokens.append(token)
+                        said.append(pieces.popleft())
+                    case Ended(reason, measured):
+                        said.append(stream.finish())
+                    case _:
+                        assert_never(output)
+                if said and said[-1] and not isinstance(output, Prefilled):
+                    yield Piece(said[-1])
+        yield Answer(
+            text="".join(said),
+            tokens=tuple(tokens),
+            prompt_tokens=len(prompt),
+            cached_tokens=measured.reused,
+            finish_reason=reason,
+            ttft_ms=measured.ttft_s * 1e3,
+            ms_per_token=measured.token_s * 1e3,
+            tokens_per_second=1 / measured.token_s if measured.token_s else 0.0,
+            tokens_per_step=measured.tokens_per_step,
+            hops=_hops(measured, self.plan),
+        )
+
+
+def _check_length(request: Request, context: int) -> None:
+    """Raise `UserError` for what is too long without a look at its tokens."""
+    letters = len(request.raw or "") + sum(len(turn["content"]) for turn in request.turns)
+    if letters > context * MOST_LETTERS:
+        raise UserError(
+            f"The prompt has {letters} characters, too many for {context} tokens of context"
+        )
+
+
+def _encode(text: Text, request: Request) -> list[int]:
+    if request.raw is not None:
+        return text.encode(request.raw)
+    if not request.turns:
+        raise UserError("an empty prompt", hint="give a prompt, or pipe one in")
+    return text.encode_chat(request.turns)
+
+
+def _hops(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
+    per_step = measured.tokens_per_step or 1
+    return tuple(
+        HopReport(
+            rank=rank,
+            node=short(stage.node),
+            span=stage.span,
+            compute_ms=hop.compute_s * 1e3 / per_step,
+            serialise_ms=hop.serialise_s * 1e3 / per_step,
+            queue_ms=hop.queue_s * 1e3 / per_step,
+            wire_ms=hop.wire_s * 1e3 / per_step,
+            bytes_per_token=hop.bytes_sent / per_step,
+        )
+        for rank, (stage, hop) in enumerate(zip(plan.stages, measured.hops, strict=False))
+    )

@@ -1,0 +1,80 @@
+"""Between tensors and blobs, errors and faults; knows nothing about sessions.
+
+`meshllm.model` and `meshllm.protocol` are siblings that do not know each other: they meet here.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from meshllm.errors import (
+    Busy,
+    IntegrityFault,
+    LinkLost,
+    MeshError,
+    ModelError,
+    PeerFault,
+    TimedOut,
+)
+from meshllm.model.wire.payload import from_payload, to_payload
+from meshllm.protocol.session.blob import SessionKey, check, seal
+from meshllm.protocol.session.messages import Blob, DType, FaultCode
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[FaultCode, type[MeshError]] = {
+    FaultCode.OTHER: MeshError,
+    FaultCode.BUSY: Busy,
+    FaultCode.INTEGRITY: IntegrityFault,
+    FaultCode.MODEL: ModelError,
+    FaultCode.EPOCH: PeerFault,
+    FaultCode.RULES: PeerFault,
+    FaultCode.LOST: LinkLost,
+    FaultCode.TIMED_OUT: TimedOut,
+}
+
+
+def sealed(key: SessionKey, hidden: Tensor, *, int8: bool = False, packed: bool = False) -> Blob:
+    """Seal a hidden state ``[1, T, D]`` for the next rank: as it is, in 8 bits, or in fewer bytes.
+
+    Raises:
+        ModelError: it cannot travel so.
+    """
+    code, shape, payload = to_payload(hidden, int8=int8, packed=packed)
+    return seal(key, DType(code), shape, payload)
+
+
+def opened(key: SessionKey, blob: Blob) -> Tensor:
+    """Check a blob and see it as a tensor; raise `PeerFault` when it is not what it claims."""
+    check(key, blob)
+    try:
+        return from_payload(blob.dtype, blob.shape, blob.payload)
+    except ModelError as error:
+        raise PeerFault(str(error)) from None
+
+
+def fault_code(error: Exception) -> FaultCode:
+    """Say what an error in a job is called on the wire; log it when nobody expected it."""
+    if is_out_of_memory(error):
+        return FaultCode.BUSY
+    if not isinstance(error, (MeshError, RuntimeError)):
+        logger.error("a job failed", exc_info=error)
+    match error:
+        case IntegrityFault():
+            return FaultCode.INTEGRITY
+        case PeerFault():
+            return FaultCode.RULES
+        case _:
+            return FaultCode.MODEL
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
+    is_torch = isinstance(error, RuntimeError) and "allocate" in str(error)
+    return is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def error_of(code: FaultCode, text: str, rank: int) -> MeshError:
+    """Make the error that ends a generation out of the fault that a rank reported."""
+    return _ERRORS[code](f"rank {rank}: {text}")

@@ -1,0 +1,1 @@
+"""Agreement: all nodes choose the same plan from what they know."""

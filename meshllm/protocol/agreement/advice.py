@@ -1,0 +1,98 @@
+"""What would make a ring faster, in one line; changes nothing."""
+
+from meshllm.errors import MeshError
+from meshllm.protocol.agreement.agreement import GAIN, Agreement
+from meshllm.protocol.agreement.relaxation import Best, Case, find_gap
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.planning.partition import token_time
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.policies import POLICIES, make_plan
+from meshllm.protocol.planning.prediction import Prediction, predict
+from meshllm.protocol.trust.identity import short
+
+ON_THE_WAY = 0.5  # of the time of a token; above it the way is the longer part
+
+
+def advise(agreement: Agreement) -> str:
+    """Name the one thing that would help most, in a sentence without a full stop.
+
+    It changes with the agreement only, and plans once more where the charter binds the ring, which
+    takes as long as `agree`.
+    """
+    plan, best = agreement.plan, agreement.best
+    if plan is None or best is None:
+        return f"There is no ring: {agreement.reason}"
+    shape = best.case.view.charter.shape
+    now = predict(plan, agreement.offers, agreement.links, shape)
+    return (
+        _other_ring(agreement, best, now)
+        or _longest_way(now)
+        or _refused(agreement)
+        or _slowest_layers(now)
+    )
+
+
+def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
+    """Look for the fastest ring of these nodes, whatever the charter binds."""
+    charter = best.case.view.charter
+    bounds = _bounds(charter)
+    plan = _unbound(best.case) if bounds else best.plan
+    if plan is None or find_gap(plan, agreement.links):
+        return ""
+    then = predict(plan, agreement.offers, agreement.links, charter.shape)
+    token, other = now.seconds_per_token, then.seconds_per_token
+    if token - other <= GAIN * token:
+        return ""
+    gain = f"{other * 1e3:.1f} instead of {token * 1e3:.1f} ms per token"
+    if bounds:
+        return f"Without {' and '.join(bounds)} the ring would take {gain}"
+    return f"A ring that takes {gain} waits until running sessions end"
+
+
+def _bounds(charter: Charter) -> list[str]:
+    is_fastest = POLICIES[charter.policy].objective is token_time
+    bounds = {
+        f"`--policy {charter.policy}`": not is_fastest,
+        f"`--members {charter.members}`": charter.members,
+        "`--exclude`": charter.exclude,
+        "`--prefer`": charter.prefer,
+    }
+    return [text for text, binds in bounds.items() if binds]
+
+
+def _unbound(case: Case) -> Plan | None:
+    shape = case.view.charter.shape
+    try:
+        return make_plan(case.found.offers, case.found.links, shape, terms=case.terms)
+    except MeshError:  # the spans of nodes leave no ring
+        return None
+
+
+def _longest_way(now: Prediction) -> str:
+    token = now.seconds_per_token
+    way = sum(hop.wire_s for hop in now.hops)
+    if way <= ON_THE_WAY * token:
+        return ""
+    longest = max(range(len(now.hops)), key=lambda rank: now.hops[rank].wire_s)
+    here, there = now.hops[longest], now.hops[(longest + 1) % len(now.hops)]
+    return (
+        f"{way / token:.0%} of a token is on the way, most of it {here.wire_s * 1e3:.1f} ms from"
+        f" `{short(here.node)}` to `{short(there.node)}`: fewer nodes with more memory each, or"
+        " nearer ones, would help"
+    )
+
+
+def _refused(agreement: Agreement) -> str:
+    node = min(agreement.refused, default=None)
+    if node is None:
+        return ""
+    return f"`{short(node)}` could take layers, but is refused: {agreement.refused[node]}"
+
+
+def _slowest_layers(now: Prediction) -> str:
+    slowest = max(now.hops, key=lambda hop: hop.compute_s)
+    return (
+        f"`{short(slowest.node)}` computes {slowest.compute_s * 1e3:.1f} of"
+        f" {now.seconds_per_token * 1e3:.1f} ms per token in layers `{slowest.span}`: a faster"
+        " node near it would help"
+    )

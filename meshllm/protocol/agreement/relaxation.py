@@ -1,0 +1,128 @@
+"""The best plan that a mesh could follow now; knows nothing of the one it follows."""
+
+from dataclasses import dataclass, replace
+
+from meshllm.errors import MeshError
+from meshllm.names import NodeId
+from meshllm.protocol.agreement.candidates import NO_WAY, Candidates, View
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.planning.partition import Division
+from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Terms
+from meshllm.protocol.planning.policies import AUTO, POLICIES, make_plan
+from meshllm.protocol.planning.problem import Problem, pose
+from meshllm.protocol.trust.identity import short
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Who is there, and what a ring of them must keep to work at all."""
+
+    view: View
+    found: Candidates
+    terms: Terms
+    problem: Problem
+    """The same in numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best plan and the problem that it solves, or why there is none."""
+
+    case: Case
+    plan: Plan | None
+    problem: Problem
+    missing: str = ""
+
+    def answers(self, case: Case) -> bool:
+        """Tell whether another case puts the same question."""
+        return _question(self.case) == _question(case)
+
+
+def open_case(view: View, found: Candidates) -> Case:
+    """Put the question; raise `UserError` where the charter contradicts itself."""
+    charter = view.charter
+    entry = view.author if charter.ends is Ends.CLIENT else None
+    terms = Terms(charter.ends, entry, charter.sessions, spans=found.spans)
+    return Case(view, found, terms, pose(found.offers, found.links, charter.shape, terms))
+
+
+def find_best(case: Case, before: Best | None = None) -> Best:
+    """Plan under all that binds, then under less where that leaves no ring."""
+    if before is not None and before.answers(case):
+        return before
+    charter, found = case.view.charter, case.found
+    ways = _relaxed(case)
+    missing = ""
+    for terms in ways:
+        for policy in dict.fromkeys((charter.policy, AUTO)):
+            if terms.spans and not POLICIES[policy].takes_spans:
+                continue
+            try:
+                plan = make_plan(
+                    found.offers, found.links, charter.shape, policy=policy, terms=terms
+                )
+            except MeshError as error:
+                missing = missing or str(error)
+                continue
+            if not (why := _excess(plan, ways[0].members) or find_gap(plan, found.links)):
+                return Best(case, plan, pose(found.offers, found.links, charter.shape, terms))
+            missing = missing or why
+    return Best(case, None, case.problem, missing)
+
+
+def find_gap(plan: Plan, links: Links) -> str:
+    """Say which neighbours have no link; nothing when all have one."""
+    nodes = nodes_of(plan)
+    for here, there in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
+        if here != there and links.between(here, there) == NO_WAY:
+            return f"`{short(here)}` and `{short(there)}` have no link"
+    return ""
+
+
+def to_division(problem: Problem, plan: Plan) -> Division:
+    """Write the stages of a plan in numbers."""
+    numbers = to_numbers(problem)
+    spans = tuple(stage.span for stage in plan.stages)
+    return Division(tuple(numbers[node] for node in nodes_of(plan)), spans)
+
+
+def to_numbers(problem: Problem) -> dict[NodeId, int]:
+    """Number the nodes of a problem."""
+    return {node: number for number, node in enumerate(problem.nodes)}
+
+
+def nodes_of(plan: Plan) -> list[NodeId]:
+    """List the nodes of a ring in rank order."""
+    return [stage.node for stage in plan.stages]
+
+
+def _excess(plan: Plan, most: int | None) -> str:
+    count = len(plan.stages)
+    return f"it takes {count} nodes, and {most} may be in it" if count > (most or count) else ""
+
+
+def _question(case: Case) -> tuple[Charter, tuple[Offer, ...], Links, Terms]:
+    return case.view.charter, case.found.offers, case.found.links, case.terms
+
+
+def _relaxed(case: Case) -> list[Terms]:
+    """List the terms of the charter, then those without what may bind too much.
+
+    A ring of fewer nodes, or without a node that wants layers that no ring leaves it, is better
+    than none.
+    """
+    charter, base = case.view.charter, case.terms
+    nodes = {offer.node for offer in case.found.offers}.difference(charter.exclude)
+    client = charter.ends is Ends.CLIENT
+    most = min(len(nodes), charter.shape.layers + client)
+    strict = replace(
+        base,
+        members=charter.members and max(1 + client, min(charter.members, most)),
+        exclude=charter.exclude,
+        prefer=tuple(node for node in charter.prefer if node in nodes),
+    )
+    loose = replace(strict, members=None, prefer=())
+    free = replace(loose, spans={}, exclude=(*charter.exclude, *base.spans))
+    return [
+        terms for terms, last in ((strict, None), (loose, strict), (free, loose)) if terms != last
+    ]

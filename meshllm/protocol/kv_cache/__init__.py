@@ -1,0 +1,1 @@
+"""KV caches in bytes: budget, admission, and the prefix cache."""

@@ -1,0 +1,107 @@
+"""Prefix matching on the entry: which finished text a prompt goes on from, and whether by a copy.
+
+Whole texts are compared, token by token; what the other ranks need is only the name of a session,
+see `meshllm.protocol.kv_cache.prefix_index`.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from meshllm.names import SessionId
+from meshllm.protocol.kv_cache.prefix_index import Base, Shelf
+
+MIN_SHARED = 16
+"""Tokens; every chat of a model begins with a few of the same."""
+_TURN = 6  # tokens at the end of a prompt that the next turn may write in another way
+
+Cache = TypeVar("Cache")
+
+
+@dataclass(frozen=True, slots=True)
+class _Text(Generic[Cache]):
+    tokens: "array[int]"
+    prompt: int
+    cache: Cache
+
+
+class Prefixes(Generic[Cache]):
+    """The texts that an entry keeps, with its caches; times are seconds on the caller's clock."""
+
+    def __init__(self, shelf: Shelf, slack: int | None) -> None:
+        """Keep on ``shelf``; a cache can go back by ``slack`` tokens, None is any number."""
+        self.shelf = shelf
+        self._slack = slack
+        self._texts: dict[SessionId, _Text[Cache]] = {}  # the newest last
+
+    def find(self, prompt: Sequence[int], now: float) -> tuple[Base, Cache] | None:
+        """Find the text that shares most with a prompt, and its cache; None is a fresh start.
+
+        The next turn of a chat takes the cache of the turn before; where much of it would be thrown
+        away, it is to be copied if there is room. The session has reserved its room by now: what is
+        in its way is evicted, and what it goes on from last.
+        """
+        wanted = array("i", prompt)
+        shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
+        name = max(shares, key=lambda each: shares[each], default=None)
+        if name is None or shares[name] < MIN_SHARED:
+            self._drop(self.shelf.make_room())
+            return None
+        length, text = shares[name], self._texts[name]
+        whole = length >= text.prompt - _TURN and 2 * length >= len(text.tokens)
+        reach = self.shelf.take(name, length, now, whole=whole)
+        self._drop(self.shelf.make_room(spare=name))
+        if self.shelf.budget.is_over:  # no room for a copy
+            whole = bool(self.shelf.take(name, length, now, whole=True))
+        if whole:
+            del self._texts[name]
+        return Base(name, length, whole, reach), text.cache
+
+    def keep(
+        self,
+        session: SessionId,
+        tokens: Sequence[int],
+        prompt: int,
+        cache: Cache,
+        reach: int,
+        now: float,
+    ) -> None:
+        """Keep the cache of a session that ended, of which the first ``prompt`` tokens were asked.
+
+        It holds ``tokens`` and perhaps more, and has room for ``reach``.
+        """
+        self._texts[session] = _Text(array("i", tokens), min(prompt, len(tokens)), cache)
+        self._drop(self.shelf.put(session, len(tokens), reach, now))
+
+    def forget(self, session: SessionId) -> None:
+        """Drop what another rank has lost."""
+        if self.shelf.take(session, 0, 0.0, whole=True):
+            self._drop([session])
+
+    def expire(self, now: float) -> None:
+        """Drop what nobody asked for in a while."""
+        self._drop(self.shelf.expire(now))
+
+    def _drop(self, sessions: Sequence[SessionId]) -> None:
+        for session in sessions:
+            del self._texts[session]
+
+    def _shared(self, prompt: "array[int]", text: _Text[Cache]) -> int:
+        """Count the tokens at which a prompt can begin; the last one gives the first row."""
+        most = min(len(prompt) - 1, len(text.tokens))
+        shared = _common(prompt, text.tokens, most)
+        is_far = self._slack is not None and len(text.tokens) - shared > self._slack
+        return 0 if is_far else shared
+
+
+def _common(one: "array[int]", other: "array[int]", most: int) -> int:
+    """Count the first tokens, at most ``most``, that two texts have in common."""
+    a, b = memoryview(one).cast("B"), memoryview(other).cast("B")
+    size = one.itemsize
+
+    def differs(length: int) -> bool:
+        return a[: length * size] != b[: length * size]
+
+    return bisect_left(range(1, most + 1), True, key=differs)

@@ -1,0 +1,1 @@
+"""Members of a mesh: records, gossip, links, and the charter."""

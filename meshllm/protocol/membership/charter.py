@@ -1,0 +1,305 @@
+"""What the whole mesh agreed on, and its bytes; knows not how a ring is chosen by it.
+
+Theory of operation
+-------------------
+The founder writes the model once. What may change later are the *terms*: every node publishes those
+that it changed, each with a version, and of all versions of one term the highest (version, author)
+is in force. So nodes that change different terms at the same time all keep theirs, and every node
+that has heard the same finds the same charter, in whatever order it heard it.
+
+A version that is more than `MAX_STEP` above the one below it is ignored, on every node alike: no
+member can write one that nobody is able to exceed.
+
+Names travel as text. A term, a name or a version of the record that this node does not know is
+written by a later version of meshllm. It makes this node stand by (`Charter.obstacle`), and the
+others go on: a ring in which one node ignores a part of the charter would not be the ring of all.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from struct import Struct
+from typing import Any, Self
+
+from meshllm.errors import PeerFault
+from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, Quant
+from meshllm.protocol.binary import RECORD_VERSION, Reader, open_record, sized, start_record
+from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
+from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends, Shape
+from meshllm.protocol.planning.policies import AUTO, POLICIES
+from meshllm.protocol.session.codec import MAX_POSITION
+from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.identity import short
+
+MAX_WIDTH = 1 << 20  # of a hidden state; the largest published is 18432
+MAX_SESSIONS = 4096
+MAX_VERSION = 1 << 32  # of a charter without its terms
+MAX_STEP = 1 << 32  # between versions of one term; a change each second takes a century
+MAX_TERMS = 32  # of one author
+MAX_WORD_BYTES = 64  # name of a term, a dtype or a quantisation
+MAX_TERM_BYTES = 8 * 1024  # value of a term; 64 node ids take 4.1 KiB
+
+_HEAD = Struct(f"<Q BH IIB QQ {DIGEST_BYTES}s")
+"""Version; tied, layers; hidden size, context, item size; embedding, head; configuration."""
+_LAYER = Struct("<QQ")
+_AMENDMENTS = Struct("<QB")  # version, terms
+_VERSION = Struct("<Q")
+_DTYPES = {each.name.lower(): each for each in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)}
+_QUANTS = {str(each): each for each in Quant}
+_ENDS = {str(each): each for each in Ends}
+
+
+@dataclass(frozen=True, slots=True)
+class Charter:
+    """What the whole mesh agreed on."""
+
+    version: int
+    shape: Shape
+    """The model, and how long a session there is to be room for."""
+    dtype: DType
+    """Of the model as it is run, and of the hidden states on the wire."""
+    config_digest: Digest
+    """blake3 of the model's configuration."""
+    policy: str = AUTO
+    members: int | None = None
+    """Nodes of the ring; the policy chooses when it is None."""
+    sessions: int = 1
+    """Sessions of full context for which there is to be room."""
+    ends: Ends = Ends.ENTRY
+    exclude: tuple[NodeId, ...] = ()
+    """Nodes that hold no layers."""
+    prefer: tuple[NodeId, ...] = ()
+    """Nodes that hold layers if one fits."""
+    quant: Quant = Quant.NONE
+    """How every node holds the weights: with others, a text would depend on who holds a layer."""
+    unknown: tuple[str, ...] = ()
+    """What this version does not know, as half sentences; something known stands in its place."""
+
+    @property
+    def obstacle(self) -> str:
+        """Say why this node stands by; nothing when it knows all that was agreed on."""
+        if not self.unknown:
+            return ""
+        return f"{self.unknown[0]}, which this version does not have; update meshllm"
+
+    def encode(self) -> bytes:
+        """Write the record, without the terms."""
+        shape = self.shape
+        sizes = shape.hidden_size, shape.context, shape.itemsize
+        ends = shape.embed_bytes, shape.head_bytes
+        layers = zip(shape.layer_bytes, shape.kv_bytes_per_token, strict=True)
+        texts = shape.name, self.dtype.name.lower(), str(self.quant)
+        return b"".join(
+            (
+                start_record(),
+                _HEAD.pack(
+                    self.version, shape.tied, shape.layers, *sizes, *ends, self.config_digest
+                ),
+                *(_LAYER.pack(*layer) for layer in layers),
+                *(sized(text.encode()) for text in texts),
+            )
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read the record; raise `PeerFault` for anything else."""
+        reader = open_record(data, "Charter")
+        version, tied, layers, *sizes, config = reader.unpack(_HEAD)
+        reader.bounded("layers", layers, 1, MAX_LAYERS)
+        each = [reader.unpack(_LAYER) for _ in range(layers)]
+        shape = _shape(reader, each, bool(reader.bounded("for a flag", tied, 0, 1)), sizes)
+        dtype, quant = reader.text(MAX_WORD_BYTES), reader.text(MAX_WORD_BYTES)
+        unknown = {
+            f"charter of version {reader.version}": reader.version > RECORD_VERSION,
+            f"dtype `{dtype}`": dtype not in _DTYPES,
+            f"quantisation `{quant}`": quant not in _QUANTS,
+        }
+        return cls(
+            reader.bounded("as version", version, 0, MAX_VERSION),
+            shape,
+            _DTYPES.get(dtype, DType.FLOAT32),
+            Digest(config),
+            quant=_QUANTS.get(quant, Quant.NONE),
+            unknown=tuple(f"the mesh has {what}" for what, is_so in unknown.items() if is_so),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term as one author wrote it."""
+
+    name: str
+    version: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Amendments:
+    """The terms that one node changed."""
+
+    terms: tuple[Term, ...]
+    """In order of their names, each once."""
+    version: int = 1
+    """Counts the records of this author."""
+
+    @property
+    def newest(self) -> int:
+        """Return the highest version of its terms."""
+        return max((term.version for term in self.terms), default=0)
+
+    def encode(self) -> bytes:
+        """Write the record."""
+        texts = (
+            sized(term.name.encode()) + _VERSION.pack(term.version) + sized(term.text.encode())
+            for term in self.terms
+        )
+        head = _AMENDMENTS.pack(self.version, len(self.terms))
+        return start_record() + head + b"".join(texts)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read the record; raise `PeerFault` for anything else."""
+        reader = open_record(data, "Amendments")
+        version, count = reader.unpack(_AMENDMENTS)
+        reader.bounded("terms", count, 0, MAX_TERMS)
+        terms = tuple(_term(reader) for _ in range(count))
+        names = [term.name for term in terms]
+        if names != sorted(set(names)):
+            raise PeerFault("Amendments with a term twice, or out of order")
+        return cls(terms, version)
+
+
+def merge(base: Charter, amendments: Mapping[NodeId, Amendments]) -> Charter:
+    """Put the terms in force into the charter of the founder."""
+    changes: dict[str, Any] = {}
+    shape = base.shape
+    unknown = list(base.unknown)
+    for name, (author, term) in sorted(in_force(amendments).items()):
+        if (why := _unknown(term)) is not None:
+            unknown.append(f"node `{short(author)}` asks for {why}")
+        elif name == "context":
+            shape = replace(shape, context=int(term.text))
+        else:
+            changes[name] = _TERMS[name](term.text)
+    return replace(base, **changes, shape=shape, unknown=tuple(unknown))
+
+
+def in_force(amendments: Mapping[NodeId, Amendments]) -> dict[str, tuple[NodeId, Term]]:
+    """Find the term of each name that binds, and its author."""
+    pairs = ((author, term) for author, at in amendments.items() for term in at.terms)
+    found: dict[str, tuple[NodeId, Term]] = {}
+    for author, term in sorted(pairs, key=lambda pair: (pair[1].version, pair[0])):
+        below = found[term.name][1].version if term.name in found else 0
+        if term.version <= below + MAX_STEP:
+            found[term.name] = author, term
+    return found
+
+
+def amend(
+    wanted: Charter, current: Charter, me: NodeId, amendments: Mapping[NodeId, Amendments]
+) -> Amendments | None:
+    """Write what this node changes in the current charter; None for nothing."""
+    before, after = _texts(current), _texts(wanted)
+    own = amendments.get(me, Amendments((), version=0))
+    versions = {name: term.version for name, (_, term) in in_force(amendments).items()}
+    changed = {
+        name: Term(name, 1 + versions.get(name, 0), text)
+        for name, text in after.items()
+        if text != before[name]
+    }
+    terms = sorted(({term.name: term for term in own.terms} | changed).items())
+    if not changed:
+        return None
+    return Amendments(tuple(term for _, term in terms), own.version + 1)
+
+
+def bound_by(author: NodeId, amendments: Mapping[NodeId, Amendments]) -> Amendments:
+    """Keep of an author's terms those that are in force."""
+    found = sorted(in_force(amendments).items())
+    return Amendments(tuple(term for _, (node, term) in found if node == author))
+
+
+def losers(amendments: Mapping[NodeId, Amendments]) -> Collection[NodeId]:
+    """Name the authors of whose terms none is in force."""
+    return amendments.keys() - {author for author, _ in in_force(amendments).values()}
+
+
+def _term(reader: Reader) -> Term:
+    name = reader.text(MAX_WORD_BYTES)
+    (version,) = reader.unpack(_VERSION)
+    term = Term(name, version, reader.text(MAX_TERM_BYTES))
+    if name in _TERMS:
+        try:
+            _TERMS[name](term.text)
+        except ValueError as error:
+            raise PeerFault(f"Amendments with an invalid `{name}`: {error}") from None
+    return term
+
+
+def _unknown(term: Term) -> str | None:
+    """Say what of a term this version does not know; None where it knows all."""
+    if term.name not in _TERMS:
+        return f"setting `{term.name}`"
+    names: dict[str, Collection[str]] = {"policy": POLICIES, "ends": _ENDS}
+    known = names.get(term.name)
+    return None if known is None or term.text in known else f"{term.name} `{term.text}`"
+
+
+def _texts(charter: Charter) -> dict[str, str]:
+    """Write every term of a charter."""
+    return {
+        "context": str(charter.shape.context),
+        "ends": str(charter.ends),
+        "exclude": b"".join(charter.exclude).hex(),
+        "members": str(charter.members or 0),
+        "policy": charter.policy,
+        "prefer": b"".join(charter.prefer).hex(),
+        "sessions": str(charter.sessions),
+    }
+
+
+def _number(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and len(text) < 20):
+            raise ValueError("no number")
+        if not low <= int(text) <= high:
+            raise ValueError(f"{text} is not between {low} and {high}")
+        return int(text)
+
+    return read
+
+
+def _nodes(text: str) -> tuple[NodeId, ...]:
+    data = bytes.fromhex(text)
+    if len(data) % NODE_ID_BYTES or len(data) > MAX_MEMBERS * NODE_ID_BYTES:
+        raise ValueError(f"{len(data)} bytes of node ids")
+    return tuple(NodeId(data[at : at + NODE_ID_BYTES]) for at in range(0, len(data), NODE_ID_BYTES))
+
+
+_TERMS: Mapping[str, Callable[[str], object]] = {
+    "context": _number(1, MAX_POSITION),
+    "ends": lambda text: _ENDS.get(text, Ends.ENTRY),
+    "exclude": _nodes,
+    "members": lambda text: _number(0, MAX_MEMBERS)(text) or None,
+    "policy": str,
+    "prefer": _nodes,
+    "sessions": _number(1, MAX_SESSIONS),
+}
+"""How each term is read; what raises `ValueError` is of no version."""
+
+
+def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> Shape:
+    hidden_size, context, itemsize, embed_bytes, head_bytes = sizes
+    for weights, cache in each:
+        reader.bounded("bytes of a layer", weights, 1, MAX_BYTES)
+        reader.bounded("bytes of cache per token", cache, 0, MAX_BYTES)
+    return Shape(
+        reader.text(MAX_NAME_BYTES),
+        tuple(weights for weights, _ in each),
+        tuple(cache for _, cache in each),
+        reader.bounded("bytes of the embedding", embed_bytes, 0, MAX_BYTES),
+        reader.bounded("bytes of the head", head_bytes, 0, MAX_BYTES),
+        tied,
+        reader.bounded("as hidden size", hidden_size, 1, MAX_WIDTH),
+        reader.bounded("bytes per element", itemsize, 1, 8),
+        reader.bounded("tokens of context", context, 1, MAX_POSITION),
+    )

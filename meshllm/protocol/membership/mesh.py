@@ -1,0 +1,398 @@
+"""Who is here: one node's view of its mesh and what it tells; knows no transport and no plan.
+
+Theory of operation
+-------------------
+Every node dials every other that it knows of, and tells what it publishes on all its links. Who
+gets news passes them on to the peers that the author does not name among its links, so a full mesh
+carries each item once per link, and a mesh that lacks links still hears everything.
+
+Beats name all the items that their sender shares. When two in a row name others than ours, the
+lower id of the two sends a summary; the higher answers with what the lower lacks and asks for what
+it lacks itself. So it is when a link begins, too. That repairs whatever was lost or came out of
+order, because of two items every node keeps the same one.
+
+A node is alive while a path of links, each named by both its ends, leads to it: the states say so,
+and only a node itself takes a link out of its state, at once when the stream closes, or after
+`SILENCE`. Nobody declares another dead. An item of our own that comes back newer than we know is
+of a life that we forgot; it is answered by one above it.
+
+Which of two links to one peer stays is decided in `presence`, what is believed in `census`, whom to
+dial in `dialling`. Clients have links but no part in the gossip, in either direction.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import inf
+from typing import assert_never
+
+from meshllm.errors import PeerFault
+from meshllm.names import NodeId
+from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.charter import Amendments, Charter, amend, bound_by, merge
+from meshllm.protocol.membership.codec import (
+    Beat,
+    Bye,
+    Items,
+    Message,
+    Summary,
+    Unknown,
+    Want,
+    Why,
+    batches,
+)
+from meshllm.protocol.membership.gossip import NOBODY, Item, Kind, Slot, compare, summarise
+from meshllm.protocol.membership.link_table import BEAT, Contact, Links, worth
+from meshllm.protocol.membership.record_store import Record, ends_s
+from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, State
+from meshllm.protocol.membership.redial import Dialling
+from meshllm.protocol.membership.sync import Exchange
+from meshllm.protocol.trust.credential import Credential, Removal, Role
+from meshllm.protocol.trust.identity import NodeKey
+
+STABLE = 10.0  # s after which a link is one that works, and a dial after it a first one
+RECLAIM = 1.0  # s between two signings over items of ours that came back
+
+
+class Mesh:
+    """The mesh as one node sees it; times are seconds on the driver's clock.
+
+    A link that an action says to close is let go of already: it is not reported as unlinked.
+    """
+
+    def __init__(
+        self, key: NodeKey, credential: Credential, incarnation: int, *, now: float, wall_s: float
+    ) -> None:
+        self.me = key.node
+        self.links = Links(key.node)
+        """The links that stand, those of clients among them."""
+        self._is_node = credential.role is Role.NODE
+        self._exchange = Exchange(key, credential, incarnation)
+        self._dialling = Dialling(key.node)
+        self._state: State | None = None
+        self._profile: Profile | None = None
+        self._wall_s = wall_s  # time of day, for the end of memberships
+        self._origin = now - wall_s  # 1970 on the driver's clock, for what beats tell
+        self._ends_s = inf  # time of day when the next membership ends
+        self._beat_due = now
+        self._told = -inf  # when our state was last told
+        self._told_links: tuple[tuple[NodeId, int], ...] = ()
+        self._told_obstacle = ""
+        self._retell_due = inf
+        self._is_changed = False
+
+    @property
+    def alive(self) -> frozenset[NodeId]:
+        """The nodes that are here, this one among them."""
+        return self._exchange.alive
+
+    @property
+    def profiles(self) -> Mapping[NodeId, Profile]:
+        """What the nodes bring, those that are gone among them."""
+        return self._exchange.census.profiles
+
+    @property
+    def states(self) -> Mapping[NodeId, State]:
+        """What the nodes do, or did last."""
+        return self._exchange.census.states
+
+    def hosts(self, node: NodeId) -> tuple[NodeId, ...]:
+        """Name those by whose word a node is here: the founder first, who let it in last."""
+        item = self._exchange.census.store.get(Slot(Kind.PROFILE, node))
+        chain = Credential.decode(item.credential).chain if item else ()
+        return tuple(certificate.issuer for certificate in chain)
+
+    @property
+    def charter(self) -> Charter | None:
+        """What the mesh agreed on."""
+        return self._exchange.census.charter
+
+    @property
+    def removals(self) -> Mapping[NodeId, Removal]:
+        """The nodes that are members no more."""
+        return self._exchange.census.removals
+
+    @property
+    def author(self) -> NodeId | None:
+        """Who founded the mesh, and wrote its first charter."""
+        item = self._exchange.census.store.get(Slot(Kind.CHARTER, NOBODY))
+        return item.author if item else None
+
+    @property
+    def lasting(self) -> tuple[Item, ...]:
+        """What is to outlive this process: charter, amendments and removals, in order."""
+        store = self._exchange.census.store
+        return tuple(store[slot] for slot in sorted(store) if not slot.is_own)
+
+    def restore(self, items: Iterable[Item], now: float) -> None:
+        """Take back what was lasting before this process began."""
+        for item in items:
+            self._is_changed |= self._exchange.census.take(item, self._wall_s)
+        self._settled([], now)
+
+    @property
+    def digest(self) -> bytes:
+        """8 bytes, the same on all nodes that are alive together once they heard the same."""
+        return self._exchange.digest
+
+    @property
+    def deadline(self) -> float:
+        """When ``expire`` has something to do."""
+        return min(
+            self._beat_due, self._retell_due, self.links.deadline, self._dialling.deadline or inf
+        )
+
+    def publish(
+        self,
+        *,
+        profile: Profile | None = None,
+        state: State | None = None,
+        charter: Charter | None = None,
+        now: float,
+    ) -> list[Action]:
+        """Sign records of our own and tell them; what the state says of links is filled in here.
+
+        Of a charter this tells what differs from the one in force, or all where there is none.
+
+        Raises:
+            PeerFault: a record is not within its limits.
+        """
+        self._profile, self._state = profile or self._profile, state or self._state
+        actions = self._tell([profile] if profile else [])
+        if charter is not None:
+            actions += self._tell_charter(charter)
+        if state is not None:
+            actions += self._tell_state(now)
+        return self._settled(actions, now)
+
+    def _tell_charter(self, wanted: Charter) -> list[Action]:
+        census = self._exchange.census
+        actions = self._tell([wanted]) if census.base is None else []
+        changed = amend(wanted, census.charter or wanted, self.me, census.amendments)
+        return [*actions, *(self._tell([changed]) if changed else ())]
+
+    def remove(self, removal: Removal, now: float) -> list[Action]:
+        """Tell a removal that this node signed, and cut the links that it voids."""
+        return self._settled([*self._tell([removal]), *self._expel(now)], now)
+
+    def leave(self, now: float) -> list[Action]:
+        """Tell that this node has left, and close its links."""
+        left = replace(self._state or State(), lifecycle=Lifecycle.LEFT)
+        actions = self.publish(state=left, now=now)
+        return [*actions, *(self._drop(peer, Why.LEAVING, now) for peer in list(self.links))]
+
+    def linked(
+        self, peer: NodeId, instance: int, credential: Credential, *, dialled: bool, now: float
+    ) -> list[Action]:
+        """Take a new link to a peer that proved who it is, or drop it."""
+        role = self._exchange.census.role(credential, peer, self._wall_s)
+        if role is None:
+            return [Drop(peer, Why.REMOVED, is_newcomer=True)]
+        contact = Contact(instance, role, credential, dialled is (self.me < peer), now, now)
+        if why := self.links.refusal(peer, contact, now):
+            return [Drop(peer, why, is_newcomer=True)]
+        actions = [self._drop(peer, Why.CROSSED, now)] if peer in self.links else []
+        self.links.add(peer, contact)
+        self._is_changed = True
+        return self._settled([*actions, *self._greet(peer, contact, now)], now)
+
+    def unlinked(self, peer: NodeId, now: float) -> list[Action]:
+        """Note that the link to a peer is gone: its stream closed."""
+        self._let_go(peer, now)
+        return self._settled([], now)
+
+    def refused(self, peer: NodeId, now: float) -> None:
+        """Note that a dial did not work."""
+        self._dialling.refused(peer, now)
+
+    def receive(self, peer: NodeId, message: Message, now: float) -> list[Action]:
+        """Take one message from a linked peer; who breaks the rules is dropped."""
+        contact = self.links.get(peer)
+        if contact is None:
+            return []
+        contact.heard = now
+        try:
+            actions = self._read(peer, contact, message, now)
+        except PeerFault as fault:
+            actions = [self._drop(peer, Why.RULES, now, str(fault))]
+        return self._settled(actions, now)
+
+    def expire(self, now: float, wall_s: float) -> list[Action]:
+        """Do what is due; ``wall_s`` is the time of day in seconds since 1970."""
+        self._wall_s, self._origin = wall_s, now - wall_s
+        if now < self.deadline:
+            return []
+        actions: list[Action] = [
+            Dial(peer, self.profiles[peer].addresses) for peer in self._dialling.due(now)
+        ]
+        actions += [self._drop(peer, Why.SILENT, now) for peer in self.links.silent(now)]
+        if now >= self._beat_due:
+            actions += self._beat(now)
+        return self._settled(actions, now)
+
+    def _beat(self, now: float) -> list[Action]:
+        self._beat_due = now + BEAT
+        for peer, contact in self.links.items():
+            contact.refill(BEAT)
+            if now >= contact.since + STABLE:
+                self._dialling.settled(peer)
+        self._is_changed |= bool(self._exchange.watch(now))
+        expelled = self._expel(now) if self._wall_s >= self._ends_s else []
+        digest = self._exchange.digest
+        beats = [self._say(peer, contact, digest, now) for peer, contact in self.links.items()]
+        return [*expelled, *beats]
+
+    def _read(self, peer: NodeId, contact: Contact, message: Message, now: float) -> list[Action]:
+        match message:
+            case Beat():
+                return self._hear(peer, contact, message, now)
+            case Bye(why):
+                self._let_go(peer, now)
+                return [Parted(peer, why)]
+            case Unknown():
+                return []
+            case Items() | Summary() | Want():
+                if not (self._is_node and contact.role is Role.NODE):
+                    raise PeerFault("Gossip on the link of a client")
+                return self._gossip(peer, contact, message, now)
+            case _:
+                return [Deliver(peer, message)]
+
+    def _hear(self, peer: NodeId, contact: Contact, beat: Beat, now: float) -> list[Action]:
+        is_first = contact.echo is None
+        contact.hear(beat, now, now - self._origin)
+        digest = self._exchange.digest
+        if is_first:  # answered at once, so that both know the round trip from the start
+            return [self._say(peer, contact, digest, now)]
+        differs = self._gossips(contact) and self.me < peer and beat.digest != digest
+        if contact.wants_summary(differs=differs, now=now):
+            return [Send(peer, Summary(summarise(self._exchange.shared.values())))]
+        return []
+
+    def _gossip(
+        self, peer: NodeId, contact: Contact, message: Items | Summary | Want, now: float
+    ) -> list[Action]:
+        store, shared = self._exchange.census.store, self._exchange.shared
+        match message:
+            case Items(items):
+                return self._take(peer, contact, items, now)
+            case Want(slots):
+                wanted = [store[slot] for slot in slots if slot in store and contact.spend()]
+                return self._send(peer, wanted)
+            case Summary(entries):
+                lacking, slots = compare(store, entries)
+                theirs = {entry.slot for entry in entries}
+                told = [item for item in lacking if item.slot in shared or item.slot in theirs]
+                actions = self._send(peer, [item for item in told if contact.spend()])
+                return [*actions, Send(peer, Want(slots))] if slots else actions
+            case _:
+                assert_never(message)
+
+    def _take(
+        self, peer: NodeId, contact: Contact, items: Iterable[Item], now: float
+    ) -> list[Action]:
+        census = self._exchange.census
+        items, own = list(items), Amendments(())
+        if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
+            own = bound_by(self.me, census.amendments)
+        news, answers = self._exchange.take(peer, contact, items, self._wall_s)
+        actions = self._send(peer, answers)
+        if own.terms and census.charter is not None:  # of a life that we forgot, and may outrank us
+            actions += self._tell_charter(merge(census.charter, {self.me: own}))
+        for other, at in self.links.nodes() if news else ():
+            if other != peer and self._gossips(at):
+                actions += self._send(other, self._exchange.for_peer(other, news))
+        self._is_changed |= bool(news)
+        has_removal = any(item.kind is Kind.REMOVAL for item in news)
+        return [*actions, *(self._expel(now) if has_removal else ())]
+
+    def _greet(self, peer: NodeId, contact: Contact, now: float) -> list[Action]:
+        actions: list[Action] = [self._say(peer, contact, self._exchange.digest, now)]
+        if self._gossips(contact):
+            actions += self._send(peer, self._exchange.own())
+            if self.me < peer:
+                actions.append(Send(peer, Summary(summarise(self._exchange.shared.values()))))
+        return actions
+
+    def _retell(self, now: float) -> list[Action]:
+        """Tell our state again where the links have changed, or someone remembers a newer one."""
+        if self._state is None:
+            return []
+        is_other = self._told_obstacle != self._obstacle
+        wait = 0.0 if is_other else worth(self._told_links, self.links.told())
+        self._retell_due = self._told + min(wait, RECLAIM if self._exchange.is_behind else inf)
+        return self._tell_state(now) if now >= self._retell_due else []
+
+    @property
+    def _obstacle(self) -> str:
+        """Why this node stands by, as the others hear it."""
+        why = self.charter.obstacle if self.charter else ""
+        return why.encode()[:MAX_OBSTACLE_BYTES].decode(errors="ignore")
+
+    def _tell_state(self, now: float) -> list[Action]:
+        self._told, self._retell_due, self._told_links = now, inf, self.links.told()
+        lost = self._profile if self._exchange.is_behind else None
+        self._exchange.is_behind = False
+        self._told_obstacle = self._obstacle
+        state = replace(
+            self._state or State(), links=self._told_links, obstacle=self._told_obstacle
+        )
+        return self._tell([record for record in (lost, state) if record])
+
+    def _tell(self, records: Iterable[Record]) -> list[Action]:
+        items = self._exchange.sign(records, self._wall_s)
+        self._is_changed |= bool(items)
+        pairs = ((peer, contact) for peer, contact in self.links.nodes() if self._gossips(contact))
+        return [action for peer, _ in pairs for action in self._send(peer, items)]
+
+    def _send(self, peer: NodeId, items: list[Item]) -> list[Action]:
+        return [Send(peer, batch) for batch in batches(items)]
+
+    def _say(self, peer: NodeId, contact: Contact, digest: bytes, now: float) -> Send:
+        return Send(peer, contact.beat(now, now - self._origin, digest))
+
+    def _gossips(self, contact: Contact) -> bool:
+        return self._is_node and contact.role is Role.NODE
+
+    def _expel(self, now: float) -> list[Action]:
+        """Forget who is no member any more, and cut the links to those."""
+        census = self._exchange.census
+        for node in census.expelled(self._wall_s):
+            census.forget(node)
+        self._is_changed = True
+        strangers = [
+            peer
+            for peer, contact in self.links.items()
+            if census.role(contact.credential, peer, self._wall_s) is None
+        ]
+        return [self._drop(peer, Why.REMOVED, now) for peer in strangers]
+
+    def _drop(self, peer: NodeId, why: Why, now: float, text: str = "") -> Drop:
+        self._let_go(peer, now)
+        return Drop(peer, why, text=text)
+
+    def _let_go(self, peer: NodeId, now: float) -> None:
+        contact = self.links.remove(peer)
+        if contact is None:
+            return
+        self._is_changed = True
+        if now >= contact.since + STABLE:
+            self._dialling.settled(peer)
+
+    def _settled(self, actions: list[Action], now: float) -> list[Action]:
+        """Draw the conclusions of what has changed in this call."""
+        actions += self._retell(now)
+        if not self._is_changed:
+            return actions
+        self._is_changed = False
+        self._exchange.settle(now)
+        shown = (ends_s(contact.credential) for contact in self.links.values())
+        self._ends_s = min([self._exchange.census.ends_s(), *shown])
+        self._dialling.want([peer for peer in self.profiles if self._is_wanted(peer)], now)
+        return [*actions, Changed()]
+
+    def _is_wanted(self, peer: NodeId) -> bool:
+        """Tell whether to dial a peer: one with an address, where neither side has left."""
+        states = self._state, self.states.get(peer)
+        has_left = any(state and state.lifecycle is Lifecycle.LEFT for state in states)
+        is_there = peer == self.me or peer in self.links
+        return bool(self.profiles[peer].addresses) and not (has_left or is_there)

@@ -1,0 +1,195 @@
+"""Which items are believed, and what they say; knows nothing about links and no clock.
+
+Theory of operation
+-------------------
+A profile carries its author's credential and is believed while that is good; a state is believed
+where there is a profile. Both are forgotten when the membership ends.
+
+A charter, its amendments and a removal outlive their author's membership: who let the others in may
+leave. They carry the credential too. A charter is believed of the founder, the others of everyone
+who ever was a node of the mesh. Who is a member no more has no link through which to tell one, so
+this opens no door; and what is believed does not depend on the order in which it was heard, as it
+would if removals could void each other.
+
+Amendments have room for `MAX_AMENDERS`. One more takes the place of the lowest that does not bind.
+
+An item of an unknown kind is believed of a node with a profile, about itself, `MAX_CARRIED` of each
+node.
+"""
+
+from math import inf
+from typing import TypeAlias, assert_never
+
+from meshllm.errors import NotAuthorised, PeerFault
+from meshllm.names import MeshId, NodeId
+from meshllm.protocol.membership.charter import Amendments, Charter, losers, merge
+from meshllm.protocol.membership.codec import MAX_AMENDERS, MAX_CARRIED, MAX_REMOVALS
+from meshllm.protocol.membership.gossip import NOBODY, Item, Kind, Slot, Store
+from meshllm.protocol.membership.records import Profile, State
+from meshllm.protocol.trust.credential import Credential, Removal, Role, check
+
+Record: TypeAlias = Profile | State | Charter | Amendments | Removal
+
+
+class Census:
+    """The believed items and their records."""
+
+    def __init__(self, mesh: MeshId) -> None:
+        self.mesh = mesh
+        self.store = Store()
+        self.profiles: dict[NodeId, Profile] = {}
+        self.states: dict[NodeId, State] = {}
+        self.charter: Charter | None = None
+        """That of the founder, with the terms in force."""
+        self.base: Charter | None = None
+        self.amendments: dict[NodeId, Amendments] = {}
+        self.removals: dict[NodeId, Removal] = {}
+        self._credentials: dict[NodeId, Credential] = {}
+
+    def role(self, credential: Credential, node: NodeId, wall_s: float) -> Role | None:
+        """Return what a node may do at this time of day; None for no member."""
+        try:
+            return check(credential, node, self.mesh, wall_s, self.removals)
+        except NotAuthorised:
+            return None
+
+    def take(self, item: Item, wall_s: float) -> bool:
+        """Keep an item if it is news and believed, and tell whether it was.
+
+        Raises:
+            PeerFault: no honest node passes this on: a forgery, or what nobody can read.
+        """
+        if not self.store.is_news(item) or not self._has_place(item):
+            return False
+        record = _read(item) if item.kind in _RECORDS else None
+        if not item.is_signed(self.mesh):
+            raise PeerFault(f"Item of node `{item.author.hex()[:12]}` with a forged signature")
+        if record is None:
+            self.store.keep(item)
+            return True
+        if isinstance(record, Amendments) and not self._outranks(item.author, record):
+            return False
+        if item.kind is not Kind.STATE:
+            credential = Credential.decode(item.credential)
+            if not self._is_believed(item, credential, wall_s):
+                return False
+            if item.kind is Kind.PROFILE:
+                self._credentials[item.author] = credential
+        self.store.keep(item)
+        self._note(item.subject, record)
+        return True
+
+    def forget(self, node: NodeId) -> None:
+        """Drop what a node said of itself."""
+        self.store.forget(node)
+        for records in (self.profiles, self.states, self._credentials):
+            records.pop(node, None)
+
+    def expelled(self, wall_s: float) -> set[NodeId]:
+        """Return the nodes with a profile that are no members at this time of day."""
+        holders = self._credentials.items()
+        return {node for node, shown in holders if self.role(shown, node, wall_s) is None}
+
+    def ends_s(self) -> float:
+        """Return the time of day when the next membership ends."""
+        return min(map(ends_s, self._credentials.values()), default=inf)
+
+    def _has_place(self, item: Item) -> bool:
+        if item.kind is Kind.REMOVAL:
+            return item.subject in self.removals or len(self.removals) < MAX_REMOVALS
+        if item.kind in _RECORDS:
+            return item.kind is not Kind.STATE or item.author in self.profiles
+        carried = {
+            slot.kind for slot in self.store
+            if slot.subject == item.author and slot.kind not in _RECORDS
+        }  # fmt: skip
+        has_room = len(carried | {item.kind}) <= MAX_CARRIED
+        return item.subject == item.author and item.author in self.profiles and has_room
+
+    def _outranks(self, author: NodeId, record: Amendments) -> bool:
+        """Tell whether there is a place for the amendments of an author."""
+        if author in self.amendments or len(self.amendments) < MAX_AMENDERS:
+            return True
+        lowest = self._lowest()
+        return lowest is not None and record.newest > self.amendments[lowest].newest
+
+    def _lowest(self) -> NodeId | None:
+        ranked = ((self.amendments[node].newest, node) for node in losers(self.amendments))
+        return min(ranked, default=(0, None))[1]
+
+    def _is_believed(self, item: Item, credential: Credential, wall_s: float) -> bool:
+        if item.kind is Kind.PROFILE:
+            return self.role(credential, item.author, wall_s) is Role.NODE
+        if item.kind is Kind.CHARTER and credential.chain:
+            return False
+        try:
+            return check(credential, item.author, self.mesh, 0, {}) is Role.NODE
+        except NotAuthorised:
+            return False
+
+    def _note(self, subject: NodeId, record: Record) -> None:
+        match record:
+            case Profile():
+                self.profiles[subject] = record
+            case State():
+                self.states[subject] = record
+            case Charter():
+                self.base = record
+                self._merge()
+            case Amendments():
+                if subject not in self.amendments and len(self.amendments) >= MAX_AMENDERS:
+                    lowest = self._lowest()
+                    assert lowest is not None, "what has no place is not taken"
+                    del self.amendments[lowest]
+                    self.store.drop(Slot(Kind.AMENDMENTS, lowest))
+                self.amendments[subject] = record
+                self._merge()
+            case Removal():
+                self.removals[subject] = record
+            case _:
+                assert_never(record)
+
+    def _merge(self) -> None:
+        if self.base is not None:
+            self.charter = merge(self.base, self.amendments)
+
+
+def ends_s(credential: Credential) -> float:
+    """Return the time of day when a credential expires; infinity for never."""
+    return min((link.expires_s for link in credential.chain if link.expires_s), default=inf)
+
+
+def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
+    """Return where a record belongs, and the version that counts it in place of the author."""
+    match record:
+        case Profile():
+            return Slot(Kind.PROFILE, author), None
+        case State():
+            return Slot(Kind.STATE, author), None
+        case Charter():
+            return Slot(Kind.CHARTER, NOBODY), record.version
+        case Amendments():
+            return Slot(Kind.AMENDMENTS, author), record.version
+        case Removal():
+            return Slot(Kind.REMOVAL, record.node), 0
+        case _:
+            assert_never(record)
+
+
+_RECORDS: dict[int, type[Record]] = {
+    Kind.PROFILE: Profile,
+    Kind.STATE: State,
+    Kind.CHARTER: Charter,
+    Kind.AMENDMENTS: Amendments,
+    Kind.REMOVAL: Removal,
+}
+
+
+def _read(item: Item) -> Record:
+    record = _RECORDS[item.kind].decode(item.payload)
+    slot, version = slot_of(item.author, record)
+    counted = version is None or (item.incarnation, item.seq) == (version, 0)
+    signer = record.issuer if isinstance(record, Removal) else item.author
+    if slot != item.slot or not counted or signer != item.author:
+        raise PeerFault(f"{type(record).__name__} in the place of another")
+    return record

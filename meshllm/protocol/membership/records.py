@@ -1,0 +1,193 @@
+"""What nodes tell of themselves, its bytes, and who is alive by it; knows not who signed it.
+
+A record is a version byte and fields in a fixed order; a later version only adds fields behind
+them, which are not read here. Where it is decoded, every count, text and
+number is within the limits below, so that what is computed from records cannot be made to raise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+from typing import Self
+
+from meshllm.names import NODE_ID_BYTES, NodeId, Span
+from meshllm.protocol.binary import Reader, open_record, sized, start_record
+from meshllm.protocol.planning.plan import MAX_NAME_BYTES, MAX_SECONDS
+
+MAX_MEMBERS = 64  # nodes of one mesh: each is linked to each
+MAX_LAYERS = 1024  # of a model; the most published is 126
+MAX_BYTES = 1 << 50  # of memory or of one layer: 1 PiB
+MAX_ADDRESSES = 16
+MAX_ADDRESS_BYTES = 256
+MAX_OBSTACLE_BYTES = 512
+MAX_LABEL_BYTES = 64  # name of a node, version of its program
+MAX_COSTS = 16  # rows of a cost table
+MAX_ROWS = 4096  # of one step, as on the wire
+MIN_SECONDS = 1e-12  # of one layer: nothing takes no time
+MAX_ROUND_TRIP_US = 60_000_000  # a minute; silence is noticed long before
+MAX_PLAN_BYTES = 16 * 1024  # 64 stages and the name of the model take 3.1 KiB
+DIGEST_PART_BYTES = 16
+ENDS = 3
+"""Parts of a manifest behind the layers: embedding, head, configuration."""
+
+_PROFILE = Struct("<QQd II BB")
+"""Memory, reserve, head, span, rows of the cost table, addresses."""
+_COST = Struct("<Hd")
+_STATE = Struct("<BBBH")
+_LINK = Struct(f"<{NODE_ID_BYTES}sI")
+
+
+class Lifecycle(IntEnum):
+    """What a node says of itself; it never goes back within one incarnation."""
+
+    OTHER = 0
+    """Something of a later version: it is here, and holds no layers."""
+
+    JOIN = 1
+    """Measuring or loading."""
+    SERVING = 2
+    LEFT = 3
+    """Gone for good, on purpose."""
+
+
+_LIFECYCLES = set(Lifecycle)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a node brings; it changes rarely."""
+
+    name: str
+    """For people; chosen by its owner, proves nothing."""
+    version: str
+    """Of the program."""
+    addresses: tuple[str, ...]
+    """Where others may reach it, likeliest first."""
+    memory_bytes: int
+    """Memory that it gives to models."""
+    layer_s: tuple[tuple[int, float], ...] = ()
+    """Seconds of one mean layer for so many rows, rising; empty until it is measured."""
+    head_s: float = 0.0
+    """Seconds of the final norm and head for one row."""
+    reserve_bytes: int = 0
+    """Part of the memory that must stay free."""
+    span: Span | None = None
+    """The layers that it holds, where its owner wants exactly these."""
+    model: str = ""
+    """The model whose weights it has; empty for none."""
+    weights: tuple[bytes, ...] = ()
+    """16 bytes of blake3 for each layer, then embedding, head and configuration; zeros for what is
+    not on this machine."""
+
+    def encode(self) -> bytes:
+        """Write the record."""
+        start, stop = (self.span.start, self.span.stop) if self.span else (0, 0)
+        texts = self.name, self.version, self.model, *self.addresses
+        numbers = self.memory_bytes, self.reserve_bytes, self.head_s, start, stop
+        return b"".join(
+            (
+                start_record(),
+                _PROFILE.pack(*numbers, len(self.layer_s), len(self.addresses)),
+                *(_COST.pack(rows, seconds) for rows, seconds in self.layer_s),
+                *(sized(text.encode()) for text in texts),
+                sized(b"".join(self.weights)),
+            )
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read the record; raise `PeerFault` for anything else."""
+        reader = open_record(data, "Profile")
+        memory, reserve, head_s, start, stop, *counts = reader.unpack(_PROFILE)
+        costs = _costs(reader, counts[0])
+        name, version = reader.text(MAX_LABEL_BYTES), reader.text(MAX_LABEL_BYTES)
+        model = reader.text(MAX_NAME_BYTES)
+        reader.bounded("addresses", counts[1], 0, MAX_ADDRESSES)
+        addresses = tuple(reader.text(MAX_ADDRESS_BYTES) for _ in range(counts[1]))
+        weights = reader.sized((MAX_LAYERS + ENDS) * DIGEST_PART_BYTES)
+        reader.bounded("bytes at the end of its weights", len(weights) % DIGEST_PART_BYTES, 0, 0)
+        reader.bounded("first layer", start, 0, reader.bounded("layers", stop, 0, MAX_LAYERS))
+        return cls(
+            name,
+            version,
+            addresses,
+            reader.bounded("bytes of memory", memory, 0, MAX_BYTES),
+            costs,
+            reader.bounded("seconds for the head", head_s, 0, MAX_SECONDS),
+            reader.bounded("bytes of reserve", reserve, 0, MAX_BYTES),
+            Span(start, stop) if start < stop else None,
+            model,
+            tuple(
+                weights[at : at + DIGEST_PART_BYTES]
+                for at in range(0, len(weights), DIGEST_PART_BYTES)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a node does now; it changes often."""
+
+    lifecycle: Lifecycle = Lifecycle.JOIN
+    links: tuple[tuple[NodeId, int], ...] = ()
+    """Nodes that it is linked to, with the round trip in microseconds (0 until it is measured)."""
+    followed: bytes = b""
+    """The plan that it follows, encoded; empty for none."""
+    is_loaded: bool = False
+    """It holds its layers of that plan and can serve."""
+    may_change: bool = True
+    """As the entry of that plan it has no session that a change would hurt."""
+    obstacle: str = ""
+    """Why it can hold no layers, as half a sentence; empty where it can."""
+
+    def encode(self) -> bytes:
+        """Write the record."""
+        flags = self.is_loaded, self.may_change, len(self.links)
+        links = b"".join(_LINK.pack(node, round_trip) for node, round_trip in self.links)
+        texts = sized(self.followed) + sized(self.obstacle.encode())
+        return start_record() + _STATE.pack(self.lifecycle, *flags) + links + texts
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read the record; raise `PeerFault` for anything else."""
+        reader = open_record(data, "State")
+        lifecycle, is_loaded, may_change, count = reader.unpack(_STATE)
+        reader.bounded("links", count, 0, MAX_MEMBERS)
+        links = [reader.unpack(_LINK) for _ in range(count)]
+        for _, round_trip in links:
+            reader.bounded("microseconds of a round trip", round_trip, 0, MAX_ROUND_TRIP_US)
+        followed = reader.sized(MAX_PLAN_BYTES)
+        return cls(
+            Lifecycle(lifecycle) if lifecycle in _LIFECYCLES else Lifecycle.OTHER,
+            tuple((NodeId(node), round_trip) for node, round_trip in links),
+            followed,
+            bool(reader.bounded("for a flag", is_loaded, 0, 1)),
+            bool(reader.bounded("for a flag", may_change, 0, 1)),
+            reader.text(MAX_OBSTACLE_BYTES),
+        )
+
+
+def alive(states: Mapping[NodeId, State], me: NodeId) -> frozenset[NodeId]:
+    """Return the nodes that are here: those joined to me by links that both ends name.
+
+    Nobody can declare another dead. A node that has not left is alive while it and another node
+    that is alive name each other.
+    """
+    here = {node: state for node, state in states.items() if state.lifecycle is not Lifecycle.LEFT}
+    named = {node: {peer for peer, _ in state.links} for node, state in here.items()}
+    found, wave = {me}, {me}
+    while wave:
+        pairs = ((node, peer) for node in wave for peer in named.get(node, ()))
+        wave = {peer for node, peer in pairs if node in named.get(peer, ())} - found
+        found |= wave
+    return frozenset(found)
+
+
+def _costs(reader: Reader, count: int) -> tuple[tuple[int, float], ...]:
+    reader.bounded("rows of its cost table", count, 0, MAX_COSTS)
+    costs, last = [], 0
+    for rows, seconds in (reader.unpack(_COST) for _ in range(count)):
+        last = reader.bounded("rows", rows, last + 1, MAX_ROWS)
+        costs.append((last, reader.bounded("seconds", seconds, MIN_SECONDS, MAX_SECONDS)))
+    return tuple(costs)

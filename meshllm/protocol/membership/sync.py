@@ -1,0 +1,137 @@
+"""What one node tells of itself, takes from others and passes on; knows nothing about links.
+
+Every item that was taken is passed on once, to the peers that its author does not name among its
+links. Shared with a peer that asks is what the mesh agreed on, and what nodes said that are alive:
+what a node that is gone once said stays here for its addresses, and goes to nobody.
+"""
+
+from collections.abc import Iterable
+
+from meshllm.errors import PeerFault
+from meshllm.names import NodeId
+from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
+from meshllm.protocol.membership.link_table import Contact
+from meshllm.protocol.membership.record_store import Census, Record, slot_of
+from meshllm.protocol.membership.records import MAX_MEMBERS, State, alive
+from meshllm.protocol.trust.credential import Credential
+from meshllm.protocol.trust.identity import NodeKey
+
+FORGET = 24 * 3600.0  # s; a laptop that slept for a day finds its mesh again
+_OWN = (Kind.PROFILE, Kind.STATE)
+
+
+class Exchange:
+    """The items of one node; times are seconds on the driver's clock."""
+
+    def __init__(self, key: NodeKey, credential: Credential, incarnation: int) -> None:
+        self.me = key.node
+        self.census = Census(credential.mesh)
+        self.shared: dict[Slot, Item] = {}
+        """The items that a peer gets when it asks."""
+        self.digest = digest(())
+        """Names the shared items in 8 bytes."""
+        self.alive = frozenset({self.me})
+        self.is_behind = False
+        """An item of our own came back newer than we knew: another is to be signed."""
+        self._key = key
+        self._credential = credential
+        self._incarnation, self._seq = incarnation, 0
+        self._seen: dict[NodeId, float] = {}
+
+    def sign(self, records: Iterable[Record], wall_s: float) -> list[Item]:
+        """Make items of our own records, and take them."""
+        items = []
+        for record in records:
+            slot, version = slot_of(self.me, record)
+            self._seq += version is None
+            count = (self._incarnation, self._seq) if version is None else (version, 0)
+            shown = b"" if slot.kind is Kind.STATE else self._credential.encode()
+            item = Item(slot.kind, slot.subject, self.me, *count, shown, record.encode())
+            item = item.sign(self._key, self.census.mesh)
+            self.census.take(item, wall_s)
+            items.append(item)
+        return items
+
+    def own(self) -> list[Item]:
+        """Return what this node said of itself."""
+        items = (self.census.store.get(Slot(kind, self.me)) for kind in _OWN)
+        return [item for item in items if item is not None]
+
+    def take(
+        self, peer: NodeId, contact: Contact, items: Iterable[Item], wall_s: float
+    ) -> tuple[list[Item], list[Item]]:
+        """Take items from a peer; return what is news, and what it must hear of itself.
+
+        Raises:
+            PeerFault: one of them is a forgery, or nobody can read it.
+        """
+        news, answers = [], []
+        store = self.census.store
+        for item in items:
+            kept = store.get(item.slot)
+            if kept is not None and kept.mark == item.mark:
+                continue
+            if not contact.spend():
+                break
+            if item.author == self.me and item.kind in _OWN:
+                self._recount(item)
+            elif self._has_room(item) and self.census.take(item, wall_s):
+                self._make_room(item.author)
+                news.append(item)
+            elif kept is not None and item.author == peer and kept.rank > item.rank:
+                answers.append(kept)  # it lost count; only it can sign above this
+        return news, answers
+
+    def for_peer(self, peer: NodeId, items: Iterable[Item]) -> list[Item]:
+        """Choose which of these items to pass on to a peer."""
+        return [item for item in items if peer != item.author and peer not in self._named(item)]
+
+    def settle(self, now: float) -> None:
+        """Find out who is alive and what is shared, after anything changed."""
+        states = self.census.states
+        self.alive = alive(states, self.me)
+        self.shared = {
+            slot: item
+            for slot, item in self.census.store.items()
+            if not slot.is_own or slot.subject in self.alive
+        }
+        self.digest = digest(self.shared.values())
+        self.watch(now)
+
+    def watch(self, now: float) -> list[NodeId]:
+        """Note who is alive now; forget the nodes that are gone for long, and return them."""
+        known = self.census.profiles.keys()
+        self._seen = {
+            node: now if node in self.alive else self._seen.get(node, now) for node in known
+        }
+        gone = [node for node, seen in self._seen.items() if now - seen > FORGET]
+        for node in gone:
+            self.census.forget(node)
+        return gone
+
+    def _recount(self, item: Item) -> None:
+        if not item.is_signed(self.census.mesh):
+            raise PeerFault("Item of this node with a forged signature")
+        kept = self.census.store.get(item.slot)
+        if kept is None or item.rank > kept.rank:
+            count = (self._incarnation, self._seq), (item.incarnation, item.seq)
+            self._incarnation, self._seq = max(count)
+            self.is_behind = True
+
+    def _has_room(self, item: Item) -> bool:
+        """Tell whether there is room for what may be one more node."""
+        profiles = self.census.profiles
+        if item.author in profiles or item.kind is not Kind.PROFILE:
+            return True
+        return len(profiles) < MAX_MEMBERS or not profiles.keys() <= self.alive
+
+    def _make_room(self, newcomer: NodeId) -> None:
+        """Forget the node that is gone for longest, where one more was believed than may be."""
+        profiles = self.census.profiles
+        if len(profiles) > MAX_MEMBERS:
+            gone = profiles.keys() - self.alive - {newcomer}
+            self.census.forget(min(gone, key=lambda node: (self._seen.get(node, 0.0), node)))
+
+    def _named(self, item: Item) -> set[NodeId]:
+        state = self.census.states.get(item.author, State())
+        return {node for node, _ in state.links}

@@ -1,0 +1,1 @@
+"""Plans: who holds which layers, how fast that is, and why."""

@@ -1,0 +1,103 @@
+"""Why a node stands by, and why a model does not fit, in words; decides nothing."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from meshllm.errors import ModelError
+from meshllm.protocol.planning.partition import Filling
+from meshllm.protocol.planning.plan import MAX_SECONDS, Shape
+from meshllm.protocol.planning.problem import MILLISECOND, Problem
+from meshllm.protocol.planning.tours import length
+
+_UNITS = "KiB", "MiB", "GiB"
+
+
+def standby_reasons(problem: Problem, ring: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Say of each node outside a ring why it is not in it."""
+    filling = Filling(problem)
+    for node in range(len(problem.nodes)):
+        if node not in ring:
+            yield node, _barred(problem, ring, node) or _change(problem, filling, ring, node)
+
+
+def refusal(problem: Problem, shape: Shape) -> ModelError:
+    """Say what a ring lacks to hold a model."""
+    usable = sum(max(0, memory) for memory in problem.memory)
+    takes = (
+        f"`{shape.name}` takes {in_words(problem.sizes[-1])} in {problem.layers} layers with their"
+        f" caches and {in_words(problem.ends_bytes)} at its ends, and of what the nodes offer"
+        f" {in_words(usable)} are for that"
+    )
+    lacking = _lacking(problem)
+    if lacking <= 0:
+        return ModelError(
+            f"No ring was found that holds `{shape.name}` in whole layers: {takes}",
+            hint="add a node, bind less, or leave room for a shorter context",
+        )
+    return ModelError(
+        f"The ring lacks {in_words(lacking)}: {takes}",
+        hint="add a node, or leave room for a shorter context",
+    )
+
+
+def in_words(size: int) -> str:
+    """Write a number of bytes in the largest unit, up to GiB, that it reaches."""
+    power = min((max(size, 1).bit_length() - 1) // 10, len(_UNITS))
+    return f"{size / (1 << 10 * power):.1f} {_UNITS[power - 1]}" if power else f"{size} B"
+
+
+def _barred(problem: Problem, ring: Sequence[int], node: int) -> str | None:
+    if problem.memory[node] < 0:
+        return "it is excluded"
+    if not problem.room(node, entry=False):
+        layer, usable = in_words(_smallest(problem)), in_words(problem.memory[node])
+        return f"a layer takes {layer} and it has {usable} to use"
+    if len(ring) - problem.client == problem.layers:
+        return f"each of the {problem.layers} layers has its node"
+    if len(ring) == problem.members:
+        return f"the ring is bound to {problem.members} nodes"
+    return None
+
+
+def _change(problem: Problem, filling: Filling, ring: Sequence[int], node: int) -> str:
+    """Compare the ring with itself plus a node at its best place."""
+    places = range(1, len(ring) + 1)
+    grown = min(length(problem.hops, (*ring[:at], node, *ring[at:])) for at in places)
+    added = (grown - length(problem.hops, ring)) / MILLISECOND
+    if added >= MAX_SECONDS * 1e3:  # what is not measured counts as the longest way
+        return "no link from it to the ring is measured yet"
+    before, after = filling.compute(ring), filling.compute((*ring, node))
+    if before is None or after is None:
+        return "the bound spans leave it no layer"
+    saved = (before - after) / MILLISECOND
+    layers = f"save {saved:.1f} ms" if saved >= 0 else f"cost {-saved:.1f} ms"
+    return f"its link adds {added:.1f} ms and its layers {layers}"
+
+
+def _lacking(problem: Problem) -> int:
+    """Count the bytes that do not fit, with the entry that misses fewest."""
+    layer = 0 if problem.client else _smallest(problem)
+    nodes = range(len(problem.nodes))
+    held = [_held(problem, node, entry=False) for node in nodes]
+    lacking = [problem.sizes[-1] + problem.ends_bytes] * (not problem.entries)
+    for entry in problem.entries:
+        others = sorted((held[node] for node in nodes if node != entry), reverse=True)
+        if problem.members is not None:
+            others = others[: problem.members - 1]
+        short = max(0, layer - problem.usable(entry, entry=True))
+        first = layer if short or problem.client else _held(problem, entry, entry=True)
+        lacking.append(short + max(0, problem.sizes[-1] - first - sum(others)))
+    return min(lacking)
+
+
+def _held(problem: Problem, node: int, *, entry: bool) -> int:
+    """Count the bytes of the largest span that a node can hold."""
+    starts = range(problem.layers)
+    spans = ((start, problem.stops(node, start, entry=entry)) for start in starts)
+    return max(
+        (problem.sizes[at[-1]] - problem.sizes[start] for start, at in spans if at), default=0
+    )
+
+
+def _smallest(problem: Problem) -> int:
+    return min(high - low for low, high in pairwise(problem.sizes))

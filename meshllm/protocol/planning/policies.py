@@ -1,0 +1,249 @@
+"""What makes one plan better than another, by name; knows nothing about sessions.
+
+A policy is a row of `POLICIES`: its name travels as text, and a node that does not have it stands
+by. What a row must have is an objective; one without a solver gets the best of the likeliest rings.
+
+Theory of operation
+-------------------
+`fastest` is one session's time per token: the sum of all stages, the way round, and the head. It
+takes a lower bound of every ring worth a look, and divides the layers exactly in the order of the
+bounds until no bound is below the best division. Where layers are alike the bound is exact, and
+with up to twelve nodes every set of them is looked at: nothing is faster.
+
+`auto` takes that ring and shares its layers out anew: a token may take `SLACK` longer where that
+makes the slowest stage faster by `WORTH` times that, for prompts, which go through all stages at
+once, and for many sessions. Times are measured, and two machines that are alike never measure
+alike: `fastest` gives one of them all layers but one. Where one is much slower it stays so.
+
+`throughput` is `fastest` under a limit: the least time in which the slowest stage can be done.
+
+`proportional` is the paper's Algorithm 1, repaired. As printed it gives a node no layers (3 layers
+on 4 nodes), or -5 of them (28 layers, memories 100 and 9 x 1), or the smallest node the most (10
+and 3 x 9.9), because the last one takes what rounding leaves. Here the squared distance from the
+proportional share is least, within what each node holds and with one layer at least: the method of
+the largest remainder, where no capacity binds.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from meshllm.errors import UserError
+from meshllm.names import Span
+from meshllm.protocol.planning.candidate_rings import rings
+from meshllm.protocol.planning.explain import refusal, standby_reasons
+from meshllm.protocol.planning.partition import Division, Filling, divide, stage_time, token_time
+from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Stage, Standby, Terms
+from meshllm.protocol.planning.problem import NANOSECOND, Problem, pose
+
+SLACK = 20
+"""A token may take 1/20 longer than the fastest: twins under load measure up to a fifth apart."""
+
+WORTH = 4
+"""How much the slowest stage must gain, as a part of it, for what a token loses of its time."""
+
+_TRIES = 64  # rings that are divided for a policy without a solver
+_LIMITS = 64  # to be tried for the slowest stage, from that of `fastest` down
+_LOOSEN = 16  # a limit that unequal layers cannot keep grows by 1/16
+_EVEN = 1 << 32  # more than the sum of squares of the spans of any model
+
+UNBOUND = Terms()
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a plan is to be good at."""
+
+    objective: Callable[[Problem, Division], int]
+    """What is to be small, from 0 in whole numbers: they are the same on every machine."""
+    solve: Callable[[Problem], Division | None] | None = None
+    """Finds the ring."""
+    takes_spans: bool = True
+    """Nodes may ask for the span that they hold."""
+    is_timed: bool = True
+    """The objective is a time; else a change is worth the layers that it moves."""
+
+    def find(self, problem: Problem) -> Division | None:
+        """Find the best ring; None where there is none."""
+        if self.solve is not None:
+            return self.solve(problem)
+        likeliest = islice(sorted(rings(problem, Filling(problem))), _TRIES)
+        found = (_divide_evenly(problem, ring) for _, _, ring in likeliest)
+        divisions = [division for division in found if division]
+        return min(divisions, key=lambda each: self.objective(problem, each), default=None)
+
+
+def find_policy(name: str) -> Policy:
+    """Return the policy of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in POLICIES:
+        names = ", ".join(f"`{each}`" for each in POLICIES)
+        raise UserError(f"Unknown policy `{name}`", hint=f"one of {names}")
+    return POLICIES[name]
+
+
+def make_plan(
+    offers: Sequence[Offer],
+    links: Links,
+    shape: Shape,
+    *,
+    policy: str = AUTO,
+    epoch: int = 1,
+    terms: Terms = UNBOUND,
+) -> Plan:
+    """Choose who holds which layers; the order of the offers does not matter.
+
+    Raises:
+        ModelError: the model does not fit; the message names what is missing.
+        UserError: the offers or the terms contradict each other, or there is no such policy.
+    """
+    offers = sorted(offers, key=lambda offer: offer.node)
+    if len({offer.node for offer in offers}) < len(offers):
+        raise UserError("A node makes one offer")
+    chosen = find_policy(policy)
+    if terms.spans and not chosen.takes_spans:
+        raise UserError(f"`{policy}` takes no bound spans", hint="use `fastest`")
+    problem = pose(offers, links, shape, terms)
+    division = chosen.find(problem)
+    if division is None:
+        raise refusal(problem, shape)
+    stages = zip(division.order, division.spans, strict=True)
+    return Plan(
+        epoch=epoch,
+        model=shape.name,
+        ends=terms.ends,
+        stages=tuple(Stage(problem.nodes[node], span) for node, span in stages),
+        standbys=tuple(
+            Standby(problem.nodes[node], reason)
+            for node, reason in standby_reasons(problem, division.order)
+        ),
+    )
+
+
+def fastest(problem: Problem) -> Division | None:
+    """Find the ring with the least time per token; among equals the smallest and most even."""
+    filling = Filling(problem)
+    best: tuple[int, Division] | None = None
+    for bound, _, ring in sorted(rings(problem, filling)):
+        if best is not None and bound >= best[0]:
+            break
+        division = _divide_evenly(problem, ring)
+        if division is None:
+            continue
+        token = token_time(problem, division)
+        if best is None or token < best[0]:
+            best = token, division
+    return None if best is None else best[1]
+
+
+def auto(problem: Problem) -> Division | None:
+    """Take the ring of `fastest`; of its divisions within `SLACK`, one with a fast slowest stage.
+
+    None has a faster one by more than 1/64 of that of `fastest`, which stays where it is not worth
+    another.
+    """
+    best = fastest(problem)
+    if best is None:
+        return None
+    token, stage = token_time(problem, best), stage_time(problem, best)
+
+    def under(limit: int) -> Division | None:
+        found = _divide_evenly(problem.limited(limit), best.order)
+        return found if found and token_time(problem, found) <= token + token // SLACK else None
+
+    limits = [stage * part // _LIMITS for part in range(1, _LIMITS)]
+    at = bisect_left(limits, 1, key=lambda limit: under(limit) is not None)
+    found = under(limits[at]) if at < len(limits) else None
+    if found is None:
+        return best
+    loss, gain = token_time(problem, found) - token, stage - stage_time(problem, found)
+    return found if loss * stage * WORTH <= gain * token else best
+
+
+def throughput(problem: Problem) -> Division | None:
+    """Find the ring with the fastest slowest stage; among those the `fastest`.
+
+    Nothing has a faster one where `fastest` is exact; elsewhere it may be 1/16 slower than found.
+    """
+    if fastest(problem) is None:
+        return None
+    limit = _least_limit(problem)
+    while (found := fastest(problem.limited(limit))) is None:
+        limit += limit // _LOOSEN + NANOSECOND
+    return found
+
+
+def proportional(problem: Problem) -> Division | None:
+    """Give every node, largest memory first, layers in proportion to its memory."""
+    filling = Filling(problem)
+    most = problem.members or problem.layers + problem.client
+    by_memory = sorted(filling.holders, key=lambda node: -problem.memory[node])
+    for entry in sorted(filling.entries, key=lambda node: -problem.memory[node]):
+        others = [node for node in by_memory if node != entry]
+        chosen = sorted(others, key=lambda node: node not in problem.required)[: most - 1]
+        ring = (entry, *(node for node in others if node in chosen))
+        if problem.allows(ring) and (found := divide(problem, ring, _share(problem, ring))):
+            return found
+    return None
+
+
+def _share(problem: Problem, order: Sequence[int]) -> Callable[[int, Span], int]:
+    usable = {node: problem.usable(node, entry=node == order[0]) for node in order}
+    if problem.client:
+        usable[order[0]] = 0
+    total, works = sum(usable.values()), problem.works
+
+    def distance(node: int, span: Span) -> int:
+        work = works[span.stop] - works[span.start]
+        return (work * total - works[-1] * usable[node]) ** 2
+
+    return distance
+
+
+def _divide_evenly(problem: Problem, ring: tuple[int, ...]) -> Division | None:
+    """Divide so that a token takes the least time, and among equals so that spans are alike."""
+    return divide(
+        problem, ring, lambda node, span: problem.time(node, span) * _EVEN + len(span) ** 2
+    )
+
+
+def _least_limit(problem: Problem) -> int:
+    """Return the least time, in whole nanoseconds, in which there is room for all layers."""
+    slowest = max(problem.layer_ns) * problem.works[-1] + max(problem.head)
+    limits = range(0, slowest + 2 * NANOSECOND, NANOSECOND)
+    at = bisect_left(limits, 1, key=lambda limit: _has_room(problem.limited(limit)))
+    return limits[at]
+
+
+def _has_room(problem: Problem) -> bool:
+    filling = Filling(problem)
+    most = problem.members or problem.layers + problem.client
+    for entry in filling.entries:
+        rooms = filling.rooms(entry)
+        others = [node for node in filling.holders if node != entry]
+        others.sort(key=lambda node: (node not in problem.required, -rooms[node]))
+        ring = (entry, *others[: most - 1])
+        if problem.allows(ring) and sum(rooms[node] for node in ring) >= problem.works[-1]:
+            return True
+    return False
+
+
+def _unevenness(problem: Problem, division: Division) -> int:
+    """Return how far a division is from the shares of `proportional`."""
+    distance = _share(problem, division.order)
+    holders = zip(division.order, division.spans, strict=True)
+    return sum(distance(node, span) for node, span in holders if span)
+
+
+POLICIES: Mapping[str, Policy] = {
+    AUTO: Policy(token_time, auto),
+    "fastest": Policy(token_time, fastest),
+    "throughput": Policy(stage_time, throughput),
+    "proportional": Policy(_unevenness, proportional, takes_spans=False, is_timed=False),
+}
+"""The policies by name, the default first."""

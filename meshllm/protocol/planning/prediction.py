@@ -1,0 +1,140 @@
+"""How long a plan takes per token and to the first one, beside other plans; decides nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshllm.errors import MeshError
+from meshllm.names import NodeId, Span
+from meshllm.protocol.drafting.window import GUESSES
+from meshllm.protocol.planning.chunking import ring_times
+from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Terms
+from meshllm.protocol.planning.policies import POLICIES, UNBOUND, make_plan
+
+PROMPT = 256  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedHop:
+    """What one rank and its way to the next add to a token."""
+
+    node: NodeId
+    span: Span
+    compute_s: float
+    """Its layers for one row; the head is not among them."""
+    wire_s: float
+    """One row to the next rank; 0 in a ring of one."""
+    bytes_per_token: int
+    """The message to the next rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """What guesses at tokens make of a ring."""
+
+    guesses: int
+    """In each trip; 0 where none gain anything."""
+    seconds_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """How a ring will perform for one session."""
+
+    hops: tuple[PredictedHop, ...]
+    head_s: float
+    chunk: int
+    """Rows of the prompt that go round at a time."""
+    ttft_s: float
+    """From the prompt at the entry to the first token."""
+    steps: tuple[tuple[int, float], ...]
+    """Numbers of guesses, and the time of a trip with so many, computed together."""
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Time of one trip round the ring, head included."""
+        return self.head_s + sum(hop.compute_s + hop.wire_s for hop in self.hops)
+
+    @property
+    def slowest_stage_s(self) -> float:
+        """Time of the stage that bounds many sessions at once."""
+        entry, *others = (hop.compute_s for hop in self.hops)
+        return max(entry + self.head_s, *others, 0.0)
+
+    def guessing(self, acceptance: float) -> Guessing:
+        """Find the best number of guesses, each right with this probability if those before are.
+
+        A trip with G of them gives 1 + a + ... + a**G tokens (Leviathan et al., 2023, equation 1).
+        """
+        return min(
+            (
+                Guessing(guesses, seconds / sum(acceptance**at for at in range(guesses + 1)))
+                for guesses, seconds in self.steps
+            ),
+            key=lambda each: each.seconds_per_token,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """What a policy would do with the same nodes."""
+
+    policy: str
+    plan: Plan | None
+    """None where the policy finds no ring."""
+    prediction: Prediction | None
+    reason: str
+    """One sentence."""
+
+
+def predict(
+    plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape, *, prompt_tokens: int = PROMPT
+) -> Prediction:
+    """Add up what the offers and links say about a plan; the prompt goes round in the best chunks.
+
+    Raises:
+        UserError: a node of the plan made no offer.
+    """
+    times = ring_times(plan, offers, links, shape)
+    pace = times.best_pace(prompt_tokens)
+    return Prediction(
+        hops=tuple(
+            PredictedHop(
+                at.node,
+                at.span,
+                times.ranks[rank].compute_s(1),
+                times.wire_s(rank, 1),
+                times.message_bytes(1),
+            )
+            for rank, at in enumerate(plan.stages)
+        ),
+        head_s=times.head_s,
+        chunk=pace.chunk,
+        ttft_s=times.first_token_s(prompt_tokens, pace),
+        steps=tuple((guesses, times.step_s(1 + guesses)) for guesses in GUESSES),
+    )
+
+
+def compare(
+    offers: Sequence[Offer], links: Links, shape: Shape, *, terms: Terms = UNBOUND
+) -> tuple[Alternative, ...]:
+    """Plan with every policy, the default first."""
+    found: list[Alternative] = []
+    for policy in POLICIES:
+        try:
+            plan = make_plan(offers, links, shape, policy=policy, terms=terms)
+        except MeshError as error:
+            found.append(Alternative(policy, None, None, str(error)))
+        else:
+            prediction = predict(plan, offers, links, shape)
+            best = found[0].prediction if found else None
+            found.append(Alternative(policy, plan, prediction, _reason(prediction, best)))
+    return tuple(found)
+
+
+def _reason(prediction: Prediction, auto: Prediction | None) -> str:
+    token, stage = prediction.seconds_per_token, prediction.slowest_stage_s
+    words = f"{token * 1e3:.1f} ms per token, {stage * 1e3:.1f} ms in the slowest stage"
+    if auto is None:
+        return words
+    ratios = token / auto.seconds_per_token, stage / auto.slowest_stage_s
+    return f"{words}: {ratios[0]:.2f} and {ratios[1]:.2f} times those of `auto`"

@@ -1,0 +1,258 @@
+"""What every node can hold and how long it takes, in whole numbers; knows nothing about policies.
+
+Theory of operation
+-------------------
+Two nodes that plan from the same offers must reach the same plan, so nothing here depends on the
+order of additions: seconds are rounded to whole nanoseconds once, and all that follows is exact.
+Layers may differ in size. The time of one is taken to be proportional to its weights, which
+decoding reads once per token: ``work`` counts in millionths of a mean layer, so that nanoseconds
+per layer times work are femtoseconds, the unit of every time here.
+
+Nodes are numbers here, in order of their ids.
+"""
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Self
+
+from meshllm.errors import UserError
+from meshllm.names import NodeId, Span
+from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Shape, Terms
+
+HEADROOM_PERCENT = 20  # of a node's memory: activations, fragments, what its offer did not see
+NANOSECOND = 10**6  # in the unit of time
+MILLISECOND = 10**12
+_WORK = 10**6  # of a mean layer
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Offers, links, shape and terms, ready to be solved."""
+
+    nodes: Sequence[NodeId]
+    memory: Sequence[int]
+    """Usable bytes of each node."""
+    ends_bytes: int
+    """What rank 0 holds beside its layers."""
+    sizes: Sequence[int]
+    """Bytes of the first 0, 1, ... layers with their caches."""
+    works: Sequence[int]
+    """Work of the first 0, 1, ... layers."""
+    layer_ns: Sequence[int]
+    """Nanoseconds of a mean layer on each node, for one row."""
+    head: Sequence[int]
+    """Time of the head on each node, for one row."""
+    hops: Sequence[Sequence[int]]
+    """Time of one row from a node to another; 0 to itself."""
+    client: bool
+    """Whether rank 0 holds no layers."""
+    entries: Sequence[int]
+    """Nodes that may be rank 0."""
+    required: frozenset[int]
+    """Nodes that must be members."""
+    members: int | None
+    pins: Mapping[int, Span]
+    limit: int | None = None
+    """Longest time of a stage; None is no limit."""
+
+    @property
+    def layers(self) -> int:
+        """Count the layers."""
+        return len(self.sizes) - 1
+
+    def limited(self, limit: int) -> Self:
+        """Return the same problem with a longest time of a stage."""
+        return replace(self, limit=limit)
+
+    def allows(self, ring: Collection[int]) -> bool:
+        """Tell whether a ring has the members that it must have."""
+        return self.required.issubset(ring) and self.members in {None, len(ring)}
+
+    def usable(self, node: int, *, entry: bool) -> int:
+        """Bytes for layers on a node; negative where it cannot hold the ends."""
+        return self.memory[node] - (self.ends_bytes if entry else 0)
+
+    def time(self, node: int, span: Span) -> int:
+        """Time of a span on a node, for one row."""
+        return self.layer_ns[node] * (self.works[span.stop] - self.works[span.start])
+
+    def stops(self, node: int, start: int, *, entry: bool) -> range:
+        """Return every ``stop`` that a span of the node from ``start`` on may have."""
+        last = self._reach(node, start, entry=entry)
+        pin = self.pins.get(node)
+        if pin is None:
+            return range(start + 1, last + 1)
+        fits = pin.start == start and pin.stop <= last
+        return range(pin.stop, pin.stop + fits)
+
+    def is_client(self, node: int) -> bool:
+        """Tell whether the node is the client, which holds no layers."""
+        return self.client and node in self.entries
+
+    def can_enter(self, node: int) -> bool:
+        """Tell whether the node can hold the ends, and a layer unless it is the client."""
+        if not self.client:
+            return self.room(node, entry=True) > 0
+        in_time = self.limit is None or self.head[node] <= self.limit
+        return in_time and self.usable(node, entry=True) >= 0
+
+    def room(self, node: int, *, entry: bool) -> int:
+        """Return the most work that one span of the node can be; 0 where no layer fits."""
+        if entry and self.client:
+            return 0
+        work = 0
+        for start in range(1 if entry else self.layers):
+            if stops := self.stops(node, start, entry=entry):
+                work = max(work, self.works[stops[-1]] - self.works[start])
+        return work
+
+    def _reach(self, node: int, start: int, *, entry: bool) -> int:
+        most = self.sizes[start] + self.usable(node, entry=entry)
+        stop = bisect_right(self.sizes, most) - 1
+        if self.limit is None:
+            return stop
+        spare = self.limit - (self.head[node] if entry else 0)
+        most = self.works[start] + spare // self.layer_ns[node]
+        return min(stop, bisect_right(self.works, most) - 1)
+
+
+def pose(offers: Sequence[Offer], links: Links, shape: Shape, terms: Terms) -> Problem:
+    """Turn offers, in order of node id, into a problem.
+
+    Raises:
+        UserError: the terms contradict each other or name a node that made no offer.
+    """
+    nodes = [offer.node for offer in offers]
+    numbers = {node: number for number, node in enumerate(nodes)}
+    _check(terms, numbers, shape)
+    row = shape.hidden_size * shape.itemsize
+    tokens = shape.context * terms.sessions
+    growth = shape.context * max(shape.kv_bytes_per_token)  # of one layer of one session, copied
+    caches = (per_token * tokens for per_token in shape.kv_bytes_per_token)
+    problem = Problem(
+        nodes=nodes,
+        memory=[_usable(offer, terms, growth) for offer in offers],
+        ends_bytes=shape.ends_bytes,
+        sizes=[0, *accumulate(map(sum, zip(shape.layer_bytes, caches, strict=True)))],
+        works=[0, *accumulate(_work(size, shape) for size in shape.layer_bytes)],
+        layer_ns=[max(1, round(offer.layer_seconds(1) * 10**9)) for offer in offers],
+        head=[_time(offer.head_s) for offer in offers],
+        hops=[[_hop(links, here, there, row) for there in nodes] for here in nodes],
+        client=terms.ends is Ends.CLIENT,
+        entries=_entries(terms, numbers),
+        required=frozenset(numbers[node] for node in terms.spans),
+        members=terms.members,
+        pins={numbers[node]: span for node, span in terms.spans.items()},
+    )
+    wished = {numbers[node] for node in terms.prefer if node in numbers}
+    fitting = {node for node in wished if problem.room(node, entry=False)}
+    return replace(problem, required=problem.required | fitting)
+
+
+def _work(size: int, shape: Shape) -> int:
+    return max(1, size * shape.layers * _WORK // sum(shape.layer_bytes))
+
+
+def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
+    """Tell the bytes that each rank of a plan has for caches: what its weights leave of its memory.
+
+    In a plan that was made of these offers, its sessions of full context have room at least.
+
+    Raises:
+        UserError: a node of the plan made no offer.
+    """
+    by_node = {offer.node: offer for offer in offers}
+    if missing := [stage.node for stage in plan.stages if stage.node not in by_node]:
+        raise UserError(f"Node `{_short(missing[0])}` is in the plan and offers nothing")
+    rooms = []
+    for rank, stage in enumerate(plan.stages):
+        weights = sum(shape.layer_bytes[stage.span.start : stage.span.stop])
+        ends = 0 if rank else shape.ends_bytes
+        rooms.append(usable_bytes(by_node[stage.node]) - weights - ends)
+    return rooms
+
+
+def room_tokens(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int | None]:
+    """Tell the tokens of all sessions for which each rank of a plan has room.
+
+    None is a rank whose layers keep nothing, or that has none.
+
+    Raises:
+        UserError: a node of the plan made no offer.
+    """
+    rooms = kv_rooms(plan, offers, shape)
+    spans = (slice(stage.span.start, stage.span.stop) for stage in plan.stages)
+    costs = (sum(shape.kv_bytes_per_token[span]) for span in spans)
+    return [max(0, room) // cost if cost else None for room, cost in zip(rooms, costs, strict=True)]
+
+
+def usable_bytes(offer: Offer, most: int | None = None) -> int:
+    """Tell the bytes of an offer that weights and caches may take; ``most`` binds it further."""
+    memory = offer.memory_bytes if most is None else min(most, offer.memory_bytes)
+    return max(0, memory - offer.reserve_bytes) * (100 - HEADROOM_PERCENT) // 100
+
+
+def _usable(offer: Offer, terms: Terms, growth: int) -> int:
+    if offer.node in terms.exclude:
+        return -1
+    return max(0, usable_bytes(offer, terms.memory.get(offer.node)) - growth)
+
+
+def _entries(terms: Terms, numbers: Mapping[NodeId, int]) -> list[int]:
+    if terms.entry is not None:
+        return [numbers[terms.entry]]
+    first = [numbers[node] for node, span in terms.spans.items() if span.start == 0]
+    return first or list(numbers.values())
+
+
+def _hop(links: Links, here: NodeId, there: NodeId, row: int) -> int:
+    return 0 if here == there else _time(links.between(here, there).seconds(row))
+
+
+def _time(seconds: float) -> int:
+    return round(seconds * 10**9) * NANOSECOND
+
+
+def _check(terms: Terms, numbers: Mapping[NodeId, int], shape: Shape) -> None:
+    for node in {*terms.spans, *filter(None, [terms.entry])}:
+        if node not in numbers or node in terms.exclude:
+            raise UserError(f"Node `{_short(node)}` is bound to the ring and offers nothing")
+    _check_counts(terms, shape)
+    _check_spans(terms, shape)
+    if terms.ends is Ends.CLIENT:
+        if terms.entry is None or terms.entry in terms.spans:
+            raise UserError("The client that keeps the ends is the entry and holds no span")
+    elif terms.entry is not None:
+        for node, span in terms.spans.items():
+            if (span.start == 0) != (node == terms.entry):
+                raise UserError(
+                    f"Node `{_short(node)}` is bound to `{span}`; the entry has layer 0"
+                )
+
+
+def _check_counts(terms: Terms, shape: Shape) -> None:
+    if terms.sessions < 1:
+        raise UserError(f"{terms.sessions} sessions need no ring")
+    if terms.members is None:
+        return
+    if not 1 <= terms.members - (terms.ends is Ends.CLIENT) <= shape.layers:
+        raise UserError(
+            f"`{shape.name}` has {shape.layers} layers for a ring of {terms.members} nodes",
+            hint="every node of a ring holds at least one layer",
+        )
+
+
+def _check_spans(terms: Terms, shape: Shape) -> None:
+    stop = 0
+    for span in sorted(terms.spans.values()):
+        if not span or span.start < stop or span.stop > shape.layers:
+            raise UserError(
+                f"Span `{span}` is empty, overlaps another, or ends above layer {shape.layers}"
+            )
+        stop = span.stop
+
+
+def _short(node: NodeId) -> str:
+    return node.hex()[:12]

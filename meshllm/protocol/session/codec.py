@@ -1,0 +1,238 @@
+"""Messages to bytes and back, with every limit of the wire; knows nothing about rings.
+
+A message is one version byte, one kind byte and a fixed little-endian layout; only a tensor,
+tallies or a text follows it. A tensor is all of the rest; behind anything else a later version may
+have fields, which are not read. A message of an unknown kind is `Unknown`. Nothing larger than the
+input is ever allocated. A number without a limit of its own is bounded by the width of its field.
+"""
+
+from enum import IntEnum
+from struct import Struct
+from typing import Any, Literal, assert_never
+
+from meshllm.errors import PeerFault
+from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId
+from meshllm.protocol.binary import Reader, sized
+from meshllm.protocol.session.blob import HEADER, check_shape, pack_header, unpack_header
+from meshllm.protocol.session.messages import (
+    MAX_RANKS,
+    PROTOCOL_VERSION,
+    Beat,
+    Blob,
+    Buffer,
+    Cancel,
+    Close,
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Gap,
+    Hello,
+    Logits,
+    Message,
+    Resume,
+    Spent,
+    Tally,
+    Unknown,
+)
+
+MAX_ROWS = 4096  # rows of one Data message; 64 MiB of 8192 bf16 values
+MAX_POSITION = 1 << 24  # tokens of one session; the longest context published is 10 million
+MAX_TALLY = 512  # bytes of a tally, with what later versions count
+MAX_TEXT = 512  # bytes of UTF-8 in a Fault; longer text is cut when it is sent
+
+
+class _Kind(IntEnum):
+    """The second byte of a message."""
+
+    HELLO = 1
+    BEAT = 2
+    DATA = 3
+    GAP = 4
+    CANCEL = 5
+    CLOSE = 6
+    FAULT = 7
+    RESUME = 8
+    LOGITS = 9
+
+
+_LAYOUTS = {  # each begins with version and kind, and goes on with the fields of its message
+    _Kind.HELLO: Struct("<BB 32s I 32s"),
+    _Kind.BEAT: Struct("<BB Q Q Q"),
+    _Kind.DATA: Struct("<BB 16s I I I I B"),  # and a blob: its header, digest and payload
+    _Kind.GAP: Struct("<BB 16s I I I"),
+    _Kind.CANCEL: Struct("<BB 16s I I"),
+    _Kind.CLOSE: Struct("<BB 16s I I H"),  # and so many tallies
+    _Kind.FAULT: Struct("<BB 16s I B B"),  # and a text
+    _Kind.RESUME: Struct("<BB 16s I 16s I B"),
+    _Kind.LOGITS: Struct("<BB 16s I I I"),  # and a blob
+}
+_TALLY = Struct("<Q Q Q I Q I")
+_FAULTS = {int(code): code for code in FaultCode}
+_DATA_BYTES = _LAYOUTS[_Kind.DATA].size
+_BLOB_BYTES = HEADER.size + DIGEST_BYTES
+
+
+def encode(message: Message) -> list[Buffer]:
+    """Write a message as parts to be sent one after the other; a payload is not copied."""
+    match message:
+        case Data():
+            return _pack_data(message)
+        case Logits(session, epoch, gen, pos, blob):
+            return _pack_blob(_pack(_Kind.LOGITS, session, epoch, gen, pos), blob)
+        case Close(session, epoch, keep, tallies):
+            head = _pack(_Kind.CLOSE, session, epoch, keep, len(tallies))
+            return [head + b"".join(sized(_pack_tally(tally)) for tally in tallies)]
+        case Fault(session, epoch, code, rank, text):
+            return [_pack(_Kind.FAULT, session, epoch, code, rank) + sized(_cut(text))]
+        case Unknown(unknown, body):
+            return [bytes([PROTOCOL_VERSION, unknown]) + body]
+        case Hello() | Beat() | Gap() | Cancel() | Resume():
+            fields = (getattr(message, name) for name in message.__match_args__)
+            return [_pack(_Kind[type(message).__name__.upper()], *fields)]
+        case _:
+            assert_never(message)
+
+
+def size(message: Data) -> int:
+    """Count the bytes that ``encode`` makes of a Data message."""
+    blob = message.blob
+    return _DATA_BYTES + (0 if blob is None else _BLOB_BYTES + len(blob.payload))
+
+
+def decode(buffer: Buffer) -> Message:
+    """Read one whole message; a payload is a view into ``buffer``, not a copy.
+
+    Raises:
+        PeerFault: a message of another major version, or of a known kind and beyond the limits.
+    """
+    view = memoryview(buffer)
+    if len(view) < 2:
+        raise PeerFault(f"Message of {len(view)} bytes")
+    if view[0] != PROTOCOL_VERSION:
+        raise PeerFault(
+            f"Message of protocol version {view[0]}; this node speaks {PROTOCOL_VERSION}",
+            hint="run the same version of meshllm on every node",
+        )
+    try:
+        kind = _Kind(view[1])
+    except ValueError:
+        return Unknown(view[1], bytes(view[2:]))
+    layout, name = _LAYOUTS[kind], kind.name.capitalize()
+    if len(view) < layout.size:
+        raise PeerFault(f"{name} of {len(view)} bytes; it takes {layout.size}")
+    _, _, *fields = layout.unpack_from(view)
+    return _build(kind, fields, view[layout.size :])
+
+
+def _build(kind: _Kind, fields: list[Any], rest: memoryview) -> Message:
+    match kind:
+        case _Kind.HELLO:
+            node, epoch, plan = fields
+            return Hello(NodeId(node), epoch, Digest(plan))
+        case _Kind.BEAT:
+            return Beat(*fields)
+        case _Kind.DATA:
+            return _data(fields, rest)
+        case _Kind.LOGITS:
+            session, epoch, gen, pos = fields
+            _bounded("pos", pos, 0, MAX_POSITION - 1)
+            return Logits(SessionId(session), epoch, gen, pos, _blob(rest))
+        case _Kind.FAULT:
+            return _fault(fields, rest)
+        case _:
+            return _control(kind, SessionId(fields[0]), fields[1:], rest)
+
+
+def _control(
+    kind: Literal[_Kind.GAP, _Kind.CANCEL, _Kind.CLOSE, _Kind.RESUME],
+    session: SessionId,
+    fields: list[Any],
+    rest: memoryview,
+) -> Gap | Cancel | Close | Resume:
+    match kind:
+        case _Kind.GAP:
+            epoch, gen, kv_len = fields
+            return Gap(session, epoch, gen, _bounded("kv_len", kv_len, 0, MAX_POSITION))
+        case _Kind.CANCEL:
+            return Cancel(session, *fields)
+        case _Kind.CLOSE:
+            epoch, keep, count = fields
+            _bounded("keep", keep, 0, MAX_POSITION)
+            return Close(session, epoch, keep, _tallies(count, Reader(bytes(rest), "Close")))
+        case _Kind.RESUME:
+            epoch, base, length, whole = fields
+            _bounded("length", length, 1, MAX_POSITION)
+            is_whole = bool(_bounded("whole", whole, 0, 1))
+            return Resume(session, epoch, SessionId(base), length, is_whole)
+        case _:
+            assert_never(kind)
+
+
+def _data(fields: list[Any], rest: memoryview) -> Data:
+    session, epoch, gen, pos, rows, flags = fields
+    _bounded("rows", rows, 1, MAX_ROWS)
+    _bounded("pos", pos, 0, MAX_POSITION - rows)
+    blob = _blob(rest) if rest else None
+    return Data(SessionId(session), epoch, gen, pos, rows, Flags(flags), blob)
+
+
+def _blob(rest: memoryview) -> Blob:
+    if len(rest) < _BLOB_BYTES:
+        raise PeerFault(f"Blob of {len(rest)} bytes; its header takes {_BLOB_BYTES}")
+    payload = rest[_BLOB_BYTES:]
+    dtype, shape = unpack_header(rest[: HEADER.size])
+    check_shape(dtype, shape, len(payload))
+    return Blob(dtype, shape, Digest(bytes(rest[HEADER.size : _BLOB_BYTES])), payload)
+
+
+def _tallies(count: int, reader: Reader) -> tuple[Tally, ...]:
+    _bounded("tallies", count, 0, MAX_RANKS)
+    return tuple(_tally(Reader(reader.sized(MAX_TALLY), "Tally")) for _ in range(count))
+
+
+def _tally(reader: Reader) -> Tally:
+    *spent, steps, bytes_sent, round_trip_us = reader.unpack(_TALLY)
+    return Tally(Spent(*spent), steps, bytes_sent, round_trip_us)
+
+
+def _fault(fields: list[Any], rest: memoryview) -> Fault:
+    session, epoch, code, rank = fields
+    text = Reader(bytes(rest), "Fault").text(MAX_TEXT)
+    return Fault(SessionId(session), epoch, _FAULTS.get(code, FaultCode.OTHER), rank, text)
+
+
+def _bounded(name: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise PeerFault(f"Message with {value} {name}; allowed are {low} to {high}")
+    return value
+
+
+def _pack(kind: _Kind, *fields: bytes | int) -> bytes:
+    return _LAYOUTS[kind].pack(PROTOCOL_VERSION, kind, *fields)
+
+
+def _pack_data(data: Data) -> list[Buffer]:
+    head = _pack(_Kind.DATA, data.session, data.epoch, data.gen, data.pos, data.rows, data.flags)
+    return [head] if data.blob is None else _pack_blob(head, data.blob)
+
+
+def _pack_blob(head: bytes, blob: Blob) -> list[Buffer]:
+    return [head + pack_header(blob.dtype, blob.shape) + blob.digest, blob.payload]
+
+
+def _pack_tally(tally: Tally) -> bytes:
+    spent = tally.spent
+    return _TALLY.pack(
+        spent.compute_us,
+        spent.serialise_us,
+        spent.queue_us,
+        tally.steps,
+        tally.bytes_sent,
+        tally.round_trip_us,
+    )
+
+
+def _cut(text: str) -> bytes:
+    # "ignore" drops the half character that the cut may leave, and lone surrogates.
+    return text.encode(errors="ignore")[:MAX_TEXT].decode(errors="ignore").encode()

@@ -1,0 +1,180 @@
+"""One neighbour on one connection: is it ours, is it there, how far away; knows no sessions.
+
+Theory of operation
+-------------------
+::
+
+    DIALING --Hello--> OPEN --silence--> GONE
+       '------silence or a fault----------^
+
+Each side sends its Hello at once, without waiting for the other's; hearing one opens this end.
+Messages are in order, so the first one of an honest neighbour is its Hello: anything else while
+dialing is a fault, and so is a second Hello. A Hello for another epoch or plan is refused here, so
+nothing above ever sees a message of a ring that is not its own.
+
+Every message proves that the neighbour is there, one of an unknown kind too. A side that sends
+nothing for `BEAT` sends a Beat, and one each `MEASURE` however busy the link is, because only beats
+measure the round trip: the other side returns my stamp and how long it held it (as RTP does, RFC
+3550 section 6.4.1).
+
+`SILENCE` without a message is loss. A message that has arrived but was not read races with that
+deadline, and wins: when ``expire`` is called late it was this side that slept, and the neighbour
+gets one `BEAT` more.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import get_args
+
+from meshllm.errors import PeerFault
+from meshllm.names import NodeId
+from meshllm.protocol.session.messages import Beat, Hello, Message, SessionMessage, Unknown
+
+BEAT = 0.5  # s; six chances to be heard before SILENCE
+MEASURE = 5.0  # s; ten beats: a path that moves from relay to direct shows within seconds
+SILENCE = 3.0  # s; long enough for a retransmission on a bad radio
+_GAIN = 1 / 8  # of a new round trip in the smoothed one (RFC 6298, alpha)
+
+
+class State(Enum):
+    """How far a link is."""
+
+    DIALING = auto()
+    OPEN = auto()
+    GONE = auto()
+
+
+_NEXT: dict[State, dict[type[Message], State]] = {
+    State.DIALING: {Hello: State.OPEN},
+    State.OPEN: dict.fromkeys((Beat, Unknown, *get_args(SessionMessage)), State.OPEN),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this to the neighbour."""
+
+    message: Hello | Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The neighbour sent this for a session."""
+
+    message: SessionMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The neighbour is gone; close the connection."""
+
+    text: str
+
+
+Action = Send | Deliver | Lost
+
+
+class Link:
+    """The state of one connection to a neighbour; times are seconds on the driver's clock."""
+
+    def __init__(self, hello: Hello, *, peer: NodeId | None = None) -> None:
+        self.state = State.DIALING
+        self.peer = peer
+        """Who is there; given where only one node will do, else learned from its Hello."""
+        self.round_trip_us = 0
+        """Smoothed round trip; 0 until it is measured."""
+        self.is_met = False
+        """The neighbour has our Hello: it sent a Beat, which only an open side does. Messages of
+        sessions wait for it, because channels of a link do not wait for each other."""
+        self._hello = hello
+        self._is_begun = False
+        self._heard = self._sent = self._beaten = 0.0
+        self._echo: tuple[int, float] | None = None  # their last stamp, and when it was heard
+
+    def open(self, now: float) -> list[Action]:
+        """Begin, once the connection stands; a second call does nothing."""
+        if self._is_begun:
+            return []
+        self._is_begun = True
+        self._heard = self._sent = now
+        return [Send(self._hello)]
+
+    def receive(self, message: Message, now: float) -> list[Action]:
+        """Take one message from the neighbour; raise `PeerFault` when it does not fit the state."""
+        if self.state is State.GONE:
+            return []
+        state, self.state = self.state, State.GONE
+        if type(message) not in _NEXT[state]:
+            raise PeerFault(f"{type(message).__name__} while {state.name.lower()}")
+        if isinstance(message, Hello):
+            self._meet(message)
+        self.state, self._heard = _NEXT[state][type(message)], now
+        match message:
+            case Hello():
+                return [self._beat(now)]
+            case Beat():
+                self.is_met = True
+                self._measure(message, now)
+                return []
+            case Unknown():
+                return []
+            case _:
+                return [Deliver(message)]
+
+    def sent(self, now: float) -> None:
+        """Note that something was sent to the neighbour, which makes a beat needless."""
+        self._sent = now
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``expire`` has something to do; None once the link is gone."""
+        if self.state is State.GONE:
+            return None
+        silent = self._heard + SILENCE
+        return silent if self.state is State.DIALING else min(silent, self._next_beat)
+
+    def expire(self, now: float) -> list[Action]:
+        """Do what is due: a beat, or the end of a silent link."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        if now > self.deadline + BEAT:
+            self._heard = max(self._heard, now + BEAT - SILENCE)
+        if now >= self._heard + SILENCE:
+            self.state = State.GONE
+            return [Lost(f"No word from the neighbour for {now - self._heard:.1f} s")]
+        return [self._beat(now)] if self.state is State.OPEN else []
+
+    @property
+    def _next_beat(self) -> float:
+        return min(self._sent + BEAT, self._beaten + MEASURE)
+
+    def _beat(self, now: float) -> Send:
+        self._sent = self._beaten = now
+        stamp, heard = self._echo or (0, now)
+        return Send(Beat(_micros(now), stamp, _micros(now - heard)))
+
+    def _meet(self, hello: Hello) -> None:
+        ours, theirs = self._hello, hello
+        if theirs.epoch != ours.epoch:
+            raise PeerFault(f"The neighbour is at epoch {theirs.epoch}, this node at {ours.epoch}")
+        if theirs.plan != ours.plan:
+            raise PeerFault(
+                f"The neighbour follows plan `{theirs.plan.hex()[:12]}`, this node"
+                f" `{ours.plan.hex()[:12]}`, both at epoch {ours.epoch}"
+            )
+        if self.peer not in {None, theirs.node}:
+            raise PeerFault(f"Node `{theirs.node.hex()[:12]}` answered in place of another")
+        self.peer = theirs.node
+
+    def _measure(self, beat: Beat, now: float) -> None:
+        self._echo = (beat.stamp, now)
+        sample = _micros(now) - beat.echo - beat.held
+        # Nothing to return yet, or a stamp that is not ours: longer than silence no beat takes.
+        if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
+            return
+        smoothed = self.round_trip_us or sample
+        self.round_trip_us = round(smoothed + _GAIN * (sample - smoothed))
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,169 @@
+"""Speculation control of one generation: who drafts, how many guesses, and what they cost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.window import MAX_DEPTH, Experience, Lookahead, StepTimes
+from meshllm.protocol.session.actions import Pick
+
+SURE = 2
+"""Confidence from which on a guess that costs nothing goes before that of a model."""
+
+Steps = tuple[tuple[int, ...], ...]
+"""Guesses as they are injected, see `Entry.picked`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What the generations of one entry share; used on the compute thread."""
+
+    drafting: Drafting
+    """Who guesses in no time."""
+    times: StepTimes = field(default_factory=StepTimes)
+    experience: Experience = field(default_factory=Experience)
+    draft: Drafting | None = None
+    """Who guesses better, but takes time: a model."""
+    draft_experience: Experience = field(default_factory=Experience)
+    depth: int = MAX_DEPTH
+    """Steps in flight at most; 1 is that each waits for the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What may be guessed."""
+
+    flying: tuple[int, ...] | None
+    """Guesses in flight, see `Pick.flying`."""
+    room: int
+    """Most guesses behind the text, those in flight included."""
+    reach: int
+    """The same, of what may be in flight at a time."""
+    depth: int
+
+
+class Speculator:
+    """Decides what is guessed behind one text."""
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        prompt: Sequence[int],
+        clock: Callable[[], float],
+        prepared: Callable[[], int] = int,
+    ) -> None:
+        """Begin behind a prompt; ``clock`` tells seconds.
+
+        ``prepared`` tells how many steps took longer so far than others of their kind will.
+        """
+        self._speculation = shared = speculation
+        self._clock, self._prepared = clock, prepared
+        self._prompt = prompt
+        self._quick = self._used = _Source(shared.drafting, shared.times, shared.experience)
+        self._sources = [self._quick]
+        if shared.draft:
+            self._sources.append(_Source(shared.draft, shared.times, shared.draft_experience))
+        self._since: float | None = None
+        self._before = 0  # what was prepared then
+        self._burst, self._place = 1, 0  # steps that left together, and which of them is next
+        self._is_clear = True  # nothing that was given up is still computed in front of them
+
+    def after(
+        self, tokens: Sequence[int], job: Pick, *, ends: bool = False, depth: int = 1
+    ) -> Steps:
+        """Take what was sampled for a job; guess at what follows, unless the text ``ends``.
+
+        There are ``depth`` steps in flight at most.
+        """
+        room = 0 if ends else job.limit - job.pos - len(tokens) - 1
+        wish = _Wish(job.flying(tokens), room, job.reach, depth)
+        if self._since is None:
+            tokens = (*self._prompt, *tokens)
+        else:
+            self._learn(job, job.right(tokens), self._clock() - self._since)
+        for source in self._sources:
+            source.drafter.extend(tokens)
+        found = self._guess(wish) if room else ()
+        self._place += 1
+        if wish.flying is None:
+            self._burst, self._place = max(1, len(found)), 0
+            self._is_clear = not job.ahead
+        self._since = self._clock()  # what guesses take is no part of a step: it has its own price
+        self._before = self._prepared()
+        return found
+
+    def keep(self, text: Sequence[int]) -> None:
+        """Remember a text for those to come."""
+        for drafting in (self._speculation.drafting, self._speculation.draft):
+            if drafting:
+                drafting.keep(text)
+
+    def _learn(self, job: Pick, right: int, seconds: float) -> None:
+        times, rows = self._speculation.times, 1 + len(job.guesses)
+        if self._prepared() > self._before:
+            pass  # it says nothing about those to come
+        elif self._place == 0 and self._burst > 1:
+            times.note_first(rows, seconds)
+        elif self._place == 0 and self._is_clear:
+            times.note(rows, seconds)
+        elif 0 < self._place < self._burst:
+            times.note_next(rows, seconds)
+        tried = min(rows, len(job.guesses) + len(job.ahead))
+        for source in self._sources:
+            own = tried if source is self._used else 0
+            source.lookahead.note(source.confidence or 0, own, min(own, right))
+
+    def _guess(self, wish: _Wish) -> Steps:
+        """Ask who costs nothing first where it is sure, and last where it is not."""
+        sure = self._quick.look() or 0
+        if wish.flying is not None:
+            return self._quick.guess(wish)
+        for source in self._sources if sure >= SURE else reversed(self._sources):
+            steps = self._quick.guess(wish) if source is self._quick else self._ask(source, wish)
+            if steps:
+                self._used = source
+                return steps
+        return ()
+
+    def _ask(self, model: "_Source", wish: _Wish) -> Steps:
+        """Count what a model takes; that it reads up on the text is no part of the price.
+
+        As its guesses take time, there are none while others are in flight.
+        """
+        begin = self._clock()
+        if model.lookahead.is_resting or model.look() is None:
+            return ()
+        steps = model.guess(replace(wish, depth=1))
+        self._speculation.draft_experience.pay(sum(map(len, steps)), self._clock() - begin)
+        return steps
+
+
+class _Source:
+    """A drafter, and how many of its guesses are wanted."""
+
+    def __init__(self, drafting: Drafting, times: StepTimes, experience: Experience) -> None:
+        self.drafter = drafting.begin()
+        self.lookahead = Lookahead(times, experience)
+        self.confidence: int | None = None  # at the last look
+
+    def look(self) -> int | None:
+        """Say how sure the next guess is; None is no guess."""
+        self.confidence = self.drafter.look()
+        return self.confidence
+
+    def guess(self, wish: _Wish) -> Steps:
+        """Guess at as many tokens as are worth it, in steps of a few numbers of rows."""
+        if self.confidence is None:
+            return ()
+        window = self.lookahead.choose(
+            self.confidence, min(wish.room, wish.reach), depth=wish.depth, reach=wish.reach
+        )
+        flying, is_open = wish.flying or (), wish.flying is None
+        most = min(window.length, wish.reach) - len(flying) + is_open
+        count = min(most // window.rows * window.rows - is_open, wish.room - len(flying))
+        if count <= 0:
+            return ()
+        tokens = self.drafter.guess(len(flying) + count)
+        if tokens[: len(flying)] != flying:
+            return ()  # what is in flight is looked at first
+        return window.cut(tokens[len(flying) :], is_open=is_open)

@@ -1,0 +1,388 @@
+"""A rank behind the entry: the sessions it serves, row by row; knows nothing about tokens.
+
+Theory of operation
+-------------------
+A session on a stage is (gen, kv_len, what runs, what waits). One rule moves it, crop on write::
+
+    Data, older epoch or gen     dropped
+    Data, newer epoch            Fault(EPOCH): this rank has not heard of that plan
+    Data, pos > kv_len           Gap(kv_len): rows before it never arrived
+    Data, else                   crop the cache to pos, run the rows, kv_len = pos + rows, forward
+
+    Data, beyond the context     Fault(BUSY): the session ends here, before anything is allocated
+    Data, no bytes for its rows  Fault(BUSY), likewise, see `meshllm.protocol.kv_cache.budget`
+
+So nothing is ever rolled back by message: a rejected or repeated row is undone by the next write at
+its position. Gap, Fault, Cancel, Resume and Close go on round the ring to the entry, which alone
+decides. What a Close says to keep waits on the shelf for a Resume, see
+`meshllm.protocol.kv_cache.prefix_index`.
+
+The last rank may have a part of the head. Where a step of one row asks for help, its logits follow
+that row, as long as the step is not given up; that they never come is no fault.
+
+Invariant: while nothing runs, ``kv_len`` is what the driver's cache holds. While rows run it is
+where they are written; a session takes one `Compute` at a time and the driver answers each with
+``computed``, ``missed`` or ``failed``. The driver does its actions in order, `Free` and `Keep`
+after the `Compute` that they overtake.
+
+Races, and who wins:
+
+- Cancel against waiting Data: Cancel. It raises gen, and stale rows are dropped before they run.
+- Cancel against running rows: both. They finish, ``kv_len`` says so, but they are not forwarded.
+- Close against anything: Close. The cache is freed or kept at once, and the session is remembered
+  as closed so that Data which Close overtook cannot bring it back. Running rows find no session and
+  vanish; what they write stands behind all that is kept.
+- Resume against anything: it is for a session that was not heard of yet, else it says nothing.
+- A newer gen against its own repeated Data: the order of the link. As long as only committed tokens
+  are injected a row is the same in every gen, so even lost or reordered messages cannot make a
+  cache wrong. Guessed rows (drafts) need what a link promises: messages in order, or loss of the
+  link. Then a step that follows another one of its gen finds what that one wrote, and the first
+  step of a new gen begins where all that stands before it has been all round the ring.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from meshllm.names import SessionId
+from meshllm.protocol.drafting.window import MAX_STEP_ROWS
+from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.prefix_index import Shelf
+from meshllm.protocol.session.codec import MAX_POSITION, size
+from meshllm.protocol.session.messages import (
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    Logits,
+    Resume,
+    SessionMessage,
+    Spent,
+    Tally,
+)
+
+MAX_PENDING = 16  # Data of one session that wait; an entry never has more in flight
+MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
+
+_ASKS = Flags.NEED_ROW | Flags.HELP
+_NOTHING = Tally(Spent(0, 0, 0), 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Crop the session's cache to ``pos``, run the rows, answer ``computed`` or ``failed``.
+
+    Where the cache cannot be cropped so, answer ``missed``. The digest of the blob is not checked
+    yet: hashing belongs on the thread that computes.
+    """
+
+    session: SessionId
+    pos: int
+    rows: int
+    keep: int
+    """How many of the last output rows to hand back; 0 is none, and ``computed`` gets no blob."""
+    blob: Blob
+    """``[1, rows, D]``."""
+    is_step: bool
+    """Rows of a decode step: each is to be computed as if it were alone."""
+    helps: int | None = None
+    """Generation of a step behind whose row this rank's part of the logits may follow, where it
+    has one: tell ``helped``, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the cache of a session, under way or kept."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Put the session's cache aside."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Begin the session's cache with the first ``length`` positions of what is kept of ``base``.
+
+    Nobody waits for an answer: where it cannot be done, the first rows find out.
+    """
+
+    session: SessionId
+    base: SessionId
+    length: int
+    whole: bool
+    """The kept cache itself, not a copy."""
+
+
+Action = Compute | Free | Keep | Adopt | Forward
+
+
+@dataclass(slots=True)
+class _Session:
+    heard: float  # when it was made or last computed; what only meets gaps is idle
+    gen: int = 0
+    kv_len: int = 0
+    reach: int = 0  # positions for which the cache has room
+    running: Data | None = None
+    pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
+    tally: Tally = _NOTHING
+
+    def raise_gen(self, gen: int) -> None:
+        if gen > self.gen:
+            self.gen = gen
+            self.pending = deque(item for item in self.pending if item[0].gen >= gen)
+
+
+class Stage:
+    """The sessions of one rank; times are seconds on the driver's clock."""
+
+    def __init__(  # noqa: PLR0913 -- its place, and what bounds it
+        self,
+        rank: int,
+        ring: int,
+        *,
+        epoch: int,
+        max_sessions: int = 8,
+        idle_s: float = 120.0,
+        context: int = MAX_POSITION,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """Serve sessions of up to ``context`` positions within the budget of the ``shelf``.
+
+        Finished ones are kept on it; None keeps none, and bounds none.
+        """
+        self.round_trip_us = 0
+        """Round trip to the next rank, for the tallies; the driver keeps it current."""
+        self._rank = rank
+        self._is_last = rank == ring - 1
+        self.epoch = epoch
+        self._max_sessions = max_sessions
+        self._idle_s = idle_s
+        self._context = context
+        self._shelf = shelf or Shelf(KvBudget(()), 0)
+        self.budget = self._shelf.budget
+        self._sessions: dict[SessionId, _Session] = {}
+        self._closed: dict[SessionId, Tally] = {}
+
+    def receive(self, message: SessionMessage, now: float) -> list[Action]:
+        """Take one message from the rank before; one that breaks the rules ends its session."""
+        if message.epoch < self.epoch:
+            return []
+        match message:
+            case Data():
+                return self._data(message, now)
+            case Resume():
+                return [*self._resume(message, now), Forward(message)]
+            case Close():
+                return self._close(message, now)
+            case Cancel(session, _, gen):
+                if session in self._sessions:
+                    self._sessions[session].raise_gen(gen)
+                return [Forward(message)]
+            case Gap() | Fault() | Logits():  # only the last rank sends the latter, to the entry
+                return [] if isinstance(message, Logits) else [Forward(message)]
+            case _:
+                assert_never(message)
+
+    def computed(
+        self, session: SessionId, blob: Blob | None, now: float, spent: Spent
+    ) -> list[Action]:
+        """Take the output of the rows that ran, ``[1, keep, D]``, and the time they took."""
+        state = self._sessions.get(session)
+        if state is None or state.running is None:
+            return []
+        done, state.running = state.running, None
+        state.kv_len, state.heard = done.pos + done.rows, now
+        if done.gen < state.gen:
+            return self._next(state)
+        answer = replace(done, blob=blob)
+        if not done.flags & Flags.PREFILL:
+            state.tally = _counted(state.tally, spent, size(answer))
+        return [Forward(answer), *self._next(state)]
+
+    def missed(self, session: SessionId) -> list[Action]:
+        """Ask for all rows: what the cache holds is not what those that ran were to go on from."""
+        state = self._sessions.get(session)
+        if state is None or state.running is None:
+            return []
+        missing, state.running, state.kv_len = state.running, None, 0
+        return [_gap(missing, 0), *self._next(state)]
+
+    def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
+        """End the session here because the rows that ran could not be computed."""
+        state = self._sessions.get(session)
+        if state is None or state.running is None:
+            return []
+        return [*self._end(session), self._fault(state.running, code, text)]
+
+    def helped(self, logits: Logits) -> list[Action]:
+        """Take this rank's part of the logits of a step; what nobody waits for goes no further."""
+        state = self._sessions.get(logits.session)
+        return [Forward(logits)] if state and state.gen <= logits.gen else []
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next idle session is freed; None while every session computes."""
+        idle = [
+            state.heard + self._idle_s for state in self._sessions.values() if state.running is None
+        ]
+        if (kept := self._shelf.deadline) is not None:
+            idle.append(kept)
+        return min(idle, default=None)
+
+    def expire(self, now: float) -> list[Action]:
+        """Free the sessions that nobody has asked for in a while; a later Data meets a Gap."""
+        idle = [
+            session
+            for session, state in self._sessions.items()
+            if state.running is None and now >= state.heard + self._idle_s
+        ]
+        for session in idle:
+            del self._sessions[session]
+            self.budget.release(session)
+        return [Free(session) for session in (*idle, *self._shelf.expire(now))]
+
+    def _data(self, data: Data, now: float) -> list[Action]:
+        session = data.session
+        if session in self._closed:
+            return []
+        if data.epoch > self.epoch:
+            text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
+            return [self._fault(data, FaultCode.EPOCH, text)]
+        blob = data.blob
+        if blob is None or (broken := _broken(data, blob)):
+            text = broken if blob else f"Data of {data.rows} rows without a blob"
+            return self._refuse(data, text, FaultCode.RULES)
+        if data.pos + data.rows > self._context:
+            text = f"Positions {data.pos} to {data.pos + data.rows} of {self._context}"
+            return self._refuse(data, text)
+        if session not in self._sessions:
+            if data.pos > 0:
+                return [_gap(data, 0)]
+            if len(self._sessions) >= self._max_sessions:
+                text = f"{self._max_sessions} sessions are served already"
+                return [self._fault(data, FaultCode.BUSY, text)]
+            self._sessions[session] = _Session(now)
+        compute = Compute(
+            session,
+            data.pos,
+            data.rows,
+            self._keep(data),
+            blob,
+            is_step=not data.flags & Flags.PREFILL,
+            helps=data.gen if self._is_last and data.rows == 1 and data.flags == _ASKS else None,
+        )
+        return self._queue(self._sessions[session], data, compute)
+
+    def _resume(self, resume: Resume, now: float) -> list[Action]:
+        session, base, length = resume.session, resume.base, resume.length
+        if resume.epoch != self.epoch or session in self._closed or session in self._sessions:
+            return []
+        if len(self._sessions) >= self._max_sessions:
+            return []
+        whole = resume.whole
+        reach = self._shelf.take(base, length, now, whole=whole)
+        if not reach or not self.budget.reserve(session, reach if whole else length):
+            return [Free(base)] if reach and whole else []
+        gone = self._shelf.make_room(spare=base)
+        if self.budget.is_over:  # no room for a copy
+            whole = bool(self._shelf.take(base, length, now, whole=True))
+            if not self.budget.reserve(session, reach):
+                self.budget.release(session)
+                return [Free(each) for each in (*gone, base)]
+        self._sessions[session] = _Session(now, kv_len=length, reach=reach if whole else length)
+        return [*map(Free, gone), Adopt(session, base, length, whole)]
+
+    def _queue(self, state: _Session, data: Data, compute: Compute) -> list[Action]:
+        if data.gen < state.gen:
+            return []
+        state.raise_gen(data.gen)
+        if len(state.pending) >= MAX_PENDING:
+            text = f"Data at position {data.pos} while {MAX_PENDING} others wait"
+            return self._refuse(data, text, FaultCode.RULES)
+        state.pending.append((data, compute))
+        return self._next(state) if state.running is None else []
+
+    def _next(self, state: _Session) -> list[Action]:
+        refused: list[Action] = []
+        while state.pending:
+            data, compute = state.pending.popleft()
+            if data.pos > state.kv_len:
+                refused.append(_gap(data, state.kv_len))
+                continue
+            stop, gone = data.pos + data.rows, list[SessionId]()
+            if stop > self.budget.reserved(data.session):
+                if not self.budget.reserve(data.session, stop):
+                    return [*refused, *self._refuse(data, self._no_room(data.session, stop))]
+                gone = self._shelf.make_room()
+            state.running, state.kv_len, state.reach = data, data.pos, max(state.reach, stop)
+            return [*refused, *map(Free, gone), compute]
+        return refused
+
+    def _no_room(self, session: SessionId, positions: int) -> str:
+        others, left = len(self._sessions) - 1, self.budget.left(session)
+        return (
+            f"No room for the cache of {positions} positions: beside {others} other sessions"
+            f" there is room for {left}"
+        )
+
+    def _refuse(self, data: Data, text: str, code: FaultCode = FaultCode.BUSY) -> list[Action]:
+        """End one session, for want of room or because its messages break the rules."""
+        return [*self._end(data.session), self._fault(data, code, text)]
+
+    def _keep(self, data: Data) -> int:
+        if not self._is_last:
+            return data.rows
+        if not data.flags & Flags.NEED_ROW:
+            return 0
+        return 1 if data.flags & Flags.PREFILL else data.rows
+
+    def _close(self, close: Close, now: float) -> list[Action]:
+        if len(close.tallies) != self._rank - 1:  # it skipped a rank: nothing is kept
+            return [*self._end(close.session), Forward(replace(close, keep=0))]
+        ended = self._end(close.session, close.keep, now)
+        keep = close.keep if Keep(close.session) in ended else 0
+        tally = replace(self._closed[close.session], round_trip_us=self.round_trip_us)
+        return [*ended, Forward(replace(close, keep=keep, tallies=(*close.tallies, tally)))]
+
+    def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[Action]:
+        """Forget a session; what is complete up to ``keep`` may go to the shelf."""
+        state = self._sessions.pop(session, None)
+        self._closed.setdefault(session, state.tally if state else _NOTHING)
+        if len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        self.budget.release(session)
+        if state is None:
+            return []
+        length = keep if keep <= state.kv_len else 0
+        gone = self._shelf.put(session, length, state.reach, now)
+        return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
+
+    def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:
+        return Forward(Fault(data.session, data.epoch, code, self._rank, text))
+
+
+def _broken(data: Data, blob: Blob) -> str:
+    """Say which rule the rows of a message break; empty for none."""
+    if len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
+        return f"Data of {data.rows} rows with a blob of shape {list(blob.shape)}"
+    if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
+        return f"A step of {data.rows} rows; the most is {MAX_STEP_ROWS}"
+    return ""
+
+
+def _gap(data: Data, kv_len: int) -> Forward:
+    return Forward(Gap(data.session, data.epoch, data.gen, kv_len))
+
+
+def _counted(tally: Tally, spent: Spent, bytes_sent: int) -> Tally:
+    return Tally(tally.spent + spent, tally.steps + 1, tally.bytes_sent + bytes_sent, 0)

@@ -1,0 +1,1 @@
+"""Identities, credentials, tickets, and the handshake of two peers."""

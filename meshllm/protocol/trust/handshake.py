@@ -1,0 +1,373 @@
+"""Who is at the other end, and may it enter: the first four messages of a link; knows no socket.
+
+Theory of operation
+-------------------
+The dialer speaks first; after the fourth message both hold the keys of the link.
+
+::
+
+    1  D > L   version, X25519 key, nonce, MAC under the pre-shared key
+    2  L > D   version, X25519 key, nonce, {node, signature, capabilities}
+    3  D > L   {node, signature, purpose, instance, capabilities, proof}
+    4  L > D   {why not} or {welcome: instance, credential, and a new one for a ticket}
+
+    Dialer    START -start-> HAILED -2-> PROVEN -4-> OPEN
+    Listener  START -1-> ANSWERED -3-> JUDGING -admit-> OPEN
+              and from each but OPEN, by a fault, a refusal or a message out of turn, to GONE
+
+The pre-shared key of members is the mesh id; that of a joiner follows from the secret of its
+ticket, and the inviter knows it as long as the ticket is open.
+
+``{}`` is sealed with AES-256-GCM under a key that serves one message: HKDF-SHA256 of the X25519
+secret and the pre-shared key, over the hash of all that was said, labelled with its sender. The
+Ed25519 signatures are over that hash and label too. A message that was replayed, taken from another
+link or returned to its sender, or that answers a changed one, opens under no key and is a fault;
+the keys of the link cover all four. A low-order X25519 point yields no secret and is refused
+(RFC 7748, 6.1).
+
+The first byte is the major version. Who knows the pre-shared key and speaks another is told ours,
+and both ends say so. Within one major version each side says what it understands: the minor version
+and its `Features`, sealed and signed like all else, so that nobody in between can take one away. A
+side is never sent what it did not declare. Fields behind those that are known are not read.
+
+Who learns what, in this order. A stranger to the pre-shared keys, as one whose ticket is over, gets
+no byte: its first message bears no MAC that fits, and the listener hangs up. Who repeats the first
+message of another gets an answer that it cannot open. Who knows such a key learns the listener's
+node id. The listener learns who dials, and its proof, only after it proved to be the node that the
+dialer expects, if that expects one; so a ticket, which names its inviter, is proven to nobody else.
+The proof of a ticket is a MAC under its secret over this handshake and the joiner's key: of no use
+anywhere else. A joiner learns the mesh id with the welcome.
+
+The listener asks its driver to judge the proof (`Judge`), and is told `admit` or `refuse`; the one
+line of a refusal reaches the dialer sealed. A dialer judges by itself: the listener must be a
+member, in the role of a node.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, IntEnum, IntFlag, auto
+from struct import Struct
+
+from meshllm.errors import NotAuthorised, PeerFault
+from meshllm.names import MeshId, NodeId
+from meshllm.protocol.session.messages import PROTOCOL_MINOR
+from meshllm.protocol.trust.credential import Credential, Removals, Role, check
+from meshllm.protocol.trust.identity import NodeKey, short
+from meshllm.protocol.trust.ticket import Ticket, TicketProof
+from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Keys, Transcript
+
+PRE_AUTH_BYTES = 64 * 1024  # that one side hears; an honest handshake takes less than 8 KiB
+PRE_AUTH_S = 10.0  # three round trips of the slowest link, and a busy machine
+MAX_REFUSAL = 512  # bytes of UTF-8; a longer line is cut
+
+_CAPABLE = Struct("<B Q")  # minor version, features
+_CLAIM = Struct("<B Q B Q B H")  # purpose, instance, capabilities, kind and length of the proof
+_TICKET = Struct("<B 32s")  # role, MAC
+_ANSWER = Struct("<B Q H H")  # welcome, instance, lengths of a credential and of a new one
+_ROLES = tuple(Role)
+_REFUSED, _WELCOME = 0, 1
+_BY_CREDENTIAL, _BY_TICKET = 0, 1
+
+
+class Purpose(IntEnum):
+    """What a link is for; the number is the code on the wire."""
+
+    MESH = 1
+    """Gossip and requests."""
+    RING = 2
+    """Hidden states of one plan."""
+
+
+class Features(IntFlag):
+    """Optional parts of the protocol that a side understands; bits that are not known stay."""
+
+    HELP = auto()
+    """The last rank sends its part of the logits to the entry."""
+    INT8 = auto()
+    """Hidden states in 8 bits."""
+    PACKED = auto()
+    """Hidden states in fewer bytes, without loss."""
+
+
+ALL_FEATURES = ~Features(0)
+
+
+class State(Enum):
+    """How far a handshake is."""
+
+    START = auto()
+    HAILED = auto()
+    PROVEN = auto()
+    ANSWERED = auto()
+    JUDGING = auto()
+    OPEN = auto()
+    GONE = auto()
+
+
+_NEXT = {  # where a message leads; only a listener hears one in START
+    State.START: State.ANSWERED,
+    State.ANSWERED: State.JUDGING,
+    State.HAILED: State.PROVEN,
+    State.PROVEN: State.OPEN,
+}
+_ENDS = {State.OPEN, State.GONE}
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What this node says of itself."""
+
+    key: NodeKey
+    instance: int
+    """Counts the starts of this node; another number is another process."""
+    proof: Credential | Ticket
+    """By what it is a member, or is to become one; who listens is one."""
+    features: Features = ALL_FEATURES
+    """What it understands."""
+
+    @property
+    def psk(self) -> bytes:
+        """What it shares with those whom it dials."""
+        return self.proof.psk if isinstance(self.proof, Ticket) else self.proof.mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this to the other side."""
+
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Decide about the dialer, and answer with `Listener.admit` or `Listener.refuse`."""
+
+    peer: NodeId
+    proof: Credential | TicketProof
+    instance: int
+    purpose: Purpose
+    features: Features
+
+
+@dataclass(frozen=True, slots=True)
+class Established:
+    """Both sides know each other."""
+
+    peer: NodeId
+    role: Role
+    instance: int
+    purpose: Purpose
+    credential: Credential
+    """By what the peer is a member."""
+    granted: Credential | None
+    """By what the dialer is a member from now on, where it came with a ticket."""
+    features: Features
+    """What the peer understands."""
+    keys: Keys
+
+
+class Dialer:
+    """The side that opened the link; ``now_s`` is in seconds since 1970."""
+
+    def __init__(
+        self,
+        own: Own,
+        purpose: Purpose,
+        fresh: Fresh,
+        *,
+        expect: NodeId | None,
+        now_s: float,
+        removals: Removals,
+    ) -> None:
+        self.state = State.START
+        self._own = own
+        self._purpose = purpose
+        self._expect = own.proof.inviter if isinstance(own.proof, Ticket) else expect
+        self._now_s = now_s
+        self._removals = removals
+        self._transcript = Transcript(own.psk, fresh)
+        self._heard = 0
+        self._peer = NodeId(b"")
+        self._features = Features(0)
+
+    def start(self) -> list[Send | Established]:
+        """Begin, once the connection stands."""
+        self.state = State.HAILED
+        return [Send(self._transcript.first())]
+
+    def receive(self, message: bytes) -> list[Send | Established]:
+        """Take a message of the listener.
+
+        Raises:
+            PeerFault: it is not as the rules have it.
+            NotAuthorised: it is of another node or of no member, or it refuses this node.
+        """
+        if self.state in _ENDS:
+            return []
+        state, self.state = self.state, State.GONE
+        self._heard = _count(self._heard, message)
+        if state is State.START:
+            raise PeerFault(f"Message of {len(message)} bytes to one that has said nothing")
+        action = self._prove(message) if state is State.HAILED else self._enter(message)
+        self.state = _NEXT[state]
+        return [action]
+
+    def _prove(self, message: bytes) -> Send:
+        transcript = self._transcript
+        transcript.agree(transcript.add(message[:HAIL_BYTES]))
+        self._peer, words = transcript.recognise("listener", message[HAIL_BYTES:])
+        if len(words) < _CAPABLE.size:
+            raise PeerFault(f"Capabilities of {len(words)} bytes; they take {_CAPABLE.size}")
+        self._features = Features(_CAPABLE.unpack_from(words)[1])
+        if self._expect is not None and self._expect != self._peer:
+            raise NotAuthorised(
+                f"Node `{short(self._peer)}` answered where `{short(self._expect)}` was expected"
+            )
+        kind, proof = self._proof()
+        capable = PROTOCOL_MINOR, self._own.features
+        words = _CLAIM.pack(self._purpose, self._own.instance, *capable, kind, len(proof)) + proof
+        return Send(transcript.identify("dialer", self._own.key, words))
+
+    def _proof(self) -> tuple[int, bytes]:
+        if isinstance(self._own.proof, Credential):
+            return _BY_CREDENTIAL, self._own.proof.encode()
+        proof = self._own.proof.prove(self._transcript.digest + self._own.key.node)
+        return _BY_TICKET, _TICKET.pack(_ROLES.index(proof.role), proof.mac)
+
+    def _enter(self, message: bytes) -> Established:
+        answer = self._transcript.unseal("listener", message)
+        if answer[:1] == bytes([_REFUSED]):
+            raise NotAuthorised(
+                " ".join(answer[1 : 1 + MAX_REFUSAL].decode(errors="replace").split())
+            )
+        if len(answer) < _ANSWER.size or answer[0] != _WELCOME:
+            raise PeerFault(f"Answer of {len(answer)} bytes that is no welcome")
+        _, instance, length, new = _ANSWER.unpack_from(answer)
+        shown, rest = answer[_ANSWER.size :][:length], answer[_ANSWER.size :][length:]
+        credential = Credential.decode(shown)
+        proof = self._own.proof
+        mesh = proof.mesh if isinstance(proof, Credential) else credential.mesh
+        role = self._check(credential, self._peer, mesh)
+        granted = self._granted(rest[:new], mesh)
+        if role is not Role.NODE:
+            raise NotAuthorised(f"Node `{short(self._peer)}` is a client, which admits nobody")
+        keys = self._transcript.keys("dialer", "listener")
+        return Established(
+            self._peer, role, instance, self._purpose, credential, granted, self._features, keys
+        )
+
+    def _granted(self, encoded: bytes, mesh: MeshId) -> Credential | None:
+        if isinstance(self._own.proof, Credential):
+            if encoded:
+                raise PeerFault(f"Welcome with {len(encoded)} trailing bytes")
+            return None
+        granted = Credential.decode(encoded)
+        role = self._check(granted, self._own.key.node, mesh)
+        if role is not self._own.proof.role:
+            raise PeerFault(f"Invited as a {self._own.proof.role}, admitted as a {role}")
+        return granted
+
+    def _check(self, credential: Credential, node: NodeId, mesh: MeshId) -> Role:
+        return check(credential, node, mesh, self._now_s, self._removals)
+
+
+class Listener:
+    """The side at which the link arrived.
+
+    ``guests`` are the pre-shared keys of the tickets that are open; it is iterated once, and only
+    where the dialer is no member.
+    """
+
+    def __init__(self, own: Own, fresh: Fresh, guests: Iterable[bytes] = ()) -> None:
+        self.state = State.START
+        if not isinstance(own.proof, Credential):
+            raise NotAuthorised("A node that is not yet a member admits nobody")
+        self._own = own
+        self._credential = own.proof
+        self._guests = guests
+        self._transcript = Transcript(own.psk, fresh)
+        self._heard = 0
+        self._judged: Judge | None = None
+
+    def receive(self, message: bytes) -> list[Send | Judge]:
+        """Take a message of the dialer.
+
+        Raises:
+            PeerFault: it is not as the rules have it.
+            NotAuthorised: the dialer knows neither the mesh nor an open ticket.
+        """
+        if self.state in _ENDS:
+            return []
+        state, self.state = self.state, State.GONE
+        self._heard = _count(self._heard, message)
+        if state is State.JUDGING:
+            raise PeerFault(f"Message of {len(message)} bytes to one that has yet to answer")
+        action = self._answer(message) if state is State.START else self._ask(message)
+        self.state = _NEXT[state]
+        return [action]
+
+    def admit(self, credential: Credential) -> tuple[Send, Established]:
+        """Let the dialer in, by its own credential or by the one its ticket has bought."""
+        judged, self._judged = self._judged, None
+        assert judged is not None, "nobody waits to be judged"
+        self.state = State.OPEN
+        own = self._credential.encode()
+        granted = None if isinstance(judged.proof, Credential) else credential
+        new = b"" if granted is None else granted.encode()
+        words = _ANSWER.pack(_WELCOME, self._own.instance, len(own), len(new)) + own + new
+        welcome = Send(self._transcript.seal("listener", words))
+        established = Established(
+            judged.peer,
+            credential.role,
+            judged.instance,
+            judged.purpose,
+            credential,
+            granted,
+            judged.features,
+            self._transcript.keys("listener", "dialer"),
+        )
+        return welcome, established
+
+    def refuse(self, why: str) -> Send:
+        """Tell the dialer in one line why it may not enter."""
+        assert self._judged is not None, "nobody waits to be judged"
+        self._judged, self.state = None, State.GONE
+        line = why.encode(errors="ignore")[:MAX_REFUSAL]
+        return Send(self._transcript.seal("listener", bytes([_REFUSED]) + line))
+
+    def _answer(self, message: bytes) -> Send:
+        transcript = self._transcript
+        transcript.check_first(message, self._guests)
+        hail = transcript.add(transcript.hail)
+        transcript.agree(message[:HAIL_BYTES])
+        words = _CAPABLE.pack(PROTOCOL_MINOR, self._own.features)
+        return Send(hail + transcript.identify("listener", self._own.key, words))
+
+    def _ask(self, message: bytes) -> Judge:
+        said = self._transcript.digest
+        peer, words = self._transcript.recognise("dialer", message)
+        if len(words) < _CLAIM.size:
+            raise PeerFault(f"Claim of {len(words)} bytes; it takes {_CLAIM.size}")
+        purpose, instance, _, features, kind, length = _CLAIM.unpack_from(words)
+        if purpose not in set(Purpose):
+            raise PeerFault(f"Link for unknown purpose {purpose}")
+        proof = _read_proof(kind, words[_CLAIM.size :][:length], said + peer)
+        self._judged = Judge(peer, proof, instance, Purpose(purpose), Features(features))
+        return self._judged
+
+
+def _read_proof(kind: int, shown: bytes, context: bytes) -> Credential | TicketProof:
+    if kind == _BY_CREDENTIAL:
+        return Credential.decode(shown)
+    if kind != _BY_TICKET or len(shown) != _TICKET.size:
+        raise PeerFault(f"Proof of unknown kind {kind} with {len(shown)} bytes")
+    role, mac = _TICKET.unpack(shown)
+    if role >= len(_ROLES):
+        raise PeerFault(f"Ticket for unknown role {role}")
+    return TicketProof(_ROLES[role], mac, context)
+
+
+def _count(heard: int, message: bytes) -> int:
+    if heard + len(message) > PRE_AUTH_BYTES:
+        raise PeerFault(f"Handshake of more than {PRE_AUTH_BYTES} bytes")
+    return heard + len(message)

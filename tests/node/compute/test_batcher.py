@@ -1,0 +1,219 @@
+"""Jobs that wait for the compute thread are done together, and each has its own end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from threading import Event
+from typing import Any
+
+import pytest
+
+from meshllm.node.compute.batcher import Batch, attempt, through
+from meshllm.node.compute.worker import Worker, compute_thread
+
+
+class Recorder:
+    """Doubles numbers in two phases; what is negative fails."""
+
+    def __init__(self, worker: Worker, jobs: asyncio.TaskGroup) -> None:
+        self.turns: list[list[int]] = []
+        self.batch = Batch(worker, self.run, jobs)
+        self.fault: Exception | None = None
+
+    def run(self, jobs: Sequence[int]) -> Iterator[Sequence[Any]]:
+        self.turns.append(list(jobs))
+        yield [attempt(_double, job) for job in jobs]
+        if self.fault:
+            raise self.fault
+        yield [4 * job for job in jobs]
+
+    def submit(self, number: int) -> list[asyncio.Future[int]]:
+        """Submit a job, and return what is told of its phases."""
+        told: list[asyncio.Future[int]] = [asyncio.Future(), asyncio.Future()]
+        self.batch.submit(number, *(_settling(future) for future in told))
+        return told
+
+
+@asynccontextmanager
+async def recording() -> AsyncIterator[tuple[Worker, Recorder]]:
+    """Open a batch at work."""
+    async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
+        recorder = Recorder(worker, jobs)
+        async with recorder.batch:
+            yield worker, recorder
+
+
+def _double(number: int) -> int:
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    return 2 * number
+
+
+def _settling(future: asyncio.Future[int]) -> Any:
+    def tell(result: int | Exception) -> None:
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    return tell
+
+
+def busy(worker: Worker) -> Event:
+    """Keep the compute thread busy until the event is set."""
+    gate = Event()
+    worker.start(gate.wait, 10)
+    return gate
+
+
+async def test_what_waits_is_done_in_one_turn() -> None:
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        jobs = [recorder.submit(number) for number in range(5)]
+        gate.set()
+
+        assert [[await future for future in futures] for futures in jobs] == [
+            [2 * number, 4 * number] for number in range(5)
+        ]
+        await recorder.submit(7)[1]
+
+    assert recorder.turns == [[0, 1, 2, 3, 4], [7]]
+
+
+async def test_jobs_of_one_turn_may_have_fewer_phases_than_others() -> None:
+    async with recording() as (worker, recorder):
+        gate, short = busy(worker), asyncio.Future[int]()
+        recorder.batch.submit(1, _settling(short))
+        whole = recorder.submit(2)
+        gate.set()
+
+        assert [await future for future in (short, *whole)] == [2, 4, 8]
+
+    assert recorder.turns == [[1, 2]]
+
+
+async def test_a_job_that_fails_fails_alone() -> None:
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        good, bad = recorder.submit(3), recorder.submit(-1)
+        gate.set()
+
+        with pytest.raises(ValueError, match="-1 is negative"):
+            await bad[0]
+        assert await good[1] == 12
+        await bad[1]
+
+
+async def test_a_turn_that_fails_ends_all_that_are_in_it_and_none_behind() -> None:
+    async with recording() as (_, recorder):
+        recorder.fault = KeyError("a bug")
+        first, second = recorder.submit(1)
+        assert await first == 2
+        with pytest.raises(KeyError, match="a bug"):
+            await second
+
+        recorder.fault = None
+        assert await recorder.submit(2)[1] == 8
+
+
+async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_nobody_hears_more() -> None:
+    def fail(_: object) -> None:
+        raise KeyError("a bug")
+
+    heard: list[int] = []
+
+    async def work() -> None:
+        async with recording() as (worker, recorder):
+            gate = busy(worker)
+            recorder.batch.submit(1, heard.append, fail)
+            recorder.batch.submit(2, heard.append, fail)
+            gate.set()
+            await asyncio.sleep(10)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await work()
+
+    assert [str(error) for error in caught.value.exceptions] == ["'a bug'"]
+    assert heard == [2, 4]
+
+
+async def test_nobody_is_told_of_a_job_when_the_batch_is_closed_and_nothing_runs_then() -> None:
+    heard: list[int] = []
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        recorder.batch.submit(1, heard.append, heard.append)
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+    await asyncio.sleep(0)
+    recorder.batch.submit(2, heard.append, heard.append)
+
+    assert recorder.turns == [[1]]
+    assert not heard
+
+
+async def test_a_batch_without_jobs_waits_for_no_others() -> None:
+    async with recording() as (worker, recorder):
+        await recorder.submit(1)[1]
+        await worker.run(int)  # the turn has ended, too
+        gate = busy(worker)
+        worker.start(gate.set)  # never before the gate is open
+        async with asyncio.timeout(5):
+            await recorder.batch.__aexit__(None, None, None)
+        assert not gate.is_set()
+        gate.set()
+
+
+async def test_a_job_may_come_before_the_batch_is_entered() -> None:
+    async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
+        recorder = Recorder(worker, jobs)
+        futures = recorder.submit(1)
+
+        assert [await future for future in futures] == [2, 4]
+
+
+async def test_a_function_has_a_turn_of_its_own() -> None:
+    order: list[str] = []
+    told: list[object] = []
+    async with recording() as (worker, recorder):
+        gate = busy(worker)
+        recorder.submit(1)
+        recorder.batch.alone(lambda: order.append("first"))
+        recorder.batch.alone(lambda: order.append("second"), told.append)
+        recorder.batch.alone(lambda: 1 // 0, told.append)
+        last = recorder.submit(2)  # goes with the first
+        gate.set()
+        await last[1]
+        await worker.run(int)
+        await asyncio.sleep(0)
+    recorder.batch.alone(lambda: order.append("late"))
+
+    assert recorder.turns == [[1, 2]]
+    assert order == ["first", "second"]
+    assert told[0] is None
+    assert isinstance(told[1], ZeroDivisionError)
+
+
+async def test_no_job_is_lost_between_the_threads() -> None:
+    async with recording() as (_, recorder):
+
+        async def ask(number: int) -> None:
+            for _ in range(200):
+                first, second = recorder.submit(number)
+                assert (await first, await second) == (2 * number, 4 * number)
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            for number in range(8):
+                group.create_task(ask(number))
+
+    assert sum(map(len, recorder.turns)) == 8 * 200
+
+
+def test_values_go_through_together_and_what_failed_stays() -> None:
+    error, seen = ValueError("x"), []
+
+    def run(values: list[int]) -> list[int]:
+        seen.append(values)
+        return [value + 1 for value in values]
+
+    assert through(run, [1, error, None, 2]) == [2, error, None, 3]
+    assert through(run, [None, error]) == [None, error]
+    assert seen == [[1, 2]]

@@ -1,0 +1,176 @@
+"""Who asks first finds all steps on record, and waits for none that nobody wanted."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any, cast
+from weakref import ref
+
+import pytest
+import torch
+
+from meshllm.model.files.source import Source
+from meshllm.model.kernels import jit
+from meshllm.model.steps.runner import Runner
+from meshllm.node.compute import warm_up
+from meshllm.node.compute.warm_up import Rehearsal
+from meshllm.node.compute.worker import Worker, compute_thread
+from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.request import Sampling
+from meshllm.testing.models import tiny_model
+
+QUIET_S = 0.05
+
+
+class Rehearsed:
+    """A runner that notes its steps."""
+
+    def __init__(self, steps: int, error: Exception | None = None) -> None:
+        self.done, self._steps, self._error = 0, steps, error
+
+    def rehearsal(self) -> Iterator[None]:
+        for _ in range(self._steps):
+            yield
+            self.done += 1
+        if self._error:
+            raise self._error
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "QUIET_S", QUIET_S)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Source:
+    return tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+
+
+@asynccontextmanager
+async def begin(*runners: Rehearsed) -> AsyncIterator[tuple[Rehearsal, Worker]]:
+    async with compute_thread() as worker:
+        ranks = [(worker, cast("Runner", runner)) for runner in runners]
+        yield Rehearsal(ranks, asyncio.Event()), worker
+
+
+async def test_all_runners_do_all_of_their_steps() -> None:
+    runners = Rehearsed(3), Rehearsed(0), Rehearsed(5)
+
+    async with begin(*runners) as (whole, _):
+        await whole.run()
+
+    assert whole._over.is_set()
+    assert [each.done for each in runners] == [3, 0, 5]
+
+
+async def test_nothing_is_done_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, gate = Rehearsed(3), Event()
+
+    async with begin(runner) as (whole, worker):
+        held = worker.start(gate.wait, 10)
+        task = asyncio.create_task(whole.run())
+        await asyncio.sleep(4 * QUIET_S)
+        assert runner.done == 0  # one job that takes long
+        task.cancel()
+        gate.set()
+        monkeypatch.setattr(warm_up, "QUIET_S", 1.0)  # longer than a busy machine is late
+        task = asyncio.create_task(whole.run())
+        for _ in range(20):
+            await worker.run(int)
+            await asyncio.sleep(QUIET_S / 10)
+        assert held.result()
+        assert runner.done == 0  # many that follow one another
+        await task
+
+    assert runner.done == 3
+
+
+async def test_what_comes_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Rehearsed(10**9)
+
+    async with begin(runner) as (whole, worker):
+        task = asyncio.create_task(whole.run())
+        await asyncio.sleep(4 * QUIET_S)
+        monkeypatch.setattr(warm_up, "QUIET_S", 9.0)  # longer than a busy machine is late
+        begun = runner.done
+        for _ in range(20):  # as a request does before it is a session
+            await worker.run(int)
+            await asyncio.sleep(QUIET_S / 10)
+        after = runner.done
+        task.cancel()
+        await asyncio.wait([task])
+
+    assert begun > 0
+    assert after <= begun + 1
+    assert task.cancelled()
+    assert not whole._over.is_set()
+
+
+async def test_what_was_computed_is_let_go() -> None:
+    class Weights:
+        pass
+
+    async with compute_thread() as worker:
+        held = ref(await worker.run(Weights))
+        await asyncio.sleep(0)
+
+        assert held() is None
+
+
+async def test_what_goes_wrong_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    runners = Rehearsed(1, ValueError("strange code")), Rehearsed(1)
+
+    with caplog.at_level(logging.WARNING):
+        async with begin(*runners) as (whole, _):
+            await whole.run()
+
+    assert whole._over.is_set()
+    assert "ValueError: strange code" in caplog.text
+    assert runners[1].done == 1
+
+
+@pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+@pytest.mark.parametrize("own_threads", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_a_ring_that_rehearsed_prepares_nothing_for_its_first_text(
+    tiny: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, own_threads: bool
+) -> None:
+    options = RingOptions(
+        nodes=nodes, own_threads=own_threads, inference=InferenceConfig(threads=1)
+    )
+
+    async def answer(*, is_rehearsed: bool) -> tuple[list[int], int]:
+        monkeypatch.setattr(warm_up, "QUIET_S", QUIET_S if is_rehearsed else 99.0)
+        async with open_local_ring(tiny, options) as ring:
+            runners = [*ring.entry._ends.runners, *(stage._runner for stage in ring.stages)]
+            if not all(runner.is_steady for runner in runners):
+                pytest.skip("this processor adds in another order")
+            if is_rehearsed:
+                await ring.warmed_up()
+            before = sum(runner.prepared for runner in runners)
+            tokens = [token async for token in ring.tokens([5, 6, 7] * 6, Sampling(), 60)]
+            return tokens, sum(runner.prepared for runner in runners) - before
+
+    rehearsed, prepared = await answer(is_rehearsed=True)
+    plain, late = await answer(is_rehearsed=False)
+
+    assert rehearsed == plain
+    assert prepared == 0
+    assert late > 0
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"speculation": False}])
+async def test_a_ring_in_which_nobody_guesses_rehearses_nothing(
+    tiny: Source, options: dict[str, Any]
+) -> None:
+    async with open_local_ring(
+        tiny, RingOptions(nodes=2, inference=InferenceConfig(threads=1, **options))
+    ) as ring:
+        before = ring.entry._ends.front.prepared
+        await ring.warmed_up()
+
+        assert ring.entry._ends.front.prepared == before

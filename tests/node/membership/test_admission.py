@@ -1,0 +1,256 @@
+"""Who is let in, and who is not."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import pytest
+
+from meshllm.errors import NotAuthorised
+from meshllm.names import NodeId
+from meshllm.node.membership import admission as module
+from meshllm.node.membership import state_store as keyring_module
+from meshllm.node.membership.admission import Gate
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.trust.credential import (
+    MAX_CHAIN,
+    Credential,
+    Removal,
+    Role,
+    check,
+    found,
+    issue,
+    remove,
+)
+from meshllm.protocol.trust.handshake import Purpose
+from meshllm.protocol.trust.identity import NodeKey
+from meshllm.protocol.trust.ticket import Ticket, TicketProof
+from tests.protocol.members import GUEST, OTHER
+
+T = TypeVar("T")
+
+CONTEXT = b"of one handshake"
+
+
+class House:
+    """A founder with a gate."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keyring = Keyring.open(folder)
+        self.credential = self.keyring.found()
+        self.removals: dict[NodeId, Removal] = {}
+        self.gate = Gate(self.keyring, self.credential, self.removals)
+
+    def ticket(
+        self, role: Role = Role.NODE, lasts_s: float | None = None, uses: int | None = None
+    ) -> Ticket:
+        return self.keyring.invite([], role, lasts_s=lasts_s, uses=uses)
+
+    def judge(self, proof: Credential | TicketProof, peer: NodeId = GUEST.node) -> Credential:
+        return asyncio.run(self.gate.judge(peer, proof, Purpose.MESH, 1))
+
+    def remove(self, node: NodeId, *spared: NodeId) -> None:
+        mesh = self.credential.mesh
+        self.removals[node] = remove(self.keyring.key, mesh, node, 1, spared)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path / "state")
+
+
+def test_a_member_enters_by_its_own_credential(house: House) -> None:
+    credential = issue(house.keyring.key, house.credential, GUEST.node, Role.NODE)
+
+    assert house.judge(credential) == credential
+
+
+def test_a_member_of_another_mesh_does_not(house: House) -> None:
+    with pytest.raises(NotAuthorised, match="another mesh"):
+        house.judge(found(GUEST, bytes(16)))
+
+
+def test_a_credential_of_somebody_else_is_of_no_use(house: House) -> None:
+    credential = issue(house.keyring.key, house.credential, OTHER.node, Role.NODE)
+
+    with pytest.raises(NotAuthorised, match="shows the credential of"):
+        house.judge(credential)
+
+
+def test_a_removed_member_does_not_enter_nor_whom_it_invited(house: House) -> None:
+    credential = issue(house.keyring.key, house.credential, GUEST.node, Role.NODE)
+    friend = issue(GUEST, credential, OTHER.node, Role.NODE)
+    house.remove(GUEST.node)
+
+    with pytest.raises(NotAuthorised, match="removed"):
+        house.judge(credential)
+    with pytest.raises(NotAuthorised, match="removed"):
+        house.judge(friend, OTHER.node)
+    house.remove(GUEST.node, OTHER.node)
+    assert house.judge(friend, OTHER.node) == friend
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_ticket_makes_a_member_in_its_role(house: House, role: Role) -> None:
+    credential = house.judge(house.ticket(role).prove(CONTEXT))
+
+    assert check(credential, GUEST.node, house.credential.mesh, time.time(), {}) is role
+    assert house.judge(credential) == credential
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_ticket_is_used_up_but_its_guests_may_come_back(house: House, uses: int) -> None:
+    proof = house.ticket(uses=uses).prove(CONTEXT)
+    guests = [NodeKey(bytes([n]) * 32).node for n in range(uses + 1)]
+    for guest in guests[:uses]:
+        house.judge(proof, guest)
+
+    with pytest.raises(NotAuthorised, match="expired or is used up") as raised:
+        house.judge(proof, guests[-1])
+
+    assert raised.value.hint
+    for guest in guests[:uses]:
+        assert house.judge(proof, guest).chain[-1].subject == guest
+
+
+def test_a_ticket_without_a_limit_lets_all_in(house: House) -> None:
+    proof = house.ticket().prove(CONTEXT)
+
+    for guest in (GUEST.node, OTHER.node):
+        assert house.judge(proof, guest).chain[-1].subject == guest
+
+
+def test_a_ticket_expires(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = house.ticket(lasts_s=60).prove(CONTEXT)
+    house.judge(proof)
+
+    later = SimpleNamespace(time=lambda: time.time() + 61)
+    monkeypatch.setattr(module, "time", later)
+
+    with pytest.raises(NotAuthorised, match="expired"):
+        house.judge(proof)
+
+
+def test_who_has_a_ticket_may_speak_until_it_expires(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasting, short = house.ticket(), house.ticket(lasts_s=60, uses=1)
+    house.judge(short.prove(CONTEXT))
+
+    assert [*house.gate.guests()] == [short.psk, lasting.psk]  # a guest may come back
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: time.time() + 61))
+    assert [*house.gate.guests()] == [lasting.psk]
+
+
+def test_a_ticket_for_another_role_is_none(house: House) -> None:
+    ticket = house.ticket(Role.CLIENT)
+    claimed = replace(ticket, role=Role.NODE)
+
+    with pytest.raises(NotAuthorised, match="no such ticket"):
+        house.judge(claimed.prove(CONTEXT))
+
+
+def test_the_role_of_a_proof_cannot_be_changed(house: House) -> None:
+    proof = house.ticket(Role.CLIENT).prove(CONTEXT)
+
+    with pytest.raises(NotAuthorised, match="no such ticket"):
+        house.judge(TicketProof(Role.NODE, proof.mac, CONTEXT))
+
+
+def test_an_unknown_secret_is_refused(house: House) -> None:
+    house.ticket()
+
+    with pytest.raises(NotAuthorised, match="no such ticket") as raised:
+        house.judge(TicketProof(Role.NODE, bytes(32), CONTEXT))
+
+    assert raised.value.hint
+
+
+def test_a_removed_key_gets_in_by_no_ticket(house: House) -> None:
+    proof = house.ticket(uses=1).prove(CONTEXT)
+    house.remove(GUEST.node)
+
+    with pytest.raises(NotAuthorised, match="for ever"):
+        house.judge(proof)
+
+    assert house.judge(proof, OTHER.node)  # nobody used it up
+
+
+def test_who_is_too_far_from_the_founder_uses_no_ticket_up(house: House) -> None:
+    credential, key = house.credential, house.keyring.key
+    for number in range(MAX_CHAIN):
+        guest = NodeKey(bytes([number]) * 32)
+        credential, key = issue(key, credential, guest.node, Role.NODE), guest
+    house.gate = Gate(house.keyring, credential, {})
+
+    with pytest.raises(NotAuthorised, match="invitations away"):
+        house.judge(house.ticket(uses=1).prove(CONTEXT))
+
+    assert house.keyring.invitations()[0].guests == ()
+
+
+def test_of_two_guests_at_once_one_gets_the_last_place(house: House) -> None:
+    proof = house.ticket(uses=1).prove(CONTEXT)
+    judge = house.gate.judge
+
+    async def both() -> list[Credential | BaseException]:
+        guests = [judge(guest.node, proof, Purpose.MESH, 1) for guest in (GUEST, OTHER)]
+        return await asyncio.gather(*guests, return_exceptions=True)
+
+    outcomes = asyncio.run(both())
+
+    assert sorted(type(each).__name__ for each in outcomes) == ["Credential", "NotAuthorised"]
+    (invitation,) = house.keyring.invitations()
+    assert len(invitation.guests) == 1
+
+
+def test_strangers_cost_no_look_at_the_disk(house: House) -> None:
+    ticket = house.ticket()
+    reads = list[Path]()
+    read = keyring_module._read
+
+    def noting(path: Path) -> object:
+        reads.append(path)
+        return read(path)
+
+    with patch.object(keyring_module, "_read", noting):
+        for _ in range(5):
+            assert [*house.gate.guests()] == [ticket.psk]
+        assert not reads
+
+        other = Keyring.open(house.keyring.folder).invite([], Role.NODE, lasts_s=None, uses=None)
+        reads.clear()
+        for _ in range(5):
+            assert [*house.gate.guests()] == [other.psk, ticket.psk]
+
+    assert len(reads) == 1
+
+
+async def test_that_a_ticket_was_used_is_written_elsewhere_before_it_is_told(house: House) -> None:
+    ticket, jobs = house.ticket(uses=1), list[object]()
+
+    async def elsewhere(function: Callable[..., T], /, *args: Any) -> T:
+        jobs.append(function)
+        return function(*args)
+
+    gate = Gate(house.keyring, house.credential, {}, elsewhere)
+    await gate.judge(GUEST.node, ticket.prove(CONTEXT), Purpose.MESH, 1)
+
+    assert jobs == [house.keyring.use]
+    (kept,) = Keyring.open(house.keyring.folder).invitations()
+    assert kept.guests == (GUEST.node,)
+
+
+def test_a_ticket_that_was_forgotten_meanwhile_lets_nobody_in(house: House) -> None:
+    house.ticket(uses=1)
+    (invitation,) = house.keyring.invitations()
+    for _ in range(keyring_module.MAX_INVITATIONS):
+        house.ticket()
+
+    assert not house.keyring.use(invitation, GUEST.node)

@@ -1,0 +1,319 @@
+"""Ways into a mesh."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import NotAuthorised, UserError
+from meshllm.names import NodeId
+from meshllm.node.membership import bootstrap as module
+from meshllm.node.membership.bootstrap import KNOCK_S, MAX_HUNG_UP, Membership, enter
+from meshllm.node.membership.state_store import Keyring
+from meshllm.node.net.beacon import Beacon, Code
+from meshllm.node.net.secure import SecureLink
+from meshllm.node.options import NodeOptions
+from meshllm.protocol.trust.credential import Credential, Role, check, remove
+from meshllm.testing.clock import run_virtual
+from meshllm_loopback import LoopbackTransport, Shape
+from tests.node.houses import House, Town, town
+
+Story = Callable[[Town], Coroutine[Any, Any, None]]
+Run = Callable[[Story], None]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    async def main(story: Story) -> None:
+        async with town(tmp_path, LoopbackTransport(Shape(delay_s=0.01))) as made:
+            await story(made)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    return lambda story: run_virtual(main(story))
+
+
+def guest(town: Town, name: str = "guest") -> Keyring:
+    return Keyring.open(town.folder / name)
+
+
+async def come(town: Town, keyring: Keyring, ticket: str | None = None) -> Membership:
+    options = NodeOptions(state=keyring.folder, join=ticket, discovery=False)
+    return await enter(keyring, options, (town.transport,))
+
+
+def ticket(house: House, role: Role = Role.NODE, **limits: Any) -> str:
+    limits = {"lasts_s": None, "uses": None} | limits
+    return house.keyring.invite([house.address], role, **limits).encode()
+
+
+def test_without_a_ticket_a_mesh_is_founded(run: Run) -> None:
+    async def story(town: Town) -> None:
+        keyring = guest(town)
+        own = await come(town, keyring)
+        assert own.is_founder
+        assert (own.link, own.hints, own.incarnation) == (None, (), 1)
+        assert keyring.credential == own.credential
+
+    run(story)
+
+
+def test_a_member_returns_and_knows_where_others_were(run: Run) -> None:
+    async def story(town: Town) -> None:
+        keyring = guest(town)
+        first = await come(town, keyring)
+        keyring.peers = {NodeId(bytes(32)): ["loopback:x"]}
+        again = await come(town, keyring)
+        assert again.credential == first.credential
+        assert (again.incarnation, again.link) == (2, None)
+        assert again.hints == ((NodeId(bytes(32)), ("loopback:x",)),)
+
+    run(story)
+
+
+def test_a_ticket_makes_a_member(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        own = await come(town, keyring, ticket(a))
+        assert own.link is not None
+        assert (own.link.peer, own.is_founder) == (a.me, False)
+        assert own.hints == ((a.me, (a.address,)),)
+        assert keyring.credential == own.credential
+        mesh, node = a.credential.mesh, keyring.key.node
+        assert check(own.credential, node, mesh, 0, {}) is Role.NODE
+        await own.link.close()
+
+    run(story)
+
+
+def test_a_ticket_is_used_once_by_one_node(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        text = ticket(a, uses=1)
+        first = await come(town, keyring, text)
+        assert first.link is not None
+        await first.link.close()
+        again = await come(town, keyring, text)
+        assert (again.credential, again.link) == (first.credential, None)
+        assert again.hints[0] == (a.me, (a.address,))
+        other = guest(town, "other")
+        with pytest.raises(NotAuthorised, match="used up"):
+            await come(town, other, text)
+        assert other.credential is None
+
+    run(story)
+
+
+def test_an_inviter_is_waited_for(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        await a.close()
+        coming = asyncio.ensure_future(come(town, keyring, ticket(a)))
+        await asyncio.sleep(100)
+        assert not coming.done()
+        assert caplog.text.count("waiting for the node that invited") == 1
+        again = await town.add("a", life=2)
+        again.links._doorkeeper = a.links._doorkeeper
+        own = await coming
+        assert own.link is not None
+        await own.link.close()
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "listed"), [((), "it has none"), (("quic:a", "ws://b:1"), "`quic:a`, `ws://b:1`")]
+)
+def test_who_cannot_be_reached_is_not_waited_for(
+    run: Run, addresses: tuple[str, ...], listed: str
+) -> None:
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        text = a.keyring.invite(addresses, Role.NODE, lasts_s=None, uses=None).encode()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(UserError, match="`loopback` dials no address") as raised:
+            await come(town, guest(town), text)
+        assert f"of the ticket ({listed})" in str(raised.value)
+        assert asyncio.get_running_loop().time() == began
+
+    run(story)
+
+
+def test_a_cancelled_wait_leaves_nothing(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        await a.close()
+        coming = asyncio.ensure_future(come(town, keyring, ticket(a)))
+        await asyncio.sleep(KNOCK_S / 2)
+        coming.cancel()
+        await asyncio.wait([coming])
+        assert keyring.credential is None
+
+    run(story)
+
+
+def test_a_refusal_is_told_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        removal = remove(a.keyring.key, a.credential.mesh, keyring.key.node, 1)
+        a.links.act(a.machine.remove(removal, 0.0))
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NotAuthorised, match="for ever"):
+            await come(town, keyring, ticket(a))
+        assert asyncio.get_running_loop().time() - began < KNOCK_S
+
+    run(story)
+
+
+def test_a_ticket_that_is_over_is_not_shown(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        await a.close()
+        with pytest.raises(NotAuthorised, match="has expired"):
+            await come(town, guest(town), ticket(a, lasts_s=-5))
+
+    run(story)
+
+
+def test_a_ticket_for_a_client_makes_no_node(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        with pytest.raises(UserError, match="for a client") as raised:
+            await come(town, keyring, ticket(a, Role.CLIENT))
+        assert raised.value.hint
+        assert keyring.credential is None
+
+    run(story)
+
+
+def test_a_mistyped_ticket_is_told(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        with pytest.raises(UserError, match="mistyped"):
+            await come(town, guest(town), ticket(a)[:-1])
+
+    run(story)
+
+
+def test_another_mesh_takes_the_place_of_the_last(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        before = await come(town, keyring)
+        own = await come(town, keyring, ticket(a))
+        assert own.credential.mesh == a.credential.mesh != before.credential.mesh
+        assert own.incarnation == 2
+        assert "leaves the mesh" in caplog.text
+        assert own.link is not None
+        await own.link.close()
+
+    run(story)
+
+
+def test_a_new_ticket_renews_a_membership_that_is_void(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b, keyring = await town.add("a"), await town.add("b"), guest(town)
+        first = await come(town, keyring, ticket(b))
+        keyring.peers = {NodeId(bytes(32)): ["loopback:x"]}
+        again = await come(town, keyring, ticket(a))
+        assert [own.credential.chain[-1].issuer for own in (first, again)] == [b.me, a.me]
+        assert keyring.credential == again.credential
+        assert keyring.peers  # nothing else of the mesh is forgotten
+        for own in (first, again):
+            assert own.link is not None
+            await own.link.close()
+
+    run(story)
+
+
+def test_who_founded_the_mesh_needs_nobodys_word(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        await a.close()
+        own = await come(town, a.keyring, ticket(b))
+        assert own.is_founder
+        assert a.keyring.credential == a.credential
+        assert own.link is not None
+        await own.link.close()
+
+    run(story)
+
+
+def test_an_inviter_that_has_forgotten_the_ticket_is_not_asked_for_ever(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        text = ticket(a)
+        a.keyring._change(lambda content: {**content, "invitations": []})
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NotAuthorised, match="does not know this ticket") as raised:
+            await come(town, keyring, text)
+        assert raised.value.hint
+        assert asyncio.get_running_loop().time() - began < 2 * MAX_HUNG_UP * KNOCK_S
+
+    run(story)
+
+
+def test_a_ticket_of_our_own_is_no_way_out(run: Run) -> None:
+    async def story(town: Town) -> None:
+        keyring = guest(town)
+        own = await come(town, keyring)
+        text = keyring.invite(["loopback:x"], Role.NODE, lasts_s=None, uses=None).encode()
+        again = await come(town, keyring, text)
+        assert (again.credential, again.link) == (own.credential, None)
+
+    run(story)
+
+
+def test_another_node_at_the_address_gets_no_ticket(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        real = a.keyring.invite([b.address], Role.NODE, lasts_s=None, uses=None)
+        with pytest.raises(NotAuthorised, match="does not know this ticket"):
+            await come(town, guest(town), real.encode())
+        assert await guest_of(town, replace(real, addresses=(b.address, a.address)).encode())
+
+    run(story)
+
+
+async def guest_of(town: Town, text: str) -> Credential:
+    own = await come(town, guest(town), text)
+    assert own.link is not None
+    await own.link.close()
+    return own.credential
+
+
+def test_who_gives_no_credential_is_no_inviter() -> None:
+    class Stingy:
+        granted = None
+
+    with pytest.raises(NotAuthorised, match="gave it no credential"):
+        module.granted(cast("SecureLink", Stingy()))
+
+
+def test_a_beacon_tells_where_the_inviter_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import asynccontextmanager
+
+    heard: list[Any] = []
+
+    @asynccontextmanager
+    async def fake(psk: bytes, me: NodeId, hear: Any) -> Any:
+        heard.append(hear)
+        yield Beacon(Code(psk), me, hear)
+
+    monkeypatch.setattr(module, "open_beacon", fake)
+
+    async def story(town: Town) -> None:
+        a, keyring = await town.add("a"), guest(town)
+        text = a.keyring.invite([], Role.NODE, lasts_s=None, uses=None).encode()
+        options = NodeOptions(state=keyring.folder, join=text)
+        coming = asyncio.ensure_future(enter(keyring, options, (town.transport,)))
+        await asyncio.sleep(10)
+        heard[0](a.me, (a.address,))
+        own = await coming
+        assert own.link is not None
+        await own.link.close()
+
+    run(story)

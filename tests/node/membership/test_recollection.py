@@ -1,0 +1,47 @@
+"""What a node knows after a restart."""
+
+from pathlib import Path
+
+import pytest
+
+from meshllm.names import NodeId
+from meshllm.node.membership.recollection import Memory, write_down
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.membership.records import MAX_MEMBERS
+
+ME, ANN, BOB, EVE = (NodeId(bytes([number]) * 32) for number in range(4))
+
+
+@pytest.fixture
+def keyring(tmp_path: Path) -> Keyring:
+    return Keyring.open(tmp_path)
+
+
+def met(*nodes: NodeId, removed: tuple[NodeId, ...] = (), at: str = "loopback:new") -> Memory:
+    return Memory((), dict.fromkeys((ME, *nodes), (at,)), frozenset((ME, *removed)))
+
+
+def test_whom_a_node_did_not_meet_this_time_it_still_knows(keyring: Keyring) -> None:
+    keyring.peers = {ANN: ["loopback:ann"], BOB: ["loopback:bob"]}
+
+    write_down(keyring, met(BOB))
+
+    assert keyring.peers == {ANN: ("loopback:ann",), BOB: ("loopback:new",)}
+
+
+def test_who_is_removed_is_forgotten(keyring: Keyring) -> None:
+    keyring.peers = {ANN: ["loopback:ann"], EVE: ["loopback:eve"]}
+
+    write_down(keyring, met(ANN, EVE, removed=(EVE,)))
+
+    assert keyring.peers == {ANN: ("loopback:new",)}
+
+
+def test_of_too_many_those_who_were_met_stay(keyring: Keyring) -> None:
+    crowd = [NodeId(number.to_bytes(32)) for number in range(1000, 1000 + MAX_MEMBERS)]
+    keyring.peers = {node: ["loopback:old"] for node in crowd}
+
+    write_down(keyring, met(ANN))
+
+    assert len(keyring.peers) == MAX_MEMBERS
+    assert keyring.peers[ANN] == ("loopback:new",)

@@ -1,0 +1,316 @@
+"""What is said on the local network, and what strangers say there."""
+
+import asyncio
+import json
+import os
+import socket
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.names import NODE_ID_BYTES, MeshId, NodeId
+from meshllm.node.net import beacon as module
+from meshllm.node.net.beacon import (
+    ANSWER_S,
+    FIRST_S,
+    LAST_S,
+    MAGIC,
+    MAX_ADDRESSES,
+    MAX_BEACON_BYTES,
+    Beacon,
+    Code,
+    Guests,
+    open_beacon,
+)
+from meshllm.testing.clock import run_virtual
+
+MESH = MeshId(b"m" * 16)
+GUEST = b"g" * 32
+ME, PEER = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
+CODE = Code(MESH)
+AT = ("ws://10.0.0.7:7700", "ws://[fe80::1]:7700")
+Heard = list[tuple[NodeId, tuple[str, ...]]]
+
+
+class FakeTransport(asyncio.DatagramTransport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[float, bytes, object]] = []
+
+    def sendto(self, data: object, addr: object = None) -> None:
+        assert isinstance(data, bytes)
+        self.sent.append((asyncio.get_running_loop().time(), data, addr))
+
+
+def beacon_of(
+    heard: Heard, *addresses: str, guests: Guests = tuple
+) -> tuple[Beacon, FakeTransport]:
+    beacon = Beacon(CODE, ME, lambda node, at: heard.append((node, at)), guests)
+    beacon.addresses = addresses
+    transport = FakeTransport()
+    beacon.add(transport, "239.255.77.77")
+    return beacon, transport
+
+
+def seal(plain: bytes) -> bytes:
+    """Write what a member may write, whatever it is."""
+    nonce = os.urandom(module.NONCE_BYTES)
+    return MAGIC + nonce + CODE._cipher.encrypt(nonce, plain, MAGIC)
+
+
+@given(st.lists(st.text(max_size=300), max_size=40))
+def test_a_beacon_is_read_as_it_was_written(addresses: list[str]) -> None:
+    beacon = CODE.write(PEER, addresses)
+
+    read = CODE.read(beacon)
+
+    assert len(beacon) <= MAX_BEACON_BYTES
+    assert read is not None
+    assert read[0] == PEER
+    assert list(read[1]) == addresses[: len(read[1])]
+
+
+def test_as_many_addresses_as_fit_are_told() -> None:
+    assert CODE.read(CODE.write(PEER, AT)) == (PEER, AT)
+    assert CODE.read(CODE.write(PEER, AT * 50)) == (PEER, (AT * 50)[:MAX_ADDRESSES])
+
+
+def test_long_addresses_are_left_out_from_the_end() -> None:
+    long = "ws://" + "x" * 400
+
+    assert CODE.read(CODE.write(PEER, [*AT, long, long])) == (PEER, (*AT, long))
+
+
+def test_another_mesh_reads_nothing() -> None:
+    assert Code(MeshId(bytes(16))).read(CODE.write(PEER, AT)) is None
+
+
+def test_nothing_is_said_twice_in_the_same_bytes() -> None:
+    one, other = CODE.write(PEER, AT), CODE.write(PEER, AT)
+
+    assert one[len(MAGIC) :] != other[len(MAGIC) :]
+    assert not any(secret in one for secret in (PEER, MESH, b"10.0.0.7"))
+
+
+def test_no_changed_bit_is_overlooked() -> None:
+    beacon = CODE.write(PEER, AT)
+
+    for place in range(len(beacon)):
+        changed = bytearray(beacon)
+        changed[place] ^= 1
+        assert CODE.read(bytes(changed)) is None
+
+
+@given(st.binary(max_size=MAX_BEACON_BYTES + 9))
+def test_noise_is_ignored(noise: bytes) -> None:
+    assert CODE.read(noise) is None
+    assert CODE.read(MAGIC + noise) is None
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        b"",
+        PEER,
+        PEER[:10],
+        PEER + b"{",
+        PEER + b'"text"',
+        PEER + b"{}",
+        PEER + b"[1]",
+        PEER + b'["a", null]',
+        PEER + b"[" * 1100,
+        PEER + b"\xff",
+        PEER + b"null",
+    ],
+    ids=repr,
+)
+def test_what_a_member_makes_up_is_ignored(plain: bytes) -> None:
+    assert CODE.read(seal(plain)) is None
+
+
+def test_a_beacon_is_not_longer_than_may_be() -> None:
+    assert CODE.read(seal(PEER + json.dumps(["a" * MAX_BEACON_BYTES]).encode())) is None
+
+
+def test_who_is_heard_first_gets_an_answer_once() -> None:
+    heard: Heard = []
+
+    async def story() -> list[bytes]:
+        beacon, transport = beacon_of(heard, "ws://me")
+        for _ in range(3):
+            beacon.datagram_received(CODE.write(PEER, AT), ("10.0.0.7", 7701))
+        return [data for _, data, _ in transport.sent]
+
+    (answer,) = run_virtual(story())
+    assert CODE.read(answer) == (ME, ("ws://me",))
+    assert heard == [(PEER, AT)] * 3
+
+
+def test_our_own_beacons_and_noise_are_not_heard() -> None:
+    heard: Heard = []
+
+    async def story() -> FakeTransport:
+        beacon, transport = beacon_of(heard, "ws://me")
+        for data in (CODE.write(ME, AT), b"", b"noise", Code(MeshId(bytes(16))).write(PEER, AT)):
+            beacon.datagram_received(data, ("10.0.0.7", 7701))
+        beacon.error_received(OSError("no route"))
+        return transport
+
+    assert run_virtual(story()).sent == []
+    assert heard == []
+
+
+def test_made_up_nodes_get_no_endless_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KNOWN", 5)
+    heard: Heard = []
+
+    async def story() -> FakeTransport:
+        beacon, transport = beacon_of(heard, "ws://me")
+        for number in range(20):
+            beacon.datagram_received(CODE.write(NodeId(number.to_bytes(32)), AT), ())
+        return transport
+
+    assert len(run_virtual(story()).sent) == 5
+    assert len(heard) == 20
+
+
+def test_beacons_are_sent_ever_more_rarely() -> None:
+    async def story() -> list[float]:
+        beacon, transport = beacon_of([], "ws://me")
+        sending = asyncio.ensure_future(beacon.run())
+        await asyncio.sleep(200)
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert {to for _, _, to in transport.sent} == {("239.255.77.77", module.PORT)}
+        return [at for at, _, _ in transport.sent]
+
+    times = run_virtual(story())
+
+    pauses = [after - before for before, after in pairwise(times)]
+    assert pauses[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
+    assert pauses[-1] == max(pauses) == LAST_S
+
+
+def test_who_cannot_be_reached_asks_and_answers_nothing() -> None:
+    heard: Heard = []
+
+    async def story() -> FakeTransport:
+        beacon, transport = beacon_of(heard)
+        beacon.send()
+        for data in (CODE.write(PEER, AT), CODE.write(PEER, ()), Code(GUEST).write(PEER, ())):
+            beacon.datagram_received(data, ())
+        return transport
+
+    ((_, question, _),) = run_virtual(story()).sent
+    assert CODE.read(question) == (ME, ())
+    assert heard == [(PEER, AT)]
+
+
+def test_a_question_is_answered_each_time_but_not_in_a_flood() -> None:
+    heard: Heard = []
+
+    async def story() -> list[bytes]:
+        beacon, transport = beacon_of(heard, "ws://me")
+        for _ in range(3):
+            for _ in range(100):
+                beacon.datagram_received(CODE.write(PEER, ()), ())
+            await asyncio.sleep(ANSWER_S)
+        return [data for _, data, _ in transport.sent]
+
+    answers = run_virtual(story())
+
+    assert [CODE.read(answer) for answer in answers] == [(ME, ("ws://me",))] * 3
+    assert heard == []
+
+
+def test_who_has_a_ticket_is_answered_under_its_key() -> None:
+    heard: Heard = []
+    others = [bytes([number]) * 32 for number in range(255)]
+
+    async def story() -> list[bytes]:
+        beacon, transport = beacon_of(heard, "ws://me", guests=lambda: [*others, GUEST])
+        beacon.datagram_received(Code(GUEST).write(PEER, ()), ())
+        return [data for _, data, _ in transport.sent]
+
+    (answer,) = run_virtual(story())
+    assert Code(GUEST).read(answer) == (ME, ("ws://me",))
+    assert CODE.read(answer) is None
+    assert heard == []
+
+
+def test_whose_ticket_is_over_is_noise_and_noise_is_looked_at_rarely() -> None:
+    looks: list[float] = []
+
+    def guests() -> list[bytes]:
+        looks.append(asyncio.get_running_loop().time())
+        return [bytes(32)]
+
+    async def story() -> FakeTransport:
+        beacon, transport = beacon_of([], "ws://me", guests=guests)
+        for _ in range(5):
+            for noise in (b"noise", Code(GUEST).write(PEER, ()), MAGIC + bytes(99)):
+                beacon.datagram_received(noise, ())
+            await asyncio.sleep(ANSWER_S)
+        return transport
+
+    assert run_virtual(story()).sent == []
+    assert len(looks) == 5
+
+
+@pytest.mark.socket
+async def test_two_nodes_on_one_network_hear_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+        free.bind(("", 0))
+        monkeypatch.setattr(module, "PORT", free.getsockname()[1])
+    heard: dict[NodeId, tuple[str, ...]] = {}
+    both = asyncio.Event()
+
+    def note(node: NodeId, addresses: tuple[str, ...]) -> None:
+        heard[node] = addresses
+        if len(heard) == 2:
+            both.set()
+
+    async with open_beacon(MESH, ME, note) as one, open_beacon(MESH, PEER, note) as other:
+        if not (one._transports and other._transports):
+            pytest.skip("no interface of this machine takes multicast")
+        one.addresses, other.addresses = ("ws://one",), ("ws://other",)
+        one.send()
+        try:
+            async with asyncio.timeout(2):
+                await both.wait()
+        except TimeoutError:
+            if not heard:
+                pytest.skip("this machine carries no multicast to itself")
+            raise
+
+    assert heard == {ME: ("ws://one",), PEER: ("ws://other",)}
+
+
+@pytest.mark.socket
+async def test_a_port_in_use_is_no_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "meshllm")
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as v4,
+        socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as v6,
+    ):
+        v6.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        v4.bind(("", 0))
+        monkeypatch.setattr(module, "PORT", v4.getsockname()[1])
+        v6.bind(("::", module.PORT))
+        async with open_beacon(MESH, ME, lambda *_: None) as beacon:
+            beacon.send()
+
+            assert beacon._transports == {}
+    assert "no beacons are heard" in caplog.text
+
+
+@pytest.mark.socket
+async def test_interfaces_without_multicast_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        assert module._join_v4(listener, "203.0.113.7") is None  # not of this machine
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as listener:
+        assert module._join_v6(listener, "no such interface") is None

@@ -1,0 +1,285 @@
+"""Whoever answers first, and nothing left of the others."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from meshllm.errors import LinkLost, MeshError, NotAuthorised, UserError
+from meshllm.names import NodeId
+from meshllm.node.net.dialer import DIAL_S, MAX_TRIED, STAGGER_S, Caller
+from meshllm.node.net.secure import SecureLink, secure_accept
+from meshllm.protocol.trust.credential import Credential
+from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.ticket import TicketProof
+from meshllm.testing.clock import run_virtual
+from meshllm.transport.contract import Link, Listener
+from meshllm_loopback import LoopbackTransport, Shape
+from tests.protocol.members import AS_HOST, AS_MEMBER, GUEST, HOST, NOBODY, OTHER
+
+
+class Open:
+    """A gate for all, or for nobody."""
+
+    refusal: NotAuthorised | None = None
+
+    def guests(self) -> tuple[bytes, ...]:
+        return ()
+
+    async def judge(
+        self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
+    ) -> Credential:
+        if self.refusal or not isinstance(proof, Credential):
+            raise self.refusal or NotAuthorised("no")
+        return proof
+
+
+class Net:
+    """A loopback network that notes what was dialled, and places on it."""
+
+    name: ClassVar[str] = "loopback"
+    schemes: ClassVar[tuple[str, ...]] = ("loopback",)
+
+    def __init__(self) -> None:
+        self.loopback = LoopbackTransport(Shape(delay_s=0.01))
+        self.dialled: list[tuple[float, str]] = []
+        self.links: list[Link] = []
+        self.accepted: list[SecureLink] = []
+        self.gate = Open()
+
+    def listen(self, address: str | None = None) -> Any:
+        return self.loopback.listen(address)
+
+    async def dial(self, address: str) -> Link:
+        self.dialled.append((asyncio.get_running_loop().time(), address))
+        link = await self.loopback.dial(address)
+        self.links.append(link)
+        return link
+
+    @asynccontextmanager
+    async def host(self, name: str, own: Own = AS_HOST, wait_s: float = 0.0) -> AsyncIterator[None]:
+        """Answer at an address, after some time; None is never."""
+
+        async def serve(listener: Listener) -> None:
+            async for link in listener.links():
+                await asyncio.sleep(wait_s)
+                try:
+                    self.accepted.append(await secure_accept(link, own, self.gate))
+                except MeshError:
+                    continue
+
+        async with self.listen(f"loopback:{name}") as listener:
+            serving = asyncio.ensure_future(serve(listener))
+            try:
+                yield
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+    async def reach(self, *names: str, expect: NodeId | None = HOST.node) -> SecureLink:
+        caller = Caller({"loopback": self}, AS_MEMBER)
+        addresses = [name if ":" in name else f"loopback:{name}" for name in names]
+        return await caller.reach(addresses, Purpose.MESH, expect=expect, removals=NOBODY)
+
+    async def open_links(self) -> int:
+        """Count the links that were dialled and not closed on this side."""
+        count = 0
+        for link in self.links:
+            try:
+                await link.send([b"?"])
+                count += 1
+            except LinkLost:
+                continue
+        return count
+
+
+def run(story: Callable[[Net], Coroutine[Any, Any, None]]) -> Net:
+    async def main() -> Net:
+        net = Net()
+        await story(net)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return net
+
+    return run_virtual(main())
+
+
+def test_the_first_that_answers_is_taken() -> None:
+    async def story(net: Net) -> None:
+        async with net.host("a"), net.host("b"):
+            link = await net.reach("a", "b")
+            assert link.address == "loopback:a"
+            assert net.accepted[0].address == ""
+            assert (link.peer, link.purpose) == (HOST.node, Purpose.MESH)
+            await asyncio.sleep(1)
+            assert await net.open_links() == 1
+
+    net = run(story)
+    assert [address for _, address in net.dialled] == ["loopback:a"]
+
+
+def test_a_dead_address_is_passed_over() -> None:
+    async def story(net: Net) -> None:
+        async with net.host("b"):
+            assert (await net.reach("a", "b")).peer == HOST.node
+
+    net = run(story)
+    assert net.dialled == [(0.0, "loopback:a"), (STAGGER_S, "loopback:b")]
+
+
+def test_a_silent_address_is_given_up_and_closed() -> None:
+    async def story(net: Net) -> None:
+        async with net.listen("loopback:a"), net.host("b"):
+            assert (await net.reach("a", "b")).peer == HOST.node
+            assert asyncio.get_running_loop().time() < 2 * STAGGER_S
+            assert (len(net.links), await net.open_links()) == (2, 1)
+
+    run(story)
+
+
+def test_of_two_that_answer_at_once_one_is_closed() -> None:
+    async def story(net: Net) -> None:
+        async with net.host("a", wait_s=STAGGER_S), net.host("b"):
+            await net.reach("a", "b")
+            await asyncio.sleep(1)
+            assert (len(net.links), await net.open_links()) == (2, 1)
+
+    run(story)
+
+
+def test_all_dead_is_one_error() -> None:
+    async def story(net: Net) -> None:
+        with pytest.raises(LinkLost, match="Cannot reach the node: Nobody listens at"):
+            await net.reach("a", "b", "c")
+
+    assert len(run(story).dialled) == 3
+
+
+def test_all_silent_takes_so_long_and_no_longer() -> None:
+    async def story(net: Net) -> None:
+        async with net.listen("loopback:a"), net.listen("loopback:b"):
+            with pytest.raises(LinkLost, match=f"No answer in {DIAL_S:.0f} s"):
+                await net.reach("a", "b")
+            assert asyncio.get_running_loop().time() == DIAL_S
+            assert await net.open_links() == 0
+
+    run(story)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("b", "a", "c")])
+def test_a_refusal_tells_more_than_silence(names: tuple[str, ...]) -> None:
+    async def story(net: Net) -> None:
+        net.gate.refusal = NotAuthorised("it was removed")
+        async with net.host("a"):
+            with pytest.raises(NotAuthorised, match="it was removed"):
+                await net.reach(*names)
+
+    run(story)
+
+
+def test_another_node_at_the_first_address_hides_nobody() -> None:
+    async def story(net: Net) -> None:
+        async with net.host("a", replace(AS_HOST, key=OTHER)), net.host("b"):
+            assert (await net.reach("a", "b")).peer == HOST.node
+            with pytest.raises(NotAuthorised, match="answered where"):
+                await net.reach("a")
+
+    run(story)
+
+
+def test_a_long_list_costs_little() -> None:
+    async def story(net: Net) -> None:
+        with pytest.raises(LinkLost):
+            await net.reach(*(f"x{number}" for number in range(10_000)))
+
+    assert len(run(story).dialled) == MAX_TRIED
+
+
+@pytest.mark.parametrize("odd", ["ws://10.0.0.1:7700", ":", "loopback:", "\x00:", "http:x"])
+def test_an_odd_address_hides_nobody(odd: str) -> None:
+    async def story(net: Net) -> None:
+        async with net.host("b"):
+            assert (await net.reach(odd, "b")).peer == HOST.node
+        with pytest.raises(LinkLost):
+            await net.reach(odd)
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [((), "at no address"), (("ws://a:1", "ftp:b"), "at `ws://a:1`, `ftp:b`")]
+)
+def test_addresses_of_other_transports_are_named(names: tuple[str, ...], told: str) -> None:
+    async def story(net: Net) -> None:
+        with pytest.raises(LinkLost, match=told):
+            await net.reach(*names)
+
+    assert run(story).dialled == []
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, STAGGER_S, 2.0])
+def test_a_cancelled_call_closes_everything(after_s: float) -> None:
+    async def story(net: Net) -> None:
+        async with net.listen("loopback:a"), net.listen("loopback:b"):
+            reaching = asyncio.ensure_future(net.reach("a", "b"))
+            await asyncio.sleep(after_s)
+            reaching.cancel()
+            await asyncio.wait([reaching])
+            assert reaching.cancelled()
+            await asyncio.sleep(1)
+            assert await net.open_links() == 0
+
+    run(story)
+
+
+def test_a_call_that_is_cancelled_as_it_ends_leaves_no_link() -> None:
+    async def main(steps: int) -> None:
+        net = Net()
+        net.loopback = LoopbackTransport()
+        async with net.host("a"):
+            reaching = asyncio.ensure_future(net.reach("a"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            reaching.cancel()
+            await asyncio.wait([reaching])
+            if reaching.cancelled():
+                assert await net.open_links() == 0
+
+    for steps in range(40):
+        run_virtual(main(steps))
+
+
+def test_a_bug_of_a_transport_hides_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Net):
+        async def dial(self, address: str) -> Link:
+            if address == "loopback:a":
+                raise ZeroDivisionError
+            return await super().dial(address)
+
+    async def main() -> None:
+        net = Broken()
+        async with net.host("b"):
+            assert (await net.reach("a", "b")).peer == HOST.node
+        with pytest.raises(LinkLost, match="ZeroDivisionError"):
+            await net.reach("a")
+
+    run_virtual(main())
+    assert "the transport met a bug" in caplog.text
+
+
+async def test_an_address_without_transport_is_not_dialled() -> None:
+    caller = Caller({}, AS_MEMBER)
+
+    with pytest.raises(LinkLost, match="No transport here dials"):
+        await caller._dial("ws://x", Purpose.MESH, GUEST.node, NOBODY)
+
+
+def test_an_address_that_cannot_be_dialled_is_no_error_of_the_user() -> None:
+    async def story(net: Net) -> None:
+        with pytest.raises(LinkLost) as raised:
+            await net.reach("loopback:")
+        assert not isinstance(raised.value, UserError)
+
+    run(story)

@@ -1,0 +1,175 @@
+"""Several transports of one node: who listens where, and what others are told."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from meshllm.errors import UserError
+from meshllm.node.net.endpoints import Place, open_place, prepare, share_out
+from meshllm.node.options import NodeOptions
+from meshllm.protocol.membership.records import MAX_ADDRESSES
+from meshllm.protocol.trust.identity import NodeKey
+from meshllm.transport.contract import Link, Listener, Network, Transport
+
+KEY = NodeKey(bytes(32))
+
+
+class Ears:
+    """A listener whose addresses change."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = addresses
+        self.callbacks: list[Callable[[], None]] = []
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    def links(self) -> AsyncIterator[Link]:
+        raise NotImplementedError
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+
+class Plain:
+    """A transport that only listens and dials."""
+
+    name: ClassVar[str] = "plain"
+    schemes: ClassVar[tuple[str, ...]] = ("plain", "plains")
+
+    def __init__(self) -> None:
+        self.listened: list[str | None] = []
+
+    @asynccontextmanager
+    async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
+        self.listened.append(address)
+        yield Ears(f"{self.name}:here")
+
+    async def dial(self, address: str) -> Link:
+        raise NotImplementedError
+
+
+class Clever(Plain):
+    """A transport with an identity, relays and an eye for networks."""
+
+    name: ClassVar[str] = "clever"
+    schemes: ClassVar[tuple[str, ...]] = ("clever",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds: list[bytes] = []
+        self.relays: list[str] = []
+        self.network: Network | None = None
+
+    def identify(self, seed: bytes) -> None:
+        self.seeds.append(seed)
+
+    def add_relay(self, address: str) -> None:
+        self.relays.append(address)
+
+    def survey(self) -> Network | None:
+        return self.network
+
+
+def place(*listeners: Ears, transports: tuple[Transport, ...] = (), advertised: str = "") -> Place:
+    return Place(transports, listeners, (advertised,) if advertised else ())
+
+
+def test_transports_are_tried_by_turns() -> None:
+    own = place(Ears("a:1", "a:2", "a:3"), Ears("b:1"), advertised="proxy:1")
+
+    assert own.addresses == ("proxy:1", "a:1", "b:1", "a:2", "a:3")
+
+
+def test_an_address_is_told_once_and_not_too_many_are() -> None:
+    own = place(Ears("a:1", *(f"a:{n}" for n in range(MAX_ADDRESSES))), advertised="a:1")
+
+    assert len(own.addresses) == MAX_ADDRESSES
+    assert own.addresses.count("a:1") == 1
+
+
+def test_what_moves_is_told_to_who_asked() -> None:
+    ears, calls = Ears("a:1"), []
+    own = place(ears)
+
+    own.on_change(lambda: calls.append(own.addresses))
+    ears.addresses = ("a:2",)
+    ears.callbacks[0]()
+
+    assert calls == [("a:2",)]
+
+
+def test_only_transports_that_look_at_networks_tell_of_them() -> None:
+    clever, network = Clever(), Network("none", "no NAT", (), ())
+    own = place(transports=(Plain(), clever))
+
+    assert own.survey() == []
+    clever.network = network
+    assert own.survey() == [network]
+
+
+def test_a_transport_that_proves_who_we_are_gets_the_key() -> None:
+    clever = Clever()
+
+    prepare((Plain(), clever), KEY, ("clever:relay",))
+
+    assert (clever.seeds, clever.relays) == ([bytes(32)], ["clever:relay"])
+
+
+def test_a_relay_that_no_transport_takes_is_refused() -> None:
+    with pytest.raises(UserError, match="and `plain` does not") as raised:
+        prepare((Plain(),), KEY, ("clever:relay",))
+
+    assert raised.value.hint == "leave out `--transport`, or write `--transport websocket,quic`"
+
+
+def shares(*addresses: str) -> dict[str, str | None]:
+    return {each.name: at for each, at in share_out(addresses, (Plain(), Clever()))}
+
+
+def test_each_transport_gets_the_address_of_its_scheme() -> None:
+    assert shares() == {"plain": None, "clever": None}
+    assert shares("clever:1", "plains:2") == {"plain": "plains:2", "clever": "clever:1"}
+
+
+def test_an_address_of_no_scheme_is_for_all() -> None:
+    assert shares("host:7700") == {"plain": "host:7700", "clever": "host:7700"}
+
+
+def test_who_is_not_named_does_not_listen() -> None:
+    assert shares("clever:1") == {"clever": "clever:1"}
+
+
+@pytest.mark.parametrize(
+    ("addresses", "error"),
+    [
+        (("ftp://1",), "`ftp://1` is no address of `plain`, `clever`"),
+        (("plain:1", "plains:2"), "`plain:1` and `plains:2` are both for `plain`"),
+    ],
+)
+def test_an_address_for_nobody_or_for_one_twice_is_refused(
+    addresses: tuple[str, ...], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        share_out(addresses, (Plain(), Clever()))
+
+
+async def test_a_given_transport_listens_where_it_is_told(tmp_path: Path) -> None:
+    clever = Clever()
+    options = NodeOptions(
+        state=tmp_path, listen=("clever:5",), advertise=("clever:proxy",), relays=("clever:r",)
+    )
+
+    async with open_place(options, KEY, clever) as own:
+        assert own.addresses == ("clever:proxy", "clever:here")
+
+    assert (clever.listened, clever.relays, clever.seeds) == (
+        ["clever:5"],
+        ["clever:r"],
+        [KEY.seed],
+    )
+    assert set(own.schemes) == {"clever"}

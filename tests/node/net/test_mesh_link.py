@@ -1,0 +1,442 @@
+"""Members that meet, cross, fall silent and leave, on a clock that does not wait."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshllm.errors import LinkLost, NotAuthorised
+from meshllm.names import NodeId
+from meshllm.node.net import mesh_link as module
+from meshllm.node.net.secure import SecureLink, secure_dial
+from meshllm.protocol.membership.codec import Ask, Said, Why
+from meshllm.protocol.membership.link_table import SILENCE
+from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
+from meshllm.protocol.trust.credential import Credential, Role, remove
+from meshllm.protocol.trust.handshake import Purpose
+from meshllm.testing.clock import run_virtual
+from meshllm.transport.contract import Channel
+from meshllm_loopback import LoopbackTransport, Shape
+from tests.node.houses import House, Town, town
+
+ASK = b"i" * 16
+Story = Callable[[Town], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Story], None]:
+    """Run a story in a town with a slow network; nothing is left running."""
+
+    async def main(story: Story) -> None:
+        async with town(tmp_path, LoopbackTransport(Shape(delay_s=0.01))) as made:
+            await story(made)
+        await asyncio.sleep(2)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    return lambda story: run_virtual(main(story))
+
+
+Run = Callable[[Story], None]
+
+
+async def pair(town: Town) -> tuple[House, House]:
+    """Let two nodes meet."""
+    a, b = await town.add("a"), await town.add("b")
+    b.meet(a)
+    await asyncio.sleep(2)
+    assert (a.peers, b.peers) == ({b.me}, {a.me})
+    return a, b
+
+
+async def dial(house: House, other: House, purpose: Purpose = Purpose.MESH) -> SecureLink:
+    """Dial as a member that does what a test says."""
+    link = await house.transport.dial(other.address)
+    return await secure_dial(link, house.own, purpose, expect=other.me, now_s=0, removals={})
+
+
+async def read_all(link: SecureLink) -> None:
+    while True:
+        await link.receive()
+
+
+def test_two_nodes_meet(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        await asyncio.sleep(60)
+        both = {a.me, b.me}
+        assert a.machine.alive == b.machine.alive == both
+        assert set(a.machine.profiles) == set(b.machine.profiles) == both
+        assert (a.peers, b.peers) == ({b.me}, {a.me})
+        assert a.machine.links[b.me].round_trip_us == 20_000
+        assert a.lost_ones == b.lost_ones == []
+
+    run(story)
+
+
+def test_who_meets_one_meets_all(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        others = [await town.add(name) for name in "bcde"]
+        for other in others:
+            other.meet(a)
+        await asyncio.sleep(5)
+        everyone = {house.me for house in town.houses.values()}
+        for house in town.houses.values():
+            assert house.peers == everyone - {house.me}
+            assert house.machine.alive == everyone
+
+    run(story)
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.3])
+def test_crossing_dials_leave_one_link(run: Run, apart_s: float) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        for one, other in ((a, b), (b, a)):
+            one.meet(other)
+            await asyncio.sleep(apart_s)
+        await asyncio.sleep(10)
+        assert (a.peers, b.peers) == ({b.me}, {a.me})
+        a.links.post(b.me, Said(ASK, b"one"))
+        b.links.post(a.me, Said(ASK, b"two"))
+        await asyncio.sleep(1)
+        assert b.talked == [(a.me, Said(ASK, b"one"), False)]
+        assert a.talked == [(b.me, Said(ASK, b"two"), False)]
+
+    run(story)
+
+
+def test_a_lost_link_is_dialled_again(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        await a.links.lines[b.me].close()
+        await asyncio.sleep(0.1)
+        assert a.lost_ones == [b.me]
+        await asyncio.sleep(20)
+        assert (a.peers, b.peers) == ({b.me}, {a.me})
+
+    run(story)
+
+
+def test_who_is_gone_is_lost_and_comes_back_as_another_life(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        await b.close()
+        await asyncio.sleep(1)
+        assert not a.peers
+        assert a.machine.alive == {a.me}
+        again = await town.add("b", life=2)
+        again.meet(a)
+        await asyncio.sleep(3)
+        assert a.peers == {b.me}
+        assert a.machine.alive == again.machine.alive == {a.me, b.me}
+
+    run(story)
+
+
+def test_who_says_nothing_is_dropped(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        link = await dial(b, a)
+        await asyncio.sleep(1)
+        assert a.peers == {b.me}
+        await asyncio.sleep(SILENCE)
+        assert a.peers == set()
+        with pytest.raises(LinkLost):
+            await read_all(link)
+
+    run(story)
+
+
+def test_who_does_not_read_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED", 10_000)
+
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        await dial(b, a)
+        await asyncio.sleep(0.1)
+        assert a.peers == {b.me}
+        for _ in range(1000):  # the link itself takes 256
+            a.links.post(b.me, Said(ASK, bytes(100)))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        assert a.peers == set()
+        assert a.lost_ones == [b.me]
+
+    run(story)
+
+
+def test_beats_do_not_wait_for_answers(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        reads, stop = 0, asyncio.Event()
+
+        def stuck(*_: object, **__: object) -> None:
+            nonlocal reads
+            reads += 1
+
+        b.talk = stuck  # type: ignore[method-assign]  # it takes them, slowly
+        for _ in range(2000):
+            a.links.post(b.me, Said(ASK, bytes(1000)))
+        await asyncio.sleep(20)
+        assert (a.peers, reads, stop.is_set()) == ({b.me}, 2000, False)
+
+    run(story)
+
+
+def test_the_last_word_arrives(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        began = asyncio.get_running_loop().time()
+        await b.links.leave()
+        assert asyncio.get_running_loop().time() - began < module.FAREWELL_S
+        await asyncio.sleep(1)
+        assert a.byes == [(b.me, Why.LEAVING)]
+        assert (a.peers, b.peers) == (set(), set())
+        assert a.machine.states[b.me].lifecycle is Lifecycle.LEFT
+        await asyncio.sleep(30)
+        assert a.peers == set()  # nobody dials who has left
+
+    run(story)
+
+
+def test_who_leaves_has_left_for_all(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        c = await town.add("c")
+        c.meet(a)
+        await asyncio.sleep(3)
+        await b.links.leave()
+        await asyncio.sleep(1)
+        for house in (a, c):
+            assert house.machine.states[b.me].lifecycle is Lifecycle.LEFT
+            assert house.machine.alive == {a.me, c.me}
+
+    run(story)
+
+
+def test_leaving_does_not_wait_for_who_does_not_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        await dial(b, a)
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(SecureLink, "send", never)  # a full pipe
+        began = asyncio.get_running_loop().time()
+        await a.links.leave()
+        assert asyncio.get_running_loop().time() - began == pytest.approx(module.FAREWELL_S)
+
+    run(story)
+
+
+async def never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_removal_cuts_the_link_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        c = await town.add("c")
+        c.meet(a)
+        await asyncio.sleep(3)
+        removal = remove(a.keyring.key, a.credential.mesh, b.me, 1)
+        a.links.act(a.machine.remove(removal, asyncio.get_running_loop().time()))
+        assert (a.peers, a.lost_ones) == ({c.me}, [b.me])
+        await asyncio.sleep(0.5)
+        assert c.peers == {a.me}
+        assert (a.me, Why.REMOVED) in b.byes
+        b.meet(a)
+        await asyncio.sleep(20)
+        assert a.peers == {c.me}
+
+    run(story)
+
+
+def test_another_process_with_the_same_key_is_told_so(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        twin = House("twin", b.keyring, b.credential, town.transport, 2)
+        town.houses["twin"] = twin
+        await twin.open()
+        twin.meet(a)
+        await asyncio.sleep(1)
+        assert twin.byes == [(a.me, Why.TWIN)]
+        assert a.peers == {b.me}
+        assert set(a.machine.links) == {b.me}
+
+    run(story)
+
+
+def test_a_client_asks_and_hears_no_gossip(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        client = await town.add("client", Role.CLIENT)
+        client.meet(a)
+        await asyncio.sleep(2)
+        client.links.post(a.me, Ask(ASK, b"{}"))
+        await asyncio.sleep(10)
+        assert client.peers == {a.me}
+        assert dict(client.machine.profiles) == {}
+        assert a.talked == [(client.me, Ask(ASK, b"{}"), True)]
+        assert client.me not in {*a.machine.alive, *b.machine.alive, *a.machine.profiles}
+
+    run(story)
+
+
+def test_a_ring_is_linked_by_nodes_only(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        client = await town.add("client", Role.CLIENT)
+        link = await b.links.dial_ring(a.me)
+        refused = await dial(client, a, Purpose.RING)
+        with pytest.raises(LinkLost):
+            await refused.receive()
+        assert [each.peer for each in a.rings] == [b.me]
+        assert (link.purpose, a.rings[0].purpose) == (Purpose.RING, Purpose.RING)
+        assert (a.peers, b.peers) == ({b.me}, {a.me})
+
+    run(story)
+
+
+def test_who_is_not_known_cannot_be_dialled(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        with pytest.raises(LinkLost, match="no address"):
+            await a.links.dial_ring(NodeId(bytes(32)))
+
+    run(story)
+
+
+def test_hints_are_not_followed_too_often(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(town: Town) -> None:
+        a, dialled = await town.add("a"), list[list[str]]()
+
+        async def reach(_: object, addresses: list[str], *__: object, **___: object) -> None:
+            dialled.append(addresses)
+            raise LinkLost("nobody is there")
+
+        monkeypatch.setattr(type(a.caller), "reach", reach)
+        a.links.hint(a.me, ["loopback:a"])
+        for _ in range(3):
+            a.links.hint(NodeId(bytes(32)), ["loopback:x"])
+        await asyncio.sleep(module.HINT_S)
+        assert dialled == [["loopback:x"]]
+        for number in range(1000):  # a member makes them up
+            a.links.hint(NodeId(number.to_bytes(32)), ["loopback:x"])
+        await asyncio.sleep(1)
+        assert len(dialled) == 1 + MAX_MEMBERS
+
+    run(story)
+
+
+def test_strangers_do_no_harm(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        strangers = [await town.transport.dial(a.address) for _ in range(module.MAX_SHAKING + 5)]
+        for number, link in enumerate(strangers):
+            if number % 2:
+                await link.send([b"GET / HTTP/1.1"], Channel.CONTROL)
+        await asyncio.sleep(30)  # those that say nothing are given up
+        c = await town.add("c")
+        c.meet(a)
+        await asyncio.sleep(3)
+        assert a.peers == {b.me, c.me}
+
+    run(story)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x01\x63", b"\x63\x01", bytes(99)])
+def test_who_breaks_the_rules_loses_the_link(run: Run, data: bytes) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        link = await dial(b, a)
+        await asyncio.sleep(0.1)
+        await link.send([data], Channel.CONTROL)
+        await asyncio.sleep(0.1)
+        assert a.peers == set()
+        assert a.lost_ones == [b.me]
+
+    run(story)
+
+
+def test_a_bug_ends_its_link_and_not_the_node(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+
+        def broken(*_: object, **__: object) -> None:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a, "talk", broken)
+            b.links.post(a.me, Said(ASK, b""))
+            await asyncio.sleep(0.1)
+        assert "a link met a bug" in caplog.text
+        await asyncio.sleep(20)
+        assert a.peers == {b.me}
+
+    run(story)
+
+
+def test_a_bug_of_the_gate_is_no_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+
+        def broken(*_: object) -> Credential:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("meshllm.node.membership.admission.Gate.judge", broken)
+            with pytest.raises(LinkLost):
+                await dial(b, a)
+        assert "a link met a bug" in caplog.text
+        b.meet(a)
+        await asyncio.sleep(2)
+        assert a.peers == {b.me}
+
+    run(story)
+
+
+def test_a_refused_link_is_a_matter_for_the_log(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "meshllm")
+
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        now = asyncio.get_running_loop().time()
+        removal = remove(a.keyring.key, a.credential.mesh, b.me, 1)
+        a.links.act(a.machine.remove(removal, now))
+        with pytest.raises(NotAuthorised, match="removed"):
+            await dial(b, a)
+        assert "a link was refused" in caplog.text
+
+    run(story)
+
+
+def test_a_node_that_stops_while_it_turns_away_leaves_nothing(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        await dial(b, a)  # a second one of the same process
+        await asyncio.sleep(0.015)
+        await a.close()
+
+    run(story)
+
+
+def test_a_node_that_stops_closes_its_links(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        link = a.links.lines[b.me]
+        await a.close()
+        with pytest.raises(LinkLost):
+            await link.send([b""])
+        await asyncio.sleep(0.1)
+        assert b.peers == set()
+
+    run(story)

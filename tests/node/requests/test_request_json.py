@@ -1,0 +1,206 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.errors import (
+    IntegrityFault,
+    LinkLost,
+    MeshError,
+    ModelError,
+    NotAuthorised,
+    PeerFault,
+    PluginError,
+    TimedOut,
+    UserError,
+)
+from meshllm.node.requests import request_json
+from meshllm.node.requests.request_json import (
+    EVENT_BYTES,
+    LINE_LETTERS,
+    LINE_TOKENS,
+    REQUEST_BYTES,
+    AnswerReader,
+    error_from_fields,
+    error_to_fields,
+    error_to_json,
+    event_from_json,
+    event_to_json,
+    event_to_lines,
+    request_from_json,
+    request_to_json,
+)
+from meshllm.request import Event, FinishReason, Piece, Prefilled, Request, Sampling, Turn
+from meshllm.strict_json import WrongField
+from tests.cli.fake import answer_of
+
+EVENTS: list[Event] = [Prefilled(1, 2), Piece("a\u2028\nb"), answer_of("hello", 2)]
+_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+_TURNS = st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text())
+
+
+@pytest.mark.property
+@given(
+    st.lists(_TURNS), st.builds(Sampling, temperature=_FLOATS, seed=st.integers(0, 2**63 - 1)),
+    st.integers(1, 2**31), st.lists(st.text()),
+)  # fmt: skip
+def test_a_request_is_read_as_it_was_written(
+    turns: list[tuple[Any, str]], sampling: Sampling, max_tokens: int, stop: list[str]
+) -> None:
+    asked = tuple(Turn(role=role, content=text) for role, text in turns)
+    request = Request(asked, None, sampling, max_tokens, tuple(stop))
+
+    line = request_to_json(request)
+
+    assert request_from_json(line) == request
+    assert b"\n" not in line
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_is_read_as_it_was_written(event: Event) -> None:
+    line = event_to_json(event)
+
+    assert event_from_json(line) == event
+    assert b"\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"raw":"a","turns":[{"role":"user","content":"b"}]}', "are both prompts"),
+        (b'{"max_tokens":0}', "`max_tokens` is 0, not at least 1"),
+        (b'{"turns":[{"role":"tool","content":"b"}]}', "`turns.0..role` is `tool`"),
+        (b" " * (REQUEST_BYTES + 1), f"{REQUEST_BYTES + 1} bytes long"),
+    ],
+)
+def test_an_odd_request_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        request_from_json(data)
+
+
+def test_a_prompt_that_is_no_text_is_told_before_it_is_sent() -> None:
+    with pytest.raises(UserError, match="Half a character"):
+        request_to_json(Request(raw="\udcff"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b'{"piece":"a","prefilled":[1,2]}',
+        b'{"prefilled":[1]}',
+        b'{"piece":1}',
+        b'{"answer":{}}',
+        b'{"error":{}}',
+        b" " * (EVENT_BYTES + 1),
+    ],
+)
+def test_an_odd_line_is_the_fault_of_the_peer(data: bytes) -> None:
+    with pytest.raises(PeerFault):
+        event_from_json(data)
+
+
+@pytest.mark.parametrize("data", [b"{}", b'{"piece":null}', b'{"audio":1}', b'{"tokens":[1]}'])
+def test_a_line_of_a_later_version_is_no_event(data: bytes) -> None:
+    assert event_from_json(data) is None
+
+
+def test_unknown_fields_are_ignored_and_an_unknown_finish_is_a_stop() -> None:
+    line = json.loads(event_to_json(answer_of("hello", 2)))
+    line["answer"] |= {"finish_reason": "tool_calls", "energy_j": 3}
+    line["answer"]["hops"] = [{**hop, "joules": 1} for hop in line["answer"]["hops"]]
+    request = json.loads(request_to_json(Request(raw="a"))) | {"logit_bias": {"5": 1}}
+
+    event = event_from_json(json.dumps(line | {"more": 1}).encode())
+
+    assert event == replace(answer_of("hello", 2), finish_reason=FinishReason.STOP)
+    assert request_from_json(json.dumps(request).encode()) == Request(raw="a")
+
+
+@pytest.mark.parametrize("count", [0, 1, LINE_TOKENS, LINE_TOKENS + 1, 700_000])
+def test_an_answer_of_any_length_travels_in_bounded_lines_and_repeats_nothing(count: int) -> None:
+    text = "\x00" * count
+    answer = replace(answer_of("", 0), text=text, tokens=tuple(range(count)))
+    reader = AnswerReader()
+
+    lines = [line for event in (Piece(text), answer) for line in event_to_lines(event)]
+    events = [event for line in lines if (event := reader.take(line))]
+
+    assert events[-1] == answer
+    assert "".join(event.text for event in events if isinstance(event, Piece)) == text
+    assert max(map(len, lines)) <= 512 * 1024 < EVENT_BYTES
+    assert len(lines) == -(-count // LINE_LETTERS) + max(1, -(-count // LINE_TOKENS))
+    assert sum(map(len, lines)) < 14 * count + 1000
+
+
+def test_a_reader_takes_no_more_ids_than_a_session_has() -> None:
+    reader = AnswerReader()
+
+    with patch.object(request_json, "MAX_TOKENS", 3):
+        reader.take(b'{"tokens":[1,2]}')
+        with pytest.raises(PeerFault, match="more than 3 tokens"):
+            reader.take(b'{"tokens":[1,2]}')
+
+
+@pytest.mark.property
+@given(st.binary())
+def test_no_bytes_break_the_reader_of_events(data: bytes) -> None:
+    with pytest.raises(PeerFault):
+        event_from_json(data)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MeshError, UserError, LinkLost, ModelError, NotAuthorised, TimedOut, PeerFault,
+        IntegrityFault, PluginError,
+    ],
+)  # fmt: skip
+def test_an_error_keeps_its_kind_text_and_hint(kind: type[MeshError]) -> None:
+    with pytest.raises(kind, match="what") as raised:
+        event_from_json(error_to_json(kind("what", hint="do")))
+
+    assert type(raised.value) is kind
+    assert raised.value.hint == "do"
+
+
+def test_an_error_is_laid_out_for_openai_and_for_us() -> None:
+    assert error_to_fields(WrongField("n", "`n` is 2", hint="use 1")) == {
+        "message": "`n` is 2",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": "user_error",
+        "hint": "use 1",
+        "exit_code": 2,
+    }
+
+
+def test_an_error_of_a_newer_version_is_still_told() -> None:
+    error = error_from_fields(error_to_fields(MeshError("what")) | {"code": "tired"})
+
+    assert (type(error), str(error)) == (MeshError, "what")
+
+
+def test_an_error_cannot_be_endless() -> None:
+    error = error_from_fields(error_to_fields(MeshError("x" * 10_000, hint="y" * 10_000)))
+
+    assert len(str(error)) == len(error.hint or "") == request_json.MESSAGE_LETTERS
+
+
+def test_no_error_is_a_fault_too() -> None:
+    assert isinstance(error_from_fields(json.loads('{"message": 1}')), PeerFault)
+
+
+def test_it_needs_no_torch() -> None:
+    module = "meshllm.node.requests.request_json"
+    code = f"import sys, {module}; print({{'torch', 'asyncio'}} & set(sys.modules))"
+
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert told.stdout == "set()\n"

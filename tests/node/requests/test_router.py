@@ -1,0 +1,556 @@
+"""Requests that are answered here, elsewhere, twice, or not."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut, UserError
+from meshllm.names import NodeId
+from meshllm.node.requests import remote
+from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
+from meshllm.node.requests.router import MAX_ASKED, RING_S, Desk
+from meshllm.protocol.membership.codec import Ask, Hush, Said
+from meshllm.protocol.ring.failover import ATTEMPTS
+from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.testing.clock import run_virtual
+from tests.cli.fake import answer_of
+
+ME, ENTRY, OTHER = (NodeId(name * 32) for name in (b"m", b"e", b"o"))
+REQUEST = Request(raw="what?")
+TEXT = "a ring of nodes"
+ASK = b"i" * 16
+
+
+def pieces(text: str, size: int = 3) -> list[Event]:
+    return [Piece(text[at : at + size]) for at in range(0, len(text), size)]
+
+
+def answer(text: str = TEXT) -> list[Event]:
+    return [Prefilled(1, 1), *pieces(text), answer_of(text, 4)]
+
+
+@dataclass
+class FakeRing:
+    """Answers by a list of attempts, each of events, or of an error that ends it."""
+
+    at: NodeId | None = ME
+    attempts: list[Sequence[Event | Exception | None]] = field(default_factory=list)
+    """None waits for ever."""
+    asked: list[Request] = field(default_factory=list)
+    closed: int = 0
+
+    async def entry(self) -> NodeId:
+        if self.at is None:
+            await asyncio.Event().wait()
+        assert self.at is not None
+        return self.at
+
+    def reason(self) -> str:
+        return "they sleep"
+
+    def backend(self) -> AbstractAsyncContextManager["FakeRing"]:
+        return nullcontext(self)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.asked.append(request)
+        try:
+            for event in self.attempts.pop(0):
+                if event is None:
+                    await asyncio.Event().wait()
+                elif isinstance(event, Exception):
+                    raise event
+                else:
+                    await asyncio.sleep(0)
+                    yield event
+        finally:
+            self.closed += 1
+
+
+class World:
+    """Desks that hear one another at once."""
+
+    def __init__(self) -> None:
+        self.desks: dict[NodeId, Desk] = {}
+        self.rings: dict[NodeId, FakeRing] = {}
+        self.sent: list[tuple[NodeId, NodeId, Ask | Said | Hush]] = []
+        self.clients: set[NodeId] = set()
+        self.drop: Callable[[NodeId, Ask | Said | Hush], bool] = lambda _, __: False
+
+    def add(self, node: NodeId, ring: FakeRing | None = None, *, is_client: bool = False) -> Desk:
+        def send(peer: NodeId, message: Ask | Said | Hush) -> None:
+            self.sent.append((node, peer, message))
+            if peer in self.desks and not self.drop(peer, message):
+                desk, is_client = self.desks[peer], node in self.clients
+                asyncio.get_running_loop().call_soon(
+                    lambda: desk.receive(node, message, is_client=is_client)
+                )
+
+        self.rings[node] = ring or FakeRing()
+        self.desks[node] = Desk(node, self.rings[node], send, asks_ingress=is_client)
+        return self.desks[node]
+
+    def said(self, peer: NodeId) -> list[Event | MeshError]:
+        """Return what a peer was told."""
+        told: list[Event | MeshError] = []
+        reader = AnswerReader()
+        for _, to, message in self.sent:
+            if to == peer and isinstance(message, Said):
+                try:
+                    if event := reader.take(message.body):
+                        told.append(event)
+                except MeshError as error:
+                    told.append(error)
+        return told
+
+    def run(self, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a story among the desks; nothing is left of it afterwards."""
+
+        async def main() -> None:
+            running = [asyncio.ensure_future(desk.run()) for desk in self.desks.values()]
+            await asyncio.sleep(0)
+            async with asyncio.timeout(1000):
+                await story()
+                await asyncio.sleep(1)
+            for desk in self.desks.values():
+                assert (desk._remote._calls, desk._served, desk.counts.active) == ({}, {}, 0)
+            assert not [task for task in running if task.done()]
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
+        run_virtual(main())
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def all_of(desk: Desk, request: Request = REQUEST) -> list[Event]:
+    return [event async for event in desk.generate(request)]
+
+
+async def note(desk: Desk, events: list[Event]) -> None:
+    async for event in desk.generate(REQUEST):
+        events.append(event)  # noqa: PERF401  # it is read although the rest fails
+
+
+def text_of(events: Sequence[object]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Piece))
+
+
+def test_the_entry_answers_itself(world: World) -> None:
+    desk = world.add(ME, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        assert await all_of(desk) == answer()
+
+    world.run(story)
+    assert world.sent == []
+    assert (desk.counts.served, desk.counts.failed, desk.counts.tokens) == (1, 0, 4)
+
+
+def test_neither_question_nor_answer_is_kept(world: World) -> None:
+    desk = world.add(ME, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        await all_of(desk)
+
+    world.run(story)
+    assert desk.counts.last is not None
+    assert (desk.counts.last.text, desk.counts.last.tokens, desk.counts.last_tokens) == ("", (), 4)
+
+
+def test_another_node_asks_the_entry(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    entry = world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        assert await all_of(desk) == answer()
+
+    world.run(story)
+    assert world.rings[ENTRY].asked == [REQUEST]
+    assert (desk.counts.served, entry.counts.served) == (1, 0)  # its ingress counts it
+
+
+@pytest.mark.parametrize("last", [answer()[-1], UserError("too long")], ids=["answer", "error"])
+def test_a_request_costs_one_message_and_one_for_each_event(
+    world: World, last: Event | Exception
+) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    events = [*answer()[:-1], last]
+    world.add(ENTRY, FakeRing(attempts=[events]))
+
+    async def story() -> None:
+        with suppress(UserError):
+            await all_of(desk)
+
+    world.run(story)
+    kinds = Counter(type(message) for _, _, message in world.sent)
+    assert kinds == {Ask: 1, Said: len(events)}
+
+
+def test_a_malformed_line_is_a_fault_and_the_rest_is_not_wanted(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(desk))
+        await asyncio.sleep(0.1)
+        for line in (b'{"audio": "a later version"}', b"{"):
+            desk.receive(ENTRY, Said(asked(world), line), is_client=False)
+        with pytest.raises(PeerFault):
+            await asking
+
+    world.run(story)
+    assert [type(message) for _, _, message in world.sent] == [Ask, Hush]
+
+
+def test_a_client_asks_any_node(world: World) -> None:
+    client = world.add(OTHER, FakeRing(at=ME))
+    world.clients.add(OTHER)
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        assert await all_of(client) == answer()
+
+    world.run(story)
+    assert (client.counts.served, desk.counts.served) == (1, 1)
+
+
+def test_a_node_that_is_not_the_entry_answers_no_node(world: World) -> None:
+    world.add(ME, FakeRing(at=ENTRY, attempts=[[LinkLost("This node is not the entry")]]))
+    world.add(ENTRY)
+
+    async def story() -> None:
+        world.desks[ME].receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert isinstance(told, LinkLost)
+    assert [to for _, to, _ in world.sent] == [OTHER]  # it went round no circle
+
+
+def test_closing_hushes_the_entry(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[[Piece("a"), None]]))
+
+    async def story() -> None:
+        async with aclosing(desk.generate(REQUEST)) as events:
+            assert await anext(events) == Piece("a")
+
+    world.run(story)
+    ask, hush = [message for _, to, message in world.sent if to == ENTRY]
+    assert isinstance(ask, Ask)
+    assert hush == Hush(ask.ask)
+    assert world.rings[ENTRY].closed == 1
+    assert (desk.counts.served, desk.counts.failed) == (0, 0)
+
+
+def test_a_cancelled_asker_hushes_the_entry(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[[None]]))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(desk))
+        await asyncio.sleep(1)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    world.run(story)
+    assert world.rings[ENTRY].closed == 1
+    assert world.said(ME) == []
+
+
+def test_a_hush_at_once_begins_nothing(world: World) -> None:
+    desk = world.add(ME, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        desk.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        desk.receive(OTHER, Hush(ASK), is_client=False)
+
+    world.run(story)
+    assert world.sent == []
+
+
+def test_only_who_asked_can_hush(world: World) -> None:
+    desk = world.add(ME, FakeRing(attempts=[[*answer()]]))
+
+    async def story() -> None:
+        desk.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        desk.receive(ENTRY, Hush(ASK), is_client=False)
+
+    world.run(story)
+    assert world.said(OTHER) == answer()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7, 99])
+@pytest.mark.parametrize("cut", range(len(pieces(TEXT)) + 2))
+def test_a_lost_ring_costs_no_letter(world: World, cut: int, size: int) -> None:
+    first = [*answer()[:cut], LinkLost("gone")]
+    second = [Prefilled(1, 1), *pieces(TEXT, size), answer_of(TEXT, 4)]
+    desk = world.add(ME, FakeRing(attempts=[first, second]))
+
+    async def story() -> None:
+        events = await all_of(desk)
+        assert text_of(events) == TEXT
+        assert events[-1] == answer_of(TEXT, 4)
+        assert Piece("") not in events
+
+    world.run(story)
+    assert (desk.counts.served, desk.counts.failed) == (1, 0)
+
+
+@pytest.mark.parametrize("cuts", [(3, 1, 2), (1, 5, 3, 4), (2, 2, 2)])
+def test_several_lost_rings_cost_no_letter(world: World, cuts: tuple[int, ...]) -> None:
+    attempts = [[*answer()[:cut], LinkLost("gone")] for cut in cuts]
+    desk = world.add(ME, FakeRing(attempts=[*attempts, answer()]))
+
+    async def story() -> None:
+        assert text_of(await all_of(desk)) == TEXT
+
+    world.run(story)
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+def test_a_lost_link_to_the_entry_costs_no_letter(world: World, cut: int) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[[*answer()[:cut], None], answer()]))
+
+    async def story() -> None:
+        events: list[Event] = []
+        async for event in desk.generate(REQUEST):
+            events.append(event)
+            if len(events) == cut:
+                desk.lost(ENTRY)
+                world.desks[ENTRY].lost(ME)
+        assert text_of(events) == TEXT
+
+    world.run(story)
+    assert world.rings[ENTRY].closed == 2
+
+
+@pytest.mark.parametrize(
+    "second", ["a king", "A ring of nodes", "a r", "", "a ring od nodes"], ids=repr
+)
+def test_another_text_is_an_error(world: World, second: str) -> None:
+    first = [*answer()[:4], LinkLost("gone")]
+    desk = world.add(ME, FakeRing(attempts=[first, answer(second)]))
+
+    async def story() -> None:
+        shown: list[Event] = []
+        with pytest.raises(MeshError, match="wrote another"):
+            await note(desk, shown)
+        assert text_of(shown) == TEXT[:9]
+        assert not any(isinstance(event, Answer) for event in shown)
+
+    world.run(story)
+    assert (desk.counts.served, desk.counts.failed) == (0, 1)
+
+
+def test_not_every_ring_can_break(world: World) -> None:
+    ring = FakeRing(attempts=[[LinkLost(f"gone {n}")] for n in range(ATTEMPTS + 1)])
+    desk = world.add(ME, ring)
+
+    async def story() -> None:
+        with pytest.raises(LinkLost, match=f"gone {ATTEMPTS - 1}"):
+            await all_of(desk)
+
+    world.run(story)
+    assert len(ring.asked) == ATTEMPTS
+
+
+def test_an_ingress_that_gave_up_is_not_asked_again(world: World) -> None:
+    world.clients = {ME}
+    client = world.add(ME, FakeRing(at=OTHER), is_client=True)
+    ring = FakeRing(at=OTHER, attempts=[[LinkLost(f"gone {n}")] for n in range(2 * ATTEMPTS)])
+    world.add(OTHER, ring)
+
+    async def story() -> None:
+        with pytest.raises(LinkLost, match=f"gone {ATTEMPTS - 1}"):
+            await all_of(client)
+
+    world.run(story)
+    assert len(ring.asked) == ATTEMPTS
+
+
+def test_a_client_that_loses_its_ingress_asks_again(world: World) -> None:
+    world.clients = {ME}
+    client = world.add(ME, FakeRing(at=OTHER), is_client=True)
+    world.add(OTHER, FakeRing(at=OTHER, attempts=[[Piece(TEXT[:3]), None], answer()]))
+    events: list[Event] = []
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(note(client, events))
+        await asyncio.sleep(1)
+        client.lost(OTHER)
+        world.desks[OTHER].lost(ME)
+        await asking
+
+    world.run(story)
+    assert text_of(events) == TEXT
+
+
+def test_other_errors_are_told_at_once(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[[UserError("too long", hint="cut it")]]))
+
+    async def story() -> None:
+        with pytest.raises(UserError, match="too long") as raised:
+            await all_of(desk)
+        assert raised.value.hint == "cut it"
+
+    world.run(story)
+    assert desk.counts.failed == 1
+
+
+def test_a_ring_is_waited_for_but_not_for_ever(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=None))
+
+    async def story() -> None:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TimedOut, match="There is no ring: they sleep"):
+            await all_of(desk)
+        assert asyncio.get_running_loop().time() - began == RING_S
+
+    world.run(story)
+
+
+def test_a_bug_ends_its_request_and_no_other(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = world.add(ME, FakeRing(attempts=[[ZeroDivisionError()], answer()]))
+
+    async def story() -> None:
+        for ask in (ASK, b"j" * 16):
+            desk.receive(OTHER, Ask(ask, request_to_json(REQUEST)), is_client=False)
+
+    world.run(story)
+    told = world.said(OTHER)
+    assert [str(each) for each in told if isinstance(each, MeshError)] == [
+        "A bug: ZeroDivisionError"
+    ]
+    assert text_of(told) == TEXT
+    assert "a request met a bug" in caplog.text
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"raw": 1}', b"\xff", b'{"max_tokens": 0}'])
+def test_an_odd_question_is_told_to_its_asker(world: World, data: bytes) -> None:
+    desk = world.add(ME)
+
+    async def story() -> None:
+        desk.receive(OTHER, Ask(ASK, data), is_client=True)
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert isinstance(told, UserError)
+
+
+def test_one_asker_has_so_many_requests(world: World) -> None:
+    desk = world.add(ME, FakeRing(attempts=[[None]] * (MAX_ASKED + 1)))
+
+    async def story() -> None:
+        for number in range(MAX_ASKED + 1):
+            ask = Ask(bytes([number]) * 16, request_to_json(REQUEST))
+            desk.receive(OTHER, ask, is_client=False)
+        desk.receive(ENTRY, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        await asyncio.sleep(1)
+        assert len(desk._served) == MAX_ASKED + 1  # the other asker has its own
+        desk.lost(OTHER)
+        desk.lost(ENTRY)
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert str(told) == f"{MAX_ASKED} requests of this node are under way"
+    assert world.said(ENTRY) == []
+
+
+def test_one_name_is_for_one_request(world: World) -> None:
+    desk = world.add(ME, FakeRing(attempts=[[None], [None]]))
+
+    async def story() -> None:
+        for _ in range(2):
+            desk.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        await asyncio.sleep(0.1)
+        desk.lost(OTHER)
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert type(told) is MeshError
+    assert len(world.rings[ME].asked) == 1
+
+
+def asked(world: World) -> bytes:
+    (message,) = [message for _, _, message in world.sent if isinstance(message, Ask)]
+    return message.ask
+
+
+def test_what_others_say_is_not_listened_to(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(desk))
+        await asyncio.sleep(1)
+        ask = asked(world)
+        desk.receive(OTHER, Said(ask, event_to_json(Piece("lie"))), is_client=False)
+        desk.receive(ENTRY, Said(ASK, event_to_json(Piece("lost"))), is_client=False)
+        desk.receive(ENTRY, Hush(ask), is_client=False)
+        desk.lost(OTHER)
+        desk.receive(ENTRY, Said(ask, event_to_json(answer_of("", 0))), is_client=False)
+        assert await asking == [answer_of("", 0)]
+
+    world.run(story)
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}'])
+def test_an_odd_answer_is_the_fault_of_the_entry(world: World, data: bytes) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(desk))
+        await asyncio.sleep(1)
+        desk.receive(ENTRY, Said(asked(world), data), is_client=False)
+        with pytest.raises(PeerFault):
+            await asking
+
+    world.run(story)
+    assert isinstance(world.sent[-1][-1], Hush)
+    assert desk.counts.failed == 1
+
+
+def test_an_entry_that_floods_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_UNREAD", 8 * len(event_to_json(Piece("a"))))
+    desk = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        async with aclosing(desk.generate(REQUEST)) as events:
+            first = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(1)
+            ask, (call,) = asked(world), desk._remote._calls.values()
+            for _ in range(99):
+                desk.receive(ENTRY, Said(ask, event_to_json(Piece("a"))), is_client=False)
+            assert call.lines.qsize() == 8 + 1
+            assert await first == Piece("a")
+            for _ in range(7):
+                await anext(events)
+            world.rings[ME].at, world.rings[ME].attempts = ME, [answer("a" * 8 + "b")]
+            assert await anext(events) == Prefilled(1, 1)
+            assert await anext(events) == Piece("b")
+
+    world.run(story)
+
+
+def test_a_question_that_is_no_text_is_not_sent(world: World) -> None:
+    desk = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        with pytest.raises(UserError, match="Half a character"):
+            await all_of(desk, Request(raw="\udcff"))
+
+    world.run(story)
+    assert not any(isinstance(message, Ask) for _, _, message in world.sent)

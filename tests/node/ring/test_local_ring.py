@@ -1,0 +1,337 @@
+"""A ring in one process: what a user of it can rely on."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshllm.errors import IntegrityFault, LinkLost, ModelError, PeerFault, UserError
+from meshllm.model.files.source import resolve
+from meshllm.node.options import InferenceConfig
+from meshllm.node.ring import local_ring
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.protocol.planning.plan import Ends
+from meshllm.request import FinishReason, Prefilled, Sampling
+from meshllm.testing.clock import run_virtual
+from meshllm.testing.counting import CountingTransport
+from meshllm.testing.models import tiny_model
+from meshllm.transport.contract import Buffer, Channel, Link, LinkStatistics
+from meshllm_loopback import LoopbackTransport, Shape
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
+TOKENS = 12
+
+
+def order(prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, seed: int = 0) -> Order:
+    sampling = Sampling(temperature=0.9 if seed else 0.0, seed=seed)
+    return Order(tuple(prompt), sampling, tokens, is_last=lambda _: False)
+
+
+async def answer(ring: LocalRing, asked: Order) -> list[int]:
+    return [o.id async for o in ring.entry.generate(asked) if isinstance(o, Token)]
+
+
+@pytest.fixture(scope="session")
+def reference(llama: Path) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    generated = model.generate(
+        input_ids=torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        eos_token_id=None,
+    )
+    tokens: list[int] = generated[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+class Tampering(CountingTransport):
+    """Changes messages on their way: ``change`` sees each one and may close the link instead."""
+
+    def __init__(self, change: Callable[[int, bytes], bytes | None]) -> None:
+        super().__init__(LoopbackTransport())
+        self._change = change
+
+    async def dial(self, address: str) -> Link:
+        return _Tampered(await super().dial(address), self)
+
+    def change(self, message: bytes) -> bytes | None:
+        return self._change(sum(channel is Channel.DATA for channel, _ in self.sent), message)
+
+
+class _Tampered:
+    def __init__(self, inner: Link, transport: Tampering) -> None:
+        self._inner = inner
+        self._transport = transport
+        self.receive = inner.receive
+        self.close = inner.close
+
+    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
+        whole = b"".join(message)
+        changed = self._transport.change(whole) if channel is Channel.DATA else whole
+        if changed is None:
+            await self._inner.close()
+            raise LinkLost("the link was cut")
+        await self._inner.send([changed], channel)
+
+    @property
+    def statistics(self) -> LinkStatistics:
+        return self._inner.statistics
+
+
+PLAIN = RingOptions(nodes=3, inference=InferenceConfig(threads=1, speculation=False))
+"""Each trip gives one token."""
+
+
+@asynccontextmanager
+async def ring_of(folder: Path, nodes: int, chunk: int = 256) -> AsyncIterator[LocalRing]:
+    options = RingOptions(nodes=nodes, inference=InferenceConfig(threads=1, chunk=chunk))
+    async with open_local_ring(resolve(str(folder)), options) as ring:
+        yield ring
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 6])
+async def test_every_ring_answers_as_transformers_does(
+    llama: Path, reference: list[int], nodes: int
+) -> None:
+    async with ring_of(llama, nodes) as ring:
+        assert await answer(ring, order()) == reference
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+async def test_a_prompt_in_chunks_gives_the_same_text_and_tells_its_progress(
+    llama: Path, reference: list[int], nodes: int
+) -> None:
+    async with ring_of(llama, nodes, chunk=4) as ring:
+        outputs = [output async for output in ring.entry.generate(order())]
+
+    assert [o.id for o in outputs if isinstance(o, Token)] == reference
+    assert [o for o in outputs if isinstance(o, Prefilled)] == [
+        Prefilled(4, 10),
+        Prefilled(8, 10),
+        Prefilled(10, 10),
+    ]
+
+
+async def test_sessions_side_by_side_do_not_disturb_each_other(llama: Path) -> None:
+    orders = [order(PROMPT[: 3 + i % 6], TOKENS, seed=i) for i in range(12)]
+    async with ring_of(llama, 3) as ring:
+        alone = [await answer(ring, one) for one in orders]
+
+        together = await asyncio.gather(*(answer(ring, one) for one in orders))
+
+        assert together == alone
+        assert len({tuple(tokens) for tokens in alone}) > 6
+
+
+async def test_leaving_early_frees_every_rank(llama: Path) -> None:
+    async with ring_of(llama, 3) as ring:
+        async with aclosing(ring.entry.generate(order(tokens=400))) as outputs:
+            async for output in outputs:
+                if isinstance(output, Token):
+                    held = [stage.sessions for stage in ring.stages]
+                    break
+
+        await ring.worker.run(int)  # what was queued before is done
+
+        assert held == [1, 1]
+        assert [stage.sessions for stage in ring.stages] == [0, 0]
+        assert ring.entry.sessions == 0
+
+
+async def test_cancelling_the_task_frees_every_rank(llama: Path) -> None:
+    async with ring_of(llama, 3) as ring:
+        started = asyncio.Event()
+
+        async def ask() -> None:
+            async for _ in ring.entry.generate(order(tokens=400)):
+                started.set()
+
+        task = asyncio.create_task(ask())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await ring.worker.run(int)  # what was queued before is done
+
+        assert [stage.sessions for stage in ring.stages] == [0, 0]
+        assert await answer(ring, order(tokens=2))
+
+
+async def test_a_corrupted_blob_ends_one_session_and_not_the_ring(
+    llama: Path, reference: list[int]
+) -> None:
+    def flip(number: int, message: bytes) -> bytes:
+        return message[:-1] + bytes([message[-1] ^ 1]) if number == 7 else message
+
+    async with open_local_ring(resolve(str(llama)), PLAIN, Tampering(flip)) as ring:
+        with pytest.raises(IntegrityFault, match="rank 2: Blob of 256 bytes"):
+            await answer(ring, order())
+
+        assert await answer(ring, order()) == reference
+
+
+async def test_a_cut_link_is_a_typed_error_and_the_ring_forms_again(
+    llama: Path, reference: list[int]
+) -> None:
+    cuts = [8]
+
+    def cut(number: int, message: bytes) -> bytes | None:
+        if number not in cuts:
+            return message
+        cuts.clear()
+        return None
+
+    async with open_local_ring(resolve(str(llama)), RingOptions(nodes=3), Tampering(cut)) as ring:
+        with pytest.raises(LinkLost):
+            await answer(ring, order())
+        with pytest.raises(LinkLost):
+            await answer(ring, order())
+        for _ in range(100):  # passes of the loop; the ranks notice one after the other
+            await asyncio.sleep(0)
+        await ring.formed()
+
+        assert await answer(ring, order()) == reference
+        await ring.worker.run(int)  # what was queued before is done
+        assert [stage.sessions for stage in ring.stages] == [0, 0]
+
+
+async def test_a_bug_ends_its_session_and_not_the_others(
+    llama: Path, reference: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(_: int) -> bool:
+        raise KeyError("a bug in the tokenizer")
+
+    async with ring_of(llama, 2) as ring:
+        with pytest.raises(ModelError, match="a bug in the tokenizer"):
+            await answer(ring, replace(order(), is_last=bug))
+
+        assert await answer(ring, order()) == reference
+    assert "KeyError" in caplog.text
+
+
+async def test_the_head_apart_gives_the_same_text(llama: Path, reference: list[int]) -> None:
+    options = RingOptions(nodes=2, ends=Ends.CLIENT, inference=InferenceConfig(threads=1))
+    async with open_local_ring(resolve(str(llama)), options) as ring:
+        assert await answer(ring, order()) == reference
+
+
+async def test_a_type_that_runs_whole_only_is_not_split_by_its_ends(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "inkling2_text")
+
+    with pytest.raises(ModelError, match="cannot be split"):
+        async with open_local_ring(
+            source, RingOptions(ends=Ends.CLIENT, inference=InferenceConfig(threads=1))
+        ):
+            pass
+
+
+async def test_garbage_on_the_wire_drops_the_link(llama: Path) -> None:
+    def garble(number: int, message: bytes) -> bytes:
+        return b"\xff" * 40 if number == 5 else message
+
+    async with open_local_ring(
+        resolve(str(llama)), RingOptions(nodes=2), Tampering(garble)
+    ) as ring:
+        with pytest.raises((LinkLost, PeerFault)):
+            await answer(ring, order())
+
+
+async def test_figures_name_every_hop(llama: Path) -> None:
+    async with open_local_ring(resolve(str(llama)), PLAIN) as ring:
+        outputs = [output async for output in ring.entry.generate(order())]
+
+    ended = outputs[-1]
+    assert isinstance(ended, Ended)
+    assert ended.reason is FinishReason.LENGTH
+    assert len(ended.measured.hops) == 3
+    assert all(hop.compute_s > 0 for hop in ended.measured.hops)
+    assert {hop.bytes_sent for hop in ended.measured.hops} == {64 * 4 + 85}  # the row, the header
+
+
+def test_a_token_takes_one_way_per_hop_and_nothing_else(llama: Path) -> None:
+    async def times() -> list[float]:
+        transport = LoopbackTransport(Shape(delay_s=0.050))
+        async with open_local_ring(resolve(str(llama)), PLAIN, transport) as ring:
+            clock = asyncio.get_running_loop().time
+            return [clock() async for o in ring.entry.generate(order()) if isinstance(o, Token)]
+
+    stamps = run_virtual(times())
+
+    steps = [round(b - a, 6) for a, b in pairwise(stamps)]
+    assert steps == [0.150] * (TOKENS - 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_jitter_and_loss_change_no_token(llama: Path, reference: list[int], seed: int) -> None:
+    async def tokens() -> list[int]:
+        shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
+        options = RingOptions(nodes=3, inference=InferenceConfig(threads=1, chunk=4))
+        async with open_local_ring(resolve(str(llama)), options, LoopbackTransport(shape)) as ring:
+            return await answer(ring, order())
+
+    assert run_virtual(tokens()) == reference
+
+
+def test_chunks_fill_the_ring_without_waiting(llama: Path) -> None:
+    async def first_token(chunk: int) -> float:
+        transport = LoopbackTransport(Shape(delay_s=0.050))
+        options = RingOptions(nodes=3, inference=InferenceConfig(chunk=chunk))
+        async with open_local_ring(resolve(str(llama)), options, transport) as ring:
+            begin = asyncio.get_running_loop().time()
+            async with aclosing(ring.entry.generate(order())) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Token):
+                        break
+            return asyncio.get_running_loop().time() - begin
+
+    one, three = run_virtual(first_token(100)), run_virtual(first_token(4))
+
+    assert three < 1.5 * one  # one after the other they would take 3 times as long
+
+
+async def test_nothing_is_left_running(llama: Path) -> None:
+    async with ring_of(llama, 3) as ring:
+        await answer(ring, order())
+
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute")]
+
+
+async def test_more_nodes_than_layers_are_refused(llama: Path) -> None:
+    with pytest.raises(UserError, match="7 nodes for the 6 layers"):
+        async with ring_of(llama, 7):
+            pass
+
+
+async def test_a_model_larger_than_the_memory_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_ring, "free_memory", lambda: 200_000)
+
+    with pytest.raises(ModelError, match="lacks"):
+        async with ring_of(llama, 2):
+            pass
+
+
+async def test_a_prompt_longer_than_the_context_is_refused(llama: Path) -> None:
+    async with ring_of(llama, 2) as ring:
+        with pytest.raises(UserError, match="A prompt of 128 tokens"):
+            await answer(ring, order(prompt=[1] * 128))
+
+        assert ring.entry.sessions == 0
+
+
+async def test_the_context_ends_an_answer(llama: Path) -> None:
+    async with ring_of(llama, 2) as ring:
+        tokens = await answer(ring, order(prompt=[1] * 116, tokens=100))
+
+    assert len(tokens) == 128 - 116

@@ -1,0 +1,250 @@
+"""What one node holds for one plan after the other."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import ModelError
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.steps import lm_head as head
+from meshllm.names import NodeId, Span
+from meshllm.node.compute.worker import Worker
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
+from meshllm.protocol.planning.plan import Ends, Plan, Stage, Wire
+from meshllm.protocol.planning.problem import HEADROOM_PERCENT
+from meshllm.protocol.session.codec import MAX_ROWS
+from meshllm.protocol.session.stage import MAX_PENDING
+from meshllm.testing.clock import InlineExecutor
+from meshllm.transport.contract import MAX_MESSAGE_BYTES
+from tests.protocol.nodes import A, B, C, offer
+
+
+def plan_of(*spans: str, epoch: int = 1) -> Plan:
+    stages = (Stage(node, Span.parse(span)) for node, span in zip((A, B, C), spans, strict=False))
+    return Plan(epoch, "tiny", Ends.ENTRY, tuple(stages))
+
+
+@pytest.fixture
+async def model(llama: Path) -> ModelRuntime:
+    return await ModelRuntime.open(resolve(str(llama)), Worker(InlineExecutor()))
+
+
+async def test_nothing_is_loaded_at_first(model: ModelRuntime) -> None:
+    assert model._held is None
+    assert (model.shape.layers, model.shape.dtype, model.context) == (6, "float32", 128)
+
+
+async def test_a_node_alone_holds_everything(model: ModelRuntime) -> None:
+    held = await model.hold(plan_of("0:6"), A)
+
+    assert (held.span, held.runner) == (Span(0, 6), None)
+    assert held.ends is not None
+    assert held.ends.head is None
+
+
+async def test_each_rank_holds_its_part(model: ModelRuntime) -> None:
+    plan = plan_of("0:2", "2:6")
+
+    entry, stage = await model.hold(plan, A), await model.hold(plan, B)
+
+    assert (entry.span, entry.runner) == (Span(0, 2), None)
+    assert entry.ends is not None
+    assert entry.ends.head is not None
+    assert (stage.span, stage.ends) == (Span(2, 6), None)
+    assert stage.runner is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "me", "is_kept"),
+    [
+        (plan_of("0:2", "2:6"), plan_of("0:2", "2:6", epoch=2), A, True),
+        (plan_of("0:2", "2:6"), plan_of("0:2", "2:4", "4:6"), A, True),
+        (plan_of("0:2", "2:4", "4:6"), plan_of("0:2", "2:4", "4:6", epoch=2), B, True),
+        (plan_of("0:2", "2:6"), plan_of("0:3", "3:6"), A, False),
+        (plan_of("0:2", "2:6"), plan_of("0:6"), A, False),
+        (plan_of("0:6"), plan_of("0:6", epoch=2), A, True),
+    ],
+)
+async def test_what_is_held_is_loaded_once(
+    model: ModelRuntime, before: Plan, after: Plan, me: NodeId, is_kept: bool
+) -> None:
+    first = await model.hold(before, me)
+
+    assert (await model.hold(after, me) is first) is is_kept
+
+
+async def test_a_span_that_loses_its_head_is_loaded_again(model: ModelRuntime) -> None:
+    first = await model.hold(plan_of("0:6"), A)
+    other = replace(plan_of("0:6"), stages=(Stage(B, Span(0, 3)), Stage(A, Span(3, 6))))
+
+    assert await model.hold(other, A) is not first
+    model.release()
+    assert model._held is None
+
+
+async def test_the_last_rank_holds_a_part_of_a_large_head(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    two, three = plan_of("0:2", "2:6"), plan_of("0:2", "2:4", "4:6")
+
+    assert (await model.hold(plan_of("0:6"), A)).help is None
+    ends = (await model.hold(two, A)).ends
+    middle = await model.hold(three, B)
+    last = await model.hold(three, C)
+
+    assert ends is not None
+    assert [each.shard.model.lm_head.out_features for each in ends.runners[1:]] == [64, 64]
+    assert middle.help is None
+    assert last.help is not None
+    assert await model.hold(three, C) is last
+
+
+async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    before = await model.hold(plan_of("0:2", "2:4", "4:6"), B)
+    after = await model.hold(
+        replace(plan_of("0:2"), stages=(Stage(A, Span(0, 2)), Stage(B, Span(2, 4)))), B
+    )
+
+    assert after.runner is before.runner
+    assert (before.help, after.help is None) == (None, False)
+
+
+@pytest.mark.parametrize("missing", [0, 4], ids=["enough", "too little"])
+async def test_help_takes_no_more_than_half_of_the_headroom(
+    missing: int, model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    layers, part = sum(model.shape.layer_bytes[5:]), 64 * 64 * 4
+    usable = part * 2 * (100 - HEADROOM_PERCENT) // HEADROOM_PERCENT
+    assert usable > layers
+
+    held = await model.hold(plan_of("0:5", "5:6"), B, usable - layers - missing)
+
+    assert (held.help is None) is bool(missing)
+
+
+async def test_a_part_of_the_head_that_cannot_be_loaded_keeps_no_rank_from_serving(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(model, "_load_help", fail)
+    held = await model.hold(plan_of("0:2", "2:6"), B)
+
+    assert held.runner is not None
+    assert held.help is None
+    assert "MemoryError" in caplog.text
+
+
+@pytest.mark.parametrize("spans", [("0:6",), ("0:2", "2:6")])
+async def test_a_draft_is_loaded_by_the_entry_only(llama: Path, spans: tuple[str, ...]) -> None:
+    source = resolve(str(llama))
+    model = await ModelRuntime.open(source, Worker(InlineExecutor()), draft=source)
+
+    assert (await model.hold(plan_of(*spans), A)).draft is not None
+    assert (await model.hold(plan_of("0:2", "2:6"), B)).draft is None
+
+
+async def test_a_draft_that_cannot_guess_is_refused_before_anything_is_loaded(llama: Path) -> None:
+    source, builtin = resolve(str(llama)), resolve("builtin")
+
+    with pytest.raises(ModelError, match="`builtin` cannot guess for"):
+        await ModelRuntime.open(source, Worker(InlineExecutor()), draft=builtin)
+
+
+async def test_what_cannot_be_loaded_leaves_nothing_held(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await model.hold(plan_of("0:2", "2:6"), A)
+
+    def damaged(*_: object) -> None:
+        raise ModelError("damaged")
+
+    monkeypatch.setattr(model, "_load", damaged)
+    with pytest.raises(ModelError, match="damaged"):
+        await model.hold(plan_of("0:3", "3:6"), A)
+
+    assert model._held is None
+
+
+async def test_a_client_holds_the_ends_and_no_layers(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    plan = Plan(1, "tiny", Ends.CLIENT, (Stage(C, Span(0, 0)), Stage(A, Span(0, 6))))
+
+    client, last = await model.hold(plan, C), await model.hold(plan, A)
+
+    assert client.ends is not None
+    assert client.ends.helped is None  # no other node sees a token
+    assert last.help is None
+
+
+async def test_a_model_that_cannot_be_split_is_refused(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(model, "verdict", SimpleNamespace(require=asked.append, chunkable=True))
+
+    await model.hold(plan_of("0:2", "2:6"), A)
+
+    assert asked == [2]
+
+
+async def test_the_tokenizer_is_read_once(llama: Path) -> None:
+    model = await ModelRuntime.open(resolve("builtin"), Worker(InlineExecutor()))
+
+    assert await model.text() is await model.text()
+
+
+async def test_a_prompt_goes_in_the_best_chunks(model: ModelRuntime) -> None:
+    ranks = tuple(RankTimes(offer(A, 2, ms=100), 2.0, Wire(0.5)) for _ in range(3))
+    times = RingTimes(ranks, 0.0, 8)
+
+    assert model.pace(3, 2000, 0, None) == usual_pace(2000, 3)
+    alone, beside = (model.pace(3, 2000, others, times) for others in (0, 1))
+    assert [alone, beside] == [times.best_pace(2000, others) for others in (0, 1)]
+    assert alone.chunk > beside.chunk
+
+
+async def test_where_there_are_no_chunks_a_prompt_goes_whole(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "verdict", SimpleNamespace(chunkable=False))
+
+    pace = model.pace(3, 10, 0, None)
+
+    assert (pace.chunk, pace.window) == (MAX_ROWS, 3)
+    assert model.pace(10_000, 10, 0, None).window == MAX_PENDING
+
+
+async def test_no_chunk_is_longer_than_a_message(model: ModelRuntime) -> None:
+    model.shape = replace(model.shape, hidden_size=MAX_MESSAGE_BYTES // 400)
+    times = RingTimes((RankTimes(offer(A, 2, ms=1e-3), 1.0, Wire(0.0)),), 0.0, 8)
+
+    assert [model.pace(1, 2000, 0, each).chunk for each in (None, times)] == [99, 99]
+
+
+async def test_a_prompt_in_one_message_has_the_limit_of_messages(llama: Path) -> None:
+    source = cast("Source", object())
+    width = MAX_MESSAGE_BYTES // 400
+    shape: Any = SimpleNamespace(context=1 << 20, hidden_size=width, dtype="float32")
+    verdict: Any = SimpleNamespace(chunkable=False, croppable=False)
+    model = ModelRuntime(source, Worker(InlineExecutor()), shape, verdict)
+
+    assert model.context == 99
+    verdict.chunkable = True
+    assert model.context == 1 << 20

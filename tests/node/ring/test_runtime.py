@@ -1,0 +1,373 @@
+"""Nodes that serve one plan after the other, over links that come and go."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshllm.errors import LinkLost, MeshError, ModelError
+from meshllm.model.files.source import resolve
+from meshllm.names import NodeId, Span
+from meshllm.node.compute.worker import Worker
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.runtime import RingRuntime, _IdleLink
+from meshllm.node.session.generation import Order, Token
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
+from meshllm.protocol.planning.plan import Ends, Plan, Stage, Wire
+from meshllm.protocol.ring.forming import Begin
+from meshllm.protocol.session.codec import encode
+from meshllm.protocol.session.link import SILENCE
+from meshllm.protocol.session.messages import Beat, Hello, Message
+from meshllm.request import Sampling
+from meshllm.testing.clock import InlineExecutor, run_virtual
+from meshllm.transport.contract import Channel, Link
+from meshllm_loopback import LoopbackTransport, Shape
+from tests.protocol.nodes import A, B, C, offer
+
+NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c"}
+
+
+def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
+    stages = tuple(Stage(node, Span.parse(span)) for node, span in places)
+    return Plan(epoch, "tiny", Ends.ENTRY, stages)
+
+
+ALONE, BOTH = plan_of((A, "0:6")), plan_of((A, "0:2"), (B, "2:6"))
+
+
+async def test_a_link_that_waits_hands_on_what_is_offered() -> None:
+    transport = LoopbackTransport()
+    async with transport.listen() as listener:
+        one = await transport.dial(listener.address)
+        other = await anext(aiter(listener.links()))
+    silent = SimpleNamespace(send=one.send, receive=one.receive, close=one.close, statistics=None)
+
+    assert _IdleLink(one).offer([b"now"], Channel.CONTROL)
+    assert not _IdleLink(silent).offer([b"never"])
+    assert await other.receive() == (Channel.CONTROL, b"now")
+
+
+class Place:
+    """A service, and the node around it."""
+
+    def __init__(self, world: "World", me: NodeId, model: ModelRuntime) -> None:
+        self.world, self.me = world, me
+        self.told: list[tuple[bool, str]] = []
+        world.places[me] = self
+        self.known: RingTimes | None = None
+        self.runtime = RingRuntime(me, model, self)
+
+    def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
+        self.told.append((is_loaded, str(trouble or "")))
+        self.world.changed()
+
+    def at_work(self) -> None:
+        """Hear nothing of interest."""
+
+    def look(self) -> None:
+        if plan := self.runtime.plan:
+            is_formed = all(self.world.has_loaded(stage.node) for stage in plan.stages)
+            self.runtime.formed(is_formed=is_formed)
+
+    def times(self, plan: Plan) -> RingTimes | None:
+        return self.known if plan.rank(self.me) == 0 else None
+
+    def rooms(self, plan: Plan) -> list[int] | None:
+        return [1 << 30] * len(plan.stages)
+
+    async def dial(self, node: NodeId) -> Link:
+        link = await self.world.transport.dial(NAMES[node])
+        await link.send([self.me], Channel.CONTROL)  # stands for the handshake
+        return link
+
+    async def listen(self) -> None:
+        async with self.world.transport.listen(NAMES[self.me]) as listener:
+            async for link in listener.links():
+                _, peer = await link.receive()
+                self.world.links.append(link)
+                await self.runtime.arrive(link, NodeId(bytes(peer)))
+
+
+class World:
+    """Places on one slow network."""
+
+    def __init__(self, llama: Path) -> None:
+        self.llama = llama
+        self.transport = LoopbackTransport(Shape(delay_s=0.01))
+        self.places: dict[NodeId, Place] = {}
+        self.links: list[Link] = []
+        self.hidden: set[NodeId] = set()
+
+    def changed(self) -> None:
+        for place in self.places.values():
+            place.look()
+
+    def has_loaded(self, node: NodeId) -> bool:
+        place = self.places.get(node)
+        return place is None or node in self.hidden or bool(place.told and place.told[-1][0])
+
+    @asynccontextmanager
+    async def serving(self, *nodes: NodeId) -> AsyncIterator[list[Place]]:
+        for node in nodes:
+            model = await ModelRuntime.open(resolve(str(self.llama)), Worker(InlineExecutor()))
+            Place(self, node, model)
+        places = list(self.places.values())
+        jobs = [job for place in places for job in (place.runtime.run(), place.listen())]
+        running = [asyncio.ensure_future(job) for job in jobs]
+        try:
+            yield places
+            assert not [task for task in running if task.done()]
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
+    def follow(self, plan: Plan | None) -> None:
+        for place in self.places.values():
+            place.runtime.follow(plan)
+
+
+@pytest.fixture
+def world(llama: Path) -> World:
+    return World(llama)
+
+
+async def tokens(place: Place) -> list[int]:
+    entry = place.runtime.entry
+    assert entry is not None
+    order = Order((3, 1, 4, 1, 5), Sampling(), 6, lambda _: False)
+    return [out.id async for out in entry.generate(order) if isinstance(out, Token)]
+
+
+async def until(claim: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not claim():  # noqa: ASYNC110  # no time passes
+            await asyncio.sleep(0.1)
+
+
+def at_work(*places: Place) -> bool:
+    return all(place.runtime.entry or place.runtime.stage for place in places)
+
+
+def test_two_nodes_write_what_one_writes(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(ALONE)
+            await until(lambda: at_work(a))
+            alone = await tokens(a)
+            world.follow(plan_of((A, "0:2"), (B, "2:6"), epoch=2))
+            await until(lambda: at_work(a, b))
+            assert await tokens(a) == alone
+            assert (a.runtime.sessions, b.runtime.stage is not None) == (0, True)
+            world.follow(None)
+            await asyncio.sleep(1)
+            assert not at_work(a)
+            assert not at_work(b)
+            assert a.told[-1] == (False, "")
+
+    run_virtual(main())
+
+
+def test_prompts_go_at_the_pace_that_the_latest_times_allow(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            world.follow(ALONE)
+            await until(lambda: at_work(a))
+            entry = a.runtime.entry
+            assert entry is not None
+            before = entry.pace(2000, 0)
+            a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, Wire(0.0)),), 0.0, 8)
+            assert before == usual_pace(2000, 1)
+            assert entry.pace(2000, 1) == a.known.best_pace(2000, 1) != before
+
+    run_virtual(main())
+
+
+def test_a_ring_that_breaks_is_linked_again(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(BOTH)
+            for count in (2, 4, 6):
+                await until(lambda: at_work(a, b))
+                text = await tokens(a)
+                assert len(text) == 6
+                assert len(world.links) >= count
+                await world.links[-1].close()
+                await asyncio.sleep(0.2)
+
+    run_virtual(main())
+
+
+def test_a_node_that_ends_lets_its_neighbours_know_at_once(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(BOTH)
+            await until(lambda: at_work(a, b))
+        for link in world.links:
+            with pytest.raises(LinkLost):
+                await link.send([b""])
+
+    run_virtual(main())
+
+
+def test_a_plan_that_follows_at_once_leaves_no_link_open(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(BOTH)
+            begin = RingRuntime._job_of
+
+            def changed(self: RingRuntime, action: Begin) -> object:
+                job = begin(self, action)
+                if isinstance(action, Begin):
+                    asyncio.get_running_loop().call_soon(self.follow, None)
+                return job
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(RingRuntime, "_job_of", changed)
+                await until(lambda: not a.runtime.plan and not b.runtime.plan)
+                await asyncio.sleep(1)
+            assert not a.runtime._links
+            for link in world.links:
+                with pytest.raises(LinkLost):
+                    await link.send([b""])
+
+    run_virtual(main())
+
+
+def test_who_follows_another_plan_is_at_work_no_more(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            a.runtime.follow(ALONE)
+            await until(lambda: at_work(a))
+            a.runtime.follow(BOTH)
+            assert not at_work(a)
+
+    run_virtual(main())
+
+
+def test_a_neighbour_that_is_late_is_waited_for(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            a.runtime.follow(BOTH)
+            world.hidden.add(B)  # nobody can tell how far it is
+            world.changed()
+            await asyncio.sleep(20)
+            assert a.told[-1] == (True, "")
+            assert not at_work(a)
+            b.runtime.follow(BOTH)
+            await until(lambda: at_work(a, b))
+            assert len(await tokens(a)) == 6
+
+    run_virtual(main())
+
+
+def test_what_cannot_be_loaded_is_told(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            a.runtime.follow(plan_of((A, "0:7")))
+            await asyncio.sleep(1)
+            assert not a.told[-1][0]
+            assert a.told[-1][1]
+            a.runtime.follow(ALONE)
+            await until(lambda: at_work(a))
+
+    with pytest.MonkeyPatch.context() as patch:
+        load = ModelRuntime._load
+
+        def refuse(self: ModelRuntime, span: Span, *rest: bool) -> object:
+            if span.stop > 6:
+                raise ModelError("there are 6 layers")
+            return load(self, span, *rest)
+
+        patch.setattr(ModelRuntime, "_load", refuse)
+        run_virtual(main())
+
+
+HELLO = Hello(B, 1, BOTH.digest)
+
+
+@pytest.mark.parametrize(
+    "first", [None, Hello(C, 1, BOTH.digest), Hello(B, 0, BOTH.digest), Beat(1, 0, 0), b"noise"]
+)
+def test_a_link_that_is_of_no_use_is_closed(world: World, first: Message | bytes | None) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            a.runtime.follow(BOTH)
+            link = await world.transport.dial(NAMES[A])
+            await link.send([B], Channel.CONTROL)
+            if first is not None:
+                parts = [first] if isinstance(first, bytes) else encode(first)
+                await link.send(parts, Channel.CONTROL)
+            await asyncio.sleep(SILENCE + 1)
+            with pytest.raises(LinkLost):
+                await link.send([b""])
+            assert a.runtime._machine._arrivals == {}
+
+    run_virtual(main())
+
+
+def test_the_later_of_two_links_stays(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            links = []
+            for _ in range(2):
+                links.append(await world.transport.dial(NAMES[A]))
+                await links[-1].send([B], Channel.CONTROL)
+                await links[-1].send(encode(HELLO), Channel.CONTROL)
+                await asyncio.sleep(1)
+            with pytest.raises(LinkLost):
+                await links[0].receive()
+            assert set(a.runtime._machine._arrivals) == {B}
+        with pytest.raises(LinkLost):
+            await links[1].receive()  # nobody took it
+
+    run_virtual(main())
+
+
+async def knock(world: World, hello: Hello) -> Link:
+    link = await world.transport.dial(NAMES[A])
+    await link.send([B], Channel.CONTROL)
+    await link.send(encode(hello), Channel.CONTROL)
+    await asyncio.sleep(1)
+    return link
+
+
+def test_links_of_an_old_plan_are_closed(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            link = await knock(world, HELLO)
+            assert set(a.runtime._machine._arrivals) == {B}
+            a.runtime.follow(plan_of((A, "0:6"), epoch=2))
+            await asyncio.sleep(1)
+            assert a.runtime._machine._arrivals == {}
+            with pytest.raises(LinkLost):
+                await link.receive()
+
+    run_virtual(main())
+
+
+def test_a_link_that_was_given_up_meanwhile_is_not_taken(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            gone = await knock(world, HELLO)
+            await gone.close()
+            await asyncio.sleep(1)
+            world.follow(BOTH)
+            await until(lambda: at_work(a, b))
+            assert len(await tokens(a)) == 6
+
+    run_virtual(main())
+
+
+def test_a_rank_before_with_a_later_plan_is_not_taken(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, _):
+            await knock(world, Hello(B, 9, BOTH.digest))
+            a.runtime.follow(BOTH)
+            await asyncio.sleep(20)
+            assert not at_work(a)
+
+    run_virtual(main())

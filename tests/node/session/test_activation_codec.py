@@ -1,0 +1,128 @@
+"""How rows leave: as the rank chose for their session, and packed where the link is slow."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshllm.names import SessionId, WireMode
+from meshllm.node.session.activation_codec import Outgoing, settle
+from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
+from meshllm.testing.models import tiny_model
+
+MBIT = 1e6 / 8
+ROW = 2048  # bytes of 1024 bfloat16 values
+CHUNK = 256 * ROW
+
+
+@dataclass
+class Known:
+    """What is known of a link."""
+
+    round_trip_us: int = 20_000
+    bytes_per_s: float | None = 10 * MBIT
+    features: Features = ALL_FEATURES
+
+
+def session(number: int) -> SessionId:
+    return SessionId(number.to_bytes(16, "big"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        (WireMode.EXACT, DType.BFLOAT16),
+        (WireMode.PLAIN, DType.BFLOAT16),
+        (WireMode.INT8, DType.BFLOAT16_INT8),
+    ],
+)
+def test_a_lane_seals_as_it_was_chosen(mode: WireMode, dtype: DType) -> None:
+    lane = Outgoing(mode, None).lane(session(1))
+
+    assert lane.seal(torch.ones(1, 2, 64).bfloat16(), 5, is_step=True).dtype is dtype
+
+
+def sent_as(outgoing: Outgoing, rows: int, *, is_step: bool = False) -> DType:
+    return (
+        outgoing.lane(session(1))
+        .seal(torch.ones(1, rows, 1024).bfloat16(), 5, is_step=is_step)
+        .dtype
+    )
+
+
+@pytest.mark.parametrize(
+    ("mbit", "rows", "is_packed"),
+    [
+        (1000, 256, False),
+        (200, 256, False),  # 7.0 ms saved for 4.5 ms of work
+        (100, 256, True),  # 14 ms
+        (100, 1, False),
+        (10, 1, False),  # 0.55 ms saved for 0.32 ms of work
+        (10, 4, True),
+        (5, 1, True),
+    ],
+)
+def test_exact_rows_are_packed_where_that_saves_twice_what_it_takes(
+    mbit: float, rows: int, *, is_packed: bool
+) -> None:
+    outgoing = Outgoing(WireMode.EXACT, Known(bytes_per_s=mbit * MBIT))
+
+    assert sent_as(outgoing, rows) is (DType.BFLOAT16_PACKED if is_packed else DType.BFLOAT16)
+
+
+@pytest.mark.parametrize("way", [None, Known(bytes_per_s=None), Known(bytes_per_s=float("inf"))])
+@pytest.mark.parametrize("mode", [WireMode.EXACT, WireMode.AUTO])
+def test_nothing_is_packed_where_the_rate_is_not_known(mode: WireMode, way: Known | None) -> None:
+    assert sent_as(Outgoing(mode, way), 256) is DType.BFLOAT16
+
+
+@pytest.mark.parametrize("mode", [WireMode.PLAIN, WireMode.INT8])
+def test_who_asks_for_plain_or_8_bits_gets_nothing_packed(mode: WireMode) -> None:
+    outgoing = Outgoing(mode, Known(bytes_per_s=MBIT))
+
+    assert sent_as(outgoing, 256) is not DType.BFLOAT16_PACKED
+
+
+@pytest.mark.parametrize("mode", [WireMode.EXACT, WireMode.INT8])
+def test_rows_go_plain_to_a_rank_that_understands_nothing_else(mode: WireMode) -> None:
+    knows = Outgoing(mode, Known(bytes_per_s=MBIT))
+    does_not = Outgoing(mode, Known(bytes_per_s=MBIT, features=Features(0)))
+
+    assert sent_as(knows, 256) in {DType.BFLOAT16_PACKED, DType.BFLOAT16_INT8}
+    assert sent_as(does_not, 256) is DType.BFLOAT16
+
+
+def test_steps_go_by_the_rate_at_which_a_prompt_left() -> None:
+    way = Known(bytes_per_s=MBIT)
+    outgoing = Outgoing(WireMode.EXACT, way)
+
+    before = sent_as(outgoing, 1, is_step=True)
+    sent_as(outgoing, 256)
+    way.bytes_per_s = 1000 * MBIT
+    behind = sent_as(outgoing, 1, is_step=True)
+
+    assert (before, behind) == (DType.BFLOAT16, DType.BFLOAT16_PACKED)
+    assert sent_as(outgoing, 256) is DType.BFLOAT16
+
+
+def test_auto_packs_a_session_that_it_does_not_round() -> None:
+    way = Known()
+    outgoing = Outgoing(WireMode.AUTO, way)
+
+    assert sent_as(outgoing, 256) is DType.BFLOAT16_PACKED
+    assert not outgoing.lane(session(1)).is_int8
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("qwen3", WireMode.AUTO), ("qwen3_moe", WireMode.EXACT)]
+)
+def test_a_mixture_of_experts_is_rounded_by_nobody_but_its_user(
+    tmp_path: Path, name: str, mode: WireMode
+) -> None:
+    config = tiny_model(tmp_path, name).config
+
+    assert settle(WireMode.AUTO, config, torch.float32) is mode
+    assert settle(WireMode.INT8, config, torch.float32) is WireMode.INT8
+    assert settle(WireMode.EXACT, config, torch.float32) is WireMode.EXACT

@@ -1,0 +1,198 @@
+"""One link at work, with somebody at the other end who keeps the rules or does not."""
+
+import asyncio
+from contextlib import suppress
+
+from meshllm.errors import LinkLost, MeshError, PeerFault
+from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, SessionId
+from meshllm.node.session.ring_link import Neighbours, Peer
+from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.link import SILENCE, Link
+from meshllm.protocol.session.messages import (
+    Beat,
+    Cancel,
+    Forward,
+    Gap,
+    Hello,
+    Message,
+    SessionMessage,
+)
+from meshllm.testing.clock import run_virtual
+from meshllm.transport import contract
+from meshllm_loopback import LoopbackTransport
+from meshllm_loopback.pipe import QUEUE_MESSAGES
+
+OURS, THEIRS = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
+PLAN = Digest(b"p" * DIGEST_BYTES)
+CANCEL = Cancel(SessionId(b"s" * 16), 1, 2)
+GAP = Gap(SessionId(b"s" * 16), 1, 2, 3)
+
+
+async def pair() -> tuple[contract.Link, contract.Link]:
+    transport = LoopbackTransport()
+    async with transport.listen() as listener:
+        ours = await transport.dial(listener.address)
+        theirs = await anext(listener.links())
+    return ours, theirs
+
+
+def peer_on(link: contract.Link) -> Peer:
+    return Peer(link, Link(Hello(OURS, 1, PLAN), peer=THEIRS))
+
+
+async def say(link: contract.Link, *messages: Message) -> None:
+    for message in messages:
+        await link.send(encode(message), contract.Channel.CONTROL)
+
+
+async def hear(link: contract.Link) -> list[Message]:
+    heard = []
+    with suppress(LinkLost):
+        while True:
+            heard.append(decode((await link.receive())[1]))
+    return heard
+
+
+def test_messages_go_both_ways_after_a_hello() -> None:
+    async def story() -> tuple[list[SessionMessage], list[Message], MeshError]:
+        ours, theirs = await pair()
+        peer, delivered = peer_on(ours), list[SessionMessage]()
+        peer.post(Forward(CANCEL))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0), GAP)
+        running = asyncio.create_task(peer.run(delivered.append))
+        await asyncio.sleep(1)
+        await theirs.send([b""])  # the end of the story: no message is that short
+        reason = await running
+        return delivered, await hear(theirs), reason
+
+    delivered, heard, reason = run_virtual(story())
+
+    assert delivered == [GAP]
+    assert heard[0] == Hello(OURS, 1, PLAN)
+    assert CANCEL in heard
+    assert any(isinstance(message, Beat) for message in heard)
+    assert isinstance(reason, PeerFault)
+
+
+def test_sessions_wait_until_the_neighbour_has_met_us() -> None:
+    async def story() -> list[Message]:
+        ours, theirs = await pair()
+        peer = peer_on(ours)
+        peer.post(Forward(CANCEL))
+        await say(theirs, Hello(THEIRS, 1, PLAN))
+        await peer.run(lambda _: None)  # until it is silent for too long
+        return await hear(theirs)
+
+    heard = run_virtual(story())
+
+    assert {type(message) for message in heard} == {Hello, Beat}
+
+
+def test_a_message_leaves_at_once_where_nothing_waits_and_in_its_turn_elsewhere() -> None:
+    async def story() -> tuple[list[int], list[Message]]:
+        ours, theirs = await pair()
+        peer, sent = peer_on(ours), []
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+        peer.post(Forward(CANCEL))
+        sent.append(ours.statistics.messages_sent)
+        peer._own.append(Beat(7, 0, 0))  # of the link itself: it goes before all others
+        peer.post(Forward(GAP))
+        sent.append(ours.statistics.messages_sent)
+        peer.post(Forward(CANCEL))
+        sent.append(ours.statistics.messages_sent)
+        await asyncio.sleep(0.1)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        return sent, await hear(theirs)
+
+    sent, heard = run_virtual(story())
+
+    assert sent == [3, 3, 3]  # a Hello, a Beat and the first message
+    assert heard[2:] == [CANCEL, Beat(7, 0, 0), GAP, CANCEL]
+
+
+def test_what_cannot_be_offered_ends_the_peer_and_not_who_posted_it() -> None:
+    async def story() -> BaseException | None:
+        ours, theirs = await pair()
+        peer = peer_on(ours)
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+
+        def refuse(*_: object) -> bool:
+            raise LinkLost("too many were cancelled")
+
+        ours.offer = ours.send = refuse  # type: ignore[attr-defined, method-assign, assignment]
+        peer.post(Forward(CANCEL))
+        return await running
+
+    assert "too many were cancelled" in str(run_virtual(story()))
+
+
+def test_silence_is_loss() -> None:
+    async def story() -> tuple[float, MeshError]:
+        ours, theirs = await pair()
+        await say(theirs, Hello(THEIRS, 1, PLAN))
+        reason = await peer_on(ours).run(lambda _: None)
+        return asyncio.get_running_loop().time(), reason
+
+    at, reason = run_virtual(story())
+
+    assert isinstance(reason, LinkLost)
+    assert at == SILENCE
+
+
+def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
+    async def story() -> MeshError:
+        ours, theirs = await pair()
+        peer = peer_on(ours)
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        for _ in range(QUEUE_MESSAGES + 9):  # more than the link takes in
+            peer.post(Forward(CANCEL))
+        return await peer.run(lambda _: None)
+
+    assert "No word" in str(run_virtual(story()))
+
+
+def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
+    async def story() -> tuple[int, bool]:
+        ours, theirs = await pair()
+        peer = peer_on(ours)
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        for _ in range(QUEUE_MESSAGES + 9):
+            peer.post(Forward(CANCEL))
+        running = asyncio.create_task(peer.run(lambda _: None))
+        for stamp in range(2, 60):
+            await asyncio.sleep(0.5)
+            await say(theirs, Beat(stamp, 0, 0))
+        alive = not running.done()
+        running.cancel()
+        return len(peer._own), alive
+
+    waiting, alive = run_virtual(story())
+
+    assert alive
+    assert waiting <= 1
+
+
+def test_a_neighbour_of_another_plan_is_refused() -> None:
+    async def story() -> MeshError:
+        ours, theirs = await pair()
+        await say(theirs, Hello(THEIRS, 2, PLAN))
+        return await peer_on(ours).run(lambda _: None)
+
+    assert "epoch 2" in str(run_virtual(story()))
+
+
+def test_the_rank_after_may_not_send_against_the_ring() -> None:
+    async def story() -> MeshError:
+        (before, before_them), (after, after_them) = await pair(), await pair()
+        for link in (before_them, after_them):
+            await say(link, Hello(THEIRS, 1, PLAN))
+        await say(after_them, GAP)
+        return await Neighbours(peer_on(before), peer_on(after)).run(lambda _: None)
+
+    assert "against the direction" in str(run_virtual(story()))

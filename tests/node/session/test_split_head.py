@@ -1,0 +1,363 @@
+"""Logits that the last rank computes: never another text, and never a long wait."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.model.files.source import resolve
+from meshllm.model.steps import lm_head as head
+from meshllm.model.steps.runner import Runner
+from meshllm.names import Digest, SessionId, WireMode
+from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session import stage
+from meshllm.node.session.generation import Order, Token
+from meshllm.node.session.split_head import HeadParts, LogitsRequest, SplitStep
+from meshllm.node.session.wire import sealed
+from meshllm.protocol.planning.plan import Ends
+from meshllm.protocol.session import split_head as control
+from meshllm.protocol.session.blob import SessionKey, session_key
+from meshllm.protocol.session.messages import Blob, Logits
+from meshllm.protocol.session.split_head import PROOFS, UNASKED
+from meshllm.request import Sampling
+from meshllm.testing.models import tiny_model
+
+KEY = session_key(SessionId(bytes(16)))
+ROW = torch.ones(1, 1, 4)
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
+TOKENS = 12
+
+
+def logits_of(blob: Blob) -> Logits:
+    return Logits(KEY.session, 1, 0, 0, blob)
+
+
+class Part:
+    """Gives the same logits for any row, and counts how often."""
+
+    def __init__(self, *logits: float) -> None:
+        self.given = torch.tensor([[logits]])
+        self.calls = 0
+
+    def step(self, _row: Tensor, _cache: None) -> Tensor:
+        self.calls += 1
+        return self.given
+
+
+class Asking:
+    """A head whose first two outputs are asked for, beside three of the entry."""
+
+    def __init__(self) -> None:
+        self.theirs, self.ours = Part(1.0, 2.0), Part(3.0, 4.0, 5.0)
+        self.head = HeadParts(cast("Runner", self.theirs), cast("Runner", self.ours))
+        for _ in range(UNASKED):
+            step = self.head.begin(None)
+            assert self.head.finish(ROW, step, KEY).tolist() == WHOLE
+            self.head.learn(step)
+        self.theirs.calls = 0
+
+    async def step(self, answer: Blob | None = None) -> list[Any]:
+        """Compute the logits of a step, with an answer that has come if there is one."""
+        request = LogitsRequest(0, 0)
+        step = self.head.begin(request)
+        self.head.compute(ROW, step)
+        if answer:
+            request.receive(logits_of(answer))
+        done = asyncio.Event()
+        self.head.wait(step, done.set)
+        await done.wait()
+        logits: list[Any] = self.head.finish(ROW, step, KEY).tolist()
+        self.head.learn(step)
+        return logits
+
+    async def prove(self) -> None:
+        for _ in range(PROOFS):
+            assert await self.step(RIGHT) == WHOLE
+
+
+WHOLE = [[[1.0, 2.0, 3.0, 4.0, 5.0]]]
+RIGHT = sealed(KEY, torch.tensor([[[1.0, 2.0]]]))
+
+
+async def test_what_is_proven_is_not_computed_again() -> None:
+    asking = Asking()
+    await asking.prove()
+    assert asking.theirs.calls == PROOFS
+
+    assert await asking.step(RIGHT) == WHOLE
+    assert asking.theirs.calls == PROOFS
+    assert not asking.head.control.is_disabled
+
+
+@pytest.mark.parametrize("proofs", range(PROOFS))
+async def test_other_bits_count_for_nothing_and_disable_it(proofs: int) -> None:
+    asking = Asking()
+    for _ in range(proofs):
+        await asking.step(RIGHT)
+
+    assert await asking.step(sealed(KEY, torch.tensor([[[1.0, 2.5]]]))) == WHOLE
+    assert asking.head.control.is_disabled
+
+
+async def test_a_late_answer_is_computed_here() -> None:
+    asking = Asking()
+    await asking.prove()
+
+    assert await asking.step() == WHOLE
+    assert asking.theirs.calls == PROOFS + 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (sealed(KEY, torch.ones(1, 1, 1)), "2 were asked for"),
+        (sealed(KEY, torch.ones(1, 1, 3)), "2 were asked for"),
+        (sealed(KEY, torch.ones(1, 1, 2, dtype=torch.bfloat16)), "bfloat16"),
+        (sealed(session_key(SessionId(bytes(range(16)))), torch.ones(1, 1, 2)), "hash"),
+    ],
+    ids=["too few", "too many", "another dtype", "changed on the way"],
+)
+@pytest.mark.parametrize("is_proven", [False, True])
+async def test_what_is_no_answer_disables_it_and_changes_nothing_else(
+    answer: Blob, words: str, is_proven: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    asking = Asking()
+    if is_proven:
+        await asking.prove()
+
+    assert await asking.step(answer) == WHOLE
+    assert asking.head.control.is_disabled
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize("place", [(1, 0), (0, 1)], ids=["generation", "position"])
+def test_an_answer_to_another_question_is_not_taken(place: tuple[int, int]) -> None:
+    request, heard = LogitsRequest(*place), list[Blob]()
+    request.then(heard.append)
+
+    request.receive(logits_of(RIGHT))
+
+    assert heard == []
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_only_the_first_answer_counts(is_early: bool) -> None:
+    request, heard = LogitsRequest(0, 0), list[Blob]()
+    if not is_early:
+        request.then(heard.append)
+    for value in (1.0, 2.0):
+        request.receive(logits_of(sealed(KEY, torch.tensor([value]))))
+    if is_early:
+        request.then(heard.append)
+
+    assert [each.payload for each in heard] == [sealed(KEY, torch.tensor([1.0])).payload]
+
+
+@pytest.mark.usefixtures("patient")
+async def test_the_compute_thread_is_free_while_an_answer_travels(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring_of(tiny, speculation=False) as ring:
+        await ask(ring)
+        ring.stages[-1]._head = None  # it never answers
+        asked, stock = asyncio.Event(), HeadParts.wait
+
+        def wait(self: HeadParts, step: SplitStep, go_on: Callable[[], None]) -> None:
+            stock(self, step, go_on)
+            asked.set()
+
+        monkeypatch.setattr(HeadParts, "wait", wait)
+        text = asyncio.ensure_future(ask(ring))
+        async with asyncio.timeout(30):
+            await asked.wait()
+            assert await ring.worker.run(int) == 0
+        text.cancel()
+        await asyncio.wait([text])
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide the head of a tiny model, and wait for answers as if it took long."""
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(control, "PATIENCE", 1e6)
+    monkeypatch.setattr(control, "LONGEST_S", 60.0)
+    monkeypatch.setattr(control, "UNASKED", 1)
+    monkeypatch.setattr(control, "median", lambda _: inf)  # any answer gains time
+
+
+@pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps of bfloat16 are computed together, those of float32 one row at a time."""
+    return tiny_model(tmp_path_factory.mktemp("help"), dtype=request.param).folder
+
+
+@asynccontextmanager
+async def ring_of(folder: Path, nodes: int = 2, **options: Any) -> AsyncIterator[LocalRing]:
+    own_threads = options.pop("own_threads", True)
+    ends = options.pop("ends", Ends.ENTRY)
+    config = InferenceConfig(threads=1, **options)
+    chosen = RingOptions(nodes, ends=ends, own_threads=own_threads, inference=config)
+    async with open_local_ring(resolve(str(folder)), chosen) as ring:
+        yield ring
+
+
+async def ask(
+    ring: LocalRing, temperature: float = 0.0, prompt: Sequence[int] = PROMPT
+) -> list[int]:
+    sampling = Sampling(temperature=temperature, seed=1)
+    order = Order(tuple(prompt), sampling, TOKENS, is_last=lambda _: False)
+    return [o.id async for o in ring.entry.generate(order) if isinstance(o, Token)]
+
+
+async def plain(folder: Path, temperature: float = 0.0) -> list[int]:
+    async with ring_of(folder, 1) as ring:
+        return await ask(ring, temperature)
+
+
+def head_of(ring: LocalRing) -> HeadParts:
+    parts = ring.entry._head
+    assert parts is not None
+    return parts
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
+async def test_help_changes_no_text(
+    tiny: Path, nodes: int, temperature: float, guesses: bool
+) -> None:
+    async with ring_of(tiny, nodes, speculation=guesses) as ring:
+        texts = [await ask(ring, temperature) for _ in range(3)]
+
+        assert texts == [await plain(tiny, temperature)] * 3
+        assert guesses or head_of(ring).control._proofs == PROOFS
+
+
+@pytest.mark.usefixtures("patient")
+async def test_the_last_rank_computes_what_it_was_asked_for(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring_of(tiny, speculation=False) as ring:
+        await ask(ring)
+        part, rows = head_of(ring)._theirs, list[Tensor]()
+        stock = part.step
+
+        def step(row: Tensor, cache: None) -> Tensor:
+            rows.append(row)
+            return stock(row, cache)
+
+        monkeypatch.setattr(part, "step", step)
+
+        assert await ask(ring) == await plain(tiny)
+        assert len(rows) == 1  # of the prompt, which asks for nothing
+
+
+@pytest.mark.usefixtures("patient")
+async def test_rows_that_are_rounded_on_their_way_have_the_same_logits(tiny: Path) -> None:
+    async with ring_of(tiny, speculation=False, wire=WireMode.INT8) as ring:
+        first, second = await ask(ring), await ask(ring)
+        helper = head_of(ring).control
+
+        assert (helper._proofs, helper.is_disabled) == (PROOFS, False)
+        assert first == second
+
+    async with ring_of(tiny, own_threads=False, speculation=False, wire=WireMode.INT8) as ring:
+        assert await ask(ring) == first
+
+
+@pytest.mark.usefixtures("patient")
+async def test_sessions_at_once_ask_for_nothing(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring_of(tiny, speculation=False) as ring:
+        helper, asked = head_of(ring).control, list[int]()
+        stock = helper.asks
+
+        def asks() -> bool:
+            asked.append(ring.entry.sessions)
+            return stock()
+
+        monkeypatch.setattr(helper, "asks", asks)
+        texts = await asyncio.gather(*(ask(ring) for _ in range(3)))
+
+        assert texts == [await plain(tiny)] * 3
+        assert set(asked) <= {1}  # the last one of them, when the others are through
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("kind", ["fails", "differs", "is late"])
+async def test_bad_help_changes_no_text(
+    tiny: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind != "differs":
+        monkeypatch.setattr(control, "PATIENCE", 0.0)
+    async with ring_of(tiny, speculation=False) as ring:
+        part = ring.stages[-1]._head
+        assert part is not None
+        stock = part.step
+
+        def step(rows: Tensor, cache: None) -> Tensor:
+            if kind == "fails":
+                raise RuntimeError("no memory")
+            if kind == "is late":
+                time.sleep(0.02)  # on the compute thread
+            return stock(rows, cache) + (kind == "differs")
+
+        monkeypatch.setattr(part, "step", step)
+
+        assert [await ask(ring) for _ in range(2)] == [await plain(tiny)] * 2
+        assert head_of(ring).control.is_disabled is (kind == "differs")
+        assert (head_of(ring).control._rest > 0) is (kind != "differs")
+        assert ("no logits for the entry: no memory" in caplog.text) is (kind == "fails")
+
+
+@pytest.mark.usefixtures("patient")
+async def test_logits_that_were_changed_on_their_way_change_no_text(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(key: SessionKey, hidden: Tensor) -> Blob:
+        return replace(sealed(key, hidden), digest=Digest(bytes(32)))
+
+    monkeypatch.setattr(stage, "sealed", changed)
+    async with ring_of(tiny, speculation=False) as ring:
+        assert await ask(ring) == await plain(tiny)
+        assert head_of(ring).control.is_disabled
+
+
+@pytest.mark.usefixtures("patient")
+async def test_who_has_no_part_of_the_head_is_asked_in_vain(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "PATIENCE", 0.0)
+    async with ring_of(tiny, speculation=False) as ring:
+        ring.stages[-1]._head = None
+
+        assert [await ask(ring) for _ in range(2)] == [await plain(tiny)] * 2
+        assert head_of(ring).control._rest
+
+
+async def test_a_small_head_stays_whole(tiny: Path) -> None:
+    async with ring_of(tiny) as ring:
+        assert ring.entry._head is None
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    "options", [{"own_threads": False}, {"exact": True}, {"nodes": 1}, {"ends": Ends.CLIENT}]
+)
+async def test_who_could_not_gain_by_it_asks_for_nothing(
+    tiny: Path, options: dict[str, Any]
+) -> None:
+    async with ring_of(tiny, **options) as ring:
+        assert ring.entry._head is None

@@ -1,0 +1,113 @@
+"""From text to text, on the embedded model."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from meshllm.errors import UserError
+from meshllm.model.files.source import resolve
+from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.request import (
+    Answer,
+    Event,
+    FinishReason,
+    Piece,
+    Prefilled,
+    Request,
+    Sampling,
+    Turn,
+)
+
+ASKED = Request(turns=(Turn(role="user", content="Tell me a story about a fox"),), max_tokens=40)
+
+
+@pytest.fixture
+async def ring() -> AsyncIterator[LocalRing]:
+    async with open_local_ring(
+        resolve("builtin"), RingOptions(nodes=2, inference=InferenceConfig(threads=1))
+    ) as ring:
+        yield ring
+
+
+async def events_of(ring: LocalRing, request: Request) -> tuple[list[Event], Answer]:
+    events = [event async for event in ring.generate(request)]
+    assert isinstance(events[-1], Answer)
+    return events, events[-1]
+
+
+async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
+    events, answer = await events_of(ring, ASKED)
+
+    assert answer.text == "".join(event.text for event in events if isinstance(event, Piece))
+    assert answer.text == ring.text._tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    assert isinstance(events[0], Prefilled)
+    assert events[0].total == answer.prompt_tokens
+
+
+async def test_an_answer_ends_at_its_length_or_its_end_token(ring: LocalRing) -> None:
+    _, short = await events_of(ring, replace(ASKED, max_tokens=3))
+    _, whole = await events_of(ring, replace(ASKED, max_tokens=1000))
+
+    assert (short.finish_reason, len(short.tokens)) == (FinishReason.LENGTH, 3)
+    assert whole.finish_reason is FinishReason.STOP
+    assert whole.tokens[-1] in ring.text.end_tokens
+    assert len(whole.tokens) < 1000
+
+
+async def test_a_stop_text_ends_the_answer_and_is_not_in_it(ring: LocalRing) -> None:
+    _, whole = await events_of(ring, ASKED)
+    stop = whole.text[10:14]
+
+    _, cut = await events_of(ring, replace(ASKED, stop=(stop,)))
+
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason is FinishReason.STOP
+
+
+async def test_figures_come_with_the_answer(ring: LocalRing) -> None:
+    _, answer = await events_of(ring, ASKED)
+
+    assert answer.ttft_ms > 0
+    assert answer.ms_per_token > 0
+    assert answer.tokens_per_second == pytest.approx(1e3 / answer.ms_per_token)
+    assert [hop.rank for hop in answer.hops] == [0, 1]
+    assert [hop.span for hop in answer.hops] == [stage.span for stage in ring.plan.stages]
+
+
+async def test_the_parts_of_a_token_are_no_more_than_it(ring: LocalRing) -> None:
+    _, answer = await events_of(ring, ASKED)
+
+    parts = [
+        part
+        for hop in answer.hops
+        for part in (hop.compute_ms, hop.serialise_ms, hop.queue_ms, hop.wire_ms)
+    ]
+
+    assert min(parts) >= 0
+    assert all(hop.compute_ms > 0 and hop.serialise_ms > 0 for hop in answer.hops)
+    assert all(hop.queue_ms > 0 for hop in answer.hops)
+    assert sum(parts) <= answer.ms_per_token
+
+
+async def test_a_raw_prompt_is_used_as_it_is(ring: LocalRing) -> None:
+    _, answer = await events_of(ring, Request(raw="Once upon a time", max_tokens=5))
+
+    assert answer.prompt_tokens == len(ring.text.encode("Once upon a time"))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(),
+        Request(raw=""),
+        replace(ASKED, sampling=Sampling(top_p=2.0)),
+        replace(ASKED, max_tokens=0),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(ring: LocalRing, request_: Request) -> None:
+    with pytest.raises(UserError):
+        await events_of(ring, request_)
+
+    assert ring.entry.sessions == 0

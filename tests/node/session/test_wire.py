@@ -1,0 +1,86 @@
+"""Between tensors and blobs: what is sealed is opened, and what nobody writes is refused."""
+
+import pytest
+import torch
+
+from meshllm.errors import IntegrityFault, ModelError, PeerFault
+from meshllm.model.wire.int8 import BLOCK, packed_size
+from meshllm.names import SessionId
+from meshllm.node.session.wire import fault_code, opened, sealed
+from meshllm.protocol.session.blob import seal, session_key
+from meshllm.protocol.session.messages import INT8_BLOCK, Blob, DType, FaultCode
+
+KEY = session_key(SessionId(bytes(16)))
+HIDDEN = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def test_an_exact_hidden_state_comes_back_as_it_was() -> None:
+    blob = sealed(KEY, HIDDEN)
+
+    assert (blob.dtype, blob.shape) == (DType.BFLOAT16, (1, 3, 40))
+    assert torch.equal(opened(KEY, blob), HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_hidden_state_in_8_bits_comes_back_in_its_type(dtype: torch.dtype) -> None:
+    blob = sealed(KEY, HIDDEN.to(dtype), int8=True)
+
+    back = opened(KEY, blob)
+
+    assert blob.dtype.name == f"{str(dtype).removeprefix('torch.').upper()}_INT8"
+    assert back.dtype == dtype
+    assert 0 < float((back.float() - HIDDEN.float()).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_packed_hidden_state_comes_back_as_it_was(dtype: torch.dtype) -> None:
+    hidden = HIDDEN.to(dtype)
+
+    blob = sealed(KEY, hidden, packed=True)
+
+    assert blob.dtype.name == f"{str(dtype).removeprefix('torch.').upper()}_PACKED"
+    assert len(blob.payload) < hidden.nbytes
+    assert torch.equal(opened(KEY, blob), hidden)
+
+
+def test_well_sealed_bytes_that_cannot_be_unpacked_are_a_fault_of_the_sender() -> None:
+    payload = bytes(HIDDEN.numel() + 20)
+    blob = seal(KEY, DType.BFLOAT16_PACKED, (1, 3, 40), payload)
+
+    with pytest.raises(PeerFault, match="120 values") as caught:
+        opened(KEY, blob)
+
+    assert fault_code(caught.value) is FaultCode.RULES
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 40, 1024])
+def test_model_and_protocol_count_the_same_bytes(width: int) -> None:
+    assert BLOCK == INT8_BLOCK
+    size = packed_size((1, 3, width))
+    assert DType.BFLOAT16_INT8.sizes((1, 3, width)) == range(size, size + 1)
+
+
+def test_changed_bytes_are_found_before_they_are_read() -> None:
+    blob = sealed(KEY, HIDDEN, int8=True)
+    payload = bytes(blob.payload[:-1]) + b"\x05"
+
+    with pytest.raises(IntegrityFault):
+        opened(KEY, Blob(blob.dtype, blob.shape, blob.digest, payload))
+
+
+@pytest.mark.parametrize("scale", [b"\xc0\x7f", b"\x80\x7f", b"\x80\xff", b"\x80\xbf", b"\0\0"])
+def test_a_well_sealed_scale_that_nobody_writes_is_a_fault_of_the_sender(scale: bytes) -> None:
+    payload = scale + bytes(sealed(KEY, HIDDEN, int8=True).payload)[2:]
+    blob = seal(KEY, DType.BFLOAT16_INT8, (1, 3, 40), payload)
+
+    with pytest.raises(PeerFault, match="scales that nobody writes") as caught:
+        opened(KEY, blob)
+
+    assert fault_code(caught.value) is FaultCode.RULES
+
+
+def test_a_row_without_end_is_a_fault_of_the_model() -> None:
+    with pytest.raises(ModelError, match="not finite") as caught:
+        sealed(KEY, HIDDEN / 0, int8=True)
+
+    assert fault_code(caught.value) is FaultCode.MODEL

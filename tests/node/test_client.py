@@ -1,0 +1,359 @@
+"""A client, and a node that answers it by rule."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshllm.errors import LinkLost, NotAuthorised, UserError
+from meshllm.names import NodeId
+from meshllm.node import client as thin_module
+from meshllm.node.client import SEEK_S, Thin, _Closed, _transports_for, open_thin
+from meshllm.node.net import beacon
+from meshllm.node.requests.router import Desk
+from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.trust.credential import Role, remove
+from meshllm.protocol.trust.handshake import Purpose
+from meshllm.protocol.trust.ticket import Ticket
+from meshllm.request import Event, Piece, Request
+from meshllm.testing.clock import run_virtual
+from meshllm_loopback import LoopbackTransport, Shape
+from tests.cli.fake import answer_of
+from tests.node.houses import House, Town, town
+
+REQUEST = Request(raw="what?")
+ANSWER: list[Event] = [Piece("a "), Piece("ring"), answer_of("a ring", 2)]
+Story = Callable[[Town], Coroutine[Any, Any, None]]
+Run = Callable[[Story], None]
+
+
+class Inn(House):
+    """A node that answers what clients ask."""
+
+    asked = 0
+    pause_s = 0.1
+
+    async def entry(self) -> NodeId:
+        return self.me
+
+    def reason(self) -> str:
+        return ""
+
+    def backend(self) -> AbstractAsyncContextManager["Inn"]:
+        return nullcontext(self)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.asked += 1
+        for event in ANSWER:
+            await asyncio.sleep(self.pause_s)
+            yield event
+
+    async def serve(self) -> None:
+        """Begin to answer."""
+        self.desk = Desk(self.me, self, self.links.post)
+        running = asyncio.ensure_future(self.desk.run())
+
+        async def end() -> None:
+            running.cancel()
+            await asyncio.wait([running])
+
+        self.stack.push_async_callback(end)
+        await asyncio.sleep(0)
+
+    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+        super().talk(peer, message, is_client=is_client)
+        self.desk.receive(peer, message, is_client=is_client)
+
+    def lost(self, peer: NodeId) -> None:
+        super().lost(peer)
+        self.desk.lost(peer)
+
+
+@pytest.fixture(autouse=True)
+def _no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Iterator[Any] = iter(())
+    monkeypatch.setattr(beacon, "_sockets", lambda: nothing)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    async def main(story: Story) -> None:
+        async with town(tmp_path, LoopbackTransport(Shape(delay_s=0.01))) as made:
+            await story(made)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    return lambda story: run_virtual(main(story))
+
+
+async def inn(town: Town, life: int = 1) -> Inn:
+    house = await town.add("a", life=life)
+    house.__class__ = Inn
+    assert isinstance(house, Inn)
+    await house.serve()
+    return house
+
+
+def ticket(house: House, role: Role = Role.CLIENT, uses: int | None = None) -> str:
+    return house.keyring.invite([house.address], role, lasts_s=None, uses=uses).encode()
+
+
+def client(town: Town, text: str) -> Any:
+    return open_thin(text, town.folder / "client", town.transport)
+
+
+async def ask(thin: Thin) -> list[Event]:
+    return [event async for event in thin.generate(REQUEST)]
+
+
+def test_a_client_asks_and_is_answered(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            assert await ask(thin) == ANSWER
+        assert a.talked[0][2] is True
+
+    run(story)
+
+
+def test_a_client_comes_back_without_a_ticket(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a, uses=1)
+        for _ in range(2):
+            async with client(town, text) as thin:
+                assert await ask(thin) == ANSWER
+            await asyncio.sleep(2)
+        (invitation,) = a.keyring.invitations()
+        assert len(invitation.guests) == 1
+
+    run(story)
+
+
+def test_several_clients_of_one_folder_ask_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a, uses=2)
+        async with client(town, text) as one, client(town, text) as two:
+            assert list(await asyncio.gather(ask(one), ask(two))) == [ANSWER, ANSWER]
+        await asyncio.sleep(2)
+        async with client(town, text) as one, client(town, text) as two:
+            assert list(await asyncio.gather(ask(one), ask(two))) == [ANSWER, ANSWER]
+        (invitation,) = a.keyring.invitations()
+        assert len(invitation.guests) == 2
+
+    run(story)
+
+
+def test_a_client_asks_beside_the_node_of_its_folder(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        with a.keyring.locked():
+            async with open_thin(ticket(a), a.keyring.folder, town.transport) as thin:
+                assert await ask(thin) == ANSWER
+
+    run(story)
+
+
+def test_more_clients_at_once_than_a_ticket_lets_in_are_refused_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a, uses=1)
+        async with client(town, text) as one:
+            with pytest.raises(UserError, match="no more clients than are at work") as raised:
+                async with client(town, text):
+                    pass
+            assert "--uses" in str(raised.value.hint)
+            assert await ask(one) == ANSWER
+
+    run(story)
+
+
+def test_clients_of_one_ticket_are_counted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thin_module, "MAX_CLIENTS", 1)
+
+    async def story(town: Town) -> None:
+        text = ticket(await inn(town))
+        async with client(town, text):
+            with pytest.raises(UserError, match="no more clients than are at work"):
+                async with client(town, text):
+                    pass
+
+    run(story)
+
+
+def test_a_client_finds_its_node_again(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            assert await ask(thin) == ANSWER
+            await a.close()
+            await asyncio.sleep(5)
+            assert thin.links.lines == {}
+            a = await inn(town, life=2)
+            assert await ask(thin) == ANSWER
+
+    run(story)
+
+
+def test_a_client_that_begins_first_waits_for_its_node(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a)
+        async with client(town, text) as thin:
+            await ask(thin)
+        await a.close()
+        async with client(town, text) as thin:
+            asking = asyncio.ensure_future(ask(thin))
+            await asyncio.sleep(3 * SEEK_S)
+            assert not asking.done()
+            await inn(town, life=2)
+            assert await asking == ANSWER
+
+    run(story)
+
+
+def test_an_answer_survives_a_node_that_restarts(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            events: list[Event] = []
+            async for event in thin.generate(REQUEST):
+                events.append(event)
+                if len(events) == 1:
+                    await a.close()
+                    a = await inn(town, life=2)
+            assert events == ANSWER
+
+    run(story)
+
+
+def test_closing_ends_the_answer(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            async with aclosing(thin.generate(REQUEST)) as events:
+                await anext(events)
+            await asyncio.sleep(1)
+            assert (a.asked, a.desk._served) == (1, {})
+
+    run(story)
+
+
+def test_a_ticket_for_a_node_is_not_used_up_by_a_client(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        with pytest.raises(UserError, match="The ticket is for a node"):
+            async with client(town, ticket(a, Role.NODE)):
+                pass
+
+    run(story)
+
+
+def test_a_refusal_is_told(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a, uses=1)
+        async with client(town, text):
+            pass
+        with pytest.raises(NotAuthorised, match="used up"):
+            async with open_thin(text, town.folder / "other", town.transport):
+                pass
+
+    run(story)
+
+
+def test_a_removed_client_gets_nothing_more(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            await ask(thin)
+            (peer,) = (peer for peer, _, _ in a.talked[:1])
+            now = asyncio.get_running_loop().time()
+            removal = remove(a.keyring.key, a.credential.mesh, peer, 1)
+            a.links.act(a.machine.remove(removal, now))
+            await asyncio.sleep(20)
+            assert thin.links.lines == {}
+            assert thin.reason() == "no node of the mesh answers"
+
+    run(story)
+
+
+def test_a_client_serves_nobody(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            await asyncio.sleep(1)
+            with pytest.raises(LinkLost, match="A client answers no request"):
+                thin.backend()
+            link = thin.links.lines[a.me]
+            await thin.ring(link)
+            with pytest.raises(LinkLost):
+                await link.send([b""])
+            thin.dropped(a.me, Why.LEAVING)
+        with pytest.raises(UserError, match="takes no links"):
+            await _Closed().judge(a.me, a.credential, Purpose.MESH, 1)
+
+    run(story)
+
+
+def test_the_transport_is_the_one_of_the_addresses(run: Run) -> None:
+    async def story(town: Town) -> None:
+        made = await town.add("a")
+        text = ticket(made)
+        from meshllm.protocol.trust.ticket import parse_ticket
+
+        assert [each.name for each in _transports_for(parse_ticket(text))] == ["loopback"]
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "listed"), [(("carrier:pigeon",), "`carrier:pigeon`"), ((), "it has none")]
+)
+def test_addresses_that_nothing_dials_are_told(addresses: tuple[str, ...], listed: str) -> None:
+    odd = Ticket(NodeId(bytes(32)), addresses, Role.CLIENT, 0, bytes(16))
+
+    with pytest.raises(UserError, match="No transport here dials an address") as raised:
+        _transports_for(odd)
+
+    assert f"of the ticket ({listed})" in str(raised.value)
+    assert "loopback" in str(raised.value.hint)
+
+
+async def test_a_mistyped_ticket_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no ticket"):
+        async with open_thin("nonsense", tmp_path / "client"):
+            pass
+
+    assert not (tmp_path / "client").exists()
+
+
+@pytest.mark.parametrize("where", ["task", "timer"])
+def test_a_bug_ends_the_requests_of_a_client(
+    run: Run, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def seek(*_: object) -> None:
+        await asyncio.sleep(0.5)
+        if where == "task":
+            fail()
+        asyncio.get_running_loop().call_soon(fail)
+
+    monkeypatch.setattr(Thin, "_seek", seek)
+
+    async def story(town: Town) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        a = await inn(town)
+        a.pause_s = 100.0
+        async with client(town, ticket(a)) as thin:
+            with pytest.raises((ZeroDivisionError, ExceptionGroup)) as raised:
+                await ask(thin)
+        error = raised.value
+        assert isinstance(error, ZeroDivisionError) is (where == "timer")
+
+    run(story)

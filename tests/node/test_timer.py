@@ -1,0 +1,109 @@
+import asyncio
+from contextvars import ContextVar
+
+from meshllm.node.timer import AFTER_ERROR_S, Alarm
+from meshllm.testing.clock import run_virtual
+
+
+class Machine:
+    """Something with a deadline, in loop time."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self.deadline = deadline
+        self.expired: list[float] = []
+        self.alarm = Alarm(lambda: self.deadline, self.expire)
+
+    def expire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.deadline is not None and now >= self.deadline:
+            self.expired.append(now)
+            self.deadline = None
+
+
+def test_a_deadline_that_passes_expires_once() -> None:
+    async def story() -> list[float]:
+        machine = Machine(2.0)
+        async with machine.alarm:
+            await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == [2.0]
+
+
+def test_a_deadline_that_moves_on_expires_at_the_new_time() -> None:
+    async def story() -> list[float]:
+        machine = Machine(2.0)
+        async with machine.alarm:
+            await asyncio.sleep(1)
+            machine.deadline = 5.0
+            machine.alarm.reset()
+            await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == [5.0]
+
+
+def test_a_deadline_that_comes_nearer_is_kept() -> None:
+    async def story() -> list[float]:
+        machine = Machine(9.0)
+        async with machine.alarm:
+            machine.deadline = 1.5
+            machine.alarm.reset()
+            await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == [1.5]
+
+
+def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
+    async def story() -> list[float]:
+        machine = Machine(None)
+        async with machine.alarm:
+            await asyncio.sleep(1)
+            machine.deadline = 3.0
+            machine.alarm.reset()
+        await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == []
+
+
+def test_an_alarm_goes_on_after_an_error_which_is_told_in_its_own_context() -> None:
+    where = ContextVar("where", default="elsewhere")
+
+    async def story() -> tuple[int, list[str]]:
+        told, calls = list[str](), list[float]()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(
+            lambda _, context: told.append(context["handle"]._context.get(where))
+        )
+
+        def expire() -> None:
+            calls.append(loop.time())
+            raise ValueError
+
+        where.set("here")
+        alarm = Alarm(lambda: 1.0 + len(calls) if len(calls) < 3 else None, expire)
+        where.set("elsewhere")
+        async with alarm:
+            await asyncio.sleep(10)
+        return len(calls), told
+
+    assert run_virtual(story()) == (3, ["here"] * 3)
+
+
+def test_an_alarm_whose_deadline_an_error_leaves_in_the_past_pauses() -> None:
+    async def story() -> list[float]:
+        loop, calls = asyncio.get_running_loop(), list[float]()
+        loop.set_exception_handler(lambda *_: None)
+
+        def expire() -> None:
+            calls.append(loop.time())
+            assert len(calls) < 50  # else time stands still
+            raise ValueError
+
+        async with Alarm(lambda: 1.0, expire):
+            await asyncio.sleep(1.0 + 3 * AFTER_ERROR_S)
+        return calls
+
+    assert len(run_virtual(story())) == 4

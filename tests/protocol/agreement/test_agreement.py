@@ -1,0 +1,532 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshllm.names import NodeId, Span
+from meshllm.protocol.agreement.advice import advise
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.membership.records import Lifecycle, State
+from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, Stage, Standby
+from meshllm.protocol.planning.policies import POLICIES
+from meshllm.protocol.trust.identity import short
+from tests.protocol.meshes import World, charter, profile, weights
+from tests.protocol.nodes import A, B, C, D, model, node, spans
+
+ALONE = World({A: profile(4)})
+THREE = World({A: profile(2), B: profile(2), C: profile(2)})
+
+
+def ring(*stages: tuple[NodeId, int, int], epoch: int = 5) -> Plan:
+    return Plan(epoch, "tiny", Ends.ENTRY, tuple(Stage(at, Span(a, b)) for at, a, b in stages))
+
+
+def planned(agreement: Agreement) -> Plan:
+    assert agreement.plan is not None, agreement.reason
+    return agreement.plan
+
+
+def standbys(agreement: Agreement) -> dict[NodeId, str]:
+    return {each.node: each.reason for each in agreement.standbys}
+
+
+def test_the_first_ring_has_the_first_epoch() -> None:
+    agreement = ALONE.agree()
+
+    assert spans(planned(agreement)) == {A: "0:4"}
+    assert planned(agreement).epoch == 1
+    assert agreement.reason == "it is the first"
+
+
+def test_every_node_reaches_the_same_plan() -> None:
+    agreements = [THREE.agree(me) for me in (A, B, C)]
+
+    assert agreements[0] == agreements[1] == agreements[2]
+    assert planned(agreements[0]).layers == 4
+
+
+def test_what_is_missing_is_the_reason() -> None:
+    agreement = World({A: profile(1), B: profile(1)}).agree()
+
+    assert agreement.plan is None
+    assert "The ring lacks 160 B" in agreement.reason
+
+
+def test_a_mesh_of_nobody_ready_has_no_ring() -> None:
+    agreement = World({A: replace(profile(4), layer_s=())}).agree()
+
+    assert agreement.plan is None
+    assert standbys(agreement) == {A: "it has not measured its speed yet"}
+
+
+def test_a_plan_holds_only_what_matters_to_its_ring() -> None:
+    agreement = World({A: profile(4), B: profile(4, ms=2.0)}).agree()
+
+    assert planned(agreement).standbys == ()
+    assert standbys(agreement) == {B: "its link adds 1.0 ms and its layers cost 1.0 ms"}
+
+
+def test_who_comes_and_goes_as_a_standby_changes_nothing() -> None:
+    before = planned(ALONE.agree())
+    grown = World({A: profile(4), B: profile(4, ms=2.0)}, followed={A: before})
+
+    assert grown.agree().plan == before
+    assert replace(grown, gone={B}).agree().plan == before
+
+
+def test_what_was_agreed_is_agreed_again() -> None:
+    first = THREE.agree()
+
+    again = THREE.follow(first).agree(C)
+
+    assert again.plan == first.plan
+    assert again.reason == "none is better"
+
+
+def test_a_little_better_is_no_reason_to_change() -> None:
+    world = World({A: profile(4), B: profile(4, ms=0.9)}, followed={A: ring((A, 0, 4))})
+
+    agreement = world.agree()
+
+    assert agreement.plan == ring((A, 0, 4))
+    assert "would gain 10%" in agreement.reason
+
+
+def test_a_much_better_ring_is_taken_in_the_next_epoch() -> None:
+    world = World({A: profile(4), B: profile(4, ms=0.5)}, followed={A: ring((A, 0, 4))})
+
+    agreement = world.agree()
+
+    assert agreement.plan == ring((B, 0, 4), epoch=6)
+    assert agreement.reason == "it gains 50%"
+
+
+def test_a_better_ring_waits_for_the_sessions_of_the_entry() -> None:
+    world = World({A: profile(4), B: profile(4, ms=0.5)}, followed={A: ring((A, 0, 4))})
+
+    assert replace(world, busy={A}).agree().plan == ring((A, 0, 4))
+    assert "waits until sessions end" in replace(world, busy={A}).agree().reason
+    assert replace(world, busy={B}).agree().plan == ring((B, 0, 4), epoch=6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_its_own_measure(policy: str) -> None:
+    agreed = replace(charter(), policy=policy)
+    world = World({A: profile(8), B: profile(8)}, agreed, followed={A: ring((A, 0, 4))})
+
+    plan = planned(world.agree())
+
+    together = policy in {"throughput", "proportional"}
+    assert plan.epoch == (6 if together else 5)
+    assert spans(plan) == ({A: "0:2", B: "2:4"} if together else {A: "0:4"})
+
+
+def test_shares_that_move_little_are_left_as_they_are() -> None:
+    agreed = replace(charter(8), policy="proportional")
+    profiles = {at: replace(profile(9), weights=weights(8)) for at in (A, B)}
+    world = World(profiles, agreed, followed={A: ring((A, 0, 5), (B, 5, 8))})
+
+    agreement = world.agree()
+
+    assert agreement.plan == ring((A, 0, 5), (B, 5, 8))
+    assert "gain 12%" in agreement.reason
+
+
+def test_a_dead_member_brings_a_new_ring_at_once() -> None:
+    world = THREE.follow(THREE.agree())
+    lost = planned(world.agree()).stages[1].node
+
+    agreement = replace(world, gone={lost}, busy={A, B, C}).agree()
+
+    assert planned(agreement).epoch == 2
+    assert lost not in spans(planned(agreement))
+    assert agreement.reason == f"`{short(lost)}` is gone"
+
+
+def test_a_member_that_leaves_is_out() -> None:
+    world = THREE.follow(THREE.agree())
+    lost = planned(world.agree()).stages[1].node
+
+    agreement = replace(world, left={lost}).agree()
+
+    assert lost not in agreement.alive
+    assert planned(agreement).epoch == 2
+
+
+def test_the_epoch_outlives_the_ring() -> None:
+    world = World({A: profile(2), B: profile(2)}, followed={A: ring((A, 0, 2), (B, 2, 4))})
+
+    assert replace(world, gone={B}).agree().plan is None
+    assert world.agree().plan == ring((A, 0, 2), (B, 2, 4))
+    other = World({A: profile(2), C: profile(2)}, followed=world.followed)
+    assert planned(other.agree()).epoch == 6
+
+
+def test_the_epoch_of_the_dead_is_not_used_again() -> None:
+    followed = {A: ring((A, 0, 2), (B, 2, 4)), C: ring((C, 0, 4), epoch=9)}
+    world = World({A: profile(4), B: profile(2), C: profile(4)}, followed=followed, gone={B, C})
+
+    assert world.agree().plan == ring((A, 0, 4), epoch=10)
+
+
+@pytest.mark.parametrize("lower", [A, B])
+def test_where_a_partition_heals_the_higher_epoch_binds(lower: NodeId) -> None:
+    epochs = {A: 6, B: 6} | {lower: 5}
+    plans = {at: ring((at, 0, 4), epoch=epoch) for at, epoch in epochs.items()}
+    world = World({A: profile(4), B: profile(4)}, followed=plans)
+
+    (higher,) = {A, B} - {lower}
+    assert world.agree(A).plan == world.agree(B).plan == plans[higher]
+
+
+@pytest.mark.parametrize("first", [A, B])
+def test_of_two_plans_of_one_epoch_the_digest_decides(first: NodeId) -> None:
+    (last,) = {A, B} - {first}
+    plans = {at: ring((here, 0, 4)) for at, here in zip((A, B), (first, last), strict=True)}
+    world = World({A: profile(4), B: profile(4)}, followed=plans)
+
+    assert world.agree().plan == max(plans.values(), key=lambda plan: plan.digest)
+
+
+def test_a_node_that_restarts_takes_what_is_there() -> None:
+    followed = {A: ring((A, 0, 2), (B, 2, 4), epoch=7)}
+    world = World({A: profile(2), B: profile(2)}, followed=followed)
+
+    assert world.agree(B).plan == followed[A]
+
+
+def test_another_model_ends_a_ring() -> None:
+    other = replace(charter(), shape=replace(model(), name="other"))
+    world = World({A: profile(4)}, other, followed={A: ring((A, 0, 4))}, busy={A})
+
+    agreement = world.agree()
+
+    assert planned(agreement).model == "other"
+    assert planned(agreement).epoch == 6
+    assert agreement.reason == "the charter wants another ring"
+
+
+def test_members_without_a_link_form_no_ring() -> None:
+    world = THREE.follow(THREE.agree())
+    here, there = spans(planned(world.agree()))
+
+    agreement = replace(world, cut=[frozenset({here, there})]).agree()
+
+    assert set(spans(planned(agreement))) != {here, there}
+    assert planned(agreement).epoch == 2
+    assert "have no link" in agreement.reason
+
+
+def test_a_ring_that_nobody_links_is_none() -> None:
+    world = World(
+        {A: profile(1.5), B: profile(1.5), C: profile(3)},
+        cut=[frozenset({A, C})],
+        charter=charter(4),
+    )
+
+    agreement = world.agree()
+
+    assert spans(planned(agreement)) == {B: "0:1", C: "1:4"}
+    without = replace(world, cut=[frozenset({A, C}), frozenset({B, C})]).agree()
+    assert without.plan is None
+
+
+def test_a_policy_that_needs_a_missing_link_gives_way() -> None:
+    agreed = replace(charter(), policy="proportional")
+    cut = [frozenset({A, C})]
+
+    agreement = World({A: profile(3), B: profile(3), C: profile(3)}, agreed, cut=cut).agree()
+
+    assert len(planned(agreement).stages) == 2
+
+
+def test_a_first_ring_of_fewer_members_than_wanted_lacks_some() -> None:
+    agreed = replace(charter(), members=3)
+    two = World({A: profile(4), B: profile(4)}, agreed)
+    unready = replace(two, profiles={**two.profiles, C: replace(profile(4), layer_s=())})
+    three = replace(two, profiles={**two.profiles, C: profile(4)})
+
+    found = [world.agree() for world in (two, unready, three)]
+
+    assert [agreement.lacking for agreement in found] == [1, 1, 0]
+    assert [len(planned(agreement).stages) for agreement in found] == [2, 2, 3]
+
+
+def test_a_ring_that_lost_a_member_lacks_none() -> None:
+    agreed = replace(charter(), members=2)
+    both = World({A: profile(4), B: profile(4)}, agreed)
+    both = both.follow(both.agree())
+
+    agreement = replace(both, gone={B}).agree()
+
+    assert spans(planned(agreement)) == {A: "0:4"}
+    assert agreement.lacking == 0
+
+
+def test_more_members_than_layers_means_one_for_each() -> None:
+    agreed = replace(charter(4), members=9)
+
+    agreement = World({node(at): profile(4) for at in range(1, 5)}, agreed).agree()
+
+    assert len(planned(agreement).stages) == 4
+    assert agreement.lacking == 0
+
+
+def test_a_refused_node_is_not_waited_for() -> None:
+    agreed = replace(charter(), members=2)
+    other = replace(profile(4), weights=weights(changed={1: b"x" * 16}))
+
+    agreement = World({A: profile(4), B: other}, agreed).agree()
+
+    assert set(agreement.refused) == {B}
+    assert agreement.lacking == 0
+
+
+def test_a_member_too_small_for_a_layer_does_not_count() -> None:
+    agreed = replace(charter(), members=3)
+
+    agreement = World({A: profile(4), B: profile(4), C: profile(0.5)}, agreed).agree()
+
+    assert len(planned(agreement).stages) <= 2
+    assert "a layer takes" in standbys(agreement)[C]
+
+
+def test_no_more_members_than_agreed() -> None:
+    agreed = replace(charter(), members=1)
+
+    agreement = World(THREE.profiles, agreed).agree()
+
+    assert agreement.plan is None
+    assert "The ring lacks" in agreement.reason
+
+
+def test_a_changed_bound_is_kept_once_no_session_is_hurt() -> None:
+    agreed = replace(charter(), exclude=(A,))
+    world = World({A: profile(4), B: profile(4)}, agreed, followed={A: ring((A, 0, 4))})
+
+    assert replace(world, busy={A}).agree().plan == ring((A, 0, 4))
+    agreement = world.agree()
+    assert agreement.plan == ring((B, 0, 4), epoch=6)
+    assert agreement.reason == "it has the nodes that are wanted"
+    assert standbys(agreement) == {A: "it is excluded"}
+
+
+def test_who_is_preferred_holds_layers() -> None:
+    agreed = replace(charter(), prefer=(B, D))
+
+    agreement = World({A: profile(4), B: profile(4, ms=9.0)}, agreed).agree()
+
+    assert B in spans(planned(agreement))
+
+
+def test_a_node_holds_exactly_the_span_that_it_wants() -> None:
+    world = World({A: profile(4), B: profile(4, span=Span(1, 3)), C: profile(4)})
+
+    assert spans(planned(world.agree()))[B] == "1:3"
+
+
+def test_a_ring_with_another_span_than_wanted_is_none() -> None:
+    world = World(
+        {A: profile(4), B: profile(4, span=Span(2, 4))}, followed={A: ring((A, 0, 1), (B, 1, 4))}
+    )
+
+    agreement = world.agree()
+
+    assert spans(planned(agreement)) == {A: "0:2", B: "2:4"}
+    assert agreement.reason == f"`{short(B)}` cannot hold `1:4`"
+
+
+def test_spans_come_under_the_shares_of_all() -> None:
+    agreed = replace(charter(), policy="proportional")
+    world = World({A: profile(4), B: profile(4, span=Span(1, 4))}, agreed)
+
+    assert spans(planned(world.agree())) == {A: "0:1", B: "1:4"}
+
+
+def test_a_span_that_leaves_no_ring_stands_by() -> None:
+    world = World({A: profile(4), B: profile(4, span=Span(1, 3))})
+
+    agreement = world.agree()
+
+    assert spans(planned(agreement)) == {A: "0:4"}
+    assert standbys(agreement) == {B: "there is no place for its `1:3`"}
+
+
+def test_a_wanted_span_waits_for_sessions_too() -> None:
+    world = World(
+        {A: profile(4), B: profile(4, span=Span(0, 2))}, followed={A: ring((A, 0, 4))}, busy={A}
+    )
+
+    agreement = world.agree()
+
+    assert agreement.plan == ring((A, 0, 4))
+    assert standbys(agreement) == {B: "there is no place for its `0:2`"}
+    assert spans(planned(replace(world, busy={}).agree())) == {B: "0:2", A: "2:4"}
+
+
+def test_less_memory_ends_a_ring() -> None:
+    world = World({A: profile(2), B: profile(4)}, followed={B: ring((A, 0, 4))})
+
+    agreement = world.agree()
+
+    assert agreement.plan == ring((B, 0, 4), epoch=6)
+    assert agreement.reason == f"`{short(A)}` cannot hold `0:4`"
+
+
+def test_a_ring_whose_entry_has_no_room_for_the_ends_is_none() -> None:
+    large = replace(charter(), shape=model(ends=80))
+    world = World({A: profile(4), B: profile(5)}, large, followed={B: ring((A, 0, 4))})
+
+    assert world.agree().plan == ring((B, 0, 4), epoch=6)
+
+
+def test_the_shares_of_all_are_not_why_spans_lack_memory() -> None:
+    agreed = replace(charter(), policy="proportional")
+
+    agreement = World({A: profile(1), B: profile(1, span=Span(0, 1))}, agreed).agree()
+
+    assert "The ring lacks" in agreement.reason
+
+
+def test_the_author_keeps_the_ends_where_the_client_does() -> None:
+    world = World({A: profile(1), B: profile(4)}, replace(charter(), ends=Ends.CLIENT))
+
+    plan = planned(world.agree())
+
+    assert [(at.node, str(at.span)) for at in plan.stages] == [(A, "0:0"), (B, "0:4")]
+    assert world.follow(world.agree()).agree().plan == plan
+
+
+def test_without_the_client_there_is_no_ring() -> None:
+    agreed = replace(charter(), ends=Ends.CLIENT)
+
+    agreement = World({A: profile(1), B: profile(4)}, agreed, gone={A}).agree()
+
+    assert agreement.plan is None
+    assert "offers nothing" in agreement.reason
+
+
+def test_a_member_with_other_weights_is_out() -> None:
+    world = World({A: profile(2), B: profile(2), C: profile(2)}, followed={A: ring((A, 0, 4))})
+    changed = replace(profile(2), weights=weights(changed={2: b"x" * 16}))
+    followed = {A: ring((A, 0, 2), (B, 2, 4))}
+
+    agreement = replace(world, profiles={**world.profiles, B: changed}, followed=followed).agree()
+
+    assert agreement.refused == {B: f"its layer 2 differs from that of `{short(A)}`"}
+    assert spans(planned(agreement)) == {A: "0:2", C: "2:4"}
+    assert agreement.reason == f"`{short(B)}` is out: {agreement.refused[B]}"
+
+
+def test_a_ring_is_believed_before_an_author_that_comes_back_with_other_weights() -> None:
+    changed = replace(profile(4), weights=weights(changed={2: b"x" * 16}))
+    world = World({A: changed, B: profile(4)}, followed={B: ring((B, 0, 4))})
+
+    agreement = world.agree()
+
+    assert agreement.plan == ring((B, 0, 4))
+    assert set(agreement.refused) == {A}
+
+
+def test_who_was_removed_or_left_agrees_on_nothing() -> None:
+    assert replace(ALONE, removed={A}).agree(A).plan is None
+    assert replace(ALONE, left={A}).agree(A).plan is None
+
+
+def test_a_removed_node_says_nothing() -> None:
+    followed = {B: ring((B, 0, 4), epoch=9)}
+
+    agreement = World({A: profile(4), B: profile(4)}, followed=followed, removed={B}).agree()
+
+    assert agreement.plan == ring((A, 0, 4), epoch=1)
+    assert agreement.alive == {A}
+
+
+@pytest.mark.parametrize(
+    "followed", [b"garbage", ring((A, 0, 4), epoch=MAX_EPOCH).encode()], ids=["garbage", "epoch"]
+)
+def test_a_plan_that_none_can_follow_is_none(followed: bytes) -> None:
+    view = replace(ALONE.view(A), states={A: State(followed=followed)})
+
+    assert planned(agree(view)).epoch == 1
+
+
+def test_a_node_that_said_nothing_yet_can_be_alone() -> None:
+    view = replace(ALONE.view(A), states={})
+
+    assert spans(planned(agree(view))) == {A: "0:4"}
+
+
+def test_a_ring_that_works_stays_where_no_other_is_found() -> None:
+    # The entry must be a node that the charter excludes from holding layers.
+    agreed = replace(charter(), exclude=(A,))
+    world = World({A: profile(4)}, agreed, followed={A: ring((A, 0, 4))})
+
+    agreement = world.agree()
+
+    assert agreement.plan == ring((A, 0, 4))
+    assert agreement.reason == "no other was found"
+
+
+def test_work_is_taken_over_only_where_the_question_is_the_same() -> None:
+    first = ALONE.agree()
+    grown = World({A: profile(4), B: profile(4, ms=0.5)})
+
+    assert agree(ALONE.view(A), first).best is first.best
+    assert agree(grown.view(A), first) == grown.agree()
+
+
+def test_a_charter_that_contradicts_itself_is_no_crash() -> None:
+    agreed = replace(charter(), ends=Ends.CLIENT)
+    world = World({A: profile(4, span=Span(0, 4)), B: profile(4)}, agreed)
+
+    assert world.agree().plan is None
+
+
+def test_a_full_mesh_agrees() -> None:
+    nodes = [node(number) for number in range(1, 65)]
+    world = World({at: profile(1) for at in nodes}, charter(4))
+
+    agreement = world.agree()
+
+    assert len(planned(agreement).stages) == 4
+    assert len(agreement.standbys) == 60
+    assert world.follow(agreement).agree(nodes[-1]).plan == agreement.plan
+
+
+def test_a_node_that_does_not_know_the_policy_stands_by_and_says_so() -> None:
+    unknown = ("node `x` asks for policy `greenest`",)
+    world = World({A: profile(4), B: profile(4)}, replace(charter(), unknown=unknown))
+
+    agreement = world.agree(A)
+
+    assert agreement.plan is None
+    assert agreement.reason == (
+        "node `x` asks for policy `greenest`, which this version does not have; update meshllm"
+    )
+    assert agreement.refused == {A: agreement.reason}
+    assert advise(agreement) == f"There is no ring: {agreement.reason}"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"obstacle": "it is old"}, "it is old"),
+        (
+            {"lifecycle": Lifecycle.OTHER},
+            "it is in a state that this version does not have; update meshllm",
+        ),
+    ],
+)
+def test_the_others_go_on_without_a_node_that_stands_by(state: dict[str, Any], reason: str) -> None:
+    world = World({A: profile(4), B: profile(4, ms=9)})
+    world = world.follow(world.agree())
+    view = world.view(B)
+    states = {**view.states, A: replace(view.states[A], **state)}
+
+    agreement = agree(replace(view, states=states))
+
+    assert agreement.plan is not None
+    assert [stage.node for stage in agreement.plan.stages] == [B]
+    assert agreement.standbys == (Standby(A, reason),)
+    assert agreement.standbys[0].reason == reason

@@ -1,0 +1,210 @@
+from dataclasses import replace
+
+import pytest
+
+from meshllm.names import Digest, NodeId, Span
+from meshllm.protocol.agreement.candidates import (
+    NEAR_US,
+    NO_WAY,
+    Candidates,
+    conflicts,
+    find_candidates,
+)
+from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.trust.identity import short
+from tests.protocol.meshes import World, charter, profile, weights
+from tests.protocol.nodes import A, B, C, D
+
+OTHER = b"x" * 16
+ABSENT = bytes(16)
+
+
+def look(
+    profiles: dict[NodeId, Profile], ring: tuple[NodeId, ...] = (), **world: object
+) -> Candidates:
+    view = World(profiles, **world).view(min(profiles))  # type: ignore[arg-type]  # any field
+    return find_candidates(view, view.alive(), ring)
+
+
+def offered(found: Candidates) -> list[NodeId]:
+    return [offer.node for offer in found.offers]
+
+
+@pytest.mark.parametrize(
+    ("index", "name"), [(0, "layer 0"), (3, "layer 3"), (4, "embedding"), (5, "head")]
+)
+def test_a_conflict_has_the_name_of_its_part(index: int, name: str) -> None:
+    assert conflicts(weights(), weights(changed={index: OTHER})) == name
+
+
+def test_the_configuration_is_a_part() -> None:
+    assert conflicts(weights(), (*weights()[:-1], OTHER)) == "configuration"
+
+
+def test_what_one_lacks_is_no_conflict() -> None:
+    here, there = weights(changed={0: ABSENT, 2: OTHER}), weights(changed={2: ABSENT})
+
+    assert conflicts(here, there) is None
+    assert conflicts(there, here) is None
+    assert conflicts(weights(), weights()) is None
+
+
+def test_manifests_of_different_lengths_differ() -> None:
+    assert conflicts(weights(4), weights(5)) == "number of layers"
+
+
+def test_an_offer_is_what_a_profile_brings() -> None:
+    brought = replace(profile(2, ms=3.0), head_s=0.5, reserve_bytes=7)
+
+    (offer,) = look({A: brought}).offers
+
+    assert (offer.node, offer.memory_bytes, offer.reserve_bytes) == (A, 200, 7)
+    assert (offer.layer_s, offer.head_s) == (((1, 0.003),), 0.5)
+
+
+def test_other_weights_are_refused_by_the_name_of_the_part() -> None:
+    found = look({A: profile(1), B: replace(profile(1), weights=weights(changed={1: OTHER}))})
+
+    assert offered(found) == [A]
+    assert found.refused == {B: f"its layer 1 differs from that of `{short(A)}`"}
+
+
+def test_those_in_the_ring_are_believed_before_the_author_and_lower_ids() -> None:
+    one, other = profile(1), replace(profile(1), weights=weights(changed={1: OTHER}))
+
+    assert offered(look({A: one, B: other, C: other}, ring=(C,))) == [B, C]
+    assert offered(look({A: one, B: other, C: other}, ring=(D,))) == [A]
+
+
+def test_the_author_is_believed_even_while_it_is_away() -> None:
+    other = replace(profile(1), weights=weights(changed={1: OTHER}))
+
+    found = look({A: profile(1), B: other, C: profile(1)}, gone={A})
+    world = World({A: profile(1), B: other, C: profile(1)}, gone={A})
+    view = world.view(B, author=A)
+
+    assert offered(found) == [A]  # alone, as it sees itself
+    assert offered(find_candidates(view, view.alive(), ())) == [C]
+
+
+def test_an_author_that_nobody_knows_is_no_matter() -> None:
+    view = World({A: profile(1)}).view(A, author=D)
+
+    assert offered(find_candidates(view, view.alive(), ())) == [A]
+
+
+def test_another_configuration_is_another_model() -> None:
+    agreed = replace(charter(), config_digest=Digest(b"d" * 32))
+
+    found = look({A: profile(1)}, charter=agreed)
+
+    assert found.refused == {A: "its `tiny` is another model than the mesh's `tiny`"}
+
+
+def test_another_number_of_layers_is_refused() -> None:
+    found = look({A: replace(profile(1), weights=weights(5))})
+
+    assert found.refused == {A: "it has digests of 5 layers, and the model has 4"}
+
+
+def test_another_version_of_the_program_is_refused() -> None:
+    newer = replace(profile(1), version="1.1")
+
+    assert look({A: profile(1), B: newer}).refused == {
+        B: f"it runs version 1.1, and `{short(A)}` 1.0"
+    }
+    world = World({A: profile(1), B: newer}, gone={A})
+    view = world.view(B, author=A)
+    assert find_candidates(view, view.alive(), ()).refused == {}
+
+
+def test_nodes_that_are_not_ready_wait() -> None:
+    states = {at: State(links=tuple((to, 1) for to in (A, B, C, D) if to != at)) for at in (A, B)}
+    view = World({A: replace(profile(1), weights=()), B: replace(profile(1), layer_s=())}).view(A)
+    view = replace(view, states={**states, C: State(links=((A, 1), (B, 1)))})
+
+    found = find_candidates(view, view.alive(), ())
+
+    assert found.waiting == {
+        A: "it has no model yet",
+        B: "it has not measured its speed yet",
+        C: "its profile has not come yet",
+    }
+
+
+def test_of_spans_that_overlap_one_is_kept() -> None:
+    def wish(start: int, stop: int) -> Profile:
+        return profile(4, span=Span(start, stop))
+
+    found = look({A: wish(1, 2), B: wish(0, 2), C: wish(2, 4), D: wish(3, 5)})
+
+    assert found.spans == {B: Span(0, 2), C: Span(2, 4)}
+    assert found.waiting == {
+        A: f"`{short(B)}` holds layers of its `1:2`",
+        D: "it holds `3:5`, and the model has 4 layers",
+    }
+    assert look({A: wish(1, 2), B: wish(0, 2)}, ring=(A,)).spans == {A: Span(1, 2)}
+
+
+def test_an_excluded_node_wants_nothing() -> None:
+    agreed = replace(charter(), exclude=(A,))
+    found = look({A: profile(4, span=Span(0, 4)), B: profile(4, span=Span(0, 2))}, charter=agreed)
+
+    assert found.spans == {B: Span(0, 2)}
+    assert offered(found) == [A, B]
+
+
+@pytest.mark.parametrize(
+    ("one_us", "other_us", "latency_us"),
+    [
+        (1000, 1000, 512),
+        (1000, 0, 512),
+        (9000, 1020, 512),
+        (10, 10, NEAR_US / 2 + 3),
+        (60_000_000, 60_000_000, 29_360_128),
+    ],
+)
+def test_a_way_is_half_the_shorter_round_trip_roughly(
+    one_us: int, other_us: int, latency_us: float
+) -> None:
+    view = World({A: profile(1), B: profile(1)}).view(A)
+    states = {A: State(links=((B, one_us),)), B: State(links=((A, other_us),))}
+
+    links = find_candidates(replace(view, states=states), {A, B}, ()).links
+
+    assert links.between(A, B).latency_s == pytest.approx(latency_us / 1e6)
+    assert links.between(B, A) == links.between(A, B)
+
+
+def test_noise_changes_no_way() -> None:
+    ways = {
+        find_candidates(view, {A, B}, ()).links.between(A, B)
+        for us in range(8200, 9200, 50)
+        for view in [
+            World({A: profile(1), B: profile(1)}, apart_ms={frozenset({A, B}): us / 1e3}).view(A)
+        ]
+    }
+
+    assert len(ways) == 1
+
+
+def test_no_ring_goes_where_no_link_was_measured() -> None:
+    view = World({A: profile(1), B: profile(1), C: profile(1)}).view(A)
+    states = {
+        A: State(links=((B, 0), (C, 500))),
+        B: State(links=((A, 0),)),
+        C: State(links=()),
+    }
+
+    links = find_candidates(replace(view, states=states), {A, B, C}, ()).links
+
+    assert links.between(A, B) == links.between(A, C) == links.between(B, C) == NO_WAY
+
+
+def test_who_left_or_was_removed_is_not_here() -> None:
+    view = World({A: profile(1), B: profile(1), C: profile(1)}, removed={C}).view(A)
+
+    assert view.alive() == {A, B}
+    assert replace(view, me=C).alive() == set()
+    left = {**view.states, A: replace(view.states[A], lifecycle=Lifecycle.LEFT)}
+    assert replace(view, states=left).alive() == set()

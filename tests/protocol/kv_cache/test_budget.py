@@ -1,0 +1,137 @@
+"""What sessions reserve never exceeds a room, and what is kept never stands in their way."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.names import SessionId
+from meshllm.protocol.kv_cache.budget import BLOCK, MAX_TOKENS, KvBudget, Room
+
+A, B, C = (SessionId(name * 16) for name in (b"a", b"b", b"c"))
+
+
+def room(blocks: int, *, fixed: int = 0, growth: int = 0, per_token: int = 1) -> Room:
+    """Return a room for so many blocks of tokens, beside what is fixed and what growing takes."""
+    return Room(
+        blocks * BLOCK * per_token,
+        lambda tokens: (fixed + tokens * per_token, growth * tokens * per_token),
+    )
+
+
+def test_a_session_is_let_in_when_it_fits_beside_the_others() -> None:
+    budget = KvBudget([room(3)])
+
+    assert budget.reserve(A, 2 * BLOCK)
+    assert not budget.reserve(B, 2 * BLOCK)
+    assert budget.reserve(B, BLOCK)
+    assert budget.live_bytes == 3 * BLOCK
+
+
+def test_what_is_released_is_there_for_others() -> None:
+    budget = KvBudget([room(2)])
+    budget.reserve(A, 2 * BLOCK)
+
+    budget.release(A)
+    budget.release(A)
+
+    assert budget.reserve(B, 2 * BLOCK)
+
+
+def test_a_session_grows_by_whole_blocks_and_keeps_what_it_had() -> None:
+    budget = KvBudget([room(2)])
+
+    assert budget.reserve(A, 1)
+    assert budget.reserved(A) == BLOCK
+    assert budget.reserve(A, BLOCK + 1)
+    assert not budget.reserve(A, 2 * BLOCK + 1)
+    assert budget.reserved(A) == 2 * BLOCK
+    assert budget.reserved(B) == 0
+
+
+def test_the_tightest_rank_decides() -> None:
+    budget = KvBudget([room(9), room(2), room(9)])
+
+    assert budget.tokens == 2 * BLOCK
+    assert not budget.reserve(A, 2 * BLOCK + 1)
+    assert budget.live_bytes == 0
+
+
+def test_a_state_of_fixed_size_counts_for_each_session() -> None:
+    budget = KvBudget([room(4, fixed=BLOCK)])
+
+    assert budget.reserve(A, BLOCK)
+    assert budget.reserve(B, BLOCK)
+    assert not budget.reserve(C, 1)
+
+
+def test_only_the_largest_copy_counts_beside_the_sessions() -> None:
+    budget = KvBudget([room(6, growth=1)])
+
+    assert budget.reserve(A, 2 * BLOCK)
+    assert budget.reserve(B, 2 * BLOCK)
+    assert not budget.reserve(C, BLOCK)
+
+
+def test_what_is_kept_gives_way_to_a_session() -> None:
+    budget = KvBudget([room(3)])
+    over = []
+    for step in (
+        lambda: budget.keep(A, 2 * BLOCK),
+        lambda: budget.reserve(B, 2 * BLOCK),
+        lambda: budget.drop(A),
+        lambda: budget.drop(A),
+    ):
+        assert budget.fits(BLOCK)
+        step()
+        over.append(budget.is_over)
+
+    assert over == [False, True, False, False]
+    assert budget.kept_bytes == 0
+
+
+def test_the_room_left_is_told_in_tokens() -> None:
+    budget = KvBudget([room(5)])
+    budget.reserve(A, 2 * BLOCK)
+    budget.keep(B, BLOCK)
+
+    assert (budget.tokens, budget.left(A), budget.left(C)) == (5 * BLOCK, 5 * BLOCK, 3 * BLOCK)
+    assert budget.kept_bytes == BLOCK
+
+
+def test_weights_that_leave_nothing_leave_no_room() -> None:
+    budget = KvBudget([room(-1)])
+
+    assert budget.tokens == 0
+    assert not budget.holds(1)
+
+
+def test_no_rank_is_no_bound() -> None:
+    budget = KvBudget(())
+
+    assert budget.reserve(A, MAX_TOKENS)
+    assert budget.tokens == MAX_TOKENS
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((A, B, C)), st.integers(0, 5 * BLOCK), st.sampled_from("rrrkdl"))
+    )
+)
+def test_reservations_alone_are_always_within(steps: list[tuple[SessionId, int, str]]) -> None:
+    rooms = [room(7, growth=1), room(8, fixed=100)]
+    budget = KvBudget(rooms)
+
+    for session, tokens, what in steps:
+        match what:
+            case "r":
+                budget.reserve(session, tokens)
+            case "k":
+                budget.keep(session, tokens)
+            case "d":
+                budget.drop(session)
+            case _:
+                budget.release(session)
+        costs = [[each.cost(budget.reserved(one)) for one in (A, B, C)] for each in rooms]
+        held = [[cost for cost in row if cost.growth or cost.held > 100] for row in costs]
+        for each, row in zip(rooms, held, strict=True):
+            growth = max((cost.growth for cost in row), default=0)
+            assert sum(cost.held for cost in row) + growth <= each.total

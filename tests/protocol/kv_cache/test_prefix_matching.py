@@ -1,0 +1,99 @@
+"""Which finished text a prompt goes on from, and what that evicts."""
+
+import pytest
+
+from meshllm.names import SessionId
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.prefix_index import IDLE_S, Base, Shelf
+from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, Prefixes
+
+PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
+MORE = (91, 92, 93)
+
+
+def shelf(blocks: int = 9) -> Shelf:
+    return Shelf(KvBudget([Room(blocks * BLOCK, lambda tokens: (tokens, 0))]))
+
+
+def kept(slack: int | None = None, *, prompt: int = 50) -> Prefixes[str]:
+    prefixes: Prefixes[str] = Prefixes(shelf(), slack)
+    prefixes.keep(SessionId(b"a" * 16), PROMPT, prompt, "a", len(PROMPT), 0.0)
+    return prefixes
+
+
+@pytest.mark.parametrize(
+    ("slack", "shared", "found"),
+    [
+        (None, MIN_SHARED - 1, 0),
+        (None, MIN_SHARED, MIN_SHARED),
+        (None, 40, 40),
+        (8, 32, 32),
+        (8, 31, 0),
+        (0, 40, 40),
+        (0, 39, 0),
+    ],
+)
+def test_what_is_shared_has_to_be_worth_it_and_within_reach(
+    slack: int | None, shared: int, found: int
+) -> None:
+    result = kept(slack).find((*PROMPT[:shared], *MORE), 1.0)
+
+    assert (result[0].length if result else 0) == found
+
+
+@pytest.mark.parametrize(
+    ("shared", "prompt", "whole"),
+    [(40, 30, True), (25, 30, True), (23, 30, False), (19, 20, False)],
+    ids=["next turn", "thoughts dropped", "another question", "a short beginning"],
+)
+def test_the_next_turn_takes_the_cache_and_another_chat_copies_it(
+    shared: int, prompt: int, whole: bool
+) -> None:
+    prefixes = kept(prompt=prompt)
+
+    found = prefixes.find((*PROMPT[:shared], *MORE), 1.0)
+
+    assert found is not None
+    assert found[0].whole is whole
+    assert (prefixes.find((*PROMPT, *MORE), 1.0) is None) is whole
+
+
+def test_what_nobody_asks_for_goes() -> None:
+    prefixes = kept()
+
+    prefixes.expire(IDLE_S)
+
+    assert prefixes.find((*PROMPT, *MORE), IDLE_S) is None
+    assert prefixes.shelf.deadline is None
+
+
+def test_a_session_evicts_what_is_in_its_way() -> None:
+    prefixes = kept()
+    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
+
+    assert prefixes.find(MORE, 1.0) is None
+    assert not prefixes._texts
+    assert prefixes.shelf.budget.kept_bytes == 0
+
+
+def test_where_there_is_no_room_for_a_copy_the_cache_itself_is_taken() -> None:
+    prefixes = kept()
+    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
+
+    assert prefixes.find((*PROMPT[:20], *MORE), 1.0) == (
+        Base(SessionId(b"a" * 16), 20, whole=True, reach=len(PROMPT)),
+        "a",
+    )
+    assert not prefixes._texts
+
+
+def test_the_longest_text_is_found() -> None:
+    prefixes: Prefixes[str] = Prefixes(shelf(), None)
+    for name, length in (("a", 20), ("b", 35), ("c", 25)):
+        session = SessionId(name.encode() * 16)
+        prefixes.keep(session, PROMPT[:length], 40, name, length, 0.0)
+
+    found = prefixes.find(PROMPT, 1.0)
+
+    assert found is not None
+    assert found[1] == "b"

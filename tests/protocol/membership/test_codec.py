@@ -1,0 +1,149 @@
+"""The wire of mesh links: each message comes back, every limit holds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.errors import PeerFault
+from meshllm.protocol.membership.codec import (
+    MAX_ASK_BYTES,
+    MAX_ITEMS,
+    MAX_ITEMS_BYTES,
+    MAX_SAID_BYTES,
+    MAX_SLOTS,
+    MAX_WALL_MS,
+    Ask,
+    Beat,
+    Bye,
+    Hush,
+    Items,
+    Message,
+    Said,
+    Summary,
+    Unknown,
+    Want,
+    Why,
+    batches,
+    decode,
+    encode,
+)
+from meshllm.protocol.membership.gossip import Slot, summarise
+from tests.property.mesh_strategies import mesh_messages
+from tests.protocol.people import FOUNDER, STATE, sign
+
+ITEM = sign(FOUNDER, STATE)
+ID = bytes(range(16))
+MESSAGES: list[Message] = [
+    Beat(5, 4, 12, 1_795_000_000_000, bytes(8)),
+    Summary(summarise([ITEM])),
+    Items((ITEM, ITEM)),
+    Want((ITEM.slot,)),
+    Ask(ID, b"{}"),
+    Said(ID, b"{}"),
+    Hush(ID),
+    Bye(Why.TWIN),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
+    assert decode(encode(message)) == message
+    assert decode(memoryview(encode(message))) == message
+
+
+@given(mesh_messages)
+def test_any_message_comes_back_from_its_bytes(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@given(st.integers(0, 9), st.binary())
+def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
+    try:
+        message = decode(bytes([2, kind]) + data)
+    except PeerFault:
+        return
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_missing_byte_is_refused_and_fields_of_a_later_version_are_left(
+    message: Message,
+) -> None:
+    if isinstance(message, Ask | Said):  # JSON has no length of its own
+        with pytest.raises(PeerFault):
+            decode(encode(message)[:17])
+        return
+    with pytest.raises(PeerFault):
+        decode(encode(message)[:-1])
+    assert decode(encode(message) + b"later") == message
+
+
+def test_a_message_of_a_later_version_is_unknown() -> None:
+    assert decode(b"\x02\x63abc") == Unknown(0x63, b"abc")
+    assert encode(Unknown(0x63, b"abc")) == b"\x02\x63abc"
+
+
+def test_reasons_and_kinds_of_items_of_a_later_version_do_no_harm() -> None:
+    later = Slot(99, ITEM.author)
+
+    assert decode(b"\x02\x08\x63") == Bye(Why.OTHER)
+    assert decode(encode(Want((later,)))) == Want((later,))
+    assert decode(encode(Items((replace(ITEM, kind=99),)))) == Items((replace(ITEM, kind=99),))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x02", b"\x02\x08", b"\x01\x09"])
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(PeerFault):
+        decode(data)
+
+
+def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
+    with pytest.raises(PeerFault, match="protocol version 3; this node speaks 2") as caught:
+        decode(b"\x03\x01")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Summary(summarise([ITEM]) * (MAX_SLOTS + 1)),
+        Want((ITEM.slot,) * (MAX_SLOTS + 1)),
+        Items((ITEM,) * (MAX_ITEMS + 1)),
+        Items((replace(ITEM, payload=bytes(30_000)),) * 9),
+        Ask(ID, bytes(MAX_ASK_BYTES + 1)),
+        Said(ID, bytes(MAX_SAID_BYTES + 1)),
+    ],
+    ids=["summary", "want", "items", "bytes of items", "ask", "said"],
+)
+def test_a_message_beyond_a_limit_is_refused(message: Message) -> None:
+    with pytest.raises(PeerFault, match="allowed are 0 to"):
+        decode(encode(message))
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_ITEMS, MAX_ITEMS + 1])
+def test_items_go_into_few_messages_within_the_limits(count: int) -> None:
+    messages = batches([ITEM] * count)
+
+    assert sum(len(message.items) for message in messages) == count
+    assert len(messages) == -(-count // MAX_ITEMS)
+    assert [decode(encode(message)) for message in messages] == messages
+
+
+def test_long_items_go_into_messages_within_the_limits() -> None:
+    messages = batches([replace(ITEM, payload=bytes(30_000))] * 20)
+
+    assert sum(len(message.items) for message in messages) == 20
+    assert all(len(encode(message)) <= MAX_ITEMS_BYTES + 2 for message in messages)
+    assert [decode(encode(message)) for message in messages] == messages
+
+
+def test_a_time_of_day_beyond_the_year_9999_is_refused() -> None:
+    last = Beat(5, 4, 12, MAX_WALL_MS, bytes(8))
+    data = bytearray(encode(replace(last, wall_ms=0)))
+    data[22:30] = (MAX_WALL_MS + 1).to_bytes(8, "little")
+
+    with pytest.raises(PeerFault, match="milliseconds since 1970"):
+        decode(data)
+    assert decode(encode(last)) == last

@@ -1,0 +1,134 @@
+"""Signed items: they come back, forgeries show, and of two every store keeps the same one."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.errors import PeerFault
+from meshllm.names import MeshId
+from meshllm.protocol.membership.gossip import (
+    MAX_ITEM_BYTES,
+    Item,
+    Kind,
+    Slot,
+    Store,
+    compare,
+    digest,
+    summarise,
+)
+from tests.property.mesh_strategies import items
+from tests.protocol.people import CHARTER, FOUNDER, LAST, MESH, MIDDLE, PROFILE, STATE, sign
+
+ITEM = sign(FOUNDER, STATE)
+
+
+@given(items)
+def test_an_item_comes_back_from_its_bytes(item: Item) -> None:
+    assert Item.decode(item.encode()) == item
+
+
+@given(st.binary())
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(PeerFault):
+        Item.decode(b"\xff" + data)
+
+
+def test_an_item_longer_than_the_limit_is_refused() -> None:
+    long = replace(ITEM, payload=bytes(MAX_ITEM_BYTES))
+
+    with pytest.raises(PeerFault, match="bytes; allowed are 0 to 32768"):
+        Item.decode(long.encode())
+
+
+def test_only_what_the_author_signed_for_this_mesh_is_signed() -> None:
+    assert ITEM.is_signed(MESH)
+    assert not ITEM.is_signed(MeshId(bytes(16)))
+    assert not replace(ITEM, author=LAST.node).is_signed(MESH)
+    assert not replace(ITEM, seq=2).is_signed(MESH)
+    assert not replace(ITEM, payload=b"").is_signed(MESH)
+    assert not replace(ITEM, credential=b"x").is_signed(MESH)
+
+
+def test_every_bit_of_an_item_is_under_the_signature() -> None:
+    data = ITEM.encode()
+    for place in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        try:
+            item = Item.decode(bytes(changed))
+        except PeerFault:
+            continue
+        assert not item.is_signed(MESH)
+
+
+def test_stores_that_heard_the_same_in_any_order_are_equal() -> None:
+    said = [
+        sign(FOUNDER, STATE, seq=1),
+        sign(FOUNDER, STATE, seq=9),
+        sign(FOUNDER, replace(STATE, is_loaded=True), seq=9),
+        sign(FOUNDER, STATE, incarnation=2, seq=1),
+        sign(MIDDLE, STATE),
+    ]
+    kept = set()
+    for order in permutations(said):
+        store = Store()
+        for item in order:
+            if store.is_news(item):
+                store.keep(item)
+        kept.add(digest(store.values()))
+
+    assert len(kept) == 1
+
+
+def test_of_two_charters_of_one_version_the_higher_author_is_kept() -> None:
+    store = Store()
+    store.keep(sign(LAST, CHARTER))
+
+    assert not store.is_news(sign(FOUNDER, CHARTER))
+    assert store.is_news(sign(FOUNDER, replace(CHARTER, version=2)))
+
+
+def test_a_node_is_forgotten_with_all_it_said_of_itself() -> None:
+    store = Store()
+    for item in (sign(FOUNDER, PROFILE), sign(FOUNDER, STATE), sign(FOUNDER, CHARTER)):
+        store.keep(item)
+
+    store.forget(FOUNDER.node)
+    store.forget(FOUNDER.node)
+
+    assert [slot.kind for slot in store] == [Kind.CHARTER]
+    assert len(store) == 1
+
+
+def test_comparing_finds_what_each_side_lacks() -> None:
+    same = sign(FOUNDER, PROFILE)
+    newer, older = sign(FOUNDER, STATE, seq=2), sign(FOUNDER, STATE, seq=1)
+    mine, theirs = sign(MIDDLE, STATE), sign(LAST, STATE)
+    ours = {item.slot: item for item in (same, newer, mine)}
+    others = {item.slot: item for item in (same, older, theirs)}
+
+    lacking, wanted = compare(ours, summarise(others.values()))
+    back, asked = compare(others, summarise(ours.values()))
+
+    assert lacking == sorted([newer, mine], key=lambda item: item.slot)
+    assert wanted == (theirs.slot,)
+    assert back == [theirs]
+    assert set(asked) == {newer.slot, mine.slot}
+
+
+def test_two_items_of_one_count_go_both_ways() -> None:
+    one, other = sign(FOUNDER, STATE), sign(FOUNDER, replace(STATE, is_loaded=True))
+
+    lacking, wanted = compare({one.slot: one}, summarise([other]))
+
+    assert lacking == [one]
+    assert wanted == (Slot(Kind.STATE, FOUNDER.node),)
+
+
+def test_equal_items_have_equal_digests_in_any_order() -> None:
+    one, other = sign(FOUNDER, STATE), sign(MIDDLE, STATE)
+
+    assert digest([one, other]) == digest([other, one]) != digest([one])

@@ -1,0 +1,216 @@
+"""One node's links: who is heard, how far away, which of two stays."""
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+
+from meshllm.names import NodeId
+from meshllm.protocol.membership.codec import MAX_HELD_US, MAX_SLOTS, MAX_WALL_MS, Beat, Why
+from meshllm.protocol.membership.link_table import (
+    BEAT,
+    FRESH,
+    GAP,
+    ITEMS_PER_S,
+    MAX_CLIENTS,
+    MAX_PAUSE,
+    MOVED_US,
+    RETELL,
+    SILENCE,
+    Contact,
+    Links,
+    worth,
+)
+from meshllm.protocol.membership.records import MAX_MEMBERS
+from meshllm.protocol.trust.credential import Role
+from tests.protocol.people import FOUNDED
+
+A, B, C = (NodeId(bytes([number]) * 32) for number in range(3))
+
+
+def contact(
+    now: float = 0.0, *, instance: int = 1, role: Role = Role.NODE, is_favoured: bool = True
+) -> Contact:
+    return Contact(instance, role, FOUNDED, is_favoured, now, now)
+
+
+def links(**contacts: Contact) -> Links:
+    made = Links(A)
+    for name, at in contacts.items():
+        made.add({"b": B, "c": C}[name], at)
+    return made
+
+
+def test_a_round_trip_is_without_the_time_that_the_peer_held_the_stamp() -> None:
+    here, there = contact(), contact()
+
+    there.hear(here.beat(1.0, 0.0, b""), 1.010, 0.0)
+    here.hear(there.beat(1.5, 0.0, b""), 1.512, 0.0)
+
+    assert here.round_trip_us == 22_000
+    assert there.round_trip_us == 0
+
+
+def test_round_trips_are_smoothed() -> None:
+    at = contact()
+    at.hear(Beat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
+    at.hear(Beat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
+
+    assert at.round_trip_us == 9_000
+
+
+def test_a_round_trip_that_was_measured_is_not_zero() -> None:
+    at = contact()
+
+    at.hear(Beat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
+
+    assert at.round_trip_us == 1
+
+
+@pytest.mark.parametrize(("echo", "held"), [(0, 0), (9, 0), (1, 10**7)])
+def test_a_stamp_that_cannot_be_ours_measures_nothing(echo: int, held: int) -> None:
+    at = contact()
+
+    at.hear(Beat(5, echo, held, 0, b""), 9.0, 0.0)
+
+    assert at.round_trip_us == 0
+
+
+def test_the_clock_of_a_peer_is_compared_over_half_a_round_trip() -> None:
+    here, there = contact(), contact()
+    there.hear(here.beat(1.0, 5_000.0, b""), 1.010, 4_970.0)
+
+    here.hear(there.beat(1.5, 4_970.5, b""), 1.510, 5_000.51)
+
+    assert here.round_trip_us == 20_000
+    assert here.ahead_s == pytest.approx(-30.0)
+    assert there.ahead_s == pytest.approx(30.0)  # it knows no round trip yet
+
+
+def test_before_the_first_beat_no_clock_is_known() -> None:
+    assert contact().ahead_s is None
+
+
+@pytest.mark.parametrize(("wall_s", "told"), [(-1.0, 0), (1e15, MAX_WALL_MS)])
+def test_a_clock_that_is_out_of_its_mind_is_told_within_bounds(wall_s: float, told: int) -> None:
+    assert contact().beat(1.0, wall_s, b"").wall_ms == told
+
+
+def test_a_stamp_that_is_held_for_ever_is_told_within_bounds() -> None:
+    at = contact()
+    at.hear(Beat(5, 0, 0, 0, b""), 1.0, 0.0)
+
+    assert at.beat(1e6, 0.0, b"").held == MAX_HELD_US
+
+
+def test_summaries_wait_for_two_beats_and_become_rare() -> None:
+    at = contact()
+    beats = (tick * BEAT for tick in range(100))
+
+    sent = [now for now in beats if at.wants_summary(differs=True, now=now)]
+
+    assert sent[0] == BEAT
+    pauses = [later - earlier for earlier, later in pairwise(sent)]
+    assert pauses[:5] == [1.0, 2.0, 4.0, MAX_PAUSE, MAX_PAUSE]
+    assert not at.wants_summary(differs=False, now=100.0)
+    assert not at.wants_summary(differs=True, now=100.0)
+    assert at.wants_summary(differs=True, now=100.5)
+
+
+def test_a_peer_may_send_so_many_items_and_more_with_time() -> None:
+    at = contact()
+
+    burst = sum(at.spend() for _ in range(2 * MAX_SLOTS))
+    at.refill(0.5)
+    more = sum(at.spend() for _ in range(MAX_SLOTS))
+    at.refill(1e9)
+
+    assert (burst, more, at.allowance) == (MAX_SLOTS, ITEMS_PER_S / 2, MAX_SLOTS)
+
+
+def test_without_links_there_is_no_deadline() -> None:
+    assert links().deadline == inf
+    assert links().silent(9.0) == []
+
+
+def test_silence_is_loss_of_the_silent_one() -> None:
+    both = links(b=contact(1.0), c=contact(2.0))
+
+    assert both.deadline == 1.0 + SILENCE
+    assert both.silent(1.0 + SILENCE - 0.01) == []
+    assert both.silent(1.0 + SILENCE) == [B]
+
+
+def test_who_slept_gives_the_others_one_beat_more() -> None:
+    both = links(b=contact(), c=contact())
+
+    assert both.silent(60.0) == []
+    assert both.silent(60.0 + BEAT / 2) == []
+    assert both.silent(60.0 + BEAT) == [B, C]
+
+
+def test_a_link_to_itself_is_refused() -> None:
+    assert links().refusal(A, contact(), 0.0) is Why.TWIN
+
+
+def test_the_first_link_to_a_peer_stands() -> None:
+    assert links(c=contact()).refusal(B, contact(), 0.0) is None
+
+
+def test_another_process_with_the_same_key_is_refused_while_the_first_is_heard() -> None:
+    one = links(b=contact(0.0, instance=1, is_favoured=False))
+    other = contact(1.0, instance=2)
+
+    assert one.refusal(B, other, FRESH - 0.01) is Why.TWIN
+    assert one.refusal(B, other, FRESH) is None
+
+
+@pytest.mark.parametrize(
+    ("standing", "newcomer", "why"),
+    [
+        (False, True, None),
+        (True, False, Why.CROSSED),
+        (True, True, Why.CROSSED),
+        (False, False, Why.CROSSED),
+    ],
+)
+def test_of_two_crossing_links_the_favoured_one_stays(
+    standing: bool, newcomer: bool, why: Why | None
+) -> None:
+    one = links(b=contact(is_favoured=standing))
+
+    assert one.refusal(B, contact(1.0, is_favoured=newcomer), 1.0) is why
+    assert one.refusal(B, contact(1.0, is_favoured=newcomer), FRESH) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "most"), [(Role.NODE, MAX_MEMBERS - 1), (Role.CLIENT, MAX_CLIENTS)]
+)
+def test_links_are_bounded_for_nodes_and_clients_apart(role: Role, most: int) -> None:
+    many, other = Links(A), Role.CLIENT if role is Role.NODE else Role.NODE
+    for number in range(most):
+        many.add(NodeId(bytes([9, number]) * 16), contact(role=role))
+
+    assert many.refusal(B, contact(role=role), 0.0) is Why.FULL
+    assert many.refusal(B, contact(role=other), 0.0) is None
+
+
+def test_links_of_clients_are_not_told() -> None:
+    both = links(c=contact(), b=contact(role=Role.CLIENT))
+    both[C].round_trip_us = 7
+
+    assert both.told() == ((C, 7),)
+    assert both.remove(C) is not None
+    assert both.remove(C) is None
+    assert both.told() == ()
+    assert len(both) == 1
+
+
+def test_links_are_told_again_when_they_come_go_or_move() -> None:
+    assert worth((), ()) == inf
+    assert worth((), ((B, 0),)) == worth(((B, 0),), ()) == GAP
+    assert worth(((B, 0),), ((B, 5),)) == GAP
+    assert worth(((B, 0),), ((B, 0),)) == inf
+    assert worth(((B, 10_000),), ((B, 12_000),)) == inf
+    assert worth(((B, 10_000),), ((B, 13_000),)) == RETELL
+    assert worth(((B, 10),), ((B, 10 + MOVED_US),)) == inf

@@ -1,0 +1,173 @@
+"""What nodes tell of themselves: it comes back, every limit holds, and who is alive by it."""
+
+from dataclasses import replace
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.errors import PeerFault
+from meshllm.names import NodeId, Span
+from meshllm.protocol.membership.records import (
+    MAX_ADDRESS_BYTES,
+    MAX_ADDRESSES,
+    MAX_BYTES,
+    MAX_LABEL_BYTES,
+    MAX_LAYERS,
+    MAX_MEMBERS,
+    MAX_OBSTACLE_BYTES,
+    MAX_PLAN_BYTES,
+    MAX_ROUND_TRIP_US,
+    Lifecycle,
+    Profile,
+    State,
+    alive,
+)
+from meshllm.protocol.planning.plan import MAX_NAME_BYTES, MAX_SECONDS
+from tests.property.mesh_strategies import profiles, states
+from tests.property.strategies import nodes
+
+PROFILE = Profile("desk", "1.0", ("ws://10.0.0.7:7700",), 1000, ((1, 0.01), (8, 0.02)), 0.001)
+A, B, C, D = (NodeId(bytes([number]) * 32) for number in range(4))
+
+
+@given(profiles)
+def test_a_profile_comes_back_from_its_bytes(profile: Profile) -> None:
+    assert Profile.decode(profile.encode()) == profile
+
+
+@given(states)
+def test_a_state_comes_back_from_its_bytes(state: State) -> None:
+    assert State.decode(state.encode()) == state
+
+
+@given(st.binary())
+def test_garbage_is_refused(data: bytes) -> None:
+    for record in (Profile, State):
+        with pytest.raises(PeerFault):
+            record.decode(b"\x01" + data + b"\xff" * 99_999)
+
+
+@pytest.mark.parametrize("record", [PROFILE, State(links=((A, 9),), followed=b"plan")])
+def test_fields_of_a_later_version_are_left_and_a_missing_one_is_refused(
+    record: Profile | State,
+) -> None:
+    assert record.decode(b"\x02" + record.encode()[1:] + b"later") == record
+
+    with pytest.raises(PeerFault):
+        record.decode(record.encode()[:-1])
+
+
+@pytest.mark.parametrize("code", [0, 4, 255])
+def test_a_lifecycle_of_a_later_version_is_another_one(code: int) -> None:
+    data = bytearray(State().encode())
+    data[1] = code
+
+    assert State.decode(bytes(data)).lifecycle is Lifecycle.OTHER
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "n" * (MAX_LABEL_BYTES + 1)},
+        {"version": "n" * (MAX_LABEL_BYTES + 1)},
+        {"model": "n" * (MAX_NAME_BYTES + 1)},
+        {"addresses": ("a" * (MAX_ADDRESS_BYTES + 1),)},
+        {"addresses": ("a",) * (MAX_ADDRESSES + 1)},
+        {"memory_bytes": MAX_BYTES + 1},
+        {"reserve_bytes": MAX_BYTES + 1},
+        {"layer_s": tuple((rows, 0.1) for rows in range(1, 18))},
+        {"layer_s": ((8, 0.1), (8, 0.2))},
+        {"layer_s": ((0, 0.1),)},
+        {"layer_s": ((4097, 0.1),)},
+        {"layer_s": ((1, 0.0),)},
+        {"layer_s": ((1, MAX_SECONDS + 1),)},
+        {"layer_s": ((1, nan),)},
+        {"head_s": inf},
+        {"head_s": nan},
+        {"head_s": -1.0},
+        {"span": Span(0, MAX_LAYERS + 1)},
+        {"weights": (b"short",)},
+        {"weights": (bytes(16),) * (MAX_LAYERS + 4)},
+    ],
+    ids=lambda fields: str(fields)[:40],
+)
+def test_a_profile_beyond_a_limit_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(PeerFault):
+        Profile.decode(replace(PROFILE, **fields).encode())
+
+
+def test_a_span_from_above_to_below_is_refused() -> None:
+    data = bytearray(replace(PROFILE, span=Span(2, 4)).encode())
+    data[1 + 24] = 5
+
+    with pytest.raises(PeerFault, match="with 5 first layer; allowed are 0 to 4"):
+        Profile.decode(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        State(links=((A, 1),) * (MAX_MEMBERS + 1)),
+        State(links=((A, MAX_ROUND_TRIP_US + 1),)),
+        State(followed=bytes(MAX_PLAN_BYTES + 1)),
+        State(obstacle="o" * (MAX_OBSTACLE_BYTES + 1)),
+    ],
+    ids=["links", "round trip", "plan", "obstacle"],
+)
+def test_a_state_beyond_a_limit_is_refused(state: State) -> None:
+    with pytest.raises(PeerFault):
+        State.decode(state.encode())
+
+
+@pytest.mark.parametrize(("place", "value"), [(2, 2), (3, 2)])
+def test_a_flag_that_is_none_is_refused(place: int, value: int) -> None:
+    data = bytearray(State().encode())
+    data[place] = value
+
+    with pytest.raises(PeerFault):
+        State.decode(bytes(data))
+
+
+def here(**links: str) -> dict[NodeId, State]:
+    names = {"a": A, "b": B, "c": C, "d": D}
+    return {
+        names[name]: State(Lifecycle.SERVING, tuple((names[peer], 1) for peer in peers))
+        for name, peers in links.items()
+    }
+
+
+def test_a_node_is_alive_by_itself() -> None:
+    assert alive({}, A) == {A}
+
+
+def test_alive_is_who_is_joined_by_links_that_both_ends_name() -> None:
+    assert alive(here(a="b", b="ac", c="b", d=""), A) == {A, B, C}
+
+
+def test_a_link_that_one_end_names_joins_nobody() -> None:
+    assert alive(here(a="b", b="", c="a"), A) == {A}
+    assert alive(here(a="bc", b="ac", c="b"), A) == {A, B, C}
+    assert alive(here(a="bc", b="a", c="b"), A) == {A, B}
+
+
+def test_who_has_left_is_not_alive_and_joins_nobody() -> None:
+    states = here(a="b", b="ac", c="b")
+    states[B] = replace(states[B], lifecycle=Lifecycle.LEFT)
+
+    assert alive(states, A) == {A}
+
+
+def test_the_component_without_me_is_not_alive() -> None:
+    assert alive(here(a="", b="c", c="b"), A) == {A}
+
+
+@given(st.dictionaries(nodes, states, max_size=6), nodes)
+def test_alive_is_the_same_for_all_who_are(states: dict[NodeId, State], me: NodeId) -> None:
+    links = tuple((node, 1) for node in states)
+    linked = {node: replace(state, links=links) for node, state in states.items()}
+
+    for node in alive(linked, me) - {me}:
+        assert alive(linked, node) - {me} == alive(linked, me) - {me}

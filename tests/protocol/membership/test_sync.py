@@ -1,0 +1,225 @@
+"""What a node tells, takes, shares and forgets."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.names import NodeId
+from meshllm.protocol.membership.gossip import Item, Kind, Slot
+from meshllm.protocol.membership.link_table import Contact
+from meshllm.protocol.membership.records import MAX_MEMBERS, State
+from meshllm.protocol.membership.sync import FORGET, Exchange
+from meshllm.protocol.trust.credential import Credential, Role, found, issue
+from meshllm.protocol.trust.identity import NodeKey
+from tests.protocol.people import (
+    CHARTER,
+    CREDENTIALS,
+    FOUNDED,
+    FOUNDER,
+    LAST,
+    MESH,
+    MIDDLE,
+    PROFILE,
+    STATE,
+    WALL,
+    sign,
+)
+
+
+def contact() -> Contact:
+    return Contact(1, Role.NODE, FOUNDED, True, 0.0, 0.0)
+
+
+def exchange(incarnation: int = 1) -> Exchange:
+    return Exchange(MIDDLE, CREDENTIALS[MIDDLE.node], incarnation)
+
+
+def taken(node: Exchange, *items: Item, peer: NodeId = LAST.node) -> tuple[list[Item], list[Item]]:
+    return node.take(peer, contact(), items, WALL)
+
+
+def linked(*peers: NodeId) -> State:
+    return replace(STATE, links=tuple((peer, 1) for peer in peers))
+
+
+def test_own_records_are_signed_and_counted() -> None:
+    node = exchange(incarnation=7)
+
+    items = node.sign([PROFILE, STATE, CHARTER], WALL)
+
+    assert all(item.is_signed(MESH) for item in items)
+    assert [(item.incarnation, item.seq) for item in items] == [(7, 1), (7, 2), (1, 0)]
+    assert node.own() == items[:2]
+
+
+def test_what_is_news_is_taken_once() -> None:
+    node = exchange()
+    items = [sign(LAST, PROFILE), sign(LAST, STATE)]
+
+    assert taken(node, *items) == (items, [])
+    assert taken(node, *items) == ([], [])
+
+
+def test_items_beyond_the_allowance_are_not_looked_at() -> None:
+    node, at = exchange(), contact()
+    at.allowance = 1
+
+    news, _ = node.take(LAST.node, at, [sign(LAST, PROFILE), sign(LAST, STATE)], WALL)
+
+    assert [item.kind for item in news] == [Kind.PROFILE]
+
+
+def test_an_author_that_lost_count_hears_of_its_newer_item() -> None:
+    node = exchange()
+    newer, older = sign(LAST, PROFILE, seq=9), sign(LAST, PROFILE, seq=1)
+    taken(node, newer)
+
+    assert taken(node, older, peer=LAST.node) == ([], [newer])
+    assert taken(node, older, peer=FOUNDER.node) == ([], [])
+
+
+def test_our_own_item_that_comes_back_newer_is_signed_over() -> None:
+    node = exchange()
+    node.sign([PROFILE, STATE], WALL)
+
+    news, answers = taken(node, sign(MIDDLE, replace(PROFILE, name="old"), incarnation=4, seq=8))
+    (item,) = node.sign([PROFILE], WALL)
+
+    assert not news
+    assert not answers
+    assert node.is_behind
+    assert (item.incarnation, item.seq) == (4, 9)
+    assert node.own()[0] == item
+
+
+def test_our_own_item_from_before_changes_nothing() -> None:
+    node = exchange(incarnation=5)
+    node.sign([PROFILE, STATE], WALL)
+
+    taken(node, sign(MIDDLE, PROFILE, incarnation=4, seq=8))
+
+    assert not node.is_behind
+
+
+def test_our_own_item_that_we_do_not_have_is_signed_over() -> None:
+    node = exchange(incarnation=5)
+
+    taken(node, sign(MIDDLE, PROFILE, incarnation=4, seq=8))
+
+    assert node.is_behind
+    assert not node.census.profiles
+
+
+def test_our_own_item_that_we_never_signed_is_a_fault() -> None:
+    node = exchange()
+    forged = replace(sign(MIDDLE, PROFILE, incarnation=9), signature=bytes(64))
+
+    with pytest.raises(PeerFault, match="forged"):
+        taken(node, forged)
+    assert not node.is_behind
+
+
+def test_news_are_passed_on_to_those_that_the_author_does_not_name() -> None:
+    node = exchange()
+    state = sign(LAST, linked(MIDDLE.node))
+    taken(node, sign(LAST, PROFILE), state)
+
+    assert node.for_peer(FOUNDER.node, [state]) == [state]
+    assert node.for_peer(MIDDLE.node, [state]) == []
+    assert node.for_peer(LAST.node, [state]) == []
+    charter = sign(FOUNDER, CHARTER)
+    assert node.for_peer(LAST.node, [charter]) == [charter]
+
+
+def test_only_what_the_living_said_is_shared() -> None:
+    node = exchange()
+    node.sign([PROFILE, linked(LAST.node)], WALL)
+    charter = sign(FOUNDER, CHARTER)
+    taken(node, sign(LAST, PROFILE), sign(LAST, linked(MIDDLE.node)), charter)
+    taken(node, sign(FOUNDER, PROFILE), sign(FOUNDER, linked(MIDDLE.node)))
+
+    node.settle(0.0)
+
+    authors = {slot.subject for slot in node.shared if slot.kind is Kind.STATE}
+    assert authors == node.alive == {MIDDLE.node, LAST.node}
+    assert charter.slot in node.shared
+    assert FOUNDER.node in node.census.profiles
+
+
+def test_who_is_gone_for_long_is_forgotten() -> None:
+    node = exchange()
+    node.sign([PROFILE, linked(LAST.node)], WALL)
+    taken(node, sign(LAST, PROFILE), sign(LAST, linked(MIDDLE.node)), sign(FOUNDER, PROFILE))
+    node.settle(0.0)
+
+    assert node.watch(FORGET) == []
+    assert node.watch(FORGET + 1) == [FOUNDER.node]
+    assert set(node.census.profiles) == {MIDDLE.node, LAST.node}
+
+
+def many(count: int) -> list[tuple[NodeKey, Credential]]:
+    keys = [NodeKey(bytes([9, number]) * 16) for number in range(count)]
+    return [(key, issue(FOUNDER, FOUNDED, key.node, Role.NODE)) for key in keys]
+
+
+def test_the_node_that_is_gone_for_longest_makes_room_for_another() -> None:
+    node = exchange()
+    node.sign([PROFILE], WALL)
+    *others, last = (
+        Item(Kind.PROFILE, key.node, key.node, 1, 1, shown.encode(), PROFILE.encode()).sign(
+            key, MESH
+        )
+        for key, shown in many(MAX_MEMBERS)
+    )
+    taken(node, *others)
+    for now in range(MAX_MEMBERS):
+        node.alive = frozenset(item.author for item in others[now:])
+        node.watch(float(now))
+    node.alive = frozenset({MIDDLE.node})
+
+    news, _ = taken(node, last)
+
+    assert news == [last]
+    assert len(node.census.profiles) == MAX_MEMBERS
+    assert others[0].author not in node.census.profiles
+
+
+def test_who_is_no_member_takes_the_place_of_nobody() -> None:
+    node = exchange()
+    node.sign([PROFILE], WALL)
+    *others, (stranger, _) = many(MAX_MEMBERS)
+    taken(
+        node,
+        *(
+            Item(Kind.PROFILE, key.node, key.node, 1, 1, shown.encode(), PROFILE.encode()).sign(
+                key, MESH
+            )
+            for key, shown in others
+        ),
+    )
+    known = set(node.census.profiles)
+    shown = found(stranger, bytes(16)).encode()
+    item = Item(Kind.PROFILE, stranger.node, stranger.node, 1, 1, shown, PROFILE.encode())
+
+    news, _ = taken(node, item.sign(stranger, MESH))
+
+    assert news == []
+    assert set(node.census.profiles) == known
+
+
+def test_the_living_make_no_room() -> None:
+    node = exchange()
+    keys = many(MAX_MEMBERS + 1)
+    items = [
+        Item(Kind.PROFILE, key.node, key.node, 1, 1, shown.encode(), PROFILE.encode()).sign(
+            key, MESH
+        )
+        for key, shown in keys
+    ]
+    node.alive = frozenset(key.node for key, _ in keys)
+
+    news, _ = taken(node, *items)
+
+    assert len(news) == MAX_MEMBERS
+    assert Slot(Kind.PROFILE, keys[-1][0].node) not in node.census.store

@@ -1,0 +1,49 @@
+from itertools import permutations
+
+from meshllm.protocol.planning.tours import all_trips, good_trip, length, shortest_trips
+
+# Seven places on a circle of 28 steps, named out of order; the shortest trip follows the circle.
+_AT = [0, 12, 4, 20, 8, 24, 16]
+WAYS = [[min((a - b) % 28, (b - a) % 28) for b in _AT] for a in _AT]
+
+
+def test_a_trip_goes_back_to_where_it_began() -> None:
+    assert length(WAYS, (0, 2, 4)) == 4 + 4 + 8
+
+
+def test_a_trip_to_one_place_goes_nowhere() -> None:
+    assert length(WAYS, (3,)) == 0
+
+
+def test_all_trips_are_every_order_of_every_set() -> None:
+    assert list(all_trips(0, [1, 2])) == [(0,), (0, 1), (0, 2), (0, 1, 2), (0, 2, 1)]
+    assert len(set(all_trips(0, range(1, 6)))) == 326
+
+
+def test_shortest_trips_are_the_shortest_of_every_set() -> None:
+    ways = [[(3 * a + 5 * b) % 11 * (a != b) for b in range(6)] for a in range(6)]
+    shortest: dict[frozenset[int], int] = {}
+    for trip in all_trips(5, range(5)):
+        places = frozenset(trip)
+        shortest[places] = min(length(ways, trip), shortest.get(places, 99))
+
+    found = list(shortest_trips(ways, 5, range(5)))
+
+    assert {frozenset(trip): length(ways, trip) for trip in found} == shortest
+    assert {trip[0] for trip in found} == {5}
+
+
+def test_a_good_trip_has_no_crossing_to_undo() -> None:
+    trip = good_trip(WAYS, 0, range(1, 7))
+
+    assert sorted(trip) == list(range(7))
+    assert trip[0] == 0
+    assert length(WAYS, trip) == 28
+
+
+def test_a_good_trip_is_uncrossed_where_insertion_went_wrong() -> None:
+    points = [(0, 0), (9, 1), (3, 8), (7, 7), (1, 5), (8, 4), (2, 2), (5, 9), (4, 1), (6, 3)]
+    ways = [[abs(a - c) + abs(b - d) for c, d in points] for a, b in points]
+    best = min(length(ways, (0, *rest)) for rest in permutations(range(1, 8)))
+
+    assert length(ways, good_trip(ways, 0, range(1, 8))) <= 1.2 * best

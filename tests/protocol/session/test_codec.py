@@ -1,0 +1,178 @@
+"""The wire: each message comes back, every limit holds, nothing is copied."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.names import Digest, NodeId, SessionId
+from meshllm.protocol.session.blob import seal, session_key
+from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT, decode, encode, size
+from meshllm.protocol.session.messages import (
+    MAX_RANKS,
+    Beat,
+    Cancel,
+    Close,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Gap,
+    Hello,
+    Logits,
+    Message,
+    Resume,
+    Spent,
+    Tally,
+    Unknown,
+)
+
+SESSION, BASE = SessionId(bytes(range(16))), SessionId(bytes(16))
+BLOB = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 4), bytes(range(16)))
+DATA = Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NEED_ROW, BLOB)
+TALLY = Tally(Spent(1200, 80, 15), steps=3, bytes_sent=9000, round_trip_us=450)
+FAULT = Fault(SESSION, 3, FaultCode.MODEL, 2, "no memory for 4 rows")
+MESSAGES: list[Message] = [
+    Hello(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),
+    Beat(5_000_000, 4_000_000, 12),
+    DATA,
+    Data(SESSION, 3, 1, 7, 2, Flags(0), None),
+    Gap(SESSION, 3, 1, 512),
+    Cancel(SESSION, 3, 2),
+    Close(SESSION, 3),
+    Close(SESSION, 3, 17, (TALLY, TALLY)),
+    Resume(SESSION, 3, BASE, 40, whole=True),
+    Resume(SESSION, 3, BASE, 1, whole=False),
+    Logits(SESSION, 3, 1, 7, BLOB),
+    FAULT,
+]
+NAMES = [
+    "hello",
+    "beat",
+    "data",
+    "answer",
+    "gap",
+    "cancel",
+    "close",
+    "closed",
+    "resume",
+    "branch",
+    "logits",
+    "fault",
+]
+
+
+def packed(message: Message) -> bytearray:
+    return bytearray(b"".join(encode(message)))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
+def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
+    assert decode(packed(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
+def test_a_missing_byte_is_refused_and_fields_of_a_later_version_are_left(
+    message: Message,
+) -> None:
+    encoded = packed(message)
+
+    with pytest.raises(PeerFault):
+        decode(encoded[:-1])
+    if isinstance(message, Data | Logits):  # a tensor is all of the rest
+        with pytest.raises(PeerFault):
+            decode(encoded + b"\0")
+    else:
+        assert decode(encoded + b"later") == message
+
+
+def test_a_message_of_a_later_version_is_unknown() -> None:
+    assert decode(b"\x02\x63abc") == Unknown(0x63, b"abc")
+    assert packed(Unknown(0x63, b"abc")) == b"\x02\x63abc"
+
+
+def test_flags_codes_and_tallies_of_a_later_version_do_no_harm() -> None:
+    data = packed(Data(SESSION, 0, 0, 0, 1, Flags(128 | Flags.HELP), None))
+    fault = packed(FAULT)
+    fault[22] = 99
+    close = packed(Close(SESSION, 3, 17, (TALLY,)))
+    longer = close[:28] + (40 + 3).to_bytes(2, "little") + close[30:] + b"new"
+
+    assert decode(data) == Data(SESSION, 0, 0, 0, 1, Flags(128 | Flags.HELP), None)
+    assert decode(fault) == replace(FAULT, code=FaultCode.OTHER)
+    assert decode(longer) == Close(SESSION, 3, 17, (TALLY,))
+
+
+def test_a_payload_is_not_copied_on_either_side() -> None:
+    buffer = packed(DATA)
+
+    _, payload = encode(DATA)
+    decoded = decode(buffer)
+    buffer[-1] = 99
+
+    assert payload is BLOB.payload
+    assert isinstance(decoded, Data)
+    assert decoded.blob is not None
+    assert decoded.blob.payload[-1] == 99
+
+
+def test_the_header_of_data_leaves_room_in_the_budget() -> None:
+    head, _ = encode(DATA)
+
+    assert len(head) == size(DATA) - 16 == 85
+
+
+def test_another_version_is_refused_with_a_way_out() -> None:
+    with pytest.raises(PeerFault, match=r"version 3.*speaks 2") as caught:
+        decode(b"\x03" + packed(DATA)[1:])
+
+    assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (Data(SESSION, 0, 0, 0, 0, Flags(0), None), "0 rows"),
+        (Data(SESSION, 0, 0, 0, MAX_ROWS + 1, Flags(0), None), "4097 rows"),
+        (Data(SESSION, 0, 0, MAX_POSITION, 1, Flags(0), None), "pos"),
+        (Gap(SESSION, 0, 0, MAX_POSITION + 1), "kv_len"),
+        (Logits(SESSION, 0, 0, MAX_POSITION, BLOB), "pos"),
+        (Resume(SESSION, 0, BASE, 0, whole=True), "0 length"),
+        (Resume(SESSION, 0, BASE, MAX_POSITION + 1, whole=True), "length"),
+        (Close(SESSION, 0, MAX_POSITION + 1), "keep"),
+        (Close(SESSION, 0, 0, (TALLY,) * (MAX_RANKS + 1)), "257 tallies"),
+    ],
+)
+def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> None:
+    with pytest.raises(PeerFault, match=words):
+        decode(packed(message))
+
+
+@pytest.mark.parametrize(
+    ("encoded", "words"),
+    [
+        (b"", "0 bytes"),
+        (b"\x01", "1 bytes"),
+        (b"\x02\x01abc", "Hello of 5 bytes"),
+        (packed(DATA)[:40], "header takes"),
+        (packed(Logits(SESSION, 3, 1, 7, BLOB))[:30], "Blob of 0 bytes"),
+        (packed(DATA)[:-2], "is 16 bytes, not 14"),
+        (packed(FAULT)[:24] + b"\x01\x00\xff", "no UTF-8"),
+        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-1] + b"\x02", "2 whole"),
+        (packed(FAULT)[:24] + b"\x01\x02" + MAX_TEXT * b"xx", "513 bytes"),
+        (packed(Close(SESSION, 0))[:26] + b"\x01\x00\xff\xff", "65535 bytes"),
+    ],
+)
+def test_bytes_that_nobody_writes_are_refused(encoded: bytes, words: str) -> None:
+    with pytest.raises(PeerFault, match=words):
+        decode(encoded)
+
+
+def test_a_long_text_is_cut_between_characters() -> None:
+    fault = Fault(SESSION, 0, FaultCode.MODEL, 1, "é" * 300 + "\ud800")
+
+    decoded = decode(packed(Fault(SESSION, 0, FaultCode.MODEL, 1, "x" + fault.text)))
+
+    assert isinstance(decoded, Fault)
+    assert decoded.text == "x" + "é" * 255

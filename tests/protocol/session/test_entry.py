@@ -1,0 +1,974 @@
+"""Rank 0's side of a generation: chunks out, rows back, tokens once and for good."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.errors import UserError
+from meshllm.names import SessionId
+from meshllm.protocol.kv_cache.prefix_index import Base
+from meshllm.protocol.session.actions import (
+    Action,
+    Closed,
+    Done,
+    Embed,
+    Emit,
+    Failed,
+    Pick,
+    Progress,
+    Task,
+)
+from meshllm.protocol.session.blob import seal, session_key
+from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.session.entry import Entry, State
+from meshllm.protocol.session.messages import (
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    Resume,
+    SessionMessage,
+    Spent,
+    Tally,
+)
+from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import MAX_PENDING
+from meshllm.request import FinishReason
+
+SESSION = SessionId(bytes(range(16)))
+EPOCH = 5
+NO_FLAGS = Flags(0)
+LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
+TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
+CANCELLED = FinishReason.CANCELLED
+
+TASK = Task(
+    SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64, keep_from=1
+)
+PACE = Pace(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
+
+
+def blob(rows: int) -> Blob:
+    return seal(session_key(SESSION), DType.BFLOAT16, (1, rows, 4), bytes(8 * rows))
+
+
+def sent(pos: int, rows: int, flags: Flags = NO_FLAGS, gen: int = 0) -> Forward:
+    return Forward(Data(SESSION, EPOCH, gen, pos, rows, flags, blob(rows)))
+
+
+def back(pos: int, rows: int, gen: int = 0, row: Blob | None = None) -> Data:
+    return Data(SESSION, EPOCH, gen, pos, rows, NO_FLAGS, row)
+
+
+def decoding() -> Entry:
+    """An entry whose first token, 90, was just embedded and sent."""
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0)
+    entry.computed(blob(1), 1.0)
+    return entry
+
+
+def test_a_prompt_goes_out_in_chunks_without_waiting_up_to_the_window() -> None:
+    entry = Entry(TASK, PACE)
+
+    assert entry.open(0.0) == [Embed(0, 0, (11, 12))]
+    assert entry.computed(blob(2), 0.1) == [
+        sent(0, 2, Flags.PREFILL),
+        Embed(0, 2, (13, 14)),
+    ]
+    assert entry.computed(blob(2), 0.2) == [sent(2, 2, Flags.PREFILL)]
+
+
+def test_a_chunk_that_came_back_makes_progress_and_room_for_the_last_one() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+
+    assert entry.receive(back(0, 2), 0.5) == [Progress(2, 5), Embed(0, 4, (15,))]
+    assert entry.computed(blob(1), 0.6) == [sent(4, 1, LAST_CHUNK)]
+
+
+def test_a_chunk_that_came_back_speaks_for_those_before_it() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+
+    assert entry.receive(back(2, 2), 0.5) == [Progress(4, 5), Embed(0, 4, (15,))]
+    assert entry.receive(back(0, 2), 0.6) == []
+
+
+def test_the_row_of_the_last_chunk_becomes_the_first_token() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+
+    assert entry.receive(back(0, 2, row=blob(1)), 0.5) == [
+        Progress(2, 2),
+        Pick(0, 2, blob(1), (), 5),
+    ]
+    assert entry.state is State.PREFILL
+    assert entry.picked((90,), 0.6) == [Emit(90), Embed(0, 2, (90,))]
+
+
+def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
+    entry = Entry(replace(TASK, prompt=(11,)), PACE)
+    entry.open(0.0)
+
+    assert entry.computed(blob(1), 0.1) == [sent(0, 1, LAST_CHUNK)]
+    assert entry.receive(back(0, 1, row=blob(1)), 0.5) == [
+        Progress(1, 1),
+        Pick(0, 1, blob(1), (), 4),
+    ]
+
+
+def test_a_decode_step_is_one_row_that_comes_back() -> None:
+    entry = decoding()
+
+    assert entry.state is State.DECODE
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
+    assert entry.picked((91,), 2.0) == [Emit(91), Embed(0, 3, (91,))]
+    assert entry.computed(blob(1), 2.0) == [sent(3, 1, Flags.NEED_ROW)]
+
+
+def test_max_tokens_end_the_answer() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=1), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert entry.picked((90,), 0.6) == [
+        Emit(90),
+        Done(FinishReason.LENGTH),
+        Forward(Close(SESSION, EPOCH, keep=2)),
+    ]
+
+
+def test_the_context_ends_the_answer() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), context=3), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert Done(FinishReason.LENGTH) in entry.picked((90,), 0.6)
+
+
+def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> None:
+    entry = decoding()
+    entry.receive(back(2, 1, row=blob(1)), 2.0)
+
+    assert entry.picked((91,), 2.0, stop=True) == [
+        Emit(91),
+        Done(FinishReason.STOP),
+        Forward(Close(SESSION, EPOCH, keep=3)),
+    ]
+
+
+def test_alone_in_the_ring_nothing_is_sent() -> None:
+    entry = Entry(replace(TASK, ring=1, max_tokens=2), PACE)
+
+    assert entry.open(0.0) == [Embed(0, 0, (11, 12))]
+    assert entry.computed(None, 0.1) == [Progress(2, 5), Embed(0, 2, (13, 14))]
+    assert entry.computed(None, 0.2) == [Progress(4, 5), Embed(0, 4, (15,))]
+    assert entry.computed(None, 0.3) == [Progress(5, 5), Pick(0, 5, None, (), 7)]
+    assert entry.picked((90,), 0.4) == [Emit(90), Embed(0, 5, (90,))]
+    assert entry.computed(None, 0.5) == [Pick(0, 6, None, (), 7)]
+    assert entry.deadline is None
+    assert entry.picked((91,), 0.6) == [Emit(91), Done(FinishReason.LENGTH), Closed(())]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        back(0, 2, row=blob(1)),
+        back(2, 1, gen=1, row=blob(1)),
+        replace(back(2, 1, row=blob(1)), epoch=EPOCH - 1),
+        Gap(SESSION, EPOCH, 1, 0),
+        Cancel(SESSION, EPOCH, 0),
+        Close(SESSION, EPOCH, 0, TALLIES),
+    ],
+    ids=["repeated", "other gen", "other epoch", "gap of other gen", "cancel", "close too soon"],
+)
+def test_what_is_not_expected_is_ignored(message: SessionMessage) -> None:
+    entry = decoding()
+
+    assert entry.receive(message, 2.0) == []
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [back(2, 1), back(2, 1, row=blob(2)), back(2, 2, row=blob(1))],
+    ids=["no row", "two rows", "beyond"],
+)
+def test_an_answer_that_was_not_asked_ends_the_generation(message: Data) -> None:
+    failed, close = decoding().receive(message, 2.0)
+
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.rank) == (FaultCode.RULES, 2)
+    assert close == Forward(Close(SESSION, EPOCH))
+
+
+def test_a_gap_raises_the_gen_and_the_tokens_go_out_again_from_there() -> None:
+    entry = decoding()
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.0) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 1, (12, 90)),
+    ]
+    assert entry.computed(blob(2), 2.1) == [sent(1, 2, LAST_CHUNK, gen=1)]
+    assert entry.receive(back(2, 1, row=blob(1)), 2.2) == []
+    assert entry.receive(back(1, 2, gen=1, row=blob(1)), 2.3) == [Pick(1, 3, blob(1), (), 5)]
+
+
+def test_a_gap_beyond_what_came_back_does_not_skip_anything() -> None:
+    entry = decoding()
+
+    assert Embed(1, 2, (90,)) in entry.receive(Gap(SESSION, EPOCH, 0, 9), 2.0)
+
+
+def test_a_restart_empties_a_full_window() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.3) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 0, (11, 12)),
+    ]
+
+
+def test_a_restart_waits_for_a_running_embed_and_drops_its_output() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.2) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.computed(blob(2), 0.3) == [Embed(1, 0, (11, 12))]
+
+
+def test_a_restart_leaves_a_running_pick_alone() -> None:
+    entry = decoding()
+    entry.receive(back(2, 1, row=blob(1)), 2.0)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.picked((91,), 2.2) == [Emit(91), Embed(1, 2, (90, 91))]
+    assert entry.computed(blob(2), 2.3) == [sent(2, 2, LAST_CHUNK, gen=1)]
+
+
+def test_progress_is_told_once() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+    entry.receive(back(0, 2), 0.3)
+    entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.4)
+    entry.computed(blob(1), 0.5)
+    entry.computed(blob(2), 0.6)
+
+    assert entry.receive(back(0, 2, gen=1), 0.7) == []
+
+
+def test_patience_runs_only_while_the_ring_has_the_next_move() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    deadlines = [entry.deadline]
+
+    entry.open(0.0)
+    deadlines.append(entry.deadline)
+    entry.computed(blob(2), 1.0)
+    deadlines.append(entry.deadline)
+    entry.receive(back(0, 2, row=blob(1)), 2.0)
+    deadlines.append(entry.deadline)
+
+    assert deadlines == [None, None, 1.0 + PACE.patience_s, None]
+    assert entry.expire(1000.0) == []
+
+
+def test_no_answer_means_another_try_from_the_last_committed_token() -> None:
+    entry = decoding()
+
+    assert entry.expire(10.9) == []
+    assert entry.expire(11.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 2, (90,))]
+    assert entry.computed(blob(1), 12.0) == [sent(2, 1, Flags.NEED_ROW, gen=1)]
+    assert entry.deadline == 12.0 + 2 * PACE.patience_s
+
+
+def test_patience_ends() -> None:
+    entry = decoding()
+    actions: list[Action] = []
+    for now in (100.0, 200.0, 300.0):
+        actions = entry.expire(now)
+        entry.computed(blob(1), now)
+
+    assert actions == [
+        Failed(FaultCode.TIMED_OUT, "No progress past position 2 after 2 retries", 0),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+
+
+def test_progress_renews_patience() -> None:
+    entry = decoding()
+    entry.expire(100.0)
+    entry.computed(blob(1), 100.0)
+    entry.receive(back(2, 1, gen=1, row=blob(1)), 101.0)
+    entry.picked((91,), 101.0)
+    entry.computed(blob(1), 101.0)
+
+    assert entry.deadline == 101.0 + PACE.patience_s
+
+
+def test_a_fault_of_a_rank_ends_the_generation_and_names_it() -> None:
+    fault = Fault(SESSION, EPOCH, FaultCode.MODEL, 2, "no memory")
+
+    assert decoding().receive(fault, 2.0) == [
+        Failed(FaultCode.MODEL, "no memory", 2),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+
+
+def test_a_failure_of_this_rank_ends_the_generation() -> None:
+    entry = decoding()
+
+    assert entry.failed(FaultCode.LOST, "rank 1 is gone", 2.0) == [
+        Failed(FaultCode.LOST, "rank 1 is gone", 0),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+    assert entry.failed(FaultCode.LOST, "again", 2.1) == []
+
+
+def test_cancel_ends_it_at_any_time_but_once() -> None:
+    entry = Entry(TASK, PACE)
+
+    assert entry.finish(CANCELLED, 0.0) == [Done(CANCELLED), Forward(Close(SESSION, EPOCH))]
+    assert entry.finish(CANCELLED, 0.0) == []
+
+
+def test_jobs_that_are_done_after_the_end_change_nothing() -> None:
+    embedding = decoding()
+    embedding.expire(100.0)
+    embedding.finish(CANCELLED, 100.0)
+    picking = decoding()
+    picking.receive(back(2, 1, row=blob(1)), 2.0)
+    picking.finish(CANCELLED, 2.0)
+
+    assert embedding.computed(blob(1), 100.1) == []
+    assert picking.picked((91,), 2.1) == []
+
+
+def test_close_that_comes_back_brings_the_tallies() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+
+    assert entry.receive(back(2, 1, row=blob(1)), 2.1) == []
+    assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.2) == [Closed(TALLIES)]
+    assert entry.state is State.CLOSED
+    assert entry.deadline is None
+    assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.3) == []
+
+
+def test_close_that_skipped_a_rank_is_not_ours() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+
+    assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES[:1]), 2.2) == []
+
+
+def test_close_that_is_lost_does_not_hold_anyone_up() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+
+    assert entry.deadline == 2.0 + PACE.close_s
+    assert entry.expire(entry.deadline) == [Closed(())]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (replace(TASK, prompt=()), "prompt of 0 tokens"),
+        (replace(TASK, context=5), "prompt of 5 tokens; the model takes 1 to 4"),
+        (replace(TASK, max_tokens=0), "at most 0 tokens"),
+    ],
+)
+def test_a_task_that_cannot_be_done_is_refused(task: Task, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Entry(task, PACE)
+
+
+@pytest.mark.parametrize(("chunk", "window"), [(1, 1), (MAX_ROWS, MAX_PENDING)])
+def test_a_pace_at_the_limits_is_taken(chunk: int, window: int) -> None:
+    assert Pace(chunk=chunk, window=window).chunk == chunk
+
+
+@pytest.mark.parametrize(
+    ("chunk", "window", "words"),
+    [(0, 1, "chunk of 0 rows"), (5000, 1, "1 to 4096"), (1, 0, "window of 0"), (1, 17, "1 to 16")],
+)
+def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Pace(chunk=chunk, window=window)
+
+
+def test_a_cache_that_cannot_go_back_is_filled_again_from_the_start() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12, 13), slack=0), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(1), 0.2)
+    entry.receive(back(0, 2), 0.3)
+
+    actions = entry.receive(Gap(SESSION, EPOCH, 0, 2), 0.5)
+
+    assert actions == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12))]
+
+
+def guessing(*guesses: int) -> Entry:
+    """An entry whose step with token 90 and these guesses was just sent."""
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=9), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0, (guesses,) if guesses else ())
+    entry.computed(blob(1 + len(guesses)), 1.0)
+    return entry
+
+
+def test_guesses_go_out_behind_the_last_token_and_all_rows_are_wanted() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert entry.picked((90,), 0.6, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(blob(3), 0.7) == [sent(2, 3, Flags.NEED_ROW)]
+    assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
+
+
+def test_right_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    actions = entry.picked((91, 92, 93), 2.0)
+
+    assert actions == [Emit(91), Emit(92), Emit(93), Embed(0, 5, (93,))]
+
+
+def test_a_wrong_guess_raises_the_gen_and_is_written_over() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91, 77), 2.0, ((78,),)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
+    assert entry.computed(blob(2), 2.1) == [sent(4, 2, Flags.NEED_ROW, gen=1)]
+    assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
+    assert entry.receive(back(4, 2, gen=1, row=blob(2)), 2.3) == [Pick(1, 5, blob(2), (78,), 11)]
+
+
+def test_a_repeated_result_of_guesses_is_dropped() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(back(2, 3, row=blob(3)), 2.1) == []
+    entry.picked((91, 92, 93), 2.2)
+    assert entry.receive(back(2, 3, row=blob(3)), 2.3) == []
+
+
+def test_fewer_rows_than_guesses_are_refused() -> None:
+    failed, _ = guessing(91, 92).receive(back(2, 3, row=blob(1)), 2.0)
+
+    assert isinstance(failed, Failed)
+    assert failed.code is FaultCode.RULES
+
+
+def test_a_restart_forgets_the_guesses() -> None:
+    entry = guessing(91, 92)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 2, (90,)),
+    ]
+    entry.computed(blob(1), 2.1)
+    assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
+    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.3) == [Pick(1, 3, blob(1), (), 11)]
+
+
+def test_a_restart_beside_a_pick_keeps_its_tokens_and_computes_them_again() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.picked((91, 77), 2.2, ((78,),)) == [Emit(91), Emit(77), Embed(1, 1, (12, 90))]
+    assert entry.computed(blob(2), 2.3) == [
+        sent(1, 2, Flags.PREFILL, gen=1),
+        Embed(1, 3, (91, 77)),
+    ]
+
+
+def test_a_stop_within_the_guesses_ends_the_answer_there() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91,), 2.0, stop=True) == [
+        Emit(91),
+        Done(FinishReason.STOP),
+        Forward(Close(SESSION, EPOCH, keep=3)),
+    ]
+
+
+def test_tokens_up_to_the_limit_end_the_answer() -> None:
+    entry = Entry(replace(TASK, ring=1, prompt=(11, 12), max_tokens=4), PACE)
+    entry.open(0.0)
+    entry.computed(None, 0.1)
+
+    assert entry.picked((90,), 0.2, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 6)]
+    assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
+
+
+BASE = Base(SessionId(b"b" * 16), 2, whole=True)
+RESUME = Resume(SESSION, EPOCH, BASE.session, BASE.length, whole=True)
+
+
+def test_a_prompt_that_begins_like_a_kept_text_starts_behind_it() -> None:
+    entry = Entry(TASK, PACE)
+
+    assert entry.open(0.0, BASE) == [Forward(RESUME), Embed(0, 2, (13, 14))]
+    assert entry.computed(blob(2), 0.1) == [sent(2, 2, Flags.PREFILL), Embed(0, 4, (15,))]
+    entry.computed(blob(1), 0.2)
+    assert entry.receive(back(2, 2), 0.3) == [Progress(4, 5)]
+    assert entry.reused == 2
+
+
+def test_alone_in_the_ring_nobody_has_to_be_told() -> None:
+    entry = Entry(replace(TASK, ring=1), PACE)
+
+    assert entry.open(0.0, BASE) == [Embed(0, 2, (13, 14))]
+
+
+def test_a_rank_that_has_lost_the_text_makes_the_entry_begin_at_0() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, BASE)
+    entry.computed(blob(2), 0.1)
+
+    actions = entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.3)
+
+    assert actions == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.computed(blob(1), 0.4) == [Embed(1, 0, (11, 12))]
+    assert entry.reused == 0
+
+
+def test_an_answer_leaves_what_came_all_round_and_not_a_token_more() -> None:
+    entry = decoding()  # 11, 12 went round; 90 is on its way
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=2))
+    assert entry.kept == [11, 12]
+
+
+def test_guesses_that_nobody_looked_at_are_not_kept() -> None:
+    entry = guessing(91, 92)
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=3))
+    assert entry.kept == [11, 12, 90]
+
+
+@pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 2), (0, 0)])
+def test_a_row_on_its_way_is_kept_by_those_who_cannot_go_back(slack: int | None, keep: int) -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), slack=slack), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+@pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 0)])
+def test_chunks_on_their_way_are_too_much_for_a_window(slack: int | None, keep: int) -> None:
+    entry = Entry(replace(TASK, slack=slack), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.computed(blob(2), 0.2)
+    entry.receive(back(0, 2), 0.5)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+def test_a_failed_answer_leaves_nothing() -> None:
+    entry = decoding()
+
+    entry.failed(FaultCode.MODEL, "no memory", 2.0)
+
+    assert entry.kept == []
+
+
+def test_a_cache_that_cannot_go_back_makes_the_entry_begin_at_0() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, BASE)
+
+    assert entry.missed(0.1) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12))]
+    assert entry.reused == 0
+
+
+def test_a_session_that_is_over_misses_nothing() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, BASE)
+    entry.finish(CANCELLED, 0.1)
+
+    assert entry.missed(0.2) == []
+
+
+@pytest.mark.parametrize(("said", "kept"), [(2, [11, 12]), (0, [])])
+def test_only_what_every_rank_keeps_is_kept(said: int, kept: list[int]) -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+    entry.receive(Close(SESSION, EPOCH, said, TALLIES), 2.2)
+
+    assert entry.kept == kept
+
+
+def test_what_nobody_heard_of_is_not_kept() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+    entry.expire(100.0)
+
+    assert entry.kept == []
+
+
+@pytest.mark.parametrize(("least", "keep"), [(None, 0), (3, 0), (2, 2)])
+def test_what_is_short_or_unwanted_is_not_kept(least: int | None, keep: int) -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), keep_from=least), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+@pytest.mark.parametrize(("whole", "keep"), [(True, 2), (False, 0)])
+def test_a_copy_to_which_nothing_came_is_not_kept(whole: bool, keep: int) -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, replace(BASE, whole=whole))
+
+    assert entry.finish(CANCELLED, 0.1)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+def test_alone_in_the_ring_nobody_has_to_hear_of_a_new_begin() -> None:
+    entry = Entry(replace(TASK, ring=1), PACE)
+    entry.open(0.0, BASE)
+
+    assert entry.missed(0.1) == [Embed(1, 0, (11, 12))]
+
+
+STEPS = ((91, 92), (93, 94, 95), (96, 97))
+
+
+def flying(*steps: tuple[int, ...], task: Task = TASK) -> Entry:
+    """An entry with token 90 and these guesses in flight: at 2 with the first ones, at 5, at 8."""
+    entry = Entry(replace(task, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0, steps or STEPS)
+    for number, step in enumerate(steps or STEPS):
+        entry.computed(blob(len(step) + (number == 0)), 1.0)
+    return entry
+
+
+def test_steps_of_guesses_follow_one_another_and_all_their_rows_are_wanted() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+
+    assert entry.picked((90,), 0.6, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(blob(3), 0.7) == [
+        sent(2, 3, Flags.NEED_ROW),
+        Embed(0, 5, (93, 94, 95), 2),
+    ]
+    assert entry.computed(blob(3), 0.7) == [sent(5, 3, Flags.NEED_ROW), Embed(0, 8, (96, 97), 1)]
+    assert entry.computed(blob(2), 0.7) == [sent(8, 2, Flags.NEED_ROW)]
+
+
+def test_a_step_that_says_what_the_next_one_begins_with_leaves_it_in_flight() -> None:
+    entry = flying()
+
+    assert entry.receive(back(2, 3, row=blob(3)), 2.0) == [
+        Pick(0, 3, blob(3), (91, 92), 42, (93, 94, 95, 96, 97))
+    ]
+    assert entry.picked((91, 92, 93), 2.0) == [Emit(91), Emit(92), Emit(93)]
+    assert entry.deadline == 2.0 + PACE.patience_s
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == [
+        Pick(0, 6, blob(3), (94, 95), 42, (96, 97))
+    ]
+    assert entry.picked((94, 95, 96), 2.1) == [Emit(94), Emit(95), Emit(96)]
+    assert entry.receive(back(8, 2, row=blob(2)), 2.2) == [Pick(0, 9, blob(2), (97,), 42)]
+    assert entry.picked((97, 98), 2.2) == [Emit(97), Emit(98), Embed(0, 10, (98,))]
+
+
+def test_new_guesses_go_behind_those_in_flight() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91, 92, 93), 2.0, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
+    assert entry.computed(blob(2), 2.1) == [sent(10, 2, Flags.NEED_ROW)]
+    assert entry.receive(back(5, 3, row=blob(3)), 2.2) == [
+        Pick(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "pos"), [((77,), 3), ((91, 77), 4), ((91, 92, 77), 5)], ids=["1st", "2nd", "behind"]
+)
+def test_a_step_that_says_otherwise_ends_the_flight(said: tuple[int, ...], pos: int) -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked(said, 2.0, ((78,), (79, 80))) == [
+        *map(Emit, said),
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, pos, (77, 78), 1),
+    ]
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
+    assert entry.computed(blob(2), 2.2) == [
+        sent(pos, 2, Flags.NEED_ROW, gen=1),
+        Embed(1, pos + 2, (79, 80), 1),
+    ]
+    assert entry.receive(back(8, 2, row=blob(2)), 2.3) == []
+
+
+def test_a_wrong_guess_in_the_second_step_keeps_what_the_first_one_said() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.picked((91, 92, 93), 2.0)
+    entry.receive(back(5, 3, row=blob(3)), 2.1)
+
+    assert entry.picked((94, 77), 2.1) == [
+        Emit(94),
+        Emit(77),
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 7, (77,)),
+    ]
+
+
+def test_guesses_that_were_not_injected_are_replaced_and_the_gen_stays() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2, row=blob(1)), 0.5)
+    entry.picked((90,), 0.6, STEPS)
+    entry.computed(blob(3), 0.7)  # the second step is being embedded, the third one waits
+
+    assert entry.receive(back(2, 3, row=blob(3)), 0.8) == []
+    assert entry.computed(blob(3), 0.9) == [
+        sent(5, 3, Flags.NEED_ROW),
+        Pick(0, 3, blob(3), (91, 92), 42, (93, 94, 95)),
+    ]
+    assert entry.picked((91, 92, 93), 1.0, ((86, 87),))[-1] == Embed(0, 8, (86, 87), 1)
+
+
+def test_what_comes_back_while_a_job_runs_waits_and_an_embed_goes_before_it() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
+    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
+    assert entry.computed(blob(2), 2.3) == [
+        sent(10, 2, Flags.NEED_ROW),
+        Pick(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99)),
+    ]
+
+
+def test_steps_are_looked_at_in_order_and_once() -> None:
+    entry = flying()
+
+    assert entry.receive(back(5, 3, row=blob(3)), 2.0) == []
+    assert entry.receive(back(5, 3, row=blob(3)), 2.0) == []
+    (first,) = entry.receive(back(2, 3, row=blob(3)), 2.1)
+    assert isinstance(first, Pick)
+    assert first.pos == 3
+    assert entry.receive(back(2, 3, row=blob(3)), 2.1) == []
+    second = entry.picked((91, 92, 93), 2.2)[-1]
+    assert isinstance(second, Pick)
+    assert second.pos == 6
+    assert entry.receive(back(5, 3, row=blob(3)), 2.3) == []
+
+
+@pytest.mark.parametrize("pos", [2, 5], ids=["first", "second"])
+def test_fewer_rows_than_a_step_in_flight_has_are_refused(pos: int) -> None:
+    failed, _ = flying().receive(back(pos, 3, row=blob(2)), 2.0)
+
+    assert isinstance(failed, Failed)
+    assert failed.code is FaultCode.RULES
+
+
+def test_rows_of_a_step_are_counted_beside_a_pick_too() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    failed, _ = entry.receive(back(5, 3, row=blob(6)), 2.0)
+
+    assert isinstance(failed, Failed)
+
+
+def test_a_stop_in_a_flight_ends_the_answer_there() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91,), 2.0, stop=True) == [
+        Emit(91),
+        Done(FinishReason.STOP),
+        Forward(Close(SESSION, EPOCH, keep=3)),
+    ]
+    assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
+    assert entry.kept == [11, 12, 90]
+
+
+def test_a_stop_where_a_flight_goes_on_keeps_what_came_all_round() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    actions = entry.picked((91, 92, 93), 2.0, stop=True)
+
+    assert actions[-1] == Forward(Close(SESSION, EPOCH, keep=5))
+
+
+def test_the_end_in_a_flight_keeps_what_came_all_round() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.picked((91, 92, 93), 2.0)
+
+    assert entry.finish(CANCELLED, 2.1)[-1] == Forward(Close(SESSION, EPOCH, keep=5))
+    assert entry.kept == [11, 12, 90, 91, 92]
+
+
+def test_the_end_in_a_flight_keeps_nothing_where_caches_cannot_go_back_for_long() -> None:
+    entry = flying(task=replace(TASK, slack=32))
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.picked((91, 92, 93), 2.0)
+
+    assert entry.finish(CANCELLED, 2.1)[-1] == Forward(Close(SESSION, EPOCH))
+
+
+def test_the_last_token_in_a_flight_ends_the_answer() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=4), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0, ((91,), (92, 93)))
+    entry.computed(blob(2), 1.0)
+    entry.computed(blob(2), 1.0)
+    entry.receive(back(2, 2, row=blob(2)), 2.0)
+    entry.picked((91, 92), 2.0)
+    entry.receive(back(4, 2, row=blob(2)), 2.1)
+
+    assert entry.picked((93,), 2.1)[-2:] == [
+        Done(FinishReason.LENGTH),
+        Forward(Close(SESSION, EPOCH, keep=5)),
+    ]
+
+
+def test_a_gap_gives_up_the_whole_flight() -> None:
+    entry = flying()
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == [
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 2, (90,)),
+    ]
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == []  # what the second step met
+    assert entry.computed(blob(1), 2.1) == [sent(2, 1, Flags.NEED_ROW, gen=1)]
+    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.2) == [Pick(1, 3, blob(1), (), 42)]
+
+
+def test_a_gap_beside_a_pick_keeps_its_tokens_and_no_guess() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    entry.receive(back(5, 3, row=blob(3)), 2.0)
+
+    assert entry.receive(Gap(SESSION, EPOCH, 0, 5), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
+    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == Embed(1, 3, (91, 92))
+    assert entry.computed(blob(2), 2.3) == [sent(3, 2, Flags.PREFILL, gen=1), Embed(1, 5, (93,))]
+
+
+def test_patience_for_a_flight_begins_with_what_was_heard_last() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 7.0)
+    entry.picked((91, 92, 93), 7.0)
+
+    assert entry.expire(16.9) == []
+    assert entry.expire(17.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 5, (93,))]
+
+
+def test_a_flight_is_no_longer_than_what_waits_on_a_rank() -> None:
+    entry = flying((91,), *((each, each) for each in range(100, 100 + MAX_PENDING)))
+
+    assert entry.receive(back(2, 2, row=blob(2)), 2.0) == [
+        Pick(0, 3, blob(2), (91,), 42, tuple(x for x in range(100, 115) for _ in range(2)))
+    ]
+
+
+@pytest.mark.parametrize(("slack", "reach"), [(None, MAX_POSITION), (32, 31), (0, 0)])
+def test_a_cache_that_goes_back_so_far_is_sent_fewer_guesses(slack: int | None, reach: int) -> None:
+    entry = flying((91,), task=replace(TASK, slack=slack))
+
+    (pick,) = entry.receive(back(2, 2, row=blob(2)), 2.0)
+
+    assert isinstance(pick, Pick)
+    assert pick.reach == reach
+
+
+@pytest.mark.parametrize(
+    ("tokens", "right", "flying"),
+    [
+        ((91, 92, 93), 3, (94,)),
+        ((91, 92, 93, 94), 4, ()),
+        ((91, 92, 77), 2, None),
+        ((77,), 0, None),
+        ((91,), 1, None),
+        ((91, 92, 93, 94, 95), 4, None),
+    ],
+)
+def test_what_is_in_flight_stays_there_while_it_is_right(
+    tokens: tuple[int, ...], right: int, flying: tuple[int, ...] | None
+) -> None:
+    pick = Pick(0, 3, None, (91, 92), 42, (93, 94))
+
+    assert (pick.right(tokens), pick.flying(tokens)) == (right, flying)
+
+
+def test_alone_in_the_ring_a_flight_is_one_step() -> None:
+    entry = Entry(replace(TASK, ring=1, prompt=(11, 12), max_tokens=40), PACE)
+    entry.open(0.0)
+    entry.computed(None, 0.1)
+
+    assert entry.picked((90,), 0.2, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 42)]
+    assert entry.picked((91, 77), 0.4, STEPS)[-1] == Embed(1, 4, (77, 91, 92), 2)
+
+
+def test_a_step_that_comes_back_again_and_again_renews_no_patience() -> None:
+    entry = flying()
+    entry.receive(back(8, 2, row=blob(2)), 2.0)
+    deadline = entry.deadline
+
+    assert entry.receive(back(8, 2, row=blob(2)), 3.0) == []
+    assert entry.deadline == deadline
+
+
+def test_fewer_tokens_than_were_right_begin_again_behind_the_last_one() -> None:
+    entry = flying()
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+
+    assert entry.picked((91,), 2.0) == [
+        Emit(91),
+        Forward(Cancel(SESSION, EPOCH, 1)),
+        Embed(1, 3, (91,)),
+    ]

@@ -1,0 +1,229 @@
+"""One neighbour: greeted once, heard from or lost, and how far away it is."""
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.names import Digest, NodeId, SessionId
+from meshllm.protocol.session.link import BEAT, MEASURE, SILENCE, Deliver, Link, Lost, Send, State
+from meshllm.protocol.session.messages import Beat, Cancel, Hello, Message, Unknown
+
+PLAN = Digest(bytes(32))
+OURS = Hello(NodeId(b"a" * 32), 3, PLAN)
+THEIRS = Hello(NodeId(b"b" * 32), 3, PLAN)
+CANCEL = Cancel(SessionId(bytes(16)), 3, 1)
+
+
+def opened(now: float = 10.0) -> Link:
+    link = Link(OURS)
+    link.open(now)
+    link.receive(THEIRS, now)
+    return link
+
+
+def test_each_side_says_hello_without_waiting() -> None:
+    assert Link(OURS).open(10.0) == [Send(OURS)]
+
+
+def test_a_link_says_hello_once() -> None:
+    link = Link(OURS)
+    link.open(10.0)
+
+    assert link.open(11.0) == []
+    assert link.deadline == 10.0 + SILENCE
+
+
+def test_a_hello_opens_the_link_and_is_answered_by_the_first_beat() -> None:
+    link = Link(OURS)
+    link.open(10.0)
+
+    actions = link.receive(THEIRS, 10.1)
+
+    assert actions == [Send(Beat(stamp=10_100_000, echo=0, held=0))]
+    assert link.state is State.OPEN
+    assert link.peer == THEIRS.node
+
+
+def test_what_is_for_a_session_goes_up() -> None:
+    assert opened().receive(CANCEL, 10.2) == [Deliver(CANCEL)]
+
+
+def test_a_message_of_a_later_version_is_a_sign_of_life_and_goes_nowhere() -> None:
+    link = opened(now=10.0)
+
+    assert link.receive(Unknown(99, b"later"), 10.0 + SILENCE - 0.1) == []
+    assert not any(isinstance(action, Lost) for action in link.expire(10.0 + SILENCE))
+
+
+def test_silence_is_loss() -> None:
+    link = opened(now=10.0)
+
+    while link.state is State.OPEN:
+        assert link.deadline is not None
+        now = link.deadline
+        actions = link.expire(now)
+
+    assert now == 10.0 + SILENCE
+    assert actions == [Lost("No word from the neighbour for 3.0 s")]
+    assert link.deadline is None
+    assert link.expire(99.0) == []
+
+
+def test_a_neighbour_that_never_says_hello_is_lost() -> None:
+    link = Link(OURS)
+    link.open(10.0)
+
+    assert link.deadline == 10.0 + SILENCE
+    assert [type(action) for action in link.expire(10.0 + SILENCE)] == [Lost]
+
+
+def test_every_message_is_a_sign_of_life() -> None:
+    link = opened(now=10.0)
+
+    link.receive(CANCEL, 10.0 + SILENCE - 0.1)
+    actions = link.expire(10.0 + SILENCE)
+
+    assert not any(isinstance(action, Lost) for action in actions)
+
+
+@pytest.mark.parametrize("message", [CANCEL, Beat(1, 0, 0)])
+def test_anything_before_hello_is_refused(message: Message) -> None:
+    link = Link(OURS)
+    link.open(10.0)
+
+    with pytest.raises(PeerFault, match=f"{type(message).__name__} while dialing"):
+        link.receive(message, 10.1)
+
+
+def test_a_second_hello_is_refused() -> None:
+    with pytest.raises(PeerFault, match="Hello while open"):
+        opened().receive(THEIRS, 10.1)
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        (Hello(THEIRS.node, 4, PLAN), "epoch 4, this node at 3"),
+        (Hello(THEIRS.node, 3, Digest(b"p" * 32)), "plan `707070707070`, this node `000000000000`"),
+        (Hello(NodeId(b"c" * 32), 3, PLAN), "`636363636363` answered"),
+    ],
+    ids=["epoch", "plan", "node"],
+)
+def test_a_hello_from_elsewhere_is_refused(hello: Hello, words: str) -> None:
+    link = Link(OURS, peer=THEIRS.node)
+    link.open(10.0)
+
+    with pytest.raises(PeerFault, match=words):
+        link.receive(hello, 10.1)
+
+
+def test_after_a_fault_it_stays_gone() -> None:
+    link = Link(OURS)
+    link.open(10.0)
+    with pytest.raises(PeerFault):
+        link.receive(CANCEL, 10.1)
+
+    assert link.state is State.GONE
+    assert link.receive(THEIRS, 10.2) == []
+    assert link.deadline is None
+
+
+def test_nothing_is_done_before_it_is_due() -> None:
+    link = opened(now=10.0)
+
+    assert link.deadline == 10.0 + BEAT
+    assert link.expire(10.0 + BEAT / 2) == []
+
+
+def test_a_beat_fills_the_silence_and_returns_the_last_stamp() -> None:
+    link = opened(now=10.0)
+    link.receive(Beat(stamp=777, echo=0, held=0), 10.2)
+
+    assert link.expire(10.5) == [Send(Beat(stamp=10_500_000, echo=777, held=300_000))]
+    assert link.deadline == 10.5 + BEAT
+
+
+def test_other_messages_make_a_beat_needless() -> None:
+    link = opened(now=10.0)
+
+    link.sent(10.4)
+
+    assert link.deadline == 10.4 + BEAT
+
+
+def test_a_busy_link_is_measured_all_the_same() -> None:
+    link = opened(now=10.0)
+
+    now = 10.0
+    while not (actions := link.expire(now)):
+        now += BEAT / 2
+        link.sent(now)
+        link.receive(CANCEL, now)
+
+    assert now == 10.0 + MEASURE
+    assert [type(action) for action in actions] == [Send]
+
+
+def test_the_round_trip_is_the_echo_less_what_they_held() -> None:
+    link = opened(now=10.0)
+
+    link.receive(Beat(stamp=1, echo=10_000_000, held=180_000), 10.2)
+
+    assert link.round_trip_us == 20_000
+
+
+def test_the_round_trip_is_smoothed() -> None:
+    link = opened(now=10.0)
+
+    link.receive(Beat(stamp=1, echo=10_000_000, held=180_000), 10.2)
+    link.receive(Beat(stamp=2, echo=10_200_000, held=0), 10.3)
+
+    assert link.round_trip_us == 20_000 + (100_000 - 20_000) // 8
+
+
+@pytest.mark.parametrize("beat", [Beat(1, 0, 0), Beat(1, 10_000_000, 900_000)])
+def test_a_beat_without_a_possible_echo_measures_nothing(beat: Beat) -> None:
+    link = opened(now=10.0)
+
+    assert link.receive(beat, 10.2) == []
+    assert link.round_trip_us == 0
+
+
+def test_who_slept_itself_reads_before_it_gives_up() -> None:
+    link = opened(now=10.0)
+
+    actions = link.expire(60.0)
+
+    assert [type(action) for action in actions] == [Send]
+    assert link.deadline == 60.0 + BEAT
+    assert [type(action) for action in link.expire(60.0 + BEAT)] == [Lost]
+
+
+def test_who_slept_while_dialing_waits_a_little_more() -> None:
+    link = Link(OURS)
+    link.open(10.0)
+
+    assert link.expire(60.0) == []
+    assert link.deadline == 60.0 + BEAT
+
+
+def test_two_ends_find_the_round_trip_between_them() -> None:
+    left, right = Link(OURS), Link(THEIRS)
+    one_way = 0.02
+    inbox: list[tuple[float, Link, Message]] = []
+
+    def post(now: float, to: Link, actions: list[Deliver | Lost | Send]) -> None:
+        inbox.extend((now + one_way, to, act.message) for act in actions if isinstance(act, Send))
+
+    post(5.0, right, left.open(5.0))
+    post(5.0, left, right.open(5.0))
+    for tick in range(500, 700):
+        now = tick / 100
+        for due in [item for item in inbox if item[0] <= now]:
+            inbox.remove(due)
+            post(now, right if due[1] is left else left, due[1].receive(due[2], now))
+        post(now, right, left.expire(now))
+        post(now, left, right.expire(now))
+
+    assert left.state is right.state is State.OPEN
+    assert left.round_trip_us == pytest.approx(2 * one_way * 1e6, abs=20_000)
+    assert right.round_trip_us == pytest.approx(2 * one_way * 1e6, abs=20_000)

@@ -1,0 +1,423 @@
+"""Guesses of one text: fed with what came, as many as may be, of whom it pays to ask."""
+
+from collections.abc import Sequence
+from itertools import chain, takewhile
+from typing import Any
+
+import pytest
+
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
+from meshllm.protocol.drafting.drafter import Drafter, Drafting
+from meshllm.protocol.drafting.window import GUESSES
+from meshllm.protocol.session.actions import Pick
+from meshllm.protocol.session.speculation import SURE, Speculation, Speculator, Steps
+from meshllm.testing.oracle import Oracle
+
+TEXT = list(range(400))
+SILENT = Oracle((), 1.0)
+STEP_S, ROW_S, DRAFT_S = 0.1, 0.001, 0.02
+
+
+class Clock:
+    """Seconds that pass when somebody works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A model that knows the text as well as an oracle, and takes its time."""
+
+    def __init__(self, acceptance: float, clock: Clock) -> None:
+        self.looks = 0
+        self.kept: list[list[int]] = []
+        self.unread = 0  # looks at which it still reads
+        self._oracle = Oracle(TEXT, acceptance)
+        self._clock = clock
+
+    def begin(self) -> "SlowDrafter":
+        return SlowDrafter(self, self._oracle.begin())
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        self.kept.append(list(tokens))
+
+    def work(self, tokens: int = 1) -> None:
+        self._clock.now += DRAFT_S * tokens
+
+
+class SlowDrafter:
+    def __init__(self, drafting: Slow, inner: Drafter) -> None:
+        self.extend = inner.extend
+        self._drafting = drafting
+        self._inner = inner
+
+    def look(self) -> int | None:
+        self._drafting.looks += 1
+        self._drafting.work()
+        if self._drafting.unread:
+            self._drafting.unread -= 1
+            return None
+        return self._inner.look()
+
+    def guess(self, most: int) -> tuple[int, ...]:
+        self._drafting.work(most - 1)
+        return self._inner.guess(most)
+
+
+def pick(pos: int, guesses: Sequence[int] = (), room: int = 99, **more: Any) -> Pick:
+    """Return a job for rows behind ``pos`` tokens that leaves room for so many guesses."""
+    return Pick(0, pos, None, tuple(guesses), pos + len(guesses) + 2 + room, **more)
+
+
+def write(
+    speculation: Speculation, clock: Clock, tokens: int = 300, room: int = 99
+) -> tuple[list[int], float]:
+    """Write a text; return how much was guessed at each step, and the seconds per token."""
+    speculator, length, guessed = Speculator(speculation, TEXT[:10], clock), 10, []
+    guesses, begin = of(speculator.after((), pick(10), ends=True)), clock.now
+    while length < 10 + tokens:
+        pairs = zip(guesses, TEXT[length:], strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        clock.now += STEP_S + ROW_S * len(guesses)
+        come = TEXT[length : length + right + 1]
+        limit = length + len(come) + 1 + room
+        guesses = of(speculator.after(come, Pick(0, length, None, guesses, limit)))
+        length += len(come)
+        guessed.append(len(guesses))
+    return guessed, (clock.now - begin) / (length - 10)
+
+
+def of(steps: Steps) -> tuple[int, ...]:
+    """Return the guesses of a single step."""
+    (guesses,) = steps or ((),)
+    return guesses
+
+
+def told(drafting: Drafting, *, tokens: int = 300, room: int = 99) -> list[int]:
+    """Return how many tokens were guessed at each step of a text."""
+    return write(Speculation(drafting), Clock(), tokens, room)[0]
+
+
+def test_good_drafts_are_used_and_more_of_them_in_time() -> None:
+    assert sum(told(Oracle(TEXT, 1.0), tokens=60)) > 40
+
+
+def test_bad_drafts_are_soon_left_alone() -> None:
+    guessed = told(Oracle(TEXT, 0.0), tokens=60)
+
+    assert 0 < sum(guessed) <= 60
+    assert sum(guessed[40:]) == 0
+
+
+def test_there_are_as_many_guesses_as_numbers_of_rows_are_prepared() -> None:
+    assert set(told(Oracle(TEXT, 0.9))) <= set(GUESSES)
+    assert max(told(Oracle(TEXT, 1.0), room=3)) <= 3
+    assert set(told(Oracle(TEXT, 1.0), room=0)) == {0}
+
+
+def test_texts_are_kept_for_those_to_come() -> None:
+    drafting = SuffixDrafting()
+    Speculator(Speculation(drafting), [1], float).keep([4, 5, 6, 7, 8])
+
+    assert Speculator(Speculation(drafting), [3, 4], float).after([5], pick(2))
+
+
+def test_a_model_hears_of_finished_texts_too() -> None:
+    clock = Clock()
+    slow = Slow(1.0, clock)
+
+    Speculator(Speculation(SILENT, draft=slow), [1], clock).keep([4, 5])
+
+    assert slow.kept == [[4, 5]]
+
+
+def test_what_one_text_taught_the_next_one_need_not_learn() -> None:
+    bad, good = Speculation(Oracle(TEXT, 0.0)), Speculation(Oracle(TEXT, 1.0))
+
+    first, second = (write(bad, Clock(), 50)[0] for _ in range(2))
+    assert sum(first) > 10
+    assert sum(second) <= 5
+    assert [write(good, Clock(), 50)[0][0] for _ in range(2)] == [4, 16]
+
+
+def test_useless_guesses_cost_a_few_steps_of_all_texts_together() -> None:
+    speculation, clock = Speculation(Oracle(TEXT, 0.0)), Clock()
+
+    seconds = [write(speculation, clock, 100)[1] for _ in range(10)]
+
+    assert sum(seconds) / 10 < STEP_S * 1.005
+    assert max(seconds[1:]) < STEP_S * 1.001
+
+
+def test_a_model_that_guesses_well_is_worth_its_time() -> None:
+    clock = Clock()
+
+    guessed, seconds = write(Speculation(SILENT, draft=Slow(1.0, clock)), clock)
+
+    assert set(guessed[5:-1]) == {16}
+    assert seconds < STEP_S / 3  # 16 of 0.02 s and a step of 0.116 s for 17 tokens
+
+
+def test_a_model_that_guesses_badly_is_seldom_asked() -> None:
+    clock = Clock()
+    slow = Slow(0.0, clock)
+    speculation = Speculation(SILENT, draft=slow)
+
+    first, second = (write(speculation, clock)[1] for _ in range(2))
+
+    assert slow.looks < 60
+    assert first < STEP_S * 1.05
+    assert second < STEP_S * 1.02
+
+
+def test_what_a_model_takes_is_no_part_of_a_step() -> None:
+    clock = Clock()
+    speculation = Speculation(SILENT, draft=Slow(1.0, clock))
+
+    write(speculation, clock)
+
+    assert speculation.times.of(17) == pytest.approx(STEP_S + 16 * ROW_S)
+    assert speculation.draft_experience.price == pytest.approx(DRAFT_S, rel=0.1)
+
+
+def test_reading_a_long_prompt_makes_no_guess_dearer() -> None:
+    clock = Clock()
+    slow = Slow(1.0, clock)
+    slow.unread = 20
+    speculation = Speculation(SILENT, draft=slow)
+
+    guessed, _ = write(speculation, clock, 100)
+
+    assert guessed[:20] == [0] * 20
+    assert guessed[20] > 0
+    assert speculation.draft_experience.price == pytest.approx(DRAFT_S, rel=0.3)
+
+
+class Echo:
+    """Knows the text, and is equally sure everywhere."""
+
+    def __init__(self, confidence: int) -> None:
+        self.confidence = confidence
+        self._inner = Oracle(TEXT, 1.0).begin()
+        self.extend, self.guess = self._inner.extend, self._inner.guess
+
+    def begin(self) -> "Echo":
+        return Echo(self.confidence)
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Learn nothing."""
+
+    def look(self) -> int:
+        return self.confidence
+
+
+def test_who_is_sure_at_no_cost_goes_before_a_model() -> None:
+    clock = Clock()
+    slow = Slow(1.0, clock)
+
+    write(Speculation(Echo(SURE), draft=slow), clock)
+
+    assert slow.looks == 0
+
+
+def test_a_model_is_asked_where_who_is_sure_was_wrong() -> None:
+    clock = Clock()
+    slow = Slow(1.0, clock)
+    wrong = Oracle(TEXT, 0.0)  # its drafts are as sure as all of an oracle
+
+    guessed, seconds = write(Speculation(wrong, draft=slow), clock)
+
+    assert slow.looks > len(guessed) / 3
+    assert seconds < STEP_S / 2
+
+
+def test_a_model_goes_before_who_is_not_sure() -> None:
+    clock = Clock()
+    slow = Slow(1.0, clock)
+    speculation = Speculation(Echo(SURE - 1), draft=slow)
+
+    guessed, _ = write(speculation, clock)
+
+    assert slow.looks == len(guessed)
+    assert not speculation.experience.is_known
+
+
+def test_who_is_not_sure_speaks_while_a_model_keeps_quiet() -> None:
+    clock = Clock()
+    slow = Slow(0.0, clock)
+    speculation = Speculation(Echo(SURE - 1), draft=slow)
+
+    guessed, seconds = write(speculation, clock)
+
+    assert slow.looks < len(guessed)
+    assert speculation.experience.is_known
+    assert seconds < STEP_S / 2
+
+
+def far(drafting: Drafting, clock: Clock, **more: Any) -> Speculator:
+    """Begin a text where trips are long and what is behind a step comes soon."""
+    speculation = Speculation(drafting, **more)
+    for rows in (1, 17):
+        speculation.times.note(rows, 0.3)
+    for _ in range(20):
+        speculation.times.note_next(17, 0.01)
+    speculation.experience.is_known = True
+    speculator = Speculator(speculation, TEXT[:10], clock)
+    speculator.after((), pick(10), ends=True)
+    for _ in range(20):
+        for voice in speculator._sources:
+            voice.lookahead.note(2, 16, 16)
+    return speculator
+
+
+def sizes(steps: Steps) -> list[int]:
+    return [len(step) for step in steps]
+
+
+def test_a_step_that_prepares_for_others_says_nothing_of_their_time() -> None:
+    speculation, clock, prepared = Speculation(Oracle(TEXT, 1.0)), Clock(), [0]
+    speculator = Speculator(speculation, TEXT[:10], clock, lambda: prepared[0])
+    speculator.after((), pick(10), ends=True)
+
+    for length, seconds, more in ((10, 0.1, 0), (11, 9.0, 1), (12, 0.1, 0), (13, 9.0, 2)):
+        clock.now += seconds
+        prepared[0] += more
+        speculator.after(TEXT[length : length + 1], pick(length))
+
+    assert abs(speculation.times.of(1) - 0.1) < 1e-9
+
+
+def test_many_steps_leave_together_and_each_that_was_right_makes_room_for_one_more() -> None:
+    speculator = far(Oracle(TEXT, 1.0), Clock())
+
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
+    guesses, ahead = steps[0], tuple(chain(*steps[1:]))
+    more = speculator.after(TEXT[11:28], pick(11, guesses, 999, ahead=ahead), depth=8)
+
+    assert sizes(steps) == [16] + [17] * 7
+    assert sizes(more) == [17]
+    assert (*guesses, *ahead, *more[0]) == tuple(TEXT[11 : 11 + 16 + 8 * 17])
+
+
+def test_behind_a_wrong_guess_all_steps_leave_anew() -> None:
+    speculator = far(Oracle(TEXT, 1.0), Clock())
+
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
+    ahead = tuple(chain(*steps[1:]))
+    again = speculator.after((11, 12, 0), pick(11, steps[0], 999, ahead=ahead), depth=4)
+
+    assert sizes(steps) == sizes(again) == [16, 17, 17, 17]
+
+
+@pytest.mark.parametrize(
+    ("depth", "sizes_left"), [(8, [17]), (4, []), (1, [])], ids=["as many", "fewer", "one"]
+)
+def test_who_may_have_fewer_steps_in_flight_adds_none(depth: int, sizes_left: list[int]) -> None:
+    speculator = far(Oracle(TEXT, 1.0), Clock())
+
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
+    ahead = tuple(chain(*steps[1:]))
+    more = speculator.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=depth)
+
+    assert sizes(more) == sizes_left
+
+
+def test_the_end_of_an_answer_is_guessed_in_shorter_steps() -> None:
+    speculator = far(Oracle(TEXT, 1.0), Clock())
+
+    assert sizes(speculator.after(TEXT[10:11], pick(10, room=30), depth=8)) == [16, 12, 2]
+
+
+def test_caches_that_go_back_so_far_bound_what_is_in_flight() -> None:
+    speculator = far(Oracle(TEXT, 1.0), Clock())
+
+    steps = speculator.after(TEXT[10:11], pick(10, room=999, reach=31), depth=8)
+
+    assert 16 < sum(sizes(steps)) <= 31
+
+
+class Fickle(Echo):
+    """Says something else from the second guess on."""
+
+    def begin(self) -> "Fickle":
+        guess, self.extend = self._inner.guess, self._inner.extend
+        said: list[int] = []
+
+        def change(most: int) -> tuple[int, ...]:
+            said.append(most)
+            return tuple(token + len(said) - 1 for token in guess(most))
+
+        self.guess = change
+        return self
+
+
+def test_who_says_something_else_than_what_is_in_flight_adds_nothing_to_it() -> None:
+    speculator = far(Fickle(2), Clock())
+
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
+    ahead = tuple(chain(*steps[1:]))
+    more = speculator.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=4)
+
+    assert sizes(steps) == [16, 17, 17, 17]
+    assert more == ()
+
+
+def test_guesses_that_take_time_are_made_one_step_at_a_time() -> None:
+    clock = Clock()
+    speculator = far(SILENT, clock, draft=Slow(1.0, clock))
+
+    assert sizes(speculator.after(TEXT[10:11], pick(10, room=999), depth=8)) == [16]
+
+
+def test_a_model_is_not_asked_while_other_guesses_are_in_flight() -> None:
+    clock = Clock()
+    slow = Slow(1.0, clock)
+    speculator = far(Oracle(TEXT[:150], 1.0), clock, draft=slow)
+    speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
+    looks = slow.looks
+
+    steps = speculator.after(TEXT[11:28], pick(11, TEXT[11:27], 999, ahead=(27, 28, 29)), depth=8)
+
+    assert slow.looks == looks
+    assert steps
+
+
+def test_only_a_step_that_has_the_ring_to_itself_tells_the_time_of_a_trip() -> None:
+    clock = Clock()
+    speculator = far(Oracle(TEXT, 1.0), clock)
+    times = speculator._speculation.times
+    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
+    run, at, before = tuple(chain(*steps)), 16, times.pulse(17)
+
+    for seconds in (0.6, 0.1, 0.1, 0.1, 9.9, 9.9):
+        clock.now += seconds
+        pos = 27 - 16 + at - 16
+        job = pick(pos, run[at - 16 : at], 999, ahead=run[at:])
+        run += tuple(chain(*speculator.after(TEXT[pos : pos + 17], job, depth=4)))
+        at += 17
+
+    assert times.of(17) == 0.3
+    assert times.first(17) > 0.3
+    assert before < times.pulse(17) < 0.1
+
+
+def test_a_step_behind_a_flight_that_was_given_up_does_not_tell_the_time_of_a_trip() -> None:
+    clock = Clock()
+    speculator = far(Oracle(TEXT[:13], 1.0), clock)
+    times = speculator._speculation.times
+    clock.now += 0.3
+    speculator.after((10,), pick(10), depth=8)
+    clock.now += 0.4
+
+    speculator.after((11, 0), pick(11, (11, 12), ahead=(13, 14)), depth=8)
+    clock.now += 9.9
+    speculator.after((14,), pick(13), depth=8)
+    clock.now += 0.2
+    before = times.of(1)
+    speculator.after((15,), pick(14), depth=8)
+
+    assert before == pytest.approx(0.3)
+    assert 0.2 < times.of(1) < 0.3

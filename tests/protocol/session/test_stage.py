@@ -1,0 +1,623 @@
+"""A rank behind the entry: crop on write, one computation per session, and a clean end."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.names import SessionId
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
+from meshllm.protocol.kv_cache.prefix_index import Shelf
+from meshllm.protocol.session.blob import seal, session_key
+from meshllm.protocol.session.codec import size
+from meshllm.protocol.session.messages import (
+    Blob,
+    Cancel,
+    Close,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    Logits,
+    Resume,
+    SessionMessage,
+    Spent,
+    Tally,
+)
+from meshllm.protocol.session.stage import (
+    MAX_CLOSED,
+    MAX_PENDING,
+    Action,
+    Adopt,
+    Compute,
+    Free,
+    Keep,
+    Stage,
+)
+from tests.protocol.kv_cache.test_budget import room
+
+ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
+EPOCH = 5
+NO_FLAGS = Flags(0)
+NO_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
+SPENT = Spent(compute_us=10, serialise_us=3, queue_us=1)
+
+
+def blob(rows: int) -> Blob:
+    return seal(session_key(ONE), DType.BFLOAT16, (1, rows, 4), bytes(8 * rows))
+
+
+def data(
+    pos: int, rows: int = 1, gen: int = 0, flags: Flags = NO_FLAGS, session: SessionId = ONE
+) -> Data:
+    return Data(session, EPOCH, gen, pos, rows, flags, blob(rows))
+
+
+def compute(pos: int, rows: int, keep: int, session: SessionId = ONE) -> Compute:
+    return Compute(session, pos, rows, keep, blob(rows), is_step=True)
+
+
+def middle() -> Stage:
+    return Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0)
+
+
+def filled(kv_len: int) -> Stage:
+    """A middle rank that holds so many rows of session ONE."""
+    stage = middle()
+    stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(kv_len), 0.0, SPENT)
+    return stage
+
+
+def test_data_is_computed_where_it_belongs() -> None:
+    assert filled(4).receive(data(4, rows=2), 1.0) == [compute(4, 2, 2)]
+
+
+def test_what_was_computed_goes_on_under_the_same_header() -> None:
+    stage = filled(4)
+    stage.receive(data(4), 1.0)
+    out = replace(blob(1), digest=blob(2).digest)
+
+    actions = stage.computed(ONE, out, 1.1, SPENT)
+
+    assert actions == [Forward(replace(data(4), blob=out))]
+    assert not Forward(data(4)).control
+
+
+ASKS = Flags.NEED_ROW | Flags.HELP
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "helps"),
+    [
+        (2, ASKS, 7),
+        (1, ASKS, None),
+        (2, Flags.NEED_ROW, None),
+        (2, Flags.HELP, None),
+        (2, ASKS | Flags.PREFILL, None),
+    ],
+    ids=["asked", "not the last rank", "not asked", "for no row", "for a prompt"],
+)
+def test_the_last_rank_helps_with_a_step_where_it_is_asked(
+    rank: int, flags: Flags, helps: int | None
+) -> None:
+    stage = Stage(rank, 3, epoch=EPOCH)
+
+    (action,) = stage.receive(data(0, gen=7, flags=flags), 0.0)
+
+    assert isinstance(action, Compute)
+    assert action.helps == helps
+    assert stage.epoch == EPOCH
+
+
+def test_logits_of_a_step_go_to_the_entry_while_somebody_waits_for_them() -> None:
+    stage, logits = filled(4), Logits(ONE, EPOCH, 1, 4, blob(1))
+
+    assert stage.helped(logits) == [Forward(logits)]
+    assert not Forward(logits).control
+    stage.receive(Cancel(ONE, EPOCH, 2), 1.0)
+    assert stage.helped(logits) == []
+    assert middle().helped(logits) == []
+
+
+def test_logits_for_another_rank_than_the_entry_go_no_further() -> None:
+    assert filled(4).receive(Logits(ONE, EPOCH, 0, 4, blob(1)), 1.0) == []
+
+
+def test_nobody_helps_with_several_rows() -> None:
+    (action,) = Stage(2, 3, epoch=EPOCH).receive(data(0, rows=2, flags=ASKS), 0.0)
+
+    assert isinstance(action, Compute)
+    assert action.helps is None
+
+
+def test_a_write_below_the_end_crops() -> None:
+    stage = filled(6)
+
+    assert stage.receive(data(2, gen=1), 1.0) == [compute(2, 1, 1)]
+    stage.computed(ONE, blob(1), 1.0, SPENT)
+    assert stage.receive(data(4, gen=1), 1.0) == [Forward(Gap(ONE, EPOCH, 1, 3))]
+
+
+@pytest.mark.parametrize("stage", [middle(), filled(3)], ids=["unknown", "known"])
+def test_a_write_beyond_the_end_is_answered_by_a_gap(stage: Stage) -> None:
+    kv_len = 3 if stage.deadline else 0
+
+    assert stage.receive(data(4), 1.0) == [Forward(Gap(ONE, EPOCH, 0, kv_len))]
+
+
+def test_older_data_is_dropped() -> None:
+    stage = filled(4)
+    stage.receive(Cancel(ONE, EPOCH, 2), 1.0)
+
+    assert stage.receive(data(4, gen=1), 1.0) == []
+    assert stage.receive(replace(data(4, gen=2), epoch=EPOCH - 1), 1.0) == []
+    assert stage.receive(data(4, gen=2), 1.0) == [compute(4, 1, 1)]
+
+
+def test_data_of_a_newer_epoch_is_refused() -> None:
+    newer = replace(data(0), epoch=EPOCH + 1)
+
+    assert middle().receive(newer, 0.0) == [
+        Forward(Fault(ONE, EPOCH + 1, FaultCode.EPOCH, 1, "Rank 1 is at epoch 5, not 6"))
+    ]
+
+
+def broken(text: str) -> Forward:
+    return Forward(Fault(ONE, EPOCH, FaultCode.RULES, 1, text))
+
+
+def test_a_step_of_too_many_rows_ends_its_session() -> None:
+    fault = broken("A step of 18 rows; the most is 17")
+
+    assert middle().receive(data(0, rows=18), 0.0) == [fault]
+    assert filled(2).receive(data(2, rows=18), 1.0) == [Free(ONE), fault]
+    assert middle().receive(data(0, rows=18, flags=Flags.PREFILL), 0.0)
+
+
+def test_one_computation_runs_and_the_others_wait_in_order() -> None:
+    stage = middle()
+    first, second = data(0, rows=2), data(2, rows=3)
+
+    assert len(stage.receive(first, 0.0)) == 1
+    assert stage.receive(second, 0.0) == []
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [
+        Forward(first),
+        compute(2, 3, 3),
+    ]
+
+
+def test_sessions_do_not_wait_for_each_other_here() -> None:
+    stage = middle()
+    stage.receive(data(0), 0.0)
+
+    assert stage.receive(data(0, session=TWO), 0.0) == [compute(0, 1, 1, session=TWO)]
+
+
+def test_waiting_data_with_a_gap_before_it_is_refused_when_its_turn_comes() -> None:
+    stage = middle()
+    stage.receive(data(0, rows=2), 0.0)
+    stage.receive(data(3), 0.0)
+
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [
+        Forward(data(0, rows=2)),
+        Forward(Gap(ONE, EPOCH, 0, 2)),
+    ]
+
+
+def test_more_waiting_data_than_any_entry_sends_ends_its_session() -> None:
+    stage = middle()
+    for pos in range(MAX_PENDING + 1):
+        stage.receive(data(pos), 0.0)
+
+    assert stage.receive(data(MAX_PENDING + 1), 0.0) == [
+        Free(ONE),
+        broken("Data at position 17 while 16 others wait"),
+    ]
+
+
+def test_cancel_wins_over_waiting_data_and_goes_on() -> None:
+    stage = middle()
+    cancel = Cancel(ONE, EPOCH, 1)
+    stage.receive(data(0, rows=2), 0.0)
+    stage.receive(data(2), 0.0)
+
+    assert stage.receive(cancel, 0.0) == [Forward(cancel)]
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == []
+    assert stage.receive(data(3, gen=1), 0.2) == [Forward(Gap(ONE, EPOCH, 1, 2))]
+
+
+def test_a_newer_gen_drops_waiting_data_of_the_older() -> None:
+    stage = middle()
+    stage.receive(data(0, rows=2), 0.0)
+    stage.receive(data(2), 0.0)
+    stage.receive(data(0, gen=1), 0.0)
+
+    assert stage.computed(ONE, blob(2), 0.1, SPENT) == [compute(0, 1, 1)]
+
+
+def test_an_older_cancel_changes_nothing() -> None:
+    stage = filled(2)
+    stage.receive(Cancel(ONE, EPOCH, 3), 0.0)
+    stage.receive(Cancel(ONE, EPOCH, 1), 0.0)
+
+    assert stage.receive(data(2, gen=2), 0.0) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Gap(ONE, EPOCH, 0, 7),
+        Fault(ONE, EPOCH, FaultCode.MODEL, 1, "no memory"),
+        Cancel(ONE, EPOCH, 4),
+    ],
+)
+def test_what_is_for_the_entry_goes_on(message: SessionMessage) -> None:
+    assert middle().receive(message, 0.0) == [Forward(message)]
+    assert Forward(message).control
+
+
+@pytest.mark.parametrize(
+    ("flags", "keep"),
+    [
+        (Flags.PREFILL, 0),
+        (Flags.PREFILL | Flags.NEED_ROW, 1),
+        (Flags.NEED_ROW, 3),
+    ],
+    ids=["chunk", "last chunk", "decode"],
+)
+def test_the_last_rank_keeps_only_the_rows_that_are_needed(flags: Flags, keep: int) -> None:
+    stage = Stage(2, 3, epoch=EPOCH)
+
+    is_step = not flags & Flags.PREFILL
+    expected = Compute(ONE, 0, 3, keep, blob(3), is_step=is_step)
+    assert stage.receive(data(0, rows=3, flags=flags), 0.0) == [expected]
+
+
+@pytest.mark.parametrize("payload", [None, blob(2), replace(blob(1), shape=(4,))])
+def test_data_without_its_rows_ends_its_session_and_no_other(payload: Blob | None) -> None:
+    stage = filled(2)
+    how = f"with a blob of shape {list(payload.shape)}" if payload else "without a blob"
+    other = replace(data(0), session=TWO)
+
+    assert stage.receive(replace(other, blob=payload), 1.0) == [
+        Forward(Fault(TWO, EPOCH, FaultCode.RULES, 1, f"Data of 1 rows {how}"))
+    ]
+    assert stage.receive(other, 1.0) == []  # it is closed
+    assert stage.receive(data(2), 1.0) == [compute(2, 1, 1)]
+
+
+def test_a_failed_computation_frees_the_session_and_tells_the_entry() -> None:
+    stage = filled(2)
+    stage.receive(data(2), 1.0)
+
+    actions = stage.failed(ONE, FaultCode.MODEL, "no memory")
+
+    assert actions == [Free(ONE), Forward(Fault(ONE, EPOCH, FaultCode.MODEL, 1, "no memory"))]
+    assert stage.receive(data(2), 1.1) == []
+
+
+def test_an_answer_for_nothing_is_ignored() -> None:
+    stage = filled(2)
+
+    assert stage.computed(ONE, blob(1), 0.0, SPENT) == []
+    assert stage.computed(TWO, blob(1), 0.0, SPENT) == []
+    assert stage.failed(ONE, FaultCode.MODEL, "late") == []
+    assert stage.failed(TWO, FaultCode.MODEL, "late") == []
+
+
+def test_close_frees_the_session_and_carries_the_tally_of_its_decode_steps() -> None:
+    stage = Stage(2, 3, epoch=EPOCH)
+    stage.round_trip_us = 450
+    stage.receive(data(0, rows=2, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, None, 0.0, Spent(1000, 2000, 3000))
+    for pos in (2, 3):
+        stage.receive(data(pos, flags=Flags.NEED_ROW), 0.0)
+        stage.computed(ONE, blob(1), 0.0, SPENT)
+
+    actions = stage.receive(Close(ONE, EPOCH, 0, (NO_TALLY,)), 1.0)
+
+    tally = Tally(Spent(20, 6, 2), steps=2, bytes_sent=2 * size(data(2)), round_trip_us=450)
+    assert actions == [Free(ONE), Forward(Close(ONE, EPOCH, 0, (NO_TALLY, tally)))]
+
+
+def test_a_repeated_close_frees_nothing_and_says_the_same() -> None:
+    stage = filled(2)
+    stage.receive(data(2), 0.0)
+    stage.computed(ONE, blob(1), 0.0, SPENT)
+
+    first, second = stage.receive(Close(ONE, EPOCH), 1.0), stage.receive(Close(ONE, EPOCH), 1.0)
+
+    assert first == [Free(ONE), *second]
+
+
+def test_close_of_an_unknown_session_goes_on_and_is_remembered() -> None:
+    stage = middle()
+
+    assert stage.receive(Close(ONE, EPOCH), 0.0) == [Forward(Close(ONE, EPOCH, 0, (NO_TALLY,)))]
+    assert stage.receive(data(0), 0.0) == []
+
+
+def test_close_wins_over_a_running_computation() -> None:
+    stage = middle()
+    stage.receive(data(0), 0.0)
+    stage.receive(Close(ONE, EPOCH), 0.0)
+
+    assert stage.computed(ONE, blob(1), 0.1, SPENT) == []
+    assert stage.receive(data(0), 0.2) == []
+
+
+def test_a_close_that_skipped_a_rank_keeps_nothing() -> None:
+    skipped = Close(ONE, EPOCH, 2, (NO_TALLY, NO_TALLY))
+
+    assert filled(2).receive(skipped, 1.0) == [Free(ONE), Forward(replace(skipped, keep=0))]
+
+
+def test_only_so_many_closed_sessions_are_remembered() -> None:
+    stage = middle()
+    for number in range(MAX_CLOSED + 1):
+        stage.receive(Close(SessionId(number.to_bytes(16, "big")), EPOCH), 0.0)
+
+    forgotten, remembered = SessionId(bytes(16)), SessionId((1).to_bytes(16, "big"))
+
+    assert stage.receive(data(0, session=forgotten), 0.0) != []
+    assert stage.receive(data(0, session=remembered), 0.0) == []
+
+
+def test_one_session_too_many_is_refused() -> None:
+    stage = filled(2)
+    stage.receive(data(0, session=TWO), 0.0)
+    three = SessionId(b"3" * 16)
+
+    assert stage.receive(data(0, session=three), 0.0) == [
+        Forward(Fault(three, EPOCH, FaultCode.BUSY, 1, "2 sessions are served already"))
+    ]
+
+
+def test_an_idle_session_is_freed_and_can_come_back() -> None:
+    stage = filled(2)
+
+    deadline = stage.deadline
+
+    assert deadline == 60.0
+    assert stage.expire(59.0) == []
+    assert stage.expire(60.0) == [Free(ONE)]
+    assert stage.deadline is None
+    assert stage.receive(data(2), 61.0) == [Forward(Gap(ONE, EPOCH, 0, 0))]
+    assert stage.receive(data(0, gen=1), 61.0) == [compute(0, 1, 1)]
+
+
+def test_a_session_that_computes_is_not_idle() -> None:
+    stage = filled(2)
+    stage.receive(data(2), 1.0)
+
+    assert stage.deadline is None
+    assert stage.expire(1000.0) == []
+
+
+THREE = SessionId(b"3" * 16)
+RESUME = Resume(TWO, EPOCH, ONE, 3, whole=True)
+
+
+def shelf_of(blocks: int, most_bytes: int | None = None, idle_s: float = 600.0) -> Shelf:
+    return Shelf(KvBudget([room(blocks)]), most_bytes, idle_s=idle_s)
+
+
+def shelved(blocks: int = 1000, kv_len: int = 4) -> Stage:
+    """A middle rank that was told to keep 4 positions of session ONE."""
+    stage = Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0, shelf=shelf_of(blocks))
+    stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(kv_len), 0.0, SPENT)
+    stage.receive(Close(ONE, EPOCH, keep=4), 0.0)
+    return stage
+
+
+def test_a_closed_session_is_kept_where_there_is_room() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(1))
+    stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(4), 0.0, SPENT)
+
+    first, forward = stage.receive(Close(ONE, EPOCH, keep=4), 1.0)
+
+    assert first == Keep(ONE)
+    assert isinstance(forward, Forward)
+    assert isinstance(forward.message, Close)
+    assert forward.message.keep == 4
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "kv_len"), [(BLOCK - 1, 4), (None, 3)], ids=["no room", "rows missing"]
+)
+def test_what_is_too_long_or_incomplete_is_freed(most_bytes: int | None, kv_len: int) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, most_bytes))
+    stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(kv_len), 0.0, SPENT)
+
+    assert stage.receive(Close(ONE, EPOCH, keep=4), 1.0)[0] == Free(ONE)
+
+
+def test_the_oldest_goes_for_the_newest() -> None:
+    stage = shelved(blocks=1)
+
+    assert stage.receive(data(0, rows=2, session=TWO), 1.0) == [
+        Free(ONE),
+        compute(0, 2, 2, TWO),
+    ]
+    stage.computed(TWO, blob(2), 1.0, SPENT)
+    assert stage.receive(Close(TWO, EPOCH, keep=2), 1.0)[0] == Keep(TWO)
+
+
+def test_a_session_goes_on_from_what_is_kept() -> None:
+    stage = shelved()
+
+    assert stage.receive(RESUME, 1.0) == [Adopt(TWO, ONE, 3, whole=True), Forward(RESUME)]
+    assert stage.receive(data(3, session=TWO), 1.0) == [compute(3, 1, 1, TWO)]
+
+
+def test_a_base_is_taken_once_and_copied_often() -> None:
+    stage, copy = shelved(), replace(RESUME, whole=False)
+
+    assert stage.receive(copy, 1.0)[0] == Adopt(TWO, ONE, 3, whole=False)
+    stage.receive(Close(TWO, EPOCH), 1.0)
+    assert stage.receive(replace(RESUME, session=THREE), 1.0)[0] == Adopt(THREE, ONE, 3, whole=True)
+    late = replace(RESUME, session=SessionId(b"4" * 16))
+    assert stage.receive(late, 1.0) == [Forward(late)]
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [
+        replace(RESUME, length=5),
+        replace(RESUME, base=THREE),
+        replace(RESUME, epoch=EPOCH + 1),
+        replace(RESUME, session=ONE),
+    ],
+    ids=["too long", "unknown", "other epoch", "closed"],
+)
+def test_a_resume_that_cannot_be_met_leaves_a_gap(resume: Resume) -> None:
+    stage = shelved()
+
+    assert stage.receive(resume, 1.0) == [Forward(resume)]
+    assert stage.receive(data(3, session=TWO), 1.0) == [Forward(Gap(TWO, EPOCH, 0, 0))]
+
+
+def test_a_resume_changes_no_session_under_way() -> None:
+    stage = shelved()
+    stage.receive(data(0, session=TWO), 1.0)
+
+    assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
+
+
+def test_a_full_rank_takes_no_session_by_the_back_door() -> None:
+    stage = shelved()
+    for name in (b"5", b"6"):
+        stage.receive(data(0, session=SessionId(name * 16)), 1.0)
+
+    assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
+
+
+def test_what_is_kept_goes_when_nobody_asks_for_it() -> None:
+    stage = shelved()
+
+    assert stage.deadline == 600.0
+    assert stage.expire(599.0) == []
+    assert stage.expire(600.0) == [Free(ONE)]
+    assert stage.deadline is None
+
+
+def test_a_resumed_session_of_which_nothing_more_is_heard_is_freed() -> None:
+    stage = shelved()
+    stage.receive(RESUME, 1.0)
+
+    assert stage.expire(61.0) == [Free(TWO)]
+
+
+def test_what_one_rank_frees_no_other_keeps() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, 0))
+    stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(4), 0.0, SPENT)
+
+    assert stage.receive(Close(ONE, EPOCH, keep=4), 1.0)[-1] == Forward(
+        Close(ONE, EPOCH, 0, (NO_TALLY,))
+    )
+
+
+def test_rows_that_find_no_cache_are_asked_for_again() -> None:
+    stage = shelved()
+    stage.receive(RESUME, 1.0)
+    stage.receive(data(3, session=TWO), 1.0)
+
+    assert stage.missed(TWO) == [Forward(Gap(TWO, EPOCH, 0, 0))]
+    assert stage.missed(TWO) == []
+    assert stage.receive(data(0, gen=1, session=TWO), 1.1) == [compute(0, 1, 1, TWO)]
+
+
+def busy(actions: list[Action]) -> str:
+    """Return what the one session of these actions was refused for."""
+    *_, forward = actions
+    assert isinstance(forward, Forward)
+    assert isinstance(forward.message, Fault)
+    assert (forward.message.code, forward.message.rank) == (FaultCode.BUSY, 1)
+    return forward.message.text
+
+
+def test_positions_beyond_the_context_end_their_session_and_no_other() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, context=8)
+    for session in (ONE, TWO):
+        stage.receive(data(0, rows=8, session=session), 0.0)
+        stage.computed(session, blob(8), 0.0, SPENT)
+
+    refused = stage.receive(data(8), 1.0)
+
+    assert refused[0] == Free(ONE)
+    assert busy(refused) == "Positions 8 to 9 of 8"
+    assert stage.receive(data(0), 1.0) == []
+    assert stage.receive(data(4, session=TWO), 1.0) == [compute(4, 1, 1, TWO)]
+
+
+def test_rows_far_out_of_a_session_that_is_not_there_cost_nothing() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, context=8)
+
+    refused = stage.receive(data(1 << 23), 1.0)
+
+    assert len(refused) == 1
+    assert "of 8" in busy(refused)
+
+
+def test_a_session_that_outgrows_the_budget_ends_before_its_rows_are_computed() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(3))
+    for session in (ONE, TWO):
+        stage.receive(data(0, rows=BLOCK, flags=Flags.PREFILL, session=session), 0.0)
+        stage.computed(session, blob(BLOCK), 0.0, SPENT)
+    stage.receive(data(BLOCK), 1.0)
+    stage.computed(ONE, blob(1), 1.0, SPENT)
+
+    refused = stage.receive(data(BLOCK, session=TWO), 1.0)
+
+    assert refused[0] == Free(TWO)
+    assert busy(refused) == (
+        "No room for the cache of 257 positions: beside 1 other sessions there is room for 256"
+    )
+    assert stage.receive(data(BLOCK + 1), 1.0) == [compute(BLOCK + 1, 1, 1)]
+
+
+def test_a_session_that_ended_or_idled_leaves_its_bytes() -> None:
+    shelf = shelf_of(2, 0)
+    stage = Stage(1, 3, epoch=EPOCH, idle_s=60.0, shelf=shelf)
+    for session in (ONE, TWO):
+        stage.receive(data(0, session=session), 0.0)
+        stage.computed(session, blob(1), 0.0, SPENT)
+
+    stage.receive(Close(ONE, EPOCH), 1.0)
+    assert shelf.budget.live_bytes == BLOCK
+    stage.expire(60.0)
+    assert shelf.budget.live_bytes == 0
+
+
+def test_where_there_is_no_room_for_a_copy_the_kept_cache_itself_goes_on() -> None:
+    stage, copy = shelved(blocks=1), replace(RESUME, whole=False)
+
+    assert stage.receive(copy, 1.0) == [Adopt(TWO, ONE, 3, whole=True), Forward(copy)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_kept_cache_that_cannot_be_had_leaves_a_gap(*, whole: bool) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(2))
+    stage.receive(data(0, rows=2 * BLOCK, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(2 * BLOCK), 0.0, SPENT)
+    stage.receive(Close(ONE, EPOCH, keep=4), 0.0)
+    # Nothing of it is evicted for one that took its room by other means.
+    stage._shelf.budget.reserve(THREE, BLOCK)
+    resume = replace(RESUME, whole=whole)
+
+    assert stage.receive(resume, 1.0) == [Free(ONE), Forward(resume)]
+    assert stage.receive(data(3, session=TWO), 1.0) == [Forward(Gap(TWO, EPOCH, 0, 0))]
+
+
+def test_a_copy_that_does_not_fit_beside_those_that_run_is_not_made() -> None:
+    stage, copy = shelved(blocks=1), replace(RESUME, whole=False)
+    stage._shelf.budget.reserve(THREE, BLOCK)
+
+    assert stage.receive(copy, 1.0) == [Forward(copy)]

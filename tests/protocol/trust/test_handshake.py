@@ -1,0 +1,565 @@
+"""The handshake: what is published holds, and whatever is wrong ends in one refusal."""
+
+import base64
+import hmac
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshllm.errors import MeshError, NotAuthorised, PeerFault
+from meshllm.names import MeshId
+from meshllm.protocol.session.messages import PROTOCOL_VERSION
+from meshllm.protocol.trust.cipher import REKEY_MESSAGES, Seal
+from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
+from meshllm.protocol.trust.handshake import (
+    ALL_FEATURES,
+    MAX_REFUSAL,
+    PRE_AUTH_BYTES,
+    Dialer,
+    Established,
+    Features,
+    Listener,
+    Own,
+    Purpose,
+    State,
+)
+from meshllm.protocol.trust.ticket import TicketProof, guest_psk
+from meshllm.protocol.trust.transcript import (
+    FIRST_BYTES,
+    HAIL_BYTES,
+    VERSION,
+    OtherVersion,
+    Transcript,
+)
+from tests.bench.handshake import fuzz
+from tests.protocol import handshake_vectors as vectors
+from tests.protocol.members import (
+    AS_HOST,
+    AS_JOINER,
+    AS_MEMBER,
+    AS_STRANGER,
+    FOUNDED,
+    FRESH_DIALER,
+    FRESH_LISTENER,
+    GUEST,
+    HOST,
+    MEMBER,
+    MESH,
+    NOW,
+    OTHER,
+    OTHER_FRESH,
+    TICKET,
+    asked,
+    known,
+    make_dialer,
+    make_listener,
+    said,
+)
+
+PUBLISHED = json.loads(vectors.PATH.read_text())
+LOW_ORDER = (  # points of Curve25519 whose secrets are all zero (RFC 7748, 6.1; cr.yp.to/ecdh)
+    bytes(32),
+    bytes([1]) + bytes(31),
+    bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"),
+    bytes.fromhex("5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157"),
+    bytes.fromhex("ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f"),
+    bytes.fromhex("edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f"),
+    bytes.fromhex("eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f"),
+)
+
+
+class Talk:
+    """A handshake as far as it goes; the machines stand where the next message is due."""
+
+    def __init__(self, own: Own = AS_MEMBER, host: Own = AS_HOST, until: int = 4) -> None:
+        self.dialer = make_dialer(own)
+        self.listener = make_listener(host, guests=(TICKET.psk, MESH))
+        self.messages = [said(self.dialer.start())]
+        if until > 1:
+            self.messages.append(said(self.listener.receive(self.messages[0])))
+        if until > 2:
+            self.messages.append(said(self.dialer.receive(self.messages[1])))
+        if until > 3:
+            self.judged = asked(self.listener.receive(self.messages[2]))
+
+    def admit(self, credential: Credential = MEMBER) -> tuple[Established, Established]:
+        """Let the dialer in; return what each side knows."""
+        welcome, at_listener = self.listener.admit(credential)
+        self.messages.append(welcome.message)
+        return known(self.dialer.receive(welcome.message)), at_listener
+
+
+def expect_end(machine: Dialer | Listener, message: bytes, error: type[MeshError]) -> str:
+    """Expect one refusal, and nothing more from a machine that had it."""
+    with pytest.raises(error) as caught:
+        machine.receive(message)
+    assert machine.state is State.GONE
+    assert machine.receive(message) == []
+    return str(caught.value)
+
+
+def test_the_published_vectors_are_those_of_the_description() -> None:
+    assert vectors.make() == PUBLISHED
+
+
+@pytest.mark.parametrize("vector", PUBLISHED["talks"][:2], ids=lambda vector: vector["proof"])
+def test_the_machines_say_what_is_published(vector: dict[str, Any]) -> None:
+    talk = Talk(AS_JOINER if vector["proof"] == "ticket" else AS_MEMBER)
+
+    at_dialer, at_listener = talk.admit()
+
+    assert [message.hex() for message in talk.messages] == vector["messages"]
+    keys = [key.hex() for key in (*at_listener.keys.outgoing, *at_dialer.keys.outgoing)]
+    assert keys == [link["key"] for link in vector["links"].values()]
+    assert at_dialer.keys.incoming == at_listener.keys.outgoing
+    assert at_dialer.keys.outgoing == at_listener.keys.incoming
+
+
+def test_a_refusal_is_as_published() -> None:
+    talk = Talk(AS_JOINER)
+
+    refusal = talk.listener.refuse(vectors.REFUSAL)
+
+    assert refusal.message.hex() == PUBLISHED["talks"][2]["messages"][3]
+    assert expect_end(talk.dialer, refusal.message, NotAuthorised) == vectors.REFUSAL
+    assert talk.listener.receive(b"?") == []
+
+
+@pytest.mark.parametrize("number", [0, REKEY_MESSAGES])
+def test_links_seal_as_published(number: int) -> None:
+    for link in PUBLISHED["talks"][0]["links"].values():
+        seal = Seal(bytes.fromhex(link["key"]))
+        for _ in range(number):
+            seal.seal([])
+            seal.sent()
+
+        head, body = seal.seal([b"hidden ", b"state"])
+
+        assert (head + body).hex() == link[f"sealed {number}"]
+
+
+def test_both_learn_who_the_other_is() -> None:
+    talk = Talk()
+
+    at_dialer, at_listener = talk.admit()
+
+    assert (at_dialer.peer, at_dialer.instance, at_dialer.credential) == (HOST.node, 7, FOUNDED)
+    assert (at_listener.peer, at_listener.instance) == (GUEST.node, 3)
+    assert (at_listener.credential, at_listener.role) == (MEMBER, Role.NODE)
+    assert at_dialer.purpose is at_listener.purpose is Purpose.MESH
+    assert at_dialer.granted is at_listener.granted is None
+    assert len({*at_dialer.keys.outgoing, *at_dialer.keys.incoming}) == 4
+
+
+def test_a_ticket_buys_a_credential() -> None:
+    talk = Talk(AS_JOINER)
+    assert isinstance(talk.judged.proof, TicketProof)
+    assert talk.judged.proof.proves(vectors.SECRET)
+    assert not talk.judged.proof.proves(bytes(16))
+
+    at_dialer, at_listener = talk.admit(MEMBER)
+
+    assert at_dialer.granted == at_listener.granted == MEMBER
+
+
+def test_a_proof_of_a_ticket_proves_nothing_elsewhere() -> None:
+    proof = Talk(AS_JOINER).judged.proof
+    other = Talk(replace(AS_JOINER, key=OTHER)).judged.proof
+    assert isinstance(proof, TicketProof)
+    assert isinstance(other, TicketProof)
+
+    assert not replace(proof, context=other.context).proves(vectors.SECRET)
+    assert not replace(proof, role=Role.CLIENT).proves(vectors.SECRET)
+
+
+def test_a_stranger_to_the_mesh_gets_no_byte() -> None:
+    first = said(make_dialer(AS_STRANGER).start())
+
+    text = expect_end(make_listener(), first, NotAuthorised)
+
+    assert text == "The dialer does not know this mesh, and has no ticket that is open"
+
+
+def test_whose_ticket_is_over_is_a_stranger() -> None:
+    first = said(make_dialer(AS_JOINER).start())
+    others = [guest_psk(bytes([number]) * 16) for number in range(256)]
+
+    for guests in ((), others):
+        assert "no ticket that is open" in expect_end(
+            make_listener(guests=guests), first, NotAuthorised
+        )
+
+
+def test_tickets_are_looked_at_once_and_only_for_strangers() -> None:
+    looks = iter([TICKET.psk])
+
+    make_listener(guests=looks).receive(said(make_dialer().start()))
+    assert next(looks) == TICKET.psk  # a member dialled, and nobody looked
+
+    listener = make_listener(guests=iter([bytes(32), TICKET.psk]))
+    assert listener.receive(said(make_dialer(AS_JOINER).start()))
+
+
+def test_a_ticket_holds_nothing_of_the_mesh_and_the_welcome_does() -> None:
+    talk = Talk(AS_JOINER)
+
+    at_dialer, _ = talk.admit()
+
+    digits = TICKET.encode()[8:].upper()
+    assert bytes(MESH) not in base64.b32decode(digits + "=" * (-len(digits) % 8))
+    assert at_dialer.credential.mesh == MESH
+    assert at_dialer.granted is not None
+    assert at_dialer.granted.mesh == MESH
+
+
+def test_an_inviter_grants_a_membership_of_its_own_mesh_only() -> None:
+    talk = Talk(AS_JOINER)
+    other = issue(OTHER, found(OTHER, bytes(16)), GUEST.node, Role.NODE)
+
+    welcome, _ = talk.listener.admit(other)
+
+    assert "another mesh" in expect_end(talk.dialer, welcome.message, NotAuthorised)
+
+
+def test_a_dialer_says_nothing_more_to_a_node_it_does_not_expect() -> None:
+    dialer, listener = make_dialer(expect=OTHER.node), make_listener()
+
+    second = said(listener.receive(said(dialer.start())))
+
+    assert "answered where" in expect_end(dialer, second, NotAuthorised)
+
+
+def test_a_ticket_is_proven_to_its_inviter_only() -> None:
+    impostor = make_listener(Own(GUEST, 1, MEMBER))
+    dialer = make_dialer(replace(AS_JOINER, key=OTHER))
+
+    second = said(impostor.receive(said(dialer.start())))
+
+    expect_end(dialer, second, NotAuthorised)
+
+
+def test_a_dialer_may_expect_the_node_that_answers() -> None:
+    dialer, listener = make_dialer(expect=HOST.node), make_listener()
+
+    assert said(dialer.receive(said(listener.receive(said(dialer.start())))))
+
+
+CLIENT = issue(HOST, FOUNDED, OTHER.node, Role.CLIENT)
+EXPIRED = issue(HOST, FOUNDED, OTHER.node, Role.NODE, NOW)
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        (CLIENT, "is a client"),
+        (EXPIRED, "expired"),
+        (MEMBER, "shows the credential of"),
+        (replace(FOUNDED, mesh=MeshId(bytes(16))), "another mesh"),
+    ],
+)
+def test_a_dialer_enters_no_false_house(shown: Credential, words: str) -> None:
+    talk = Talk(host=Own(OTHER, 1, shown))
+
+    welcome, _ = talk.listener.admit(MEMBER)
+
+    assert words in expect_end(talk.dialer, welcome.message, NotAuthorised)
+
+
+def test_a_removed_node_is_no_host() -> None:
+    removals = {HOST.node: remove(GUEST, MESH, HOST.node, NOW, (GUEST.node,))}
+    dialer, listener = make_dialer(removals=removals), make_listener()
+    listener.receive(said(dialer.receive(said(listener.receive(said(dialer.start()))))))
+
+    welcome, _ = listener.admit(MEMBER)
+
+    assert "is removed" in expect_end(dialer, welcome.message, NotAuthorised)
+
+
+@pytest.mark.parametrize(
+    ("granted", "error", "words"),
+    [
+        (issue(HOST, FOUNDED, GUEST.node, Role.CLIENT), PeerFault, "admitted as a client"),
+        (issue(HOST, FOUNDED, GUEST.node, Role.NODE, 1), NotAuthorised, "expired"),
+        (CLIENT, NotAuthorised, "shows the credential of"),
+    ],
+)
+def test_a_joiner_takes_no_false_credential(
+    granted: Credential, error: type[MeshError], words: str
+) -> None:
+    talk = Talk(AS_JOINER)
+
+    welcome, _ = talk.listener.admit(granted)
+
+    assert words in expect_end(talk.dialer, welcome.message, error)
+
+
+def test_who_is_no_member_yet_does_not_listen() -> None:
+    with pytest.raises(NotAuthorised, match="not yet a member"):
+        make_listener(AS_JOINER)
+
+
+def test_a_long_refusal_is_cut_and_stays_one_line() -> None:
+    talk = Talk()
+
+    refusal = talk.listener.refuse("no\nentry " + MAX_REFUSAL * "é")
+
+    text = expect_end(talk.dialer, refusal.message, NotAuthorised)
+    assert text.startswith("no entry é")
+    assert len(text.encode()) <= MAX_REFUSAL + 3  # of half a character
+
+
+@pytest.mark.parametrize("due", [1, 2, 3, 4])
+def test_a_message_cut_anywhere_is_refused(due: int) -> None:
+    whole = Talk(AS_JOINER)
+    whole.admit()
+    message = whole.messages[due - 1]
+
+    for length in range(len(message)):
+        expect_end(waiting_for(due), message[:length], PeerFault)
+    expect_end(waiting_for(due), message + b"\0", PeerFault)
+
+
+@pytest.mark.parametrize("due", [1, 2, 3, 4])
+def test_a_message_changed_anywhere_is_refused(due: int) -> None:
+    whole = Talk(AS_JOINER)
+    whole.admit()
+
+    for place in range(len(whole.messages[due - 1])):
+        message = bytearray(whole.messages[due - 1])
+        message[place] ^= 1 << place % 8
+        error = NotAuthorised if due == 1 and place > 0 else PeerFault
+        expect_end(waiting_for(due), bytes(message), error)
+
+
+def waiting_for(due: int) -> Dialer | Listener:
+    """Return the machine that is to hear the message of this number."""
+    if due == 1:
+        return make_listener()
+    talk = Talk(AS_JOINER, until=due - 1)
+    return talk.listener if due == 3 else talk.dialer
+
+
+@pytest.mark.parametrize("version", [0, 1, 3])
+def test_another_version_is_refused_with_a_way_out(version: int) -> None:
+    talk = Talk(until=2)
+
+    machines: tuple[Dialer | Listener, ...] = (make_listener(), talk.dialer)
+    for machine, message in zip(machines, talk.messages, strict=True):
+        with pytest.raises(PeerFault, match=f"version `0{version}`, this node `02`") as caught:
+            machine.receive(bytes([version]) + message[1:])
+        assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize("due", [2, 3, 4])
+def test_what_is_returned_to_its_sender_is_refused(due: int) -> None:
+    talk = Talk(until=due - 1)
+    machine = talk.listener if due == 3 else talk.dialer
+
+    expect_end(machine, talk.messages[-1], PeerFault)
+
+
+def test_a_replayed_dialer_is_refused() -> None:
+    talk = Talk()
+    listener = make_listener(fresh=OTHER_FRESH)
+
+    listener.receive(talk.messages[0])
+
+    expect_end(listener, talk.messages[2], PeerFault)
+
+
+def test_a_replayed_listener_is_refused() -> None:
+    talk = Talk()
+    dialer = make_dialer(fresh=OTHER_FRESH)
+    dialer.start()
+
+    expect_end(dialer, talk.messages[1], PeerFault)
+
+
+def test_two_handshakes_cannot_be_spliced() -> None:
+    one, listener = Talk(until=2), make_listener(fresh=OTHER_FRESH)
+    second = said(listener.receive(one.messages[0]))
+
+    third = said(one.dialer.receive(second))  # by the wrong listener, which is a right one too
+
+    expect_end(one.listener, third, PeerFault)
+
+
+def test_the_end_of_another_handshake_is_refused() -> None:
+    one, other = Talk(), Talk(AS_JOINER)
+
+    refusal = other.listener.refuse("no")
+
+    expect_end(one.dialer, refusal.message, PeerFault)
+
+
+@pytest.mark.parametrize("point", LOW_ORDER, ids=lambda point: point.hex()[:8])
+def test_a_point_without_a_secret_is_refused(point: bytes) -> None:
+    dialer, forger = make_dialer(), Transcript(MESH, OTHER_FRESH)
+    dialer.start()
+    forger.hail = forger.hail[:1] + point + forger.hail[33:]
+
+    assert "hides nothing" in expect_end(make_listener(), forger.first(), PeerFault)
+    assert "hides nothing" in expect_end(dialer, forger.hail + bytes(112), PeerFault)
+
+
+def insider(until: int) -> tuple[Listener, Transcript]:
+    """Return a listener, and what a dialer that knows the mesh has said and heard so far."""
+    listener, transcript = make_listener(), Transcript(MESH, FRESH_DIALER)
+    second = said(listener.receive(transcript.first()))
+    transcript.agree(transcript.add(second[:HAIL_BYTES]))
+    transcript.recognise("listener", second[HAIL_BYTES:])
+    return listener, transcript
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (b"", "Claim of 0 bytes"),
+        (b"\x09" + bytes(20), "unknown purpose 9"),
+        (b"\1" + bytes(17) + b"\0\0\0", "Credential of 0 bytes"),
+        (b"\1" + bytes(17) + b"\2\0\0", "unknown kind 2"),
+        (b"\1" + bytes(17) + b"\1\x20\0" + bytes(32), "unknown kind 1 with 32 bytes"),
+        (b"\1" + bytes(17) + b"\1\x21\0\2" + bytes(32), "unknown role 2"),
+    ],
+)
+def test_a_claim_that_nobody_writes_is_refused(claim: bytes, words: str) -> None:
+    listener, transcript = insider(2)
+
+    assert words in expect_end(listener, transcript.identify("dialer", GUEST, claim), PeerFault)
+
+
+def test_a_claim_to_be_another_node_is_refused() -> None:
+    listener, transcript = insider(2)
+    honest = Transcript(MESH, FRESH_LISTENER)
+    words = OTHER.node + GUEST.sign(honest.digest) + bytes(10)
+
+    assert "did not sign" in expect_end(listener, transcript.seal("dialer", words), PeerFault)
+
+
+def test_an_identity_too_short_is_refused() -> None:
+    listener, transcript = insider(2)
+
+    assert "takes 96" in expect_end(listener, transcript.seal("dialer", b"me"), PeerFault)
+
+
+def host(dialer: Dialer) -> Transcript:
+    """Return what a listener that knows the mesh has heard of a dialer that waits to hear it."""
+    transcript, first = Transcript(MESH, FRESH_LISTENER), said(dialer.start())
+    transcript.check_first(first)
+    transcript.add(transcript.hail)
+    transcript.agree(first[:HAIL_BYTES])
+    return transcript
+
+
+def test_a_listener_without_capabilities_is_refused() -> None:
+    dialer = make_dialer()
+    transcript = host(dialer)
+
+    second = transcript.hail + transcript.identify("listener", HOST, b"more")
+
+    assert "Capabilities of 4 bytes" in expect_end(dialer, second, PeerFault)
+
+
+def test_fields_of_a_later_version_are_not_read_in_any_message() -> None:
+    dialer = make_dialer()
+    transcript = host(dialer)
+    second = transcript.hail + transcript.identify("listener", HOST, b"\5" + bytes(8) + b"later")
+    _, claim = transcript.recognise("dialer", said(dialer.receive(second)))
+    shown = FOUNDED.encode()
+    welcome = b"\1" + bytes(8) + len(shown).to_bytes(2, "little") + b"\0\0" + shown + b"later"
+
+    established = known(dialer.receive(transcript.seal("listener", welcome)))
+    listener, other = insider(2)
+    judged = asked(listener.receive(other.identify("dialer", GUEST, claim + b"later")))
+
+    assert established.features == Features(0)
+    assert (judged.peer, judged.proof) == (GUEST.node, MEMBER)
+
+
+def test_each_side_learns_what_the_other_understands() -> None:
+    later = Features(1 << 40)
+    talk = Talk(replace(AS_MEMBER, features=Features.INT8 | later), replace(AS_HOST))
+
+    at_dialer, at_listener = talk.admit()
+
+    assert at_dialer.features == ALL_FEATURES
+    assert at_listener.features == Features.INT8 | later
+    assert not at_listener.features & Features.HELP
+
+
+def test_who_knows_the_mesh_is_told_our_version_and_a_stranger_is_not() -> None:
+    later = bytes([VERSION + 1]) + said(make_dialer().start())[1:HAIL_BYTES] + b"more"
+    mac = hmac.digest(MESH, b"meshllm dialer hail 1" + later, "sha256")
+
+    with pytest.raises(OtherVersion) as known_one:
+        make_listener().receive(later + mac)
+    with pytest.raises(OtherVersion) as stranger:
+        make_listener().receive(later + bytes(32))
+    dialer = make_dialer()
+    dialer.start()
+
+    assert stranger.value.answer == b""
+    assert known_one.value.answer == bytes([VERSION])
+    assert "version `01`, this node `02`" in expect_end(dialer, b"\1", PeerFault)
+
+
+def test_there_is_one_major_version() -> None:
+    assert VERSION == PROTOCOL_VERSION
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "of 0 bytes that is no welcome"),
+        (b"\2" + bytes(20), "no welcome"),
+        (b"\1" + bytes(11), "no welcome"),
+        (b"\1" + bytes(12), "Credential of 0 bytes"),
+        (b"\1" + bytes(8) + b"\x20\0\4\0" + FOUNDED.encode() + b"more", "4 trailing bytes"),
+    ],
+)
+def test_a_welcome_that_nobody_writes_is_refused(answer: bytes, words: str) -> None:
+    dialer = make_dialer()
+    transcript = host(dialer)
+    second = transcript.hail + transcript.identify("listener", HOST, vectors.CAPABLE)
+    transcript.recognise("dialer", said(dialer.receive(second)))
+
+    assert words in expect_end(dialer, transcript.seal("listener", answer), PeerFault)
+
+
+def test_a_message_out_of_turn_is_refused() -> None:
+    expect_end(make_dialer(), b"early", PeerFault)
+    expect_end(Talk().listener, b"more", PeerFault)
+
+
+def test_after_the_good_end_nothing_is_heard() -> None:
+    talk = Talk()
+    talk.admit()
+
+    assert talk.dialer.receive(b"more") == talk.listener.receive(b"more") == []
+    assert talk.dialer.state is talk.listener.state is State.OPEN
+
+
+def test_a_handshake_has_a_longest() -> None:
+    talk = Talk(until=2)
+    room = PRE_AUTH_BYTES - FIRST_BYTES
+
+    assert "did not seal" in expect_end(Talk(until=2).listener, bytes(room), PeerFault)
+    assert "more than 65536" in expect_end(talk.listener, bytes(room + 1), PeerFault)
+
+
+def test_secrets_do_not_show() -> None:
+    at_dialer, _ = Talk(AS_JOINER).admit()
+
+    shown = f"{at_dialer} {AS_JOINER} {FRESH_DIALER}"
+
+    for secret in (*at_dialer.keys.outgoing, vectors.SECRET, FRESH_DIALER.ephemeral):
+        assert repr(secret) not in shown
+
+
+@pytest.mark.property
+def test_mutated_handshakes_end_in_one_refusal() -> None:
+    outcomes = fuzz(3000, seed=1)
+
+    assert sum(outcomes.values()) == 3000

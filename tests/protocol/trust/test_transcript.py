@@ -1,0 +1,101 @@
+"""Transcripts: who heard the same has the same keys, and nobody else has."""
+
+from collections.abc import Callable
+
+import pytest
+
+from meshllm.errors import MeshError, NotAuthorised, PeerFault
+from meshllm.names import MeshId
+from meshllm.protocol.trust.identity import NodeKey
+from meshllm.protocol.trust.transcript import FIRST_BYTES, HAIL_BYTES, VERSION, Fresh, Transcript
+
+MESH = MeshId(bytes(range(16)))
+KEY = NodeKey(bytes(32))
+ONE, OTHER = Fresh(bytes([1]) * 32, bytes(16)), Fresh(bytes([2]) * 32, bytes(16))
+
+
+def agreed() -> tuple[Transcript, Transcript]:
+    """Return both sides after both hails."""
+    dialer, listener = Transcript(MESH, ONE), Transcript(MESH, OTHER)
+    first = dialer.first()
+    listener.check_first(first)
+    dialer.agree(dialer.add(listener.add(listener.hail)))
+    listener.agree(first[:HAIL_BYTES])
+    return dialer, listener
+
+
+def test_who_heard_the_same_has_the_same_keys() -> None:
+    dialer, listener = agreed()
+
+    assert listener.unseal("dialer", dialer.seal("dialer", b"words")) == b"words"
+    here, there = dialer.keys("dialer", "listener"), listener.keys("listener", "dialer")
+    assert (here.outgoing, here.incoming) == (there.incoming, there.outgoing)
+    assert len({*here.outgoing, *here.incoming}) == 4
+
+
+def test_one_byte_more_is_another_transcript() -> None:
+    dialer, listener = agreed()
+    listener.add(b"!")
+
+    with pytest.raises(PeerFault, match="of 21 bytes that the dialer did not seal"):
+        listener.unseal("dialer", dialer.seal("dialer", b"words"))
+
+
+def test_the_same_words_are_never_sealed_alike() -> None:
+    dialer, _ = agreed()
+
+    assert dialer.seal("dialer", b"words") != dialer.seal("dialer", b"words")
+
+
+def test_a_node_is_recognised_by_its_signature() -> None:
+    dialer, listener = agreed()
+
+    signed = listener.identify("listener", KEY, b"words")
+
+    assert dialer.recognise("listener", signed) == (KEY.node, b"words")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"), [(bytes(95), "takes 96"), (KEY.node + bytes(64), "did not sign")]
+)
+def test_who_did_not_sign_is_not_recognised(words: bytes, reason: str) -> None:
+    dialer, listener = agreed()
+
+    with pytest.raises(PeerFault, match=reason):
+        dialer.recognise("listener", listener.seal("listener", words))
+
+
+def test_a_signature_of_the_other_side_is_not_taken() -> None:
+    dialer, listener = agreed()
+
+    with pytest.raises(PeerFault, match="did not seal"):
+        dialer.recognise("dialer", listener.identify("listener", KEY, b""))
+
+
+@pytest.mark.parametrize(
+    ("forge", "error", "words"),
+    [
+        (lambda first: b"", PeerFault, "version ``"),
+        (lambda first: bytes([VERSION + 1]) + first[1:], PeerFault, "version `03`"),
+        (lambda first: first[:-1], PeerFault, f"{FIRST_BYTES - 1} bytes"),
+        (
+            lambda first: first[:-1] + bytes([first[-1] ^ 1]),
+            NotAuthorised,
+            "does not know this mesh",
+        ),
+    ],
+)
+def test_a_false_first_message_is_refused(
+    forge: Callable[[bytes], bytes], error: type[MeshError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Transcript(MESH, OTHER).check_first(forge(Transcript(MESH, ONE).first()))
+
+
+def test_a_hail_without_a_secret_is_refused() -> None:
+    transcript = Transcript(MESH, ONE)
+
+    with pytest.raises(PeerFault, match="hides nothing"):
+        transcript.agree(bytes([VERSION]) + bytes(HAIL_BYTES - 1))
+    with pytest.raises(PeerFault, match="Hail of 1 bytes"):
+        transcript.agree(bytes([VERSION]))
