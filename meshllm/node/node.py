@@ -271,8 +271,8 @@ class MeshNode:
     def dropped(self, peer: NodeId, why: Why) -> None:
         """Hear why a peer closed the link; find out that the key runs elsewhere too."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
-        is_alone = not self.links.lines
-        if error := self._twin.dropped(is_twin=why is Why.TWIN and is_alone, now=self.now()):
+        is_twin, heard = why is Why.TWIN and not self.links.lines, self.machine.heard
+        if error := self._twin.dropped(peer, is_twin=is_twin, now=self.now(), heard=heard):
             self._stop(error)
 
     # Inside.

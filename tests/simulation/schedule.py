@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
+from meshllm.node.node import SETTLE_S
 from tests.simulation.checks import Checks
 from tests.simulation.members import Ticket
 from tests.simulation.world import TIMERS, World
 
 BOUND = 120.0  # s from the last fault until all is well
 LEAVE_S = 10.0  # s for all to leave
-FRESH_S = 10.0  # s for a request of each node when all is well: ten trips of up to 0.6 s each
+FRESH_S = 30.0  # s for a request of each of five nodes: ten trips of 0.6 s each, one by one
 LOOK_S = 1.0
 BEACON_S = 30.0  # s from the last fault until nodes hear where all others are, and again
 TICKETS_S = (None, 3600.0, 1.5)  # s that a ticket lasts: some are late when they are used
@@ -55,6 +56,8 @@ class Schedule:
         self.has_hang = bugs.random() < 0.4
         world.think_s = bugs.choice((0.0, 0.0, 0.05, 0.6))
         world.disk_s = bugs.choice((0.0, 0.0, 0.02, 1.5))
+        if max(world.think_s, world.disk_s) > SETTLE_S:  # nodes follow what others do not know yet
+            world.is_calm = False
         if bugs.random() < 0.3:
             world.names = {each: bugs.choice(("a", "b", "c")) for each in range(self.count)}
             world.prefer = (*bugs.sample(("a", "b", "nobody"), 2),)

@@ -65,6 +65,8 @@ class Mesh:
         self.me = key.node
         self.links = Links(key.node)
         """The links that stand, those of clients among them."""
+        self.heard = -inf
+        """When a peer last sent a beat, and so took this process for the node that it is."""
         self._is_node = credential.role is Role.NODE
         self._exchange = Exchange(key, credential, incarnation)
         self._dialling = Dialling(key.node)
@@ -259,6 +261,7 @@ class Mesh:
 
     def _hear(self, peer: NodeId, contact: Contact, beat: Beat, now: float) -> list[Action]:
         is_first = contact.echo is None
+        self.heard = now
         contact.hear(beat, now, now - self._origin)
         digest = self._exchange.digest
         if is_first:  # answered at once, so that both know the round trip from the start

@@ -1,23 +1,34 @@
 """Duplicate identity: whether another process runs with the key of this node."""
 
 from meshllm.errors import NotAuthorised
+from meshllm.names import NodeId
 
-TWIN_S = 3.0  # s of being taken for another process, after which it is one
+TWIN_S = 3.0  # s for which one peer takes this process for another, after which it is one
 
 
 class Twin:
-    """Listens to why links are closed; a restarted node is taken for its former self at first."""
+    """Listens to why peers close links.
+
+    A restarted node is taken for its former self until its peers miss that, each in its own time: a
+    peer that slept does so late. So what counts is what one peer says again and again.
+    """
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        self._since: dict[NodeId, float] = {}
 
-    def dropped(self, *, is_twin: bool, now: float) -> NotAuthorised | None:
-        """Note that the last link was closed because of a twin, or another why; judge."""
+    def dropped(
+        self, peer: NodeId, *, is_twin: bool, now: float, heard: float
+    ) -> NotAuthorised | None:
+        """Note that a peer closed the last link because of a twin, or for another reason; judge.
+
+        A peer that was ``heard`` since then took this process for the one with the key.
+        """
+        since = self._since.get(peer)
         if not is_twin:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-        elif now > self._since + TWIN_S:
+            self._since.pop(peer, None)
+        elif since is None or heard > since:
+            self._since[peer] = now
+        elif now > since + TWIN_S:
             return NotAuthorised(
                 "Another process runs with the key of this node",
                 hint="give each node a state folder of its own: `--state FOLDER`",

@@ -1,11 +1,17 @@
+"""Who is taken for another process, by one peer, for how long."""
+
+from functools import partial
+from math import inf
+
 from meshllm.errors import NotAuthorised
 from meshllm.protocol.membership.twin import TWIN_S, Twin
+from tests.protocol.nodes import A, B
 
 
-def test_who_is_taken_for_another_for_long_enough_is_a_twin() -> None:
-    twin = Twin()
+def test_a_node_that_one_peer_takes_for_another_for_long_enough_has_a_twin() -> None:
+    dropped = partial(Twin().dropped, A, is_twin=True, heard=-inf)
 
-    verdicts = [twin.dropped(is_twin=True, now=now) for now in (5.0, 5.0 + TWIN_S, 6.0 + TWIN_S)]
+    verdicts = [dropped(now=now) for now in (5.0, 5.0 + TWIN_S, 6.0 + TWIN_S)]
 
     assert verdicts[:2] == [None, None]
     assert isinstance(verdicts[2], NotAuthorised)
@@ -13,8 +19,25 @@ def test_who_is_taken_for_another_for_long_enough_is_a_twin() -> None:
 
 def test_another_reason_begins_anew() -> None:
     twin = Twin()
-    twin.dropped(is_twin=True, now=0.0)
-    twin.dropped(is_twin=False, now=1.0)
+    twin.dropped(A, is_twin=True, now=0.0, heard=-inf)
+    twin.dropped(A, is_twin=False, now=1.0, heard=-inf)
 
-    assert twin.dropped(is_twin=True, now=9.0) is None
-    assert twin.dropped(is_twin=True, now=10.0) is None
+    assert twin.dropped(A, is_twin=True, now=9.0, heard=-inf) is None
+    assert twin.dropped(A, is_twin=True, now=10.0, heard=-inf) is None
+
+
+def test_a_peer_that_was_heard_meanwhile_begins_anew() -> None:
+    twin = Twin()
+    twin.dropped(A, is_twin=True, now=5.0, heard=4.0)
+
+    assert twin.dropped(A, is_twin=True, now=9.0, heard=7.5) is None
+    assert twin.dropped(A, is_twin=True, now=9.0 + TWIN_S, heard=7.5) is None
+    assert isinstance(twin.dropped(A, is_twin=True, now=9.5 + TWIN_S, heard=7.5), NotAuthorised)
+
+
+def test_each_peer_takes_its_own_time() -> None:
+    twin = Twin()
+    twin.dropped(A, is_twin=True, now=5.0, heard=-inf)
+
+    assert twin.dropped(B, is_twin=True, now=9.0, heard=-inf) is None
+    assert isinstance(twin.dropped(A, is_twin=True, now=9.1, heard=-inf), NotAuthorised)
