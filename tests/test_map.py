@@ -1,0 +1,65 @@
+"""The map of CONTRIBUTING names every room, and no other; its ways lead to files that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / ".github" / "CONTRIBUTING.md").read_text("utf-8")
+MAP = TEXT.partition("## The map")[2].partition("```\n")[2].partition("```")[0]
+FLOORS = {"meshllm/node", "meshllm/protocol", "meshllm/model"}  # that have rooms
+
+
+def rooms() -> dict[str, list[str]]:
+    """Read the map: the rooms of each floor, in order."""
+    found: dict[str, list[str]] = {}
+    for line in MAP.splitlines():
+        name = line.split()[0]
+        if line.startswith("meshllm/"):
+            found[name] = []
+        else:
+            found[[*found][-1]].append(name)
+    return found
+
+
+def packages(folder: Path) -> set[str]:
+    return {each.parent.name for each in folder.glob("*/__init__.py")}
+
+
+def test_every_floor_is_on_the_map() -> None:
+    assert {Path(name).name for name in rooms()} == packages(ROOT / "meshllm")
+
+
+@pytest.mark.parametrize("floor", sorted(FLOORS))
+def test_every_room_is_on_the_map(floor: str) -> None:
+    assert set(rooms()[floor]) == packages(ROOT / floor)
+
+
+def test_rooms_stand_in_the_order_in_which_they_import() -> None:
+    contracts = (ROOT / "pyproject.toml").read_text("utf-8")
+    for floor in FLOORS:
+        container = floor.replace("/", ".")
+        layers = contracts.partition(f'containers = ["{container}"]')[0].rpartition("layers = [")[2]
+        rank = {
+            name: place
+            for place, line in enumerate(layers.splitlines())
+            for name in re.findall(r"\w+", line)
+        }
+        ranks = [rank[room] for room in rooms()[floor]]
+        assert ranks == sorted(ranks), floor
+
+
+def test_rooms_are_neither_halls_nor_closets() -> None:
+    for floor in FLOORS:
+        for room in rooms()[floor]:
+            files = [each for each in (ROOT / floor / room).glob("*.py") if each.stem != "__init__"]
+            assert 2 <= len(files) <= 15, f"{floor}/{room}"
+
+
+def test_what_is_named_exists() -> None:
+    named = {name for name in re.findall(r"`([\w/]+(?:/[\w.]+)?)`", TEXT) if "/" in name}
+    roots = (ROOT, ROOT / "meshllm")
+    lost = [name for name in named if not any((root / name).exists() for root in roots)]
+
+    assert lost == []
