@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.cli.options import help_of
+from meshllm.cli.shared.options import help_of
 from meshllm.config import Config, Scalar, Settings, change, current, files, keys, load, parse
 from meshllm.errors import UserError
 

@@ -19,6 +19,8 @@ PLANTS = {
         "import meshllm.protocol.planning",
     ),
     "Rooms of the node": ("meshllm/node/net/dialer.py", "import meshllm.node.membership"),
+    "Rooms of QUIC": ("plugins/meshllm_quic/net/udp.py", "import meshllm_quic.path.paths"),
+    "Rooms of the command line": ("meshllm/cli/terminal/wrap.py", "import meshllm.cli.ring.spec"),
     "Deciding is pure": ("meshllm/protocol/session/stage.py", "import time"),
     "The model computes": ("meshllm/model/wire/payload.py", "import asyncio"),
     "The terminal": ("meshllm/node/compute/gauge.py", "import rich"),

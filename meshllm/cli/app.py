@@ -13,19 +13,21 @@ from typer.completion import completion_init  # type: ignore[attr-defined]  # no
 from typer.core import TyperGroup
 
 from meshllm import __version__
-from meshllm.cli import config, model, render, ring, transport
-from meshllm.cli.bench import EXAMPLES as BENCH_EXAMPLES
-from meshllm.cli.bench import bench
-from meshllm.cli.chat import EXAMPLES as CHAT_EXAMPLES
-from meshllm.cli.chat import chat
-from meshllm.cli.doctor import EXAMPLES as DOCTOR_EXAMPLES
-from meshllm.cli.doctor import doctor
-from meshllm.cli.identity import EXAMPLES as ID_EXAMPLES
-from meshllm.cli.identity import identity
-from meshllm.cli.node import EXAMPLES as NODE_EXAMPLES
-from meshllm.cli.node import node
-from meshllm.cli.relay import EXAMPLES as RELAY_EXAMPLES
-from meshllm.cli.relay import relay
+from meshllm.cli.chat.chat import EXAMPLES as CHAT_EXAMPLES
+from meshllm.cli.chat.chat import chat
+from meshllm.cli.commands import config, model, transport
+from meshllm.cli.commands.bench import EXAMPLES as BENCH_EXAMPLES
+from meshllm.cli.commands.bench import bench
+from meshllm.cli.commands.identity import EXAMPLES as ID_EXAMPLES
+from meshllm.cli.commands.identity import identity
+from meshllm.cli.commands.relay import EXAMPLES as RELAY_EXAMPLES
+from meshllm.cli.commands.relay import relay
+from meshllm.cli.doctor.doctor import EXAMPLES as DOCTOR_EXAMPLES
+from meshllm.cli.doctor.doctor import doctor
+from meshllm.cli.node.node import EXAMPLES as NODE_EXAMPLES
+from meshllm.cli.node.node import node
+from meshllm.cli.ring import ring
+from meshllm.cli.terminal import render
 from meshllm.config import load
 from meshllm.errors import MeshError, UserError
 

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 
 from meshllm.cli.app import app
-from meshllm.cli.options import help_of
-from meshllm.cli.render import out, talk
+from meshllm.cli.shared.options import help_of
+from meshllm.cli.terminal.render import out, talk
 from meshllm.config import PROJECT_FILE, keys
 
 ROOT = Path(str(files("meshllm"))).parent

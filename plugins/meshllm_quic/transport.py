@@ -9,14 +9,14 @@ from typing import ClassVar
 
 from meshllm.errors import LinkLost, UserError
 from meshllm.transport import contract
-from meshllm_quic.address import RELAY_PORT, Place, parse
-from meshllm_quic.berths import registered
-from meshllm_quic.dialler import dial
-from meshllm_quic.endpoint import Endpoint
-from meshllm_quic.identity import KEY_BYTES, Identity
-from meshllm_quic.listener import Listener
-from meshllm_quic.network import Network
-from meshllm_quic.udp import UdpNetwork
+from meshllm_quic.base.identity import KEY_BYTES, Identity
+from meshllm_quic.link.dialler import dial
+from meshllm_quic.link.endpoint import Endpoint
+from meshllm_quic.link.listener import Listener
+from meshllm_quic.net.address import RELAY_PORT, Place, parse
+from meshllm_quic.net.network import Network
+from meshllm_quic.net.udp import UdpNetwork
+from meshllm_quic.relay.berths import registered
 
 PORTS = range(7700, 7800)
 """Tried in turn when no address is given; the numbers of the transport over WebSocket, in UDP."""

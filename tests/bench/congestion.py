@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from meshllm_quic.congestion import NAME
+from meshllm_quic.base.congestion import NAME
 from tests.bench.report import Report, parser_of
 from tests.plugins.quic.pipe import Pipe, Shape
 

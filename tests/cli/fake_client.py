@@ -13,7 +13,7 @@ from tests.builders.status import member, node_id, status_of
 
 
 class FakeClient:
-    """Takes the place of `meshllm.cli.client.NodeClient`."""
+    """Takes the place of `meshllm.cli.shared.client.NodeClient`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.statuses: list[MeshStatus | MeshError] = [status_of(3)]
@@ -24,7 +24,7 @@ class FakeClient:
         self.answers: list[Event] = []
         self.requests: list[Request] = []
         self.path = Path()
-        monkeypatch.setattr("meshllm.cli.client.NodeClient", self)
+        monkeypatch.setattr("meshllm.cli.shared.client.NodeClient", self)
 
     def __call__(self, path: Path) -> "FakeClient":
         self.path = path

@@ -8,8 +8,9 @@ import textwrap
 import pytest
 
 import meshllm as package
-from meshllm.cli import app, chat
+from meshllm.cli import app
 from meshllm.cli.app import RESTS, rest_soon
+from meshllm.cli.chat import chat
 from meshllm.errors import IntegrityFault, LinkLost, MeshError, ModelError, TimedOut
 from tests.cli.conftest import Invoke
 from tests.cli.fake import FakeRing

@@ -24,7 +24,7 @@ def run(code: str) -> list[str]:
 def test_a_model_is_loaded_and_run_without_a_compiler() -> None:
     code = f"""
         import sys
-        from meshllm.cli.local import import_heavy
+        from meshllm.cli.shared.local import import_heavy
         import_heavy("meshllm.node.node")
         import torch
         from meshllm.model.capacity import shape_of
@@ -49,7 +49,7 @@ def test_a_model_is_loaded_and_run_without_a_compiler() -> None:
 
 def test_the_compiler_can_be_used_afterwards() -> None:
     code = """
-        from meshllm.cli.local import import_heavy
+        from meshllm.cli.shared.local import import_heavy
         import_heavy()
         import torch
         from transformers.masking_utils import TransformGetItemToIndex

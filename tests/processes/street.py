@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from meshllm_quic.packets import Relayed
+from meshllm_quic.wire.packets import Relayed
 from tests.processes.capture import Capture, Passed
 from tests.processes.fleet import ALONE, MESHLLM, WAIT_S, Done, Fleet, Node, environment, until
 from tests.processes.namespaces import RELAY, RELAY_BESIDE, Router, Space, Street, open_street, run

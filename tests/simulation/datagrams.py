@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-from meshllm_quic.network import Address
+from meshllm_quic.net.network import Address
 
 HEAD_BYTES = {4: 20 + 8, 6: 40 + 8}  # of IP and UDP
 

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from meshllm.testing.clock import run_virtual
-from meshllm_quic.network import Address, Network, Socket
+from meshllm_quic.net.network import Address, Network, Socket
 
 P = ParamSpec("P")
 

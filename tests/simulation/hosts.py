@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from meshllm_quic.network import Address, Receive
+from meshllm_quic.net.network import Address, Receive
 from tests.simulation.datagrams import Captured, Datagram, version
 from tests.simulation.lan import Interface, Lan, World
 from tests.simulation.wires import Dropped, Line, Wire
@@ -68,7 +68,7 @@ class Host:
             each.close()
 
     async def open(self, host: str | None, port: int, receive: Receive) -> "Socket":
-        """Open a socket, as `meshllm_quic.network.Network` says."""
+        """Open a socket, as `meshllm_quic.net.network.Network` says."""
         bound = None if host in ANY else host
         if bound is not None and bound not in (*self.hosts(), *LOOPBACK.values()):
             raise OSError(errno.EADDRNOTAVAIL, f"`{bound}` is no address of `{self.name}`")

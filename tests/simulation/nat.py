@@ -21,7 +21,7 @@ from enum import Enum
 from itertools import chain
 from random import Random
 
-from meshllm_quic.network import Address
+from meshllm_quic.net.network import Address
 from tests.simulation.wires import Dropped
 
 Scope = tuple[str | int, ...]

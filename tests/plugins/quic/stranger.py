@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from meshllm_quic.identity import PROTOCOL, Identity
-from meshllm_quic.network import Address, Network, Socket
+from meshllm_quic.base.identity import PROTOCOL, Identity
+from meshllm_quic.net.network import Address, Network, Socket
 
 
 def nobody() -> QuicConfiguration:

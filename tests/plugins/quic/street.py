@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from aioquic.quic.configuration import QuicConfiguration
 
-from meshllm_quic.link import Link
-from meshllm_quic.listener import Listener
+from meshllm_quic.link.link import Link
+from meshllm_quic.link.listener import Listener
 from meshllm_quic.transport import QuicTransport
 from tests.plugins.quic.stranger import Stranger
 from tests.simulation.internet import Internet

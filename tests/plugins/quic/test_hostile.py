@@ -10,14 +10,16 @@ from random import Random
 import pytest
 
 from meshllm.transport.contract import Path
-from meshllm_quic.connection import OPEN_S
-from meshllm_quic.door import MAX_HALF_OPEN
-from meshllm_quic.endpoint import Endpoint
-from meshllm_quic.identity import Identity
-from meshllm_quic.link import Link
-from meshllm_quic.machine import PEER, Machine
-from meshllm_quic.network import Address, Network, Receive, Socket
-from meshllm_quic.packets import (
+from meshllm_quic.base.identity import Identity
+from meshllm_quic.link.admission import MAX_HALF_OPEN
+from meshllm_quic.link.connection import OPEN_S
+from meshllm_quic.link.endpoint import Endpoint
+from meshllm_quic.link.link import Link
+from meshllm_quic.link.machine import PEER, Machine
+from meshllm_quic.link.table import MAX_CLOSED
+from meshllm_quic.net.network import Address, Network, Receive, Socket
+from meshllm_quic.transport import QuicTransport
+from meshllm_quic.wire.packets import (
     Answer,
     Ask,
     Cookie,
@@ -29,8 +31,6 @@ from meshllm_quic.packets import (
     Tell,
     Unknown,
 )
-from meshllm_quic.table import MAX_CLOSED
-from meshllm_quic.transport import QuicTransport
 from tests.plugins.quic.world import echo
 from tests.simulation.ears import virtual
 from tests.simulation.hosts import Host

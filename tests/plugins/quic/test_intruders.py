@@ -9,15 +9,15 @@ from aioquic.quic.events import ConnectionIdIssued
 from meshllm.errors import LinkLost
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Path
-from meshllm_quic import dialler
-from meshllm_quic.address import show_key
-from meshllm_quic.connection import OPEN_S
-from meshllm_quic.link import Link
-from meshllm_quic.machine import PEER, Machine
-from meshllm_quic.network import Address
-from meshllm_quic.packets import Probe, Relayed
-from meshllm_quic.routes import Direct
+from meshllm_quic.link import dialler
+from meshllm_quic.link.connection import OPEN_S
+from meshllm_quic.link.link import Link
+from meshllm_quic.link.machine import PEER, Machine
+from meshllm_quic.net.address import show_key
+from meshllm_quic.net.network import Address
 from meshllm_quic.transport import QuicTransport
+from meshllm_quic.wire.packets import Probe, Relayed
+from meshllm_quic.wire.routes import Direct
 from tests.plugins.quic.stranger import Stranger, damaged, somebody
 from tests.plugins.quic.street import PORT, street
 from tests.plugins.quic.world import PORT as RELAY_PORT

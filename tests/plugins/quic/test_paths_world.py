@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshllm_quic.candidates import SERIES_S
-from meshllm_quic.network import Address
-from meshllm_quic.paths import OFFER_RELAYED
-from meshllm_quic.watch import HEARTBEAT, PATIENCE
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.candidates import SERIES_S
+from meshllm_quic.path.paths import OFFER_RELAYED
+from meshllm_quic.path.watch import HEARTBEAT, PATIENCE
 from tests.plugins.quic.two_nats import BEAT, KINDS, World, meets
 
 SEEDS = st.integers(0, 2**32)

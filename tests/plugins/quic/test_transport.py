@@ -21,13 +21,14 @@ from meshllm.transport.contract import (
     Surveying,
     Transport,
 )
-from meshllm_quic import dialler, registration
-from meshllm_quic.identity import Identity
-from meshllm_quic.link import Link
-from meshllm_quic.network import Receive
-from meshllm_quic.relay_server import open_relay
+from meshllm_quic.base.identity import Identity
+from meshllm_quic.link import dialler
+from meshllm_quic.link.link import Link
+from meshllm_quic.net.network import Receive
+from meshllm_quic.net.udp import UdpNetwork, UdpSocket
+from meshllm_quic.relay import registration
+from meshllm_quic.relay.relay_server import open_relay
 from meshllm_quic.transport import PORTS, QuicTransport
-from meshllm_quic.udp import UdpNetwork, UdpSocket
 from tests.plugins.quic.world import echo
 
 pytestmark = pytest.mark.socket

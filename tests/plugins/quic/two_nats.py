@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from meshllm.errors import PeerFault
-from meshllm_quic.candidates import MAX_OFFERED, MAX_REFLEXIVE
-from meshllm_quic.network import Address
-from meshllm_quic.packets import Answer, Probe, decode
-from meshllm_quic.paths import Action, Moved, Offer, Paths, SendAnswer, SendProbe
-from meshllm_quic.probing import MAX_NONCES
-from meshllm_quic.routes import Direct, Through
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.candidates import MAX_OFFERED, MAX_REFLEXIVE
+from meshllm_quic.path.paths import Action, Moved, Offer, Paths, SendAnswer, SendProbe
+from meshllm_quic.path.probing import MAX_NONCES
+from meshllm_quic.wire.packets import Answer, Probe, decode
+from meshllm_quic.wire.routes import Direct, Through
 
 KEY = bytes(range(32))
 RELAY: Address = ("203.0.113.100", 7700)

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from meshllm.transport.contract import Path
-from meshllm_quic.link import Link
-from meshllm_quic.network import Address, Socket
-from meshllm_quic.packets import Ask, Tell, decode
-from meshllm_quic.relay import Relay
+from meshllm_quic.link.link import Link
+from meshllm_quic.net.network import Address, Socket
+from meshllm_quic.relay.relay import Relay
 from meshllm_quic.transport import QuicTransport
+from meshllm_quic.wire.packets import Ask, Tell, decode
 from tests.simulation.hosts import Host
 from tests.simulation.internet import Internet
 

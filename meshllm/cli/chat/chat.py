@@ -1,0 +1,116 @@
+"""`meshllm chat`: one answer or a conversation; knows a ring only by what it yields."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from meshllm.cli.chat.backends import choose
+from meshllm.cli.chat.conversation import turns_of
+from meshllm.cli.chat.prompt import read_prompt
+from meshllm.cli.shared.answer import as_fields, stream
+from meshllm.cli.shared.local import Opener, import_heavy, open_local
+from meshllm.cli.shared.options import Json, refuse_idle_draft, settings, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, Settings
+from meshllm.errors import UserError
+from meshllm.request import Answer, Request, Turn
+
+EXAMPLES = """\b
+Examples:
+  meshllm chat
+  meshllm chat --nodes 3 "What is a ring?"
+  meshllm chat "Sum this up:" < notes.txt
+  echo "What is a span?" | meshllm chat --json
+  meshllm chat --join "$(cat ticket)" "Who is there?"
+  meshllm chat --seed 7 --temperature 0.9 "Tell me a story about a fox"
+"""
+
+
+@takes(
+    "model", "nodes", "transport", "ends", "dtype", "quant", "device", "threads", "speculation",
+    "draft", "exact", "wire", "prefix_cache", "state", "join", "system",
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "frequency_penalty", "presence_penalty", "seed",
+)  # fmt: skip
+def chat(
+    context: typer.Context,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="What to ask; `-` reads it from standard input."),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End the answer at this text; repeatable."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Use the prompt as it is, without a chat template.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say how fast each hop was, on stderr.")
+    ] = False,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Ask a model, once or in a conversation.
+
+    The mesh of the running node answers; where there is none, or with `--nodes`, a ring in this
+    process does. With `--join` this is a client of the mesh of a ticket, and loads nothing.
+
+    With PROMPT or piped text it answers once: stdout is the answer and nothing else. Piped text
+    comes first, then PROMPT. On a terminal without PROMPT it opens a conversation.
+    """
+    chosen = settings(flags)
+    refuse_idle_draft(chosen)
+    text = read_prompt(prompt, sys.stdin)
+    ends = tuple(stop or ())
+    opener: Opener
+    if callable(context.obj):  # a test brings its own
+        opener = context.obj
+    else:
+        opener, chosen = choose(chosen, flags, shows_model=text is None or as_json)
+    if text is None:
+        if as_json or raw:
+            raise UserError("`--json` and `--raw` need a prompt", hint="give PROMPT, or pipe it in")
+        from meshllm.cli.chat.repl import converse
+
+        converse(opener, chosen, ends, stats=stats)
+        return
+    request = _request(text, chosen, ends, raw=raw)
+    answer = _answer_once(opener, chosen, request, as_json=as_json)
+    if as_json:
+        render.dump({"model": chosen.model, **as_fields(answer)})
+    if stats:
+        render.talk(render.statistics(answer))
+
+
+def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -> Request:
+    if raw and chosen.system:
+        raise UserError("`--raw` leaves no place for a system text", hint="leave out one of them")
+    return Request(
+        turns=() if raw else turns_of(chosen, Turn(role="user", content=text)),
+        raw=text if raw else None,
+        sampling=chosen.sampling,
+        max_tokens=chosen.max_tokens,
+        stop=stop,
+    )
+
+
+def _answer_once(opener: Opener, chosen: Settings, request: Request, *, as_json: bool) -> Answer:
+    import asyncio
+
+    with render.Status(sys.stderr) as status, render.answering() as write:
+        status.show(f"waiting for {chosen.model}")
+        if opener is open_local:
+            status.show(f"loading {chosen.model}")
+            import_heavy()
+
+        async def once() -> Answer:
+            async with opener(chosen) as ring:
+                return await stream(ring, request, status, _nowhere if as_json else write)
+
+        return asyncio.run(once())
+
+
+def _nowhere(_: str) -> None:
+    """Keep a piece for the JSON object at the end."""

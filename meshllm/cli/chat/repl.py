@@ -1,0 +1,182 @@
+"""`meshllm chat` on a terminal: a conversation; the answer on stdout, all else on stderr."""
+
+import asyncio
+import signal
+import sys
+import termios
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from platformdirs import user_state_path
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation
+from meshllm.cli.shared.answer import stream
+from meshllm.cli.shared.local import Opener
+from meshllm.cli.terminal import render
+from meshllm.config import Settings
+from meshllm.errors import MeshError
+from meshllm.request import Answer, Backend
+
+QUOTES = '"""'
+
+
+def converse(opener: Opener, settings: Settings, stop: tuple[str, ...], *, stats: bool) -> None:
+    """Talk until the person leaves."""
+    asyncio.run(_Repl(Conversation(settings, stop), opener, stats=stats).run())
+
+
+class _Repl:
+    """Reads a line, obeys or asks, and shows what comes back."""
+
+    def __init__(self, conversation: Conversation, opener: Opener, *, stats: bool) -> None:
+        self.conversation = conversation
+        self.opener = opener
+        self.stats = stats
+        self.session = _session(conversation.settings)
+        self.leaving = asyncio.Event()
+
+    async def run(self) -> None:
+        """Show the prompt at once and form the ring meanwhile; when that fails, so does this."""
+        self.ring: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
+        settings = self.conversation.settings
+        _tell(f"{settings.model}, ring of {settings.nodes}; /help lists commands, Ctrl-D leaves")
+        async with asyncio.TaskGroup() as group:
+            host = group.create_task(self._host())
+            while await self._turn():
+                pass
+            self.leaving.set()
+            if not self.ring.done():
+                host.cancel()
+
+    async def _host(self) -> None:
+        """Keep the ring open in a task of its own: a ring is closed by the task that opened it."""
+        async with self.opener(self.conversation.settings) as ring:
+            self.ring.set_result(ring)
+            await self.leaving.wait()
+
+    async def _turn(self) -> bool:
+        """Take one line; return False when it is the last."""
+        try:
+            line = await self.session.prompt_async()
+            if line.startswith("/"):
+                _tell(self.conversation.obey(line))
+            elif question := _unquoted(line):
+                await self._ask(question)
+        except KeyboardInterrupt:
+            if not self.session.default_buffer.text:
+                _tell("Ctrl-D or /bye leaves")
+        except EOFError:
+            return False
+        except MeshError as error:
+            render.error(error)
+        return True
+
+    async def _ask(self, question: str) -> None:
+        """Show an answer; Ctrl-C stops it, and what was said so far is kept."""
+        pieces: list[str] = []
+        asking = asyncio.ensure_future(self._answer(question, pieces))
+        with _listening(asking):
+            await asyncio.wait({asking})
+        self.conversation.remember(question, "".join(pieces))
+        if asking.cancelled():
+            _tell("stopped")
+            return
+        self.conversation.answer = asking.result()
+        if self.stats:
+            _tell(render.statistics(asking.result()))
+
+    async def _answer(self, question: str, pieces: list[str]) -> Answer:
+        with render.Status(sys.stderr) as status, render.answering() as write:
+
+            def keep(piece: str) -> None:
+                pieces.append(piece)
+                write(piece)
+
+            status.show(f"loading {self.conversation.settings.model}")
+            ring = await asyncio.shield(self.ring)
+            return await stream(ring, self.conversation.request(question), status, keep)
+
+
+def _session(settings: Settings) -> PromptSession[str]:
+    """Make the prompt: history, commands on Tab, and several lines between quotes."""
+    bindings = KeyBindings()
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.newline()
+
+    session: PromptSession[str] = PromptSession(
+        ">>> ",
+        output=create_output(sys.stderr if sys.stderr.isatty() else sys.stdout),
+        history=_history() if settings.history else InMemoryHistory(),
+        completer=_Commands(),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+        multiline=Condition(lambda: _is_open(session.default_buffer.text)),
+        prompt_continuation="... ",
+        key_bindings=bindings,
+    )
+    return session
+
+
+def _history() -> History:
+    """Keep lines in the state folder, for the person alone; in memory where that is refused."""
+    path = user_state_path("meshllm", appauthor=False) / "history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+class _Commands(Completer):
+    """Offers command names, and after ``/set`` what can be set."""
+
+    def get_completions(self, document: Document, _: CompleteEvent) -> Iterable[Completion]:
+        """Yield what the word under the cursor may become."""
+        text = document.text_before_cursor
+        words, typed = (SETTABLE, text[5:]) if text.startswith("/set ") else (COMMANDS, text)
+        for word in words:
+            if (typed and word.startswith(typed)) or (words is SETTABLE and not typed):
+                yield Completion(word, start_position=-len(typed))
+
+
+def _is_open(text: str) -> bool:
+    """Tell whether a message of several lines still waits for its end."""
+    return text.startswith(QUOTES) and not text.rstrip().endswith(QUOTES, len(QUOTES))
+
+
+def _unquoted(line: str) -> str:
+    text = line.strip()
+    if text.startswith(QUOTES):
+        text = text.removeprefix(QUOTES).removesuffix(QUOTES)
+    return text.strip()
+
+
+@contextmanager
+def _listening(asking: asyncio.Task[Answer]) -> Iterator[None]:
+    """Let Ctrl-C stop an answer, and keep other keys from being printed into it."""
+    loop = asyncio.get_running_loop()
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    loop.add_signal_handler(signal.SIGINT, asking.cancel)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        loop.remove_signal_handler(signal.SIGINT)
+        asking.cancel()
+
+
+def _tell(text: str) -> None:
+    render.talk(render.dim(text))

@@ -1,0 +1,212 @@
+"""`meshllm bench`: tables of this machine's speed; measures nothing itself."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshllm.cli.shared.options import settings, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar
+from meshllm.errors import MeshError, UserError
+from meshllm.names import Quant
+
+if TYPE_CHECKING:
+    from meshllm.testing import engine_table, table1
+
+EXAMPLES = """\b
+Examples:
+  meshllm bench --model qwen3-0.6b --nodes 1,2,3
+  meshllm bench --processes --nodes 2 --threads 1 --quant none,int8
+  meshllm bench --engine --model llama-3.2-1b --json engine.json
+"""
+
+_OF_RINGS = ("nodes", "prompt_tokens", "new_tokens", "processes")
+
+
+@takes("threads", "device")
+def bench(
+    invocation: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Published dimensions: `qwen3-0.6b`, `llama-3.2-1b` or `qwen3-8b-4-layers`.",
+        ),
+    ] = "qwen3-0.6b",
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine", help="Measure one node alone: prompts, and tokens of 1 to 32 sessions."
+        ),
+    ] = False,
+    nodes: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the rings.")] = "1,2,3",
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Length of the prompt.")
+    ] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Length of the answer.")] = 32,
+    processes: Annotated[
+        bool,
+        typer.Option(
+            "--processes", help="Run each node as a process, linked over WebSocket, encrypted."
+        ),
+    ] = False,
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW,HOW",
+            help="Ways to hold weights, as `none,int8`; just `none` by default, with --engine all"
+            " that the device has.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Measure so often; medians are shown.")
+    ] = 3,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures here too; `-` is stdout."),
+    ] = None,
+    **flags: Scalar,
+) -> None:
+    """Measure rings, or one engine, beside plain transformers, with random weights.
+
+    Every round measures every contestant once; ratios compare within a round, so that a busy
+    machine slows all of them alike. Above 1.00x is faster than transformers' own `generate`.
+
+    With --engine, short steps are measured up to four times as often. The limit is the time that
+    reading the weights takes at the speed of the memory, which is probed in the same rounds. Where
+    every bit of the logits is to be that of transformers and is not, the command fails.
+    """
+    chosen = settings(flags)
+    threads = chosen.threads
+    quants = _quants(quant or Quant.NONE)
+    about: dict[str, Any] = {"model": model, "rounds": rounds}
+    if engine:
+        _refuse(invocation, _OF_RINGS)
+        with render.Status(sys.stderr) as status:
+            status.show("loading torch")
+            from meshllm.testing import engine_table
+
+            device = _device(chosen.device, quants)
+            if not quant and device == "cpu":
+                quants = tuple(Quant)
+            engine_case = engine_table.Case(model, quants, rounds, threads, device)
+            measured = engine_table.measure(engine_case, status.show)
+        about |= {"gb_per_s": measured.gb_per_s, **_facts(engine_case, measured.rows)}
+        _show(about, _engine_table(measured), json)
+        _check(measured.rows)
+        return
+    sizes = _sizes(nodes)
+    with render.Status(sys.stderr) as status:
+        status.show("loading torch")
+        from meshllm.testing.table1 import Case, measure
+
+        case = Case(
+            model, sizes, prompt_tokens, new_tokens, rounds, threads,
+            quants=quants, processes=processes, device=_device(chosen.device, quants),
+        )  # fmt: skip
+        rows = measure(case, status.show)
+    about |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "processes": processes}
+    _show(about | _facts(case, rows), _ring_table(rows), json)
+
+
+def _device(wanted: str, quants: Sequence[Quant]) -> str:
+    """Choose where all of these ways to hold weights are computed."""
+    import torch
+
+    from meshllm.model.device import CPU, choose
+
+    found = [choose(wanted, torch.bfloat16, quant) for quant in quants]
+    return str(CPU if CPU in found else found[0])
+
+
+def _refuse(invocation: typer.Context, names: Sequence[str]) -> None:
+    """Refuse options that were given but mean nothing."""
+    for name in names:
+        source = invocation.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise UserError(f"`--{option}` is of rings, and `--engine` measures none")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UserError(f"`{text}` is no list of ring sizes", hint="write it as `1,2,3`")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _quants(text: str) -> tuple[Quant, ...]:
+    words = text.split(",")
+    if unknown := [word for word in words if word not in set(Quant)]:
+        known = ", ".join(f"`{quant}`" for quant in Quant)
+        raise UserError(f"`{unknown[0]}` is no way to hold weights", hint=f"one of {known}")
+    return tuple(quant for quant in Quant if quant in words)
+
+
+def _facts(case: "table1.Case | engine_table.Case", rows: Sequence[Any]) -> dict[str, Any]:
+    from meshllm.testing.machine import machine
+
+    told = machine(case.threads, case.device)
+    return {"machine": told, "rows": [asdict(row) for row in rows]}
+
+
+def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:
+    """Write figures where they are wanted; as a table unless JSON goes to stdout."""
+    if str(json) == "-":
+        render.dump(fields)
+        return
+    if json is not None:
+        _save(json, fields)
+    render.out(text)
+
+
+def _check(rows: "Sequence[engine_table.Row]") -> None:
+    """Raise `MeshError` where logits are not those of transformers but should be."""
+    if wrong := [f"`{row.name}` at {row.task}" for row in rows if row.same is False]:
+        raise MeshError(f"Other logits than those of transformers: {', '.join(wrong)}")
+
+
+def _save(path: Path, fields: dict[str, Any]) -> None:
+    text = dumps({"schema": render.SCHEMA, **fields}, indent=2)
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+
+
+def _ring_table(rows: "Sequence[table1.Row]") -> str:
+    header = (
+        "contestant", "first token ms", "ms per token", "tokens/s",
+        "decode x", "decode x of fewest", "first token x", "ms per hop",
+    )  # fmt: skip
+    return render.table(
+        header,
+        [
+            (
+                row.name, row.ttft_ms, row.ms_per_token, row.tokens_per_second,
+                row.decode_ratio, row.decode_ratio_one, row.ttft_ratio, row.hop_ms,
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def _engine_table(measured: "engine_table.Table") -> str:
+    header = ("task", "by", "MB", "ms", "best ms", "tokens/s", "x", "of limit", "bits")
+    bits = {None: None, True: "same", False: "OTHER"}
+    text = render.table(
+        header,
+        [
+            (
+                row.task, row.name, round(row.megabytes), row.ms, row.best_ms,
+                row.tokens_per_second, row.ratio, row.fraction, bits[row.same],
+            )
+            for row in measured.rows
+        ],
+    )  # fmt: skip
+    return f"{text}\nmemory {measured.gb_per_s:.1f} GB/s"

@@ -1,0 +1,40 @@
+"""`meshllm config`: what is set and where; knows nothing about what a setting does."""
+
+from typing import Annotated
+
+import typer
+
+from meshllm.cli.shared.options import Json, help_of
+from meshllm.cli.terminal import render
+from meshllm.config import current, files, keys, load
+
+app = typer.Typer(help="See what is set and where.", rich_markup_mode=None)
+
+
+@app.callback()
+def group() -> None:
+    """Keep `show` a command of its own even while it is the only one."""
+
+
+@app.command()
+def show(
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Say where each value came from.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show every setting."""
+    config = load({})
+    values = {name: current(config.settings, name) for name in keys()}
+    if as_json:
+        settings = [
+            {"name": name, "value": value, "origin": config.origins[name]}
+            for name, value in values.items()
+        ]
+        render.dump({"settings": settings, "files": [str(path) for path in files()]})
+        return
+    rows = [
+        (name, render.plain(value), config.origins[name] if origin else help_of(keys()[name]))
+        for name, value in values.items()
+    ]
+    render.out(render.table(("setting", "value", "origin" if origin else "meaning"), rows))

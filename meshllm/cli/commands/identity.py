@@ -1,0 +1,31 @@
+"""`meshllm id`: who this machine is to a mesh; knows nothing about nodes that run."""
+
+from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, state_path
+
+EXAMPLES = """\b
+Examples:
+  meshllm id
+  meshllm id --json
+"""
+
+
+@takes("state")
+def identity(as_json: Json = False, **flags: Scalar) -> None:
+    """Print the id of this node.
+
+    The id is the public half of a key that is made on first use and never leaves the state folder.
+    stdout is the id; its short form, which is for reading only, goes to stderr.
+    """
+    from meshllm.node.membership.state_store import Keyring
+    from meshllm.protocol.trust.identity import short, show
+
+    keyring = Keyring.open(state_path(settings(flags)))
+    node = keyring.key.node
+    if as_json:
+        mesh = keyring.mesh.hex() if keyring.mesh else None
+        render.dump({"node": show(node), "short": short(node), "mesh": mesh})
+        return
+    render.out(show(node))
+    render.talk(render.dim(f"in short {short(node)}, key in {keyring.folder}"))

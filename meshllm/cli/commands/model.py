@@ -1,0 +1,275 @@
+"""`meshllm model`: what is here, how large it is, whether it splits; knows nothing about rings."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshllm.cli.shared import complete
+from meshllm.cli.shared.local import import_heavy
+from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, Settings
+from meshllm.errors import ModelError
+from meshllm.names import Span
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshllm.model.parity.check import Report
+    from meshllm.model.shape import ModelShape
+
+CONTEXT = 4096  # tokens of cache that count as room for one session
+
+app = typer.Typer(
+    help="See, check and fetch models.",
+    rich_markup_mode=None,
+    epilog="""\b
+Examples:
+  meshllm model list
+  meshllm model show builtin
+  meshllm model verify builtin
+  meshllm model pull Qwen/Qwen3-0.6B --layers 0:14
+""",
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="`builtin`, a folder, or a Hugging Face name.",
+        autocompletion=complete.models,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """A model on this machine."""
+
+    name: str
+    bytes: int
+    folder: str
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """List the models on this machine."""
+    models = [*_builtin(), *_cached()]
+    if as_json:
+        render.dump({"models": [asdict(model) for model in models]})
+        return
+    rows = [(model.name, render.bytes_of(model.bytes), model.folder) for model in models]
+    render.out(render.table(("model", "size", "folder"), rows))
+
+
+@app.command()
+@takes("dtype")
+def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
+    """Show layers and bytes of a model, and what fits here."""
+    chosen = settings(flags)
+    with _loading(f"looking at {model}"):
+        import torch
+
+        from meshllm.model.capacity import shape_of
+        from meshllm.model.device import CPU
+        from meshllm.model.files.loader import list_weights
+        from meshllm.model.files.source import resolve
+        from meshllm.model.shape import free_memory
+        from meshllm.model.steps.execution import forecast
+
+        source = resolve(model)
+        list_weights(source.folder)  # a config alone is no model
+        shape = shape_of(source, _dtype(chosen))
+        free = free_memory()
+        execution = forecast(source.config, getattr(torch, shape.dtype), CPU)
+    fitting = _fitting(shape, free)
+    if as_json:
+        tokens = min(CONTEXT, shape.context)
+        here = {
+            "free_bytes": free,
+            "context": tokens,
+            "layers_with_ends": fitting,
+            "execution": asdict(execution),
+        }
+        render.dump({**asdict(shape), "folder": str(source.folder), "here": here})
+        return
+    render.out(_facts(shape, free, fitting, str(execution)))
+
+
+@app.command()
+@takes("dtype")
+def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
+    """Split a model in 2 and 3, and compare it bit for bit.
+
+    The logits of a short prompt and of 16 greedy tokens are compared with those of transformers'
+    own `generate`. A model that differs by more than rounding exits with 4.
+    """
+    with render.Status(sys.stderr) as status:
+        status.show("loading torch")
+        import_heavy("meshllm.model.parity.check")
+        from meshllm.model.files.source import resolve
+        from meshllm.model.parity import check
+        from meshllm.model.split.onemkl import rounds_by_alignment
+
+        report = check.verify(resolve(model), dtype=_dtype(settings(flags)), progress=status.show)
+    if as_json:
+        found = {"outcome": report.outcome, "equal": report.equal, "relative": report.relative}
+        render.dump({**asdict(report), **found})
+    else:
+        render.out(_comparison(report, aligned=not rounds_by_alignment()))
+    if report.outcome is check.Outcome.DIFFERENT:
+        raise ModelError(f"`{model}` split is not the whole model", hint=_hint(report))
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face name.")],
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Fetch only the files that hold layers A to B-1."),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A branch, a tag or a commit.")
+    ] = None,
+) -> None:
+    """Fetch a model from Hugging Face."""
+    span = None if layers is None else Span.parse(layers)
+    with _loading(f"fetching {model}"):
+        from meshllm.model.files.source import resolve
+
+        source = resolve(model, revision=revision, span=span, download=True)
+    render.out(str(source.folder))
+
+
+@app.command()
+def families(as_json: Json = False) -> None:
+    """List the model types: checked or refused, and why."""
+    from meshllm.model.parity.verdict import known_verdicts
+
+    verdicts = known_verdicts()
+    if as_json:
+        render.dump({"families": {name: asdict(verdict) for name, verdict in verdicts.items()}})
+        return
+    rows = [
+        (name, "checked" if verdict.equal else "refused", verdict.reason)
+        for name, verdict in verdicts.items()
+    ]
+    render.out(render.table(("type", "split", "reason"), rows))
+    checked = sum(verdict.equal for verdict in verdicts.values())
+    render.talk(f"{checked} of {len(verdicts)} are bit-equal when split")
+
+
+def _builtin() -> Iterator[_Installed]:
+    from importlib import resources
+
+    folder = Path(str(resources.files("meshllm.model"))) / "builtin" / "weights"
+    if folder.is_dir():
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        yield _Installed("builtin", size, str(folder))
+
+
+def _cached() -> Iterator[_Installed]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == "model":
+            yield _Installed(repo.repo_id, repo.size_on_disk, str(repo.repo_path))
+
+
+@contextmanager
+def _loading(text: str) -> Iterator[None]:
+    """Say what takes so long, while it does."""
+    with render.Status(sys.stderr) as status:
+        status.show(text)
+        import_heavy("meshllm.model.capacity")
+        yield
+
+
+def _fitting(shape: "ModelShape", free: int) -> int:
+    """Count the layers, from the first on, that fit beside the ends with a session's cache."""
+    from meshllm.protocol.planning.problem import HEADROOM_PERCENT
+
+    tokens = min(CONTEXT, shape.context)
+    room = free * (100 - HEADROOM_PERCENT) // 100 - shape.embed_bytes - shape.head_bytes
+    caches = (each * tokens for each in shape.kv_bytes_per_token)
+    needs = accumulate(map(sum, zip(shape.layer_bytes, caches, strict=True)))
+    return sum(need <= room for need in needs)
+
+
+def _dtype(chosen: Settings) -> "torch.dtype | None":
+    """Name the number format for torch; None is as stored."""
+    import torch
+
+    return None if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
+
+
+def _comparison(report: "Report", *, aligned: bool) -> str:
+    rows = [
+        (
+            len(split.parts),
+            " ".join(str(part.span) for part in split.parts),
+            "equal" if split.equal else f"differ by {split.gap:.2g}",
+            "equal" if split.same_tokens else "differ",
+        )
+        for split in report.splits
+    ]
+    return "\n".join(
+        [
+            render.table(("parts", "layers", "logits", "tokens"), rows),
+            f"{report.model} in {report.dtype}: {_verdict(report, aligned=aligned)}"
+            f" ({len(report.prompt)} tokens read, {len(report.tokens)} written)",
+        ]
+    )
+
+
+def _verdict(report: "Report", *, aligned: bool) -> str:
+    """Say how the parts compare to transformers; unless ``aligned``, the BLAS may be to blame."""
+    share = f"largest relative difference {report.relative:.1e}"
+    match report.outcome:
+        case "equal":
+            return "equal bit for bit to transformers"
+        case "rounding" if aligned:
+            return f"equal to transformers up to rounding, {share}"
+        case "rounding":
+            return (
+                f"equal to transformers up to rounding, {share}: this machine's BLAS rounds by"
+                " alignment; with `MKL_CBWR=AUTO` oneMKL does not"
+            )
+        case _:
+            return f"NOT equal to transformers: {share}"
+
+
+def _hint(report: "Report") -> str:
+    if report.dtype in ("float32", "float64"):
+        return "use it with `--nodes 1`"
+    return "use it with `--nodes 1`, or tell error from rounding with `--dtype float32`"
+
+
+def _facts(shape: "ModelShape", free: int, fitting: int, execution: str) -> str:
+    sizes = sorted({render.bytes_of(size) for size in shape.layer_bytes})
+    weights = sum(shape.layer_bytes) + shape.embed_bytes + shape.head_bytes
+    whole = "all of it" if fitting == shape.layers else f"{fitting} of {shape.layers} layers"
+    tied = " (shares the embedding's weights)" if shape.tied else ""
+    rows = [
+        ("type", shape.model_type),
+        ("layers", f"{shape.layers} of {' or '.join(sizes)}"),
+        ("embedding", render.bytes_of(shape.embed_bytes)),
+        ("head", render.bytes_of(shape.head_bytes) + tied),
+        ("weights", f"{render.bytes_of(weights)} in {shape.dtype}"),
+        ("cache", f"{render.bytes_of(sum(shape.kv_bytes_per_token))} per token"),
+        ("context", f"{shape.context} tokens"),
+        ("hidden state", f"{render.bytes_of(shape.hidden_size * shape.itemsize)} per hop"),
+        ("fits here", f"{whole} in {render.bytes_of(free)} free memory"),
+        ("steps on cpu", execution),
+    ]
+    return render.table((shape.name, ""), rows)

@@ -1,0 +1,193 @@
+"""`meshllm relay`: a public server for nodes behind NATs; forwards nothing itself."""
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from datetime import datetime
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshllm.cli.shared.events import News
+from meshllm.cli.shared.options import Json, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, load
+from meshllm.errors import UserError
+from meshllm.log import event, setup
+from meshllm_quic.net.address import RELAY_PORT as PORT
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from meshllm_quic.relay.relay import Limits, Statistics
+    from meshllm_quic.relay.relay_server import RelayServer
+
+EXAMPLES = """\b
+Examples:
+  meshllm relay
+  meshllm relay --listen 203.0.113.7:443 --rate 2MB
+  meshllm relay --allow aaaaaaa-... --allow bbbbbbb-...
+"""
+
+REPORT_S = 600.0
+"""Between two lines about what was forwarded, if anything was."""
+_PLACE = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]*)):(\d{1,5})")
+
+
+@takes("log_format")
+def relay(
+    invocation: typer.Context,
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="Where to listen, UDP and TCP; `[::]` is everywhere.",
+        ),
+    ] = f"[::]:{PORT}",
+    rate: Annotated[
+        str,
+        typer.Option("--rate", metavar="BYTES", help="What each node may send a second."),
+    ] = "4MB",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow", metavar="NODE", help="Serve this node id only; may be given again."
+        ),
+    ] = None,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Let nodes behind NATs find each other, and forward what they must.
+
+    For a small public server: it needs no model and sees encrypted bytes only. Nodes that can reach
+    each other directly do so after a moment; for the others it forwards, by UDP or, where UDP is
+    blocked, by WebSocket at the same port number. stdout is the command for the nodes. The TCP port
+    has `/metrics` and `/healthz` too. Ctrl-C or SIGTERM ends it.
+    """
+    is_json = load(flags).settings.log_format == "json"
+    verbosity = invocation.find_root().params.get("verbose") or 0
+    setup(max(verbosity, 1) if is_json else verbosity, json=is_json)
+    host, port = _place(listen)
+    allowed, limits = _judge(allow), _limits(rate)
+    import asyncio
+
+    from meshllm_quic.net.udp import UdpNetwork
+    from meshllm_quic.relay.relay_server import open_relay
+
+    opening = open_relay(UdpNetwork(), host, port, allow=allowed, limits=limits)
+    asyncio.run(_run(opening, listen, _log if is_json else _say, as_json=as_json))
+
+
+async def _run(
+    opening: AbstractAsyncContextManager["RelayServer"],
+    listen: str,
+    tell: Callable[[News], None],
+    *,
+    as_json: bool,
+) -> None:
+    import asyncio
+
+    from meshllm.cli.shared.signals import draining
+
+    stopped = asyncio.Event()
+    with draining() as drain:
+        async with AsyncExitStack() as stack:
+            try:
+                server = await stack.enter_async_context(opening)
+            except OSError as error:
+                raise _unusable(listen, error) from None
+            drain.leave = stopped.set
+            _announce(server, tell, as_json=as_json)
+            await _report(server, stopped, tell)
+
+
+def _announce(server: "RelayServer", tell: Callable[[News], None], *, as_json: bool) -> None:
+    port, observer = server.udp.port, server.observer.port
+    host = server.udp.hosts()[0]
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    text = f"relay at UDP {port} and {observer} and TCP {port}, which a firewall must let in"
+    tell(News("ready", text, {"port": port, "observer_port": observer}))
+    if not ip_address(host).is_global:
+        text = f"{host} is no public address: nodes elsewhere need another one of this machine"
+        tell(News("private", text, {"host": host}))
+    command = f"meshllm node --relay {place}"
+    if as_json:
+        render.dump(
+            {"relay": place, "port": port, "observer_port": observer, "node_command": command}
+        )
+    else:
+        render.out(command)
+
+
+async def _report(
+    server: "RelayServer", stopped: "asyncio.Event", tell: Callable[[News], None]
+) -> None:
+    """Tell from time to time, and at the end, what was forwarded."""
+    import asyncio
+
+    before = _figures(server.statistics)
+    while not stopped.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await stopped.wait()
+        after = _figures(server.statistics)
+        if after != before:
+            tell(after)
+        before = after
+
+
+def _figures(done: "Statistics") -> News:
+    refused = done.refused.total()
+    forwarded = render.bytes_of(done.forwarded_bytes)
+    text = f"{done.registered} nodes registered, {forwarded} forwarded, {refused} refused"
+    fields = {"registered": done.registered, "bytes": done.forwarded_bytes, "refused": refused}
+    return News("figures", text, {**fields})
+
+
+def _place(text: str) -> tuple[str | None, int]:
+    """Read where to listen; no host is every address, of IPv4 and IPv6."""
+    found = _PLACE.fullmatch(text)
+    if found is None or int(found[3]) > 65535:
+        hint = f"write it as `HOST:PORT`, `[IPV6]:PORT`, or `:{PORT}` for every address"
+        raise UserError(f"`{text}` is no place to listen at", hint=hint)
+    host = found[1] or found[2]
+    return (None if host in {"", "::"} else host), int(found[3])
+
+
+def _judge(nodes: list[str] | None) -> Callable[[bytes], bool]:
+    from meshllm.protocol.trust.identity import parse_node
+
+    if not nodes:
+        return lambda _: True
+    return frozenset(map(parse_node, nodes)).__contains__
+
+
+def _limits(rate: str) -> "Limits":
+    from meshllm.cli.shared.units import parse_memory
+    from meshllm_quic.relay.relay import Limits
+
+    try:
+        return Limits(rate=parse_memory(rate))
+    except UserError:
+        hint = "write it as `500KB`, `4MB` or `1GiB`: bytes a second"
+        raise UserError(f"`{rate}` is no rate", hint=hint) from None
+
+
+def _unusable(listen: str, error: OSError) -> UserError:
+    code = error.errno or 0  # those of a resolver are below 0
+    reason = os.strerror(code) if code > 0 else str(error.strerror)
+    return UserError(
+        f"`{listen}` cannot be listened at: {reason.lower()}",
+        hint="choose another port, or an address of this machine, with `--listen HOST:PORT`",
+    )
+
+
+def _say(happened: News) -> None:
+    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {happened.text}")
+
+
+def _log(happened: News) -> None:
+    event("relay", event=happened.event, **happened.fields)

@@ -1,0 +1,1 @@
+"""`meshllm doctor`."""

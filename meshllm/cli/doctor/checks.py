@@ -1,0 +1,273 @@
+"""What can be wrong with a machine and its node, one function each; shows nothing itself."""
+
+import os
+import platform
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+import torch
+from blake3 import blake3
+
+import meshllm
+from meshllm.cli.doctor.finding import Finding, Verdict
+from meshllm.cli.doctor.netchecks import check_listening, check_network, check_ports
+from meshllm.cli.ring.status import ASTRAY_S, astray, clean, ms
+from meshllm.cli.shared.client import START, door_path
+from meshllm.cli.shared.units import listed
+from meshllm.cli.terminal.render import bytes_of
+from meshllm.config import Settings, cache_path, state_path
+from meshllm.errors import LinkLost, MeshError
+from meshllm.model import device
+from meshllm.model.files.manifest import manifest
+from meshllm.model.files.source import resolve, stored_dtype
+from meshllm.model.parity.verdict import known_verdicts
+from meshllm.names import Quant
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.trust.identity import show
+from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
+from meshllm.transport.registry import Registry
+
+SLOW_MS = 100.0  # a round trip that costs more than a token of a small model
+QUIET_S = 3.0  # a peer that was not heard for so long counts as lost
+DRIVER = Path("/proc/driver/nvidia")  # of a GPU, whether torch can use it or not
+SCARCE_BYTES = 1 << 30  # less free memory than this holds no model worth a ring
+
+
+def examine(
+    chosen: Settings, status: MeshStatus | MeshError, transports: Sequence[str]
+) -> Iterator[Finding]:
+    """Check everything; ``status`` is what the node said, or why it said nothing."""
+    yield from check_state(state_path(chosen))
+    yield check_clock(state_path(chosen), time.time())
+    if isinstance(status, MeshError):
+        yield check_silence(door_path(chosen), status)
+        yield from check_ports(transports, listed(chosen.listen) or ())
+    else:
+        told = clean(status)
+        yield check_door(door_path(chosen), told)
+        yield from (check_listening(address) for address in told.listening)
+        yield from (finding for each in told.networks for finding in check_network(each))
+        yield from check_clocks(told.nodes)
+        yield from (check_peer(each, told.version) for each in told.nodes if not each.is_self)
+    yield check_memory(psutil.virtual_memory().available)
+    yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
+    yield check_device(chosen.device)
+    yield (model := check_model(chosen.model))
+    if model.verdict != "fail":
+        yield check_weights(chosen.model, cache_path())
+        yield check_execution(chosen)
+    yield from check_transports(transports, Registry.discover())
+    parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
+    found = ", ".join(
+        (f"meshllm {meshllm.__version__}, python {platform.python_version()}", *parts)
+    )
+    yield Finding("ok", "versions", found)
+
+
+def check_state(folder: Path) -> Iterator[Finding]:
+    """Look who can enter the state folder and read the key; neither is made or mended."""
+    key = folder / "node.key"
+    if not folder.exists():
+        yield Finding("ok", "state", f"{folder} is made on first use")
+        return
+    open_ones = [path for path in (folder, key) if path.exists() and _is_open(path)]
+    for path in open_ones:
+        wanted = "700" if path.is_dir() else "600"
+        found = f"{path} is open to others ({stat.filemode(path.stat().st_mode)})"
+        yield Finding("fail", "state", found, f"chmod {wanted} {path}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield Finding("fail", "state", f"{folder} cannot be written", "choose one with `--state`")
+    elif not open_ones:
+        yield Finding("ok", "state", f"{folder} is yours alone")
+        yield _check_key(key)
+
+
+def check_clock(folder: Path, now_s: float) -> Finding:
+    """Compare the clock with the newest file of the node: tickets end by this clock."""
+    newest = max((path.stat().st_mtime for path in folder.glob("*")), default=0.0)
+    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
+    if newest > now_s + 1:
+        behind = f"{found} is {newest - now_s:.0f} s before the last run of the node"
+        return Finding("warn", "clock", behind, "set the clock: tickets and memberships end by it")
+    return Finding("ok", "clock", found)
+
+
+def check_clocks(nodes: Sequence[NodeStatus]) -> Iterator[Finding]:
+    """Compare the clock with those of the linked nodes, as far as they told the time."""
+    linked = [each.link for each in nodes if each.link]
+    told = [link.clock_s for link in linked if link.clock_s is not None]
+    if not told:
+        return
+    if not (wrong := astray(nodes)):
+        of = f"{len(told)} other node{'s' * (len(told) > 1)}"
+        yield Finding("ok", "clocks", f"within {max(map(abs, told)):.1f} s of {of}")
+        return
+    where = "here" if len(wrong) == len(told) > 1 else "where it is wrong"
+    yield Finding(
+        "warn",
+        "clocks",
+        f"more than {ASTRAY_S:.0f} s apart: {', '.join(wrong)}",
+        f"set the clock {where}: `timedatectl set-ntp true`; tickets and memberships end by it",
+    )
+
+
+def check_silence(path: Path, error: MeshError) -> Finding:
+    """Tell why the node said nothing: that none is running is no fault."""
+    if not isinstance(error, LinkLost):
+        return Finding("fail", "door", str(error), error.hint or "")
+    if path.exists():
+        left = f"nobody answers at {path}"
+        return Finding("warn", "door", left, "a node was killed; start it again: `meshllm node`")
+    return Finding("warn", "door", "no node is running", START)
+
+
+def check_door(path: Path, status: MeshStatus) -> Finding:
+    """Look at the socket that just answered, and at what the ring is doing."""
+    ring = status.ring
+    why = f": {ring.reason}" if ring.reason else ""
+    found = f"node {status.name} answers, ring {ring.state}{why}"
+    if path.exists() and _is_open(path):
+        return Finding("fail", "door", f"{path} is open to others", f"chmod 600 {path}")
+    return Finding("ok" if ring.state is RingState.SERVING else "warn", "door", found)
+
+
+def check_peer(node: NodeStatus, own_version: str) -> Finding:
+    """Judge the way to another node."""
+    who, link = f"{node.name} {node.short}", node.link
+    if node.state in {NodeState.LEFT, NodeState.DOWN, NodeState.REFUSED}:
+        verdict: Verdict = "warn" if node.state is NodeState.LEFT else "fail"
+        return Finding(verdict, "peer", f"{who} is {node.state}: {node.reason}".rstrip(": "))
+    if link is None:
+        at = ", ".join(node.addresses) or "an address nobody told"
+        advice = f"let {node.name} and this machine reach each other: firewall, `--advertise`"
+        return Finding("fail", "peer", f"{who} is not reached at {at}", advice)
+    trip = link.round_trip_ms
+    found = f"{who} {link.path}, {'no round trip yet' if trip is None else ms(trip)}"
+    found += f": {link.path_reason}" if link.path_reason else ""
+    if link.heard_s > QUIET_S:
+        return Finding("fail", "peer", f"{found}, silent for {link.heard_s:.0f} s")
+    if node.version != own_version:
+        advice = f"install the same version on both: here is {own_version}"
+        return Finding("warn", "peer", f"{found}, meshllm {node.version}", advice)
+    if trip is not None and trip > SLOW_MS:
+        return Finding("warn", "peer", found, "use a cable, or nodes that are nearer")
+    return Finding("ok", "peer", found)
+
+
+def check_memory(free: int) -> Finding:
+    """Judge how much memory is free."""
+    found = f"{bytes_of(free)} of {bytes_of(psutil.virtual_memory().total)} free"
+    if free < SCARCE_BYTES:
+        return Finding("warn", "memory", found, "end programs that hold memory")
+    return Finding("ok", "memory", found)
+
+
+def check_load(load: float, cores: int) -> Finding:
+    """Compare the load of the last minute with the cores."""
+    found = f"{cores} cores, load {load:.1f}"
+    if load > cores:
+        return Finding(
+            "warn", "threads", found, "end other programs: the slowest rank sets the pace"
+        )
+    return Finding("ok", "threads", found)
+
+
+def check_device(wanted: str) -> Finding:
+    """Tell where a model in float32 would be computed, and whether a GPU lies idle."""
+    try:
+        found = device.choose(wanted, torch.float32)
+    except MeshError as error:
+        return Finding("fail", "device", str(error), error.hint or "")
+    if found != device.CPU:
+        told = f"{device.name_of(found)}, {bytes_of(device.free_bytes(found))} free"
+        if lacking := device.lacks():
+            return Finding("warn", "device", f"{told}, slow without {lacking}", "install it")
+        return Finding("ok", "device", told)
+    if wanted == "auto" and DRIVER.exists():
+        idle = f"cpu: torch {torch.__version__} cannot use the GPU that is here"
+        return Finding("warn", "device", idle, "install a torch built for it: pytorch.org")
+    return Finding("ok", "device", "cpu")
+
+
+def check_model(name: str) -> Finding:
+    """Look whether the model is here, and whether its type splits."""
+    try:
+        source = resolve(name)
+    except MeshError as error:
+        return Finding("fail", "model", str(error), error.hint or "")
+    kind = source.config.model_type
+    verdict = known_verdicts().get(kind)
+    if verdict is None:
+        return Finding(
+            "warn", "model", f"{name}: `{kind}` is not in the table", "meshllm model verify"
+        )
+    if not verdict.equal:
+        return Finding("fail", "model", f"{name}: `{kind}` cannot be split: {verdict.reason}")
+    return Finding("ok", "model", f"{name}: `{kind}` splits bit for bit")
+
+
+def check_weights(name: str, cache: Path) -> Finding:
+    """Hash the weights as a node does before it serves; equal weights show equal digests."""
+    try:
+        parts = manifest(resolve(name), cache)
+    except MeshError as error:
+        return Finding("fail", "weights", str(error), error.hint or "")
+    digest = blake3(b"".join(parts)).hexdigest()[:12]
+    if absent := sum(not any(part) for part in parts):
+        found = f"{digest}, and {absent} of {len(parts)} parts are not on this machine"
+        return Finding("warn", "weights", found, f"meshllm model pull {name}")
+    return Finding("ok", "weights", f"{digest}, {len(parts)} parts hashed")
+
+
+def check_execution(chosen: Settings) -> Finding:
+    """Tell how steps of the model would be run here, without loading it."""
+    from meshllm.model.kernels import jit
+    from meshllm.model.steps.execution import forecast
+
+    try:
+        source, quant = resolve(chosen.model), Quant(chosen.quant)
+        stored = chosen.dtype == "auto"
+        dtype = stored_dtype(source) if stored else getattr(torch, chosen.dtype)
+        where = device.choose(chosen.device, dtype, quant)
+        found = forecast(source.config, dtype, where, quant)
+    except MeshError as error:
+        return Finding("fail", "execution", str(error), error.hint or "")
+    if chosen.exact:
+        return Finding("ok", "execution", "stock, one row per step, as `--exact` asks")
+    if "--dtype" in found.reason:
+        return Finding("warn", "execution", str(found), "choose `--dtype bfloat16`")
+    if where == device.CPU and (limits := jit.limits()):
+        return Finding("warn", "execution", f"{found}; {'; '.join(limits)}")
+    return Finding("ok", "execution", str(found))
+
+
+def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Finding]:
+    """Load the transports that are chosen and name the others."""
+    for offer in registry.describe():
+        if offer.name not in chosen:
+            yield Finding("ok", "transport", f"{offer.name} {offer.version} is installed")
+    for name in chosen:
+        try:
+            registry.load(name)
+        except MeshError as error:
+            yield Finding("fail", "transport", str(error), error.hint or "")
+        else:
+            yield Finding("ok", "transport", f"{name} is chosen and loads")
+
+
+def _check_key(path: Path) -> Finding:
+    if not path.exists():
+        return Finding("ok", "key", "none yet: it is made on first use")
+    try:
+        return Finding("ok", "key", show(Keyring.open(path.parent).key.node))
+    except MeshError as error:
+        return Finding("fail", "key", str(error), error.hint or "")
+
+
+def _is_open(path: Path) -> bool:
+    found = path.stat()
+    return bool(found.st_mode & 0o077) or found.st_uid != os.geteuid()

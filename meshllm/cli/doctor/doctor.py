@@ -1,0 +1,83 @@
+"""`meshllm doctor`: what is in order and what to do where it is not; mends nothing itself."""
+
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from meshllm.cli.node.node import Carrier, transports_of
+from meshllm.cli.shared.local import import_heavy
+from meshllm.cli.shared.options import Json, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, Settings, load
+from meshllm.errors import MeshError
+
+if TYPE_CHECKING:
+    from meshllm.cli.doctor.finding import Finding
+    from meshllm.status import MeshStatus
+
+EXAMPLES = """\b
+Examples:
+  meshllm doctor
+  meshllm doctor --json
+"""
+
+
+@takes("model", "device", "listen", "relay", "state")
+def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) -> None:
+    """Check this machine, its node and the way to every other node.
+
+    Nothing is changed and nothing is sent to strangers. It works with and without a running node,
+    and exits with 1 when something fails.
+    """
+    with render.Status(sys.stderr) as status:
+        status.show("loading torch")
+        import_heavy("meshllm.cli.doctor.checks")
+        from meshllm.cli.doctor import checks
+
+        config = load({**flags, "transport": transport})
+        chosen = config.settings
+        status.show("asking the node")
+        transports = transports_of(config)
+        findings = list(checks.examine(chosen, _mesh_status(chosen), transports))
+    failed = sum(each.verdict == "fail" for each in findings)
+    if as_json:
+        render.dump({"failed": failed, "findings": [asdict(each) for each in findings]})
+    else:
+        render.out(lay_out(findings, shutil.get_terminal_size().columns))
+    if failed:
+        raise MeshError(f"{failed} of {len(findings)} checks failed")
+
+
+def lay_out(findings: "Iterable[Finding]", columns: int) -> str:
+    """Write what was found, and below it what to do, in at most so many columns where words fit."""
+    lines: list[str] = []
+    for each in findings:
+        lines += _wrap(f"{each.verdict:<5} {each.what:<10} ", each.found, columns)
+        if each.advice:
+            lines += _wrap(f"{'':16} do: ", each.advice, columns)
+    return "\n".join(lines)
+
+
+def _wrap(head: str, text: str, columns: int) -> list[str]:
+    return wrap(
+        render.safe(text),
+        columns,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _mesh_status(chosen: Settings) -> "MeshStatus | MeshError":
+    import asyncio
+
+    from meshllm.cli.shared.client import NodeClient, door_path
+
+    try:
+        return asyncio.run(NodeClient(door_path(chosen)).status())
+    except MeshError as error:
+        return error

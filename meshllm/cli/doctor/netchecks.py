@@ -1,0 +1,80 @@
+"""What `meshllm doctor` finds out about ports and networks; sends nothing to strangers."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+from meshllm.cli.doctor.finding import Finding
+from meshllm.status import NetworkStatus
+
+PORT = 7700
+"""The first that a node tries, TCP or UDP."""
+DIAL_S = 2.0
+DATAGRAMS = {"quic"}
+"""Transports, and schemes of addresses, over UDP."""
+
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def check_ports(transports: Sequence[str], listen: Sequence[str]) -> Iterator[Finding]:
+    """Try to bind the ports at which a node would listen."""
+    for transport in transports:
+        is_udp = transport in DATAGRAMS
+        own = [
+            each for each in listen if "://" not in each or (_scheme(each) in DATAGRAMS) == is_udp
+        ]
+        if own or not listen:
+            yield check_free_port(own[0] if own else None, is_udp=is_udp)
+
+
+def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
+    """Try to bind the port at which a node would listen."""
+    port = PORT if listen is None else _place(listen)[1]
+    kind = socket.SOCK_DGRAM if is_udp else socket.SOCK_STREAM
+    what = f"UDP port {port}" if is_udp else f"port {port}"
+    with socket.socket(socket.AF_INET, kind) as probe:
+        if not is_udp:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            found = f"{what} cannot be used: {error.strerror}"
+            if listen is None:
+                return Finding("warn", "port", found, "nothing: a node takes another port")
+            return Finding("fail", "port", found, "choose another with `--listen`")
+    return Finding("ok", "port", f"{what.removeprefix('port ')} is free")
+
+
+def check_listening(address: str) -> Finding:
+    """Dial an address of our own."""
+    host, port = _place(address) if "://" in address else ("", 0)
+    if not port or _scheme(address) in DATAGRAMS:  # it has none, or nothing that could be dialled
+        return Finding("ok", "listening", address)
+    try:
+        socket.create_connection((_ANYWHERE.get(host, host), port), DIAL_S).close()
+    except OSError as error:
+        found = f"{address} does not answer: {error.strerror or error}"
+        return Finding("warn", "listening", found, f"let TCP port {port} through the firewall")
+    return Finding("ok", "listening", f"{address} answers from here")
+
+
+def check_network(network: NetworkStatus) -> Iterator[Finding]:
+    """Tell what NAT the node is behind, as whom others see it, and how it stands with relays."""
+    yield Finding("ok", "nat", network.line)
+    for relay, state in network.relays:
+        is_well = state.startswith("registered")
+        advice = "" if is_well else "let UDP through the firewall, or name another with `--relay`"
+        yield Finding("ok" if is_well else "warn", "relay", f"{relay} {state}", advice)
+
+
+def _scheme(address: str) -> str:
+    return address.partition(":")[0]
+
+
+def _place(address: str) -> tuple[str, int]:
+    """Return host and port of an address; port 0 when it has none."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        return parts.hostname or "", parts.port or 0
+    except ValueError:
+        return parts.hostname or "", 0

@@ -1,0 +1,264 @@
+"""`meshllm node`: this machine in a ring until it is told to leave; drives nothing itself."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshllm.cli.shared import complete
+from meshllm.cli.shared.events import News, news
+from meshllm.cli.shared.local import import_heavy
+from meshllm.cli.shared.options import inference_config, refuse_idle_draft, takes
+from meshllm.cli.shared.units import listed
+from meshllm.cli.terminal import render
+from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
+from meshllm.errors import UserError
+from meshllm.log import event, setup
+from meshllm.names import Span
+
+if TYPE_CHECKING:
+    from meshllm.api.port import NodePort
+    from meshllm.node.options import NodeOptions
+    from meshllm.status import MeshStatus, RingStatus
+
+EXAMPLES = """\b
+Examples:
+  meshllm node --model Qwen/Qwen3-0.6B
+  meshllm node --join meshllm1...
+  meshllm node --memory 4GiB --name attic --listen ws://0.0.0.0:7700
+  meshllm node --print-service > ~/.config/systemd/user/meshllm.service
+"""
+
+TRANSPORTS = ("websocket", "quic")  # of a node; a ring inside one process has another
+
+Carrier = Annotated[
+    str | None,
+    typer.Option(
+        "--transport",
+        metavar="TEXT",
+        help="Transports between the nodes, with commas."
+        f"  [default: {','.join(TRANSPORTS)}; env: MESHLLM_TRANSPORT]",
+        autocompletion=complete.transports,
+        show_default=False,
+    ),
+]
+
+SWITCH_S = 0.0005  # s a thread may keep the interpreter; 5 ms of a beat or a token otherwise
+
+_SOON_S = 0.02
+_AS_GIVEN = ("model", "join", "name", "policy", "members", "discovery", "context")
+_SETTINGS = (
+    "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
+    "members", "exclude", "prefer", "dtype", "quant", "device", "threads", "speculation", "draft",
+    "exact", "wire", "prefix_cache", "context", "state", "log_format",
+)  # fmt: skip
+
+
+@takes(*_SETTINGS)
+def node(
+    invocation: typer.Context,
+    transport: Carrier = None,
+    no_discovery: Annotated[
+        bool, typer.Option("--no-discovery", help="Do not look for nodes on the local network.")
+    ] = False,
+    ticket_file: Annotated[
+        Path | None,
+        typer.Option("--ticket-file", metavar="FILE", help="Write the ticket here too."),
+    ] = None,
+    print_service: Annotated[
+        bool, typer.Option("--print-service", help="Print a systemd user unit and exit.")
+    ] = False,
+    **flags: Scalar,
+) -> None:
+    """Be part of a ring, and let others in.
+
+    Without a ticket it begins a mesh of its own, or returns to the one it was in. stdout is a
+    ticket and the command for the next machine; what happens is told on stderr. The first Ctrl-C
+    or SIGTERM finishes what is being answered and leaves, the second ends it at once.
+    """
+    discovery = False if no_discovery else None
+    config = load({**flags, "transport": transport, "discovery": discovery})
+    if print_service:
+        _print_unit(config)
+        return
+    is_json = config.settings.log_format == "json"
+    verbosity = invocation.find_root().params.get("verbose") or 0
+    setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: an error is a line too
+    options = _options(config)
+    _refuse_early(options)
+    with render.Status(sys.stderr) as status:
+        status.show("loading torch")
+        import_heavy("meshllm.node.node")
+    _log_all()
+    import asyncio
+
+    asyncio.run(_run(options, _log if is_json else _say, ticket_file))
+
+
+def _refuse_early(options: "NodeOptions") -> None:
+    """Raise what needs no torch to be found out; the node itself looks again."""
+    from meshllm.node.membership.state_store import Keyring
+    from meshllm.protocol.trust.ticket import parse_ticket
+
+    if options.join is not None:
+        parse_ticket(options.join)
+    for address in options.advertise:
+        _refuse_undialable(address, options.transports)
+    with Keyring.open(options.state).locked():
+        return
+
+
+def _refuse_undialable(address: str, transports: Sequence[str]) -> None:
+    """Raise for an address that nobody could use: it would go into tickets unseen."""
+    from meshllm.transport.registry import Registry
+
+    registry = Registry.discover()
+    schemes = [scheme for name in transports for scheme in registry.load(name).schemes]
+    if address.partition(":")[0] not in schemes:
+        raise UserError(
+            f"`{address}` is no address of {' or '.join(f'`{name}`' for name in transports)}",
+            hint=f"`--advertise` begins with {' or '.join(f'`{each}:`' for each in schemes)}",
+        )
+
+
+def _log_all() -> None:
+    """Let our handler write what other libraries have to say."""
+    logging.captureWarnings(True)
+    library = logging.getLogger("transformers")  # it brings a handler of its own
+    library.handlers.clear()
+    library.propagate = True
+
+
+async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path | None) -> None:
+    import asyncio
+
+    from meshllm.api.serve import serve
+    from meshllm.api.unix import SOCKET, is_answered
+    from meshllm.cli.shared.signals import draining
+    from meshllm.node.control import control_of
+    from meshllm.node.node import open_node
+
+    def leave() -> None:
+        tell(News("leaving", "leaving when all is answered; once more ends it at once"))
+        opened.leave()
+
+    sys.setswitchinterval(SWITCH_S)  # of this process: it belongs to the node alone
+    with draining() as drain:
+        async with open_node(options) as opened, asyncio.TaskGroup() as group:
+            drain.leave = leave
+            control, socket = control_of(opened), options.state / SOCKET
+            tasks = [group.create_task(serve(control, socket))]
+            while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
+                await asyncio.sleep(_SOON_S)
+            _invite(opened.ticket, tell, file)
+            tasks.append(group.create_task(_report(control, tell)))
+            await opened.stopped
+            for task in tasks:
+                task.cancel()
+
+
+async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
+    """Tell what changes, until the events end; on a terminal, what the ring waits for."""
+    import asyncio
+
+    from meshllm.cli.ring.status import clean
+
+    before: MeshStatus | None = None
+    loop = asyncio.get_running_loop()
+    reason, since = "", loop.time()
+    with render.Status(sys.stderr) as line:
+        async with aclosing(node.events()) as events:
+            while True:
+                after = clean(node.status())
+                line.clear()
+                for each in news(before, after):
+                    tell(each)
+                before = after
+                if after.ring.reason != reason:
+                    reason, since = after.ring.reason, loop.time()
+                waiting = asyncio.ensure_future(_count(line, after.ring, since))
+                try:
+                    if await anext(events, None) is None:
+                        return
+                finally:
+                    waiting.cancel()
+                    await asyncio.wait([waiting])
+
+
+async def _count(line: render.Status, ring: "RingStatus", since: float) -> None:
+    """Show each second what the ring waits for, and for how long it has, until it serves."""
+    import asyncio
+
+    while ring.state != "serving":
+        await asyncio.sleep(1)
+        waited = int(asyncio.get_running_loop().time() - since)
+        line.show(f"{ring.reason or ring.state}, {waited} s")
+
+
+def _invite(ticket: str, tell: Callable[[News], None], file: Path | None) -> None:
+    if file is not None:
+        _write_private(file, f"{ticket}\n")
+    tell(News("ready", "a ticket, and what to type on the next machine:"))
+    render.out(f"{ticket}\nmeshllm node --join {ticket}")  # at once: who reads one line may leave
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a new file that only its owner can read, where an older one may be."""
+    try:
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+
+
+def _say(happened: News) -> None:
+    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {happened.text}")
+
+
+def _log(happened: News) -> None:
+    event("mesh", event=happened.event, **happened.fields)
+
+
+def _options(config: Config) -> "NodeOptions":
+    """Pass on what was set anywhere; what was not is left to the mesh."""
+    from meshllm.node.options import NodeOptions
+
+    chosen = config.settings
+    refuse_idle_draft(chosen)
+    given: dict[str, Any] = {
+        name: current(chosen, name) for name in _AS_GIVEN if config.origins[name] != DEFAULT
+    }
+    return NodeOptions(
+        state=state_path(chosen),
+        inference=inference_config(chosen, of_mesh=config.origins["quant"] == DEFAULT),
+        layers=None if chosen.layers is None else Span.parse(chosen.layers),
+        transports=transports_of(config),
+        listen=listed(chosen.listen) or (),
+        advertise=listed(chosen.advertise) or (),
+        relays=listed(chosen.relay) or (),
+        exclude=listed(chosen.exclude),
+        prefer=listed(chosen.prefer),
+        **given,
+    )
+
+
+def transports_of(config: Config) -> tuple[str, ...]:
+    """Name the transports of a node."""
+    if config.origins["transport"] == DEFAULT:
+        return TRANSPORTS
+    return listed(config.settings.transport) or TRANSPORTS
+
+
+def _print_unit(config: Config) -> None:
+    from meshllm.cli.node.systemd import command, unit
+
+    render.out(unit(command(config, ("transport", *_SETTINGS, "discovery"))), end="")
+    if config.settings.join is not None:
+        render.talk("a unit holds no ticket: join once by hand, then start the service")

@@ -1,0 +1,66 @@
+"""A systemd user unit that keeps a node running; knows nothing about what the node does."""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from meshllm.cli.terminal.render import plain
+from meshllm.config import DEFAULT, Config, Scalar, current, files
+
+STOP_S = 75  # until it is killed; a node gives its requests 60 s, and then says goodbye
+
+
+def unit(command: Sequence[str]) -> str:
+    """Write the unit for a command line, whose first word is an absolute path."""
+    return f"""\
+# meshllm node --print-service > ~/.config/systemd/user/meshllm.service
+# systemctl --user enable --now meshllm.service
+# loginctl enable-linger      (keeps it running while you are logged out)
+[Unit]
+Description=meshllm node
+Documentation=man:meshllm-node(1)
+
+[Service]
+ExecStart={" ".join(map(_quoted, command))}
+Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus=2 5 130
+TimeoutStopSec={STOP_S}
+KillMode=mixed
+UMask=0077
+NoNewPrivileges=yes
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def command(config: Config, names: Iterable[str]) -> list[str]:
+    """Write the command line of a node: every setting that a service would not find by itself.
+
+    A ticket is left out: it is a secret, and a node needs it only once.
+    """
+    program = Path(sys.argv[0])
+    is_installed = program.name == "meshllm"
+    words = [str(program.absolute())] if is_installed else [sys.executable, "-m", "meshllm"]
+    found = {DEFAULT, str(files()[0])}
+    given = [name for name in names if config.origins[name] not in found and name != "join"]
+    flags = (flag for name in given for flag in _flag(name, current(config.settings, name)))
+    return [*words, "node", *flags]
+
+
+def _flag(name: str, value: Scalar) -> Iterator[str]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        yield f"--{option}" if value else f"--no-{option}"
+        return
+    text = plain(value)
+    is_folder = name == "state" or (name in {"model", "draft"} and Path(text).is_dir())
+    yield f"--{option}"
+    yield str(Path(text).expanduser().resolve()) if is_folder else text
+
+
+def _quoted(word: str) -> str:
+    """Quote a word as systemd.service(5) reads it: `%` and `$` stand for themselves doubled."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if not word or set(word) & set(" \t'\"\\;") else escaped

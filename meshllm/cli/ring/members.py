@@ -1,0 +1,227 @@
+"""`meshllm ring ticket|members|remove`: who may enter; decides nothing itself."""
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, Settings
+from meshllm.errors import UserError
+
+if TYPE_CHECKING:
+    from meshllm.cli.shared.client import NodeClient
+    from meshllm.status import Members, MemberStatus
+
+RoleName = Literal["node", "client"]
+
+SHORTEST = 7  # letters of an id that may stand for the whole of it: the short form
+_AWAY = {"down", "left"}
+_DURATION = re.compile(r"(\d{1,9})(s|m|h|d)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+TICKET_EXAMPLES = """\b
+Examples:
+  meshllm ring ticket
+  meshllm ring ticket --role client --expires 7d --uses 5
+  meshllm ring ticket --json
+"""
+REMOVE_EXAMPLES = """\b
+Examples:
+  meshllm ring remove 3kq7f2ab
+  meshllm ring remove 3kq7f2ab --with-guests --yes
+"""
+
+
+@takes("state")
+def ticket(
+    role: Annotated[
+        RoleName,
+        typer.Option(metavar="node|client", help="A node holds layers, a client only asks."),
+    ] = "node",
+    expires: Annotated[
+        str, typer.Option(metavar="TIME", help="Good for so long: `90s`, `30m`, `1h`, `7d`.")
+    ] = "1h",
+    uses: Annotated[int, typer.Option(min=1, metavar="N", help="Good for so many joiners.")] = 1,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Print a ticket that lets another machine in.
+
+    Whoever has the ticket can use it: send it as you would a password. stdout is the ticket.
+    """
+    import asyncio
+
+    expires_s = _seconds(expires)
+    made = asyncio.run(_node(settings(flags)).invite(role, expires_s, uses))
+    if as_json:
+        render.dump({"ticket": made, "role": role, "expires_s": expires_s, "uses": uses})
+        return
+    render.out(made)
+    command = "node" if role == "node" else "chat"
+    times = "once" if uses == 1 else f"{uses} times"
+    render.talk(f"good {times} within {expires}; there: meshllm {command} --join {made}")
+
+
+@takes("state")
+def members(as_json: Json = False, **flags: Scalar) -> None:
+    """List who may take part in the mesh."""
+    found = _members(settings(flags))
+    if as_json:
+        from meshllm.status import to_json
+
+        render.dump(to_json(found))
+        return
+    is_wide = not sys.stdout.isatty()
+    render.out(lay_out(found.members, None if is_wide else shutil.get_terminal_size().columns))
+
+
+@takes("state")
+def remove(
+    member: Annotated[
+        str, typer.Argument(metavar="ID", help="An id of `ring members`, or how it begins.")
+    ],
+    with_guests: Annotated[
+        bool, typer.Option("--with-guests", help="Shut out the nodes that it let in, too.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Shut a member out for ever.
+
+    Its links are cut at once and every node is told. The same key can never come back. The nodes
+    that came in by its tickets stay if they are here now, unless `--with-guests` is given; this
+    node itself always stays.
+    """
+    import asyncio
+
+    chosen = settings(flags)
+    there = _members(chosen).members
+    found = find(there, member)
+    going = [*(guests(there, found) if with_guests else ()), found]
+    if not yes:
+        here = [each for each in guests(there, found) if each.state not in _AWAY]
+        _confirm(going, [] if with_guests else here)
+    # The guests first: who is gone already is not spared for the sake of its own guests.
+    done = [asyncio.run(_node(chosen).remove(each.node)) for each in going]
+    if as_json:
+        from meshllm.status import to_json
+
+        *rest, last = map(to_json, done)
+        render.dump({**last, "guests": rest})
+        return
+    for each in going:
+        render.talk(f"{_title(each)} is shut out")
+    spared = {each.node for each in done[-1].spared}
+    if staying := [each for each in there if each.node in spared and not each.is_self]:
+        render.talk(_stay(staying, found))
+
+
+def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> str:
+    """Write a line for each member: what it is, who let it in, and its id, cut to the columns."""
+    names = {each.node: _name(each) for each in members}
+    rows = [
+        (
+            "*" if each.is_self else "",
+            render.cut(each.name) or None,
+            each.role or None,
+            each.state,
+            _host(each, names),
+            each.node,
+        )
+        for each in members
+    ]
+    text = render.table(("", "name", "role", "state", "let in by", "id"), rows)
+    if columns is None:
+        return text
+    return "\n".join(render.cut(line, columns) for line in text.split("\n"))
+
+
+def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[MemberStatus]":
+    """Return the nodes that are here by the word of another, but for this node itself."""
+    return [
+        each
+        for each in members
+        if host.node in each.hosts and each.role == "node" and not each.is_self
+    ]
+
+
+def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
+    """Return the member whose id begins with a text; raise `UserError` for none or several."""
+    wanted = _letters(text)
+    if len(wanted) < SHORTEST:
+        raise UserError(
+            f"`{text}` is too short for an id", hint=f"give {SHORTEST} letters of it or more"
+        )
+    there = [each for each in members if each.state != "removed"]
+    found = [each for each in there if _letters(each.node).startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"`{text}` begins {len(found)} ids", hint="give more letters of it")
+    raise UserError(f"No member has the id `{text}`", hint="see `meshllm ring members`")
+
+
+def _confirm(going: "list[MemberStatus]", staying: "list[MemberStatus]") -> None:
+    *others, found = map(_title, going)
+    if not _is_person():
+        raise UserError(f"Nobody is here to confirm that {found} goes", hint="add `--yes`")
+    if staying:
+        render.talk(f"{_stay(staying, going[-1])}, unless `--with-guests` is given")
+    for each in others:
+        render.talk(f"{each} goes too: it came in by a ticket of {_name(going[-1])}")
+    if not typer.confirm(f"Shut out {found} for ever?", err=True):
+        raise typer.Exit(1)
+
+
+def _host(member: "MemberStatus", names: dict[str, str]) -> str | None:
+    if member.hosts:
+        return render.cut(names.get(member.hosts[-1], member.hosts[-1][:SHORTEST]))
+    return "(began it)" if member.role == "node" else None
+
+
+def _stay(staying: "list[MemberStatus]", host: "MemberStatus") -> str:
+    names = ", ".join(map(_name, staying))
+    return f"{names} {'stays' if len(staying) == 1 else 'stay'}, let in by {_name(host)}"
+
+
+def _title(member: "MemberStatus") -> str:
+    return " ".join(each for each in (member.name, member.node) if each)
+
+
+def _name(member: "MemberStatus") -> str:
+    return member.name or member.node[:SHORTEST]
+
+
+def _is_person() -> bool:
+    return sys.stdin.isatty()
+
+
+def _letters(text: str) -> str:
+    return text.replace("-", "").rstrip("…").lower()
+
+
+def _seconds(text: str) -> int:
+    match = _DURATION.fullmatch(text)
+    if match is None or not int(match[1]):
+        raise UserError(f"`{text}` is no time", hint="write it as `90s`, `30m`, `1h` or `7d`")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def _members(chosen: Settings) -> "Members":
+    import asyncio
+
+    from meshllm.cli.ring.status import clean
+
+    return clean(asyncio.run(_node(chosen).members()))
+
+
+def _node(chosen: Settings) -> "NodeClient":
+    from meshllm.cli.shared.client import NodeClient, door_path
+
+    return NodeClient(door_path(chosen))

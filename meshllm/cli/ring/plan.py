@@ -1,0 +1,235 @@
+"""`meshllm ring plan`: who would hold what, how fast, and why; decides nothing itself."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshllm.cli.shared.local import import_heavy
+from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, Settings, cache_path
+from meshllm.errors import UserError
+
+if TYPE_CHECKING:
+    from meshllm.cli.ring.spec import Spec
+    from meshllm.protocol.planning.plan import Plan, Shape
+    from meshllm.protocol.planning.prediction import Alternative, Guessing, PredictedHop, Prediction
+
+PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
+ACCEPTANCE = 0.5  # of guesses; texts that repeat themselves have more, prose has less
+
+_STAGES = ("rank", "node", "layers", "memory", "room tokens", "compute ms", "wire ms")
+_POLICIES = ("policy", "nodes", "ms per token", "guessing", "first token ms", "slowest stage ms")
+
+EXAMPLES = """\b
+Examples:
+  meshllm ring plan
+  meshllm ring plan --model builtin --spec "8GiB,4GiB@20ms"
+  meshllm ring plan --spec "3x8GiB:2.5ms@5ms" --policy throughput --json
+  meshllm ring plan --nodes home.toml
+"""
+
+
+@takes("model", "policy")
+def plan(
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Nodes and links in a TOML file.")
+    ] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(metavar="NODES", help="Nodes as `8GiB:2.5ms@20ms`: memory, layer, distance."),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of one session to leave room for.")
+    ] = 4096,
+    acceptance: Annotated[
+        float,
+        typer.Option(min=0, max=1, metavar="A", help="Share of guesses at tokens that are right."),
+    ] = ACCEPTANCE,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Show who would hold which layers, how fast, and why.
+
+    Without nodes it plans for this machine alone. Nothing is contacted: figures follow from what
+    the nodes are said to have.
+    """
+    if nodes is not None and spec is not None:
+        raise UserError("`--nodes` and `--spec` both name nodes", hint="leave out one of them")
+    with render.Status(sys.stderr) as status:
+        status.show("looking at the model")
+        from meshllm.protocol.planning.policies import make_plan
+        from meshllm.protocol.planning.prediction import compare, predict
+
+        chosen = settings(flags)
+        shape = _shape(chosen, context)
+        there = _nodes(nodes, spec, shape)
+        found = make_plan(there.offers, there.links, shape, policy=chosen.policy)
+        outlook = _Outlook(
+            plan=found,
+            prediction=predict(found, there.offers, there.links, shape, prompt_tokens=PROMPT),
+            others=compare(there.offers, there.links, shape),
+            spec=there,
+            shape=shape,
+            acceptance=acceptance,
+        )
+    if as_json:
+        render.dump(outlook.fields())
+    else:
+        render.out(outlook.text())
+
+
+def _shape(chosen: Settings, context: int) -> "Shape":
+    from meshllm.model.locate import find_folder
+    from meshllm.model.shape import KeptShape
+    from meshllm.node.ring.shape import plan_shape
+
+    cache = cache_path()
+    shape = KeptShape(find_folder(chosen.model), cache).read(chosen.model)
+    if shape is None:
+        import_heavy("meshllm.model.capacity")
+        from meshllm.model.capacity import shape_of
+        from meshllm.model.files.source import resolve
+
+        shape = shape_of(resolve(chosen.model), cache=cache)
+    return plan_shape(shape, context)
+
+
+def _nodes(path: Path | None, text: str | None, shape: "Shape") -> "Spec":
+    from meshllm.cli.ring.spec import parse_spec, read_spec
+    from meshllm.model.shape import free_memory
+
+    if path is not None:
+        return read_spec(path, shape)
+    return parse_spec(text if text is not None else f"{free_memory()}B", shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """A plan with all there is to say about it."""
+
+    plan: "Plan"
+    prediction: "Prediction"
+    others: "tuple[Alternative, ...]"
+    spec: "Spec"
+    shape: "Shape"
+    acceptance: float
+
+    def fields(self) -> dict[str, Any]:
+        """Lay it out for ``--json``."""
+        return {
+            "model": self.plan.model,
+            "context": self.shape.context,
+            "digest": self.plan.digest.hex(),
+            "stages": [
+                {
+                    "rank": rank,
+                    "node": self.spec.names[hop.node],
+                    "layers": str(hop.span),
+                    "memory_bytes": memory,
+                    "room_tokens": room,
+                    "compute_ms": hop.compute_s * 1e3,
+                    "wire_ms": hop.wire_s * 1e3,
+                    "bytes_per_token": hop.bytes_per_token,
+                }
+                for rank, hop, memory, room in self._ranks()
+            ],
+            "standbys": self._standbys(),
+            "head_ms": self.prediction.head_s * 1e3,
+            "prompt_tokens": PROMPT,
+            "chunk": self.prediction.chunk,
+            "ttft_ms": self.prediction.ttft_s * 1e3,
+            "ms_per_token": self.prediction.seconds_per_token * 1e3,
+            "acceptance": self.acceptance,
+            "speculation": _speculation(self._guessing),
+            "policies": [
+                {
+                    "policy": each.policy,
+                    "nodes": len(each.plan.stages) if each.plan else None,
+                    "ms_per_token": told and told.seconds_per_token * 1e3,
+                    "speculation": told and _speculation(told.guessing(self.acceptance)),
+                    "ttft_ms": told and told.ttft_s * 1e3,
+                    "slowest_stage_ms": told and told.slowest_stage_s * 1e3,
+                    "reason": each.reason,
+                }
+                for each in self.others
+                for told in [each.prediction]
+            ],
+            "assumed": self._assumed(),
+        }
+
+    def text(self) -> str:
+        """Lay it out for a person."""
+        ranks = [
+            (rank, self.spec.names[hop.node], str(hop.span), render.bytes_of(memory),
+             room, hop.compute_s * 1e3, hop.wire_s * 1e3)
+            for rank, hop, memory, room in self._ranks()
+        ]  # fmt: skip
+        token_s, guessed = self.prediction.seconds_per_token, self._guessing
+        return "\n".join(
+            [
+                render.table(_STAGES, ranks),
+                *(f"standby {each['node']}: {each['reason']}" for each in self._standbys()),
+                "",
+                f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
+                f" (head {self.prediction.head_s * 1e3:.2f} ms)",
+                f"{guessed.seconds_per_token * 1e3:.2f} ms with {guessed.guesses} guesses a trip",
+                f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT},"
+                f" in chunks of {self.prediction.chunk}",
+                "",
+                render.table(_POLICIES, self._policies()),
+                *(f"{each.policy}: {each.reason}" for each in self.others if each.plan is None),
+                *(f"assumed: {each}" for each in self._assumed()),
+            ]
+        )
+
+    def _ranks(self) -> Iterator[tuple[int, "PredictedHop", int, int | None]]:
+        """Yield rank, hop, the bytes it needs, and the tokens for which it has room.
+
+        It needs layers, one session's caches, and the ends.
+        """
+        from meshllm.protocol.planning.problem import room_tokens
+
+        rooms = room_tokens(self.plan, self.spec.offers, self.shape)
+        caches = [each * self.shape.context for each in self.shape.kv_bytes_per_token]
+        for rank, (hop, room) in enumerate(zip(self.prediction.hops, rooms, strict=True)):
+            span = slice(hop.span.start, hop.span.stop)
+            ends = self.shape.ends_bytes if rank == 0 else 0
+            yield rank, hop, sum(self.shape.layer_bytes[span]) + sum(caches[span]) + ends, room
+
+    def _standbys(self) -> list[dict[str, str]]:
+        return [
+            {"node": self.spec.names[each.node], "reason": each.reason}
+            for each in self.plan.standbys
+        ]
+
+    @property
+    def _guessing(self) -> "Guessing":
+        return self.prediction.guessing(self.acceptance)
+
+    def _assumed(self) -> list[str]:
+        share = f"a guess is right with probability {self.acceptance:g} if those before it are"
+        return [*self.spec.assumed, share]
+
+    def _policies(self) -> list[tuple[object, ...]]:
+        """List what each policy would do; figures are None where it finds no ring."""
+        return [
+            (
+                each.policy,
+                len(each.plan.stages) if each.plan else None,
+                told and told.seconds_per_token * 1e3,
+                told and told.guessing(self.acceptance).seconds_per_token * 1e3,
+                told and told.ttft_s * 1e3,
+                told and told.slowest_stage_s * 1e3,
+            )
+            for each in self.others
+            for told in [each.prediction]
+        ]
+
+
+def _speculation(found: "Guessing") -> dict[str, float]:
+    return {"guesses": found.guesses, "ms_per_token": found.seconds_per_token * 1e3}

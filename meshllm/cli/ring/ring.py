@@ -1,0 +1,100 @@
+"""`meshllm ring`: the ring as it is and as it would be; decides nothing itself."""
+
+import json
+import shutil
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshllm.cli.ring import members, plan, trace
+from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar
+
+if TYPE_CHECKING:
+    from meshllm.cli.shared.client import NodeClient
+    from meshllm.status import MeshStatus
+
+app = typer.Typer(help="See, plan and change the ring.", rich_markup_mode=None)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  meshllm ring status
+  meshllm ring status --watch
+  meshllm ring status --watch --json | jq .ring.state
+"""
+)
+@takes("state")
+def status(
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again whenever something changes.")
+    ] = False,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Show nodes, ring, links and times of the mesh.
+
+    It is what the node of this machine knows. With `--watch` a terminal is redrawn in place until
+    Ctrl-C; a pipe gets the text, or one line of JSON, each time something changes.
+    """
+    import asyncio
+
+    from meshllm.cli.shared.client import NodeClient, door_path
+
+    client = NodeClient(door_path(settings(flags)))
+    if not watch:
+        found = asyncio.run(client.status())
+        if as_json:
+            from meshllm.status import to_json
+
+            render.dump(to_json(found))
+        else:
+            render.out(_text(found))
+    elif sys.stdout.isatty() and not as_json:
+        _watch_live(client)
+    else:
+        from meshllm.cli.ring.watch import changes, follow
+
+        show = changes(lambda it: render.out(_line(it) if as_json else f"{_text(it)}\n"))
+        asyncio.run(follow(client, show))
+
+
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("ticket", epilog=members.TICKET_EXAMPLES)(members.ticket)
+app.command("members")(members.members)
+app.command("remove", epilog=members.REMOVE_EXAMPLES)(members.remove)
+app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
+
+
+def _watch_live(client: "NodeClient") -> None:
+    import asyncio
+
+    from rich.live import Live
+    from rich.text import Text
+
+    from meshllm.cli.ring.watch import follow
+
+    # Left alone, stdout can tell its encoding; nothing else writes there.
+    with Live(screen=True, auto_refresh=False, redirect_stdout=False) as live:
+
+        def show(status: "MeshStatus") -> None:
+            live.update(Text(_text(status, live.console.height)), refresh=True)
+
+        asyncio.run(follow(client, show))
+
+
+def _line(status: "MeshStatus") -> str:
+    from meshllm.status import to_json
+
+    return json.dumps({"schema": render.SCHEMA, **to_json(status)})
+
+
+def _text(status: "MeshStatus", rows: int | None = None) -> str:
+    from meshllm.cli.ring.picture import drawable
+    from meshllm.cli.ring.status import clean, lay_out
+
+    text = lay_out(clean(status), shutil.get_terminal_size().columns, rows)
+    return drawable(text, sys.stdout.encoding)

@@ -1,0 +1,213 @@
+"""Imagined nodes, written as ``8GiB,4GiB@20ms`` or in TOML, as offers and links; plans nothing.
+
+A node of ``--spec`` is a memory, how long a layer takes there, and how far away it is::
+
+    [COUNTx]MEMORY[:TIME per layer][@TIME to the others]     3x8GiB:2.5ms@20ms
+
+A file of ``--nodes`` says the same at length, and can give single links::
+
+    [[node]]
+    name = "attic"
+    memory = "8GiB"
+    ms_per_layer = 2.5    # optional
+    head_ms = 14.0        # optional
+    [[link]]
+    a = "attic"
+    b = "cellar"
+    latency_ms = 20.0
+    mbit_s = 100.0        # optional
+"""
+
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from meshllm.cli.shared.units import MAX_MS, parse_memory, parse_time
+from meshllm.errors import UserError
+from meshllm.names import NODE_ID_BYTES, NodeId
+from meshllm.protocol.planning.plan import Links, Offer, Shape, Wire
+
+MAX_NODES = 64
+MAX_BYTES = 1 << 20  # of a file
+MAX_NAME = 64  # characters of a name
+MAX_MBIT_S = 1e6
+MEMORY_BYTES_PER_S = 20e9  # two channels of DDR4; decoding reads each weight once per token
+LAN_S = 0.0005  # one way, wired, at home
+
+_ROWS = ((1, 1.0), (8, 1.17), (32, 1.35), (64, 1.93), (128, 2.74), (256, 4.24))
+"""Times of a layer for more rows, against one: Qwen3-0.6B in bf16 on one CPU core."""
+
+_FILE_HINT = "give a TOML file with a table `[[node]]` for each node"
+_NODE = re.compile(r"(?:([1-9]\d{0,2})x)?([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Offers and links of imagined nodes."""
+
+    offers: tuple[Offer, ...]
+    links: Links
+    names: Mapping[NodeId, str]
+    assumed: tuple[str, ...]
+    """What was assumed where the spec says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    name: str
+    memory: int
+    layer_s: float | None
+    head_s: float | None = None
+    away_s: float | None = None
+
+
+def parse_spec(text: str, shape: Shape) -> Spec:
+    """Read the value of ``--spec``; raise `UserError` for anything that is no list of nodes."""
+    nodes: list[_Node] = []
+    for part in text.split(","):
+        nodes += _repeated(part.strip(), len(nodes) + 1)
+        _check_count(len(nodes))
+    pairs = ((a.name, b.name, _away(a, b)) for a, b in combinations(nodes, 2))
+    wires = {(a, b): wire for a, b, wire in pairs if wire is not None}
+    return _spec(nodes, wires, shape)
+
+
+def read_spec(path: Path, shape: Shape) -> Spec:
+    """Read the file of ``--nodes``; raise `UserError` for anything that describes no nodes."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        tables = tomllib.loads(text.decode())
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be read: {error.strerror}", hint=_FILE_HINT) from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or a mountain of brackets
+        raise UserError(f"`{path}` is no TOML: {error}", hint=_FILE_HINT) from None
+    if len(text) > MAX_BYTES:
+        raise UserError(f"`{path}` is longer than {MAX_BYTES} bytes", hint=_FILE_HINT)
+    _only(tables, "file", ("node", "link"))
+    nodes = [_node(table) for table in _tables(tables, "node")]
+    _check_count(len(nodes))
+    names = [node.name for node in nodes]
+    if len(set(names)) < len(names):
+        raise UserError(f"Two nodes of `{path}` have the same name", hint="name them apart")
+    return _spec(nodes, _links(_tables(tables, "link"), names), shape)
+
+
+def _spec(nodes: Sequence[_Node], wires: Mapping[tuple[str, str], Wire], shape: Shape) -> Spec:
+    ids = {node.name: NodeId(at.to_bytes(NODE_ID_BYTES)) for at, node in enumerate(nodes, start=1)}
+    assumed = []
+    if any(node.layer_s is None for node in nodes):
+        speed = f"{MEMORY_BYTES_PER_S / 1e9:.0f} GB/s"
+        assumed.append(f"memory is read at {speed} where no time per layer is given")
+    if len({frozenset(pair) for pair in wires}) < len(nodes) * (len(nodes) - 1) // 2:
+        assumed.append(f"nodes are {LAN_S * 1e3:.1f} ms apart where no time is given")
+    return Spec(
+        offers=tuple(_offer(node, ids[node.name], shape) for node in nodes),
+        links=Links({(ids[a], ids[b]): wire for (a, b), wire in wires.items()}, Wire(LAN_S)),
+        names={node: name for name, node in ids.items()},
+        assumed=tuple(assumed),
+    )
+
+
+def _offer(node: _Node, node_id: NodeId, shape: Shape) -> Offer:
+    mean = sum(shape.layer_bytes) / shape.layers
+    layer_s = mean / MEMORY_BYTES_PER_S if node.layer_s is None else node.layer_s
+    head_s = layer_s * shape.head_read_bytes / mean if node.head_s is None else node.head_s
+    table = tuple((rows, layer_s * times) for rows, times in _ROWS)
+    return Offer(node_id, node.memory, table, head_s)
+
+
+def _repeated(part: str, number: int) -> list[_Node]:
+    found = _NODE.fullmatch(part)
+    if found is None:
+        raise UserError(
+            f"`{part}` describes no node",
+            hint="write `8GiB`, `3x8GiB` or `8GiB:2.5ms@20ms`: memory, time per layer, distance",
+        )
+    count, memory, layer, away = found.groups()
+    size, layer_s, away_s = parse_memory(memory), parse_time(layer), parse_time(away)
+    if layer_s == 0:
+        raise UserError(f"A layer of `{part}` takes no time", hint="write it as `:2.5ms`")
+    numbers = range(number, number + int(count or 1))
+    return [_Node(f"n{at}", size, layer_s, away_s=away_s) for at in numbers]
+
+
+def _away(a: _Node, b: _Node) -> Wire | None:
+    given = [node.away_s for node in (a, b) if node.away_s is not None]
+    return Wire(max(given)) if given else None
+
+
+def _check_count(nodes: int) -> None:
+    if not 1 <= nodes <= MAX_NODES:
+        raise UserError(f"{nodes} nodes", hint=f"describe 1 to {MAX_NODES} nodes")
+
+
+def _tables(tables: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    found = tables.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
+        raise UserError(f"`{key}` is no list of tables", hint=f"write `[[{key}]]` above each")
+    return found
+
+
+def _node(table: Mapping[str, Any]) -> _Node:
+    _only(table, "node", ("name", "memory", "ms_per_layer", "head_ms"))
+    return _Node(
+        name=_text(table, "name"),
+        memory=parse_memory(_text(table, "memory")),
+        layer_s=_seconds(table, "ms_per_layer", zero=False),
+        head_s=_seconds(table, "head_ms"),
+    )
+
+
+def _links(
+    tables: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[tuple[str, str], Wire]:
+    wires: dict[tuple[str, str], Wire] = {}
+    for table in tables:
+        _only(table, "link", ("a", "b", "latency_ms", "mbit_s"))
+        a, b = _text(table, "a"), _text(table, "b")
+        if a == b or a not in names or b not in names or (a, b) in wires:
+            raise UserError(f"`{a}` and `{b}` are no new link", hint="name two of the nodes, once")
+        latency_s = _seconds(table, "latency_ms")
+        mbit_s = _number(table, "mbit_s", MAX_MBIT_S, zero=False)
+        if latency_s is None:
+            raise UserError(f"The link of `{a}` and `{b}` has no `latency_ms`", hint="add it")
+        wires[a, b] = Wire(latency_s, inf if mbit_s is None else mbit_s * 1e6 / 8)
+    return wires
+
+
+def _only(table: Mapping[str, Any], kind: str, known: Collection[str]) -> None:
+    if unknown := sorted(set(table).difference(known)):
+        raise UserError(
+            f"`{unknown[0][:64]}` is nothing that a {kind} has",
+            hint=f"it has {', '.join(f'`{key}`' for key in sorted(known))}",
+        )
+
+
+def _text(table: Mapping[str, Any], key: str) -> str:
+    text = table.get(key)
+    if isinstance(text, str) and text.isprintable() and 0 < len(text) <= MAX_NAME:
+        return text
+    raise UserError(
+        f"`{key}` is no text of 1 to {MAX_NAME} characters", hint=f'write `{key} = "..."`'
+    )
+
+
+def _seconds(table: Mapping[str, Any], key: str, *, zero: bool = True) -> float | None:
+    milliseconds = _number(table, key, MAX_MS, zero=zero)
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _number(table: Mapping[str, Any], key: str, most: float, *, zero: bool) -> float | None:
+    number = table.get(key)
+    if number is None:
+        return None
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if is_number and 0 <= number <= most and (number or zero):
+        return float(number)
+    raise UserError(f"`{key}` is no number up to {most:.0f}", hint=f"write `{key} = 2.5`")

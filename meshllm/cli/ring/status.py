@@ -1,0 +1,235 @@
+"""What a node says about its mesh, laid out for a terminal; knows nothing about how it is asked."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
+from textwrap import wrap
+from typing import Any, TypeVar, cast
+
+from meshllm.cli.ring.picture import Place, picture
+from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, safe, table
+from meshllm.names import Span
+from meshllm.status import Measured, MeshStatus, NodeStatus, RingStatus, to_json
+
+T = TypeVar("T")
+
+ASTRAY_S = 5.0  # of a clock; a beat, which tells the time, comes at most 3 s late
+_SHORT = 12  # characters of a name in the widest table
+_NODES, _LINKS, _HOPS = 2, 3, 4  # places in the layout
+
+
+def clean(value: T) -> T:
+    """Make every text of a report one line that no terminal obeys: other nodes wrote some."""
+    return cast("T", _clean(value))
+
+
+def _clean(value: Any) -> Any:
+    match value:
+        case StrEnum() | Span():
+            return value
+        case str():
+            return safe(value).replace("\n", "\\n").replace("\t", "\\t")
+        case tuple():
+            return tuple(_clean(each) for each in value)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            parts = {each.name: _clean(getattr(value, each.name)) for each in fields(value)}
+            return replace(value, **parts)
+        case _:
+            return value
+
+
+def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
+    """Lay out a cleaned ``/mesh/status``, in at most so many columns where names allow it.
+
+    Where there are not enough ``rows``, what the picture does not need goes first.
+    """
+    parts = [
+        _head(status, columns),
+        _ring(status, columns),
+        _nodes(status, columns),
+        _links(status),
+        _hops(status.ring),
+        _foot(status, columns),
+    ]
+    for part in (_LINKS, _HOPS, _NODES):
+        if rows is not None and _join(parts).count("\n") >= rows:
+            parts[part] = ""
+    return _join(parts)
+
+
+def span_of(seconds: float) -> str:
+    """Write a duration in the unit that a person would choose."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def ms(value: float, figures: int = 3) -> str:
+    """Write milliseconds with so many figures, and no more than that many decimals."""
+    return f"{value:.{max(figures - len(f'{value:.0f}'), 0)}f} ms"
+
+
+def astray(nodes: Iterable[NodeStatus]) -> list[str]:
+    """Tell of each linked node whose clock differs much from the one here, by how much."""
+    told = ((each, each.link.clock_s) for each in nodes if each.link)
+    return [
+        f"{cut(node.name or node.short)} is {span_of(abs(ahead_s))}"
+        f" {'ahead' if ahead_s > 0 else 'behind'}"
+        for node, ahead_s in told
+        if ahead_s is not None and abs(ahead_s) > ASTRAY_S
+    ]
+
+
+def _join(parts: Iterable[str]) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(status: MeshStatus, columns: int) -> str:
+    ring, model = status.ring, status.model
+    state = ring.state + (f": {ring.reason}" if ring.reason else "")
+    what = f"{model.name}, {model.layers} layers, {model.dtype}" if model else "no model"
+    if model and model.quant != "none":
+        what += f", {model.quant}"
+    plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
+    seen = f"{status.mesh[:12]}, seen by {status.name} for {span_of(status.since_s)}"
+    runs = next((each.execution for each in status.nodes if each.is_self), "")
+    facts = (
+        ("ring", state),
+        ("model", what),
+        *([("engine", runs)] if runs else []),
+        ("policy", f"{ring.policy}{plan}"),
+        ("mesh", seen),
+    )
+    lines = (wrap(text, max(columns - 8, 20), subsequent_indent=" " * 8) for _, text in facts)
+    return "\n".join(
+        f"{name:<8}" + "\n".join(line) for (name, _), line in zip(facts, lines, strict=True)
+    )
+
+
+def _ring(status: MeshStatus, columns: int) -> str:
+    ring = status.ring
+    if not ring.stages:
+        return ""
+    measured = _measured(ring)
+    figures, about, digits = (measured, "", 3) if measured else (ring.predicted, "~", 2)
+    here = {each.node for each in status.nodes if each.is_self}
+    hops = {hop.rank: hop for hop in figures.hops} if figures else {}
+    places = [
+        Place(
+            name=("* " if stage.node in here else "") + stage.name,
+            layers=str(stage.layers),
+            compute=about + ms(hop.compute_ms, digits) if hop else "",
+            wire=about + ms(hop.wire_ms, digits) if hop else "",
+        )
+        for stage in ring.stages
+        for hop in [hops.get(stage.rank)]
+    ]
+    return picture(places, columns)
+
+
+def _nodes(status: MeshStatus, columns: int) -> str:
+    rows = [
+        (
+            "*" if each.is_self else "",
+            each.short,
+            cut(each.name),
+            "client" if each.role == "client" else each.state,
+            each.layers,
+            bytes_of(each.memory_bytes) if each.memory_bytes else None,
+            _address(each),
+        )
+        for each in status.nodes
+    ]
+    header = ("", "node", "name", "state", "layers", "memory", "address")
+    lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
+    for each in status.nodes:
+        if each.reason:
+            why = f"{cut(each.name)} is {each.state}: {each.reason}"
+            lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
+    return "\n".join(lines)
+
+
+def _address(node: NodeStatus) -> str | None:
+    """Choose where a node is: where it was reached, or what it says first."""
+    at = node.link.address if node.link else ""
+    return at or next(iter(node.addresses), None)
+
+
+def _links(status: MeshStatus) -> str:
+    rows = [
+        (
+            cut(each.name),
+            link.path,
+            None if link.round_trip_ms is None else ms(link.round_trip_ms),
+            bytes_of(link.bytes_sent),
+            bytes_of(link.bytes_received),
+            f"{link.heard_s:.1f} s ago",
+        )
+        for each in status.nodes
+        if (link := each.link)
+    ]
+    header = ("link to", "path", "round trip", "sent", "received", "heard")
+    return table(header, rows) if rows else ""
+
+
+def _measured(ring: RingStatus) -> Measured | None:
+    """Return what was measured, if it was on the ring that there is now."""
+    measured, spans = ring.measured, [stage.layers for stage in ring.stages]
+    return measured if measured and [hop.layers for hop in measured.hops] == spans else None
+
+
+def _hops(ring: RingStatus) -> str:
+    measured, predicted = _measured(ring), ring.predicted
+    if not measured:  # what is planned is in the picture
+        return ""
+    told = {hop.rank: hop for hop in predicted.hops} if predicted else {}
+    rows = [
+        (
+            stage.rank,
+            cut(stage.name, _SHORT),
+            real.compute_ms,
+            plan and plan.compute_ms,
+            real.serialise_ms,
+            real.queue_ms,
+            real.wire_ms,
+            plan and plan.wire_ms,
+            round(real.bytes_per_token),
+        )
+        for stage, real in zip(ring.stages, measured.hops, strict=True)
+        for plan in [told.get(stage.rank)]
+    ]
+    parts = ("compute", "planned", "serialise", "queue", "wire", "planned")
+    return f"{PER_TOKEN}:\n{table(('hop', 'node', *parts, 'bytes'), rows)}"
+
+
+def _totals(ring: RingStatus) -> Iterator[str]:
+    measured = _measured(ring)
+    tokens = f", over {measured.tokens} tokens" if measured else ""
+    for word, figures, over in (("measured", measured, tokens), ("planned", ring.predicted, "")):
+        if figures and figures.ms_per_token:
+            rate = 1000 / figures.ms_per_token
+            yield (
+                f"{word:<10}{ms(figures.ms_per_token)} per token, {rate:.1f} tokens/s,"
+                f" first token {ms(figures.ttft_ms)}{over}"
+            )
+    if ring.stages and not measured:
+        yield f"{'measured':<10}nothing yet: `meshllm ring trace` times an answer"
+    rooms = [stage.room_tokens for stage in ring.stages if stage.room_tokens is not None]
+    if rooms:
+        yield f"{'room':<10}{min(rooms)} tokens of KV cache for all sessions"
+
+
+def _foot(status: MeshStatus, columns: int) -> str:
+    counts = ", ".join(f"{count} {word}" for word, count in to_json(status.sessions).items())
+    lines = [*_totals(status.ring), f"sessions  {counts}"]
+    told = [("faster", status.ring.advice), ("clock", _clock(status.nodes))]
+    for word, text in (*told, *(("warning", each) for each in status.warnings)):
+        if text:
+            lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)
+    return "\n".join(lines)
+
+
+def _clock(nodes: Iterable[NodeStatus]) -> str:
+    wrong = astray(nodes)
+    return f"{', '.join(wrong)}: see `meshllm doctor`" if wrong else ""

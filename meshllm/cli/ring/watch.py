@@ -1,0 +1,57 @@
+"""A status that is looked at again and again; knows nothing about how it is shown."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
+
+from meshllm.cli.shared.client import NodeClient
+from meshllm.status import MeshStatus
+
+EVERY_S = 1.0  # figures move without an event
+PACE_S = 0.1  # events that come together are one look
+
+
+async def follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> None:
+    """Show the status at each event and each second, for ever.
+
+    Raises:
+        LinkLost: there is no node, or it went away; in a group, once it has answered.
+    """
+    news = asyncio.Event()
+    show(await client.status())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_listen(client, news))
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await news.wait()
+            await asyncio.sleep(PACE_S)
+            news.clear()
+            show(await client.status())
+
+
+def changes(show: Callable[[MeshStatus], None]) -> Callable[[MeshStatus], None]:
+    """Show a status only when more than counters and clocks differ from the one before."""
+    before: object = None
+
+    def look(status: MeshStatus) -> None:
+        nonlocal before
+        after = _lasting(status)
+        if after != before:
+            before = after
+            show(status)
+
+    return look
+
+
+def _lasting(status: MeshStatus) -> object:
+    nodes = tuple(replace(each, link=None, memory_bytes=0) for each in status.nodes)
+    paths = [each.link and each.link.path for each in status.nodes]
+    return replace(status, nodes=nodes, since_s=0), paths
+
+
+async def _listen(client: NodeClient, news: asyncio.Event) -> None:
+    async with aclosing(client.events()) as events:
+        async for _ in events:
+            news.set()

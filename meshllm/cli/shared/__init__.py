@@ -1,0 +1,1 @@
+"""What several commands share: options, the client of a node, answers."""

@@ -1,0 +1,58 @@
+"""An answer as it comes and as JSON; knows a ring only by what it yields."""
+
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any, assert_never
+
+from meshllm.cli.terminal import render
+from meshllm.request import Answer, Backend, Piece, Prefilled, Request
+
+
+async def stream(
+    ring: Backend, request: Request, status: render.Status, write: Callable[[str], None]
+) -> Answer:
+    """Write the pieces of an answer as they come; if cancelled, every node forgets it."""
+    answer: Answer | None = None
+    async with aclosing(ring.generate(request)) as events:
+        async for event in events:
+            match event:
+                case Prefilled(done, total):
+                    status.show(f"reading the prompt, {done} of {total} tokens")
+                case Piece(text):
+                    status.clear()
+                    write(text)
+                case Answer():
+                    answer = event
+                case _:
+                    assert_never(event)
+    if answer is None:
+        raise RuntimeError("the ring ended without an answer")
+    return answer
+
+
+def as_fields(answer: Answer) -> dict[str, Any]:
+    """Lay an answer out for ``--json``."""
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "finish_reason": str(answer.finish_reason),
+        "ttft_ms": round(answer.ttft_ms, 3),
+        "ms_per_token": round(answer.ms_per_token, 3),
+        "tokens_per_second": round(answer.tokens_per_second, 3),
+        "tokens_per_step": round(answer.tokens_per_step, 3),
+        "hops": [
+            {
+                "rank": hop.rank,
+                "node": hop.node,
+                "layers": str(hop.span),
+                "compute_ms": round(hop.compute_ms, 3),
+                "serialise_ms": round(hop.serialise_ms, 3),
+                "queue_ms": round(hop.queue_ms, 3),
+                "wire_ms": round(hop.wire_ms, 3),
+                "bytes_per_token": round(hop.bytes_per_token, 1),
+            }
+            for hop in answer.hops
+        ],
+    }

@@ -1,0 +1,90 @@
+"""What changed between two looks at a mesh, in words and as fields; looks at nothing itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meshllm.cli.terminal.render import bytes_of
+from meshllm.log import Field
+
+if TYPE_CHECKING:
+    from meshllm.status import MeshStatus, NodeStatus, RingStatus
+
+_ABSENT = {"left", "down"}
+_TOLD = {"left": "left", "down": "is gone", "refused": "is refused", "standby": "stands by"}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """One thing that happened."""
+
+    event: str
+    text: str
+    fields: dict[str, Field] = field(default_factory=dict)
+
+
+def news(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[News]:
+    """Yield what is new in a cleaned ``/mesh/status``; of none before, everything is."""
+    known = {each.node: each for each in (before.nodes if before else ())}
+    for each in after.nodes:
+        was = known.pop(each.node, None)
+        if not each.is_self:
+            yield from _of_node(was, each)
+    for gone in known.values():
+        fields: dict[str, Field] = {"node": gone.node, "name": gone.name}
+        yield News("removed", f"{gone.name or gone.short} is no member any more", fields)
+    old, new = before.ring if before else None, after.ring
+    is_other = old is None or _facts(old) != _facts(new)
+    if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
+        yield _of_ring(old, new)
+
+
+def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[News]:
+    was, state, reason = before.state if before else "left", after.state, after.reason
+    who = after.name or after.short
+    fields: dict[str, Field] = {"node": after.node, "name": after.name, "reason": reason}
+    if was in _ABSENT and state not in _ABSENT:
+        memory = f", {bytes_of(after.memory_bytes)}" if after.memory_bytes else ""
+        yield News("joined", f"{who} joined ({after.short}{memory})", fields)
+    elif before is None:
+        return  # it went before we came
+    if state in _TOLD and _is_news(before, after):
+        yield News(state, f"{who} {_TOLD[state]}{reason and f': {reason}'}", fields)
+
+
+def _is_news(before: "NodeStatus | None", after: "NodeStatus") -> bool:
+    """Tell whether a state or its reason is new; a standby's is full of figures that change."""
+    old = (before.state, before.reason) if before else ("", "")
+    if after.state == "standby":  # once, when a plan has judged it
+        return bool(after.reason) and not (old[0] == "standby" and old[1])
+    return old != (after.state, after.reason)
+
+
+def _facts(ring: "RingStatus") -> dict[str, Field]:
+    return {
+        "state": ring.state, "reason": ring.reason, "digest": ring.digest, "epoch": ring.epoch
+    }  # fmt: skip
+
+
+def _is_going_on(before: "RingStatus | None", ring: "RingStatus") -> bool:
+    """Tell whether a ring is still to stand again; that a node of it went is news of its own."""
+    return before is not None and (before.state, before.digest) == (ring.state, ring.digest)
+
+
+def _lacks_one(status: "MeshStatus") -> bool:
+    away = {each.node for each in status.nodes if each.state in _ABSENT}
+    return any(each.node in away for each in status.ring.stages)
+
+
+def _of_ring(before: "RingStatus | None", ring: "RingStatus") -> News:
+    stages = ", ".join(f"{each.name or each.node[:7]} {each.layers}" for each in ring.stages)
+    why = ring.reason and f": {ring.reason}"
+    count = len(ring.stages)
+    text = {
+        "serving": f"the ring of {count} serves, epoch {ring.epoch}: {stages}",
+        "forming": f"a ring of {count} forms, epoch {ring.epoch}: {stages}{why}",
+    }.get(ring.state, f"{ring.state}{why}")
+    served = before and before.state == "serving" and before.digest == ring.digest
+    if served and ring.state == "forming":
+        text = f"the ring of {count} broke, epoch {ring.epoch}"
+    return News(ring.state, text, {**_facts(ring), "stages": stages})

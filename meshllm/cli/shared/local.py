@@ -1,0 +1,60 @@
+"""A ring inside this process, for the commands that answer; knows nothing about terminals."""
+
+import gc
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import import_module
+from typing import TypeAlias
+
+from meshllm.cli.shared.options import inference_config
+from meshllm.config import Settings, cache_path
+from meshllm.request import Backend
+
+Opener: TypeAlias = Callable[[Settings], AbstractAsyncContextManager[Backend]]
+
+
+@asynccontextmanager
+async def open_local(settings: Settings) -> AsyncIterator[Backend]:
+    """Form the ring that the settings ask for.
+
+    Raises:
+        MeshError: the model or the transport is missing, or the ring does not fit.
+    """
+    import asyncio
+
+    forming = await asyncio.to_thread(_load, settings)
+    async with forming as ring:
+        yield ring
+
+
+def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
+    """Do what takes seconds, imports first, away from the event loop."""
+    import_heavy()
+    from meshllm.model.files.source import resolve
+    from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+    from meshllm.protocol.planning.plan import Ends
+
+    options = RingOptions(
+        settings.nodes,
+        settings.transport,
+        Ends(settings.ends),
+        inference=inference_config(settings, cache=cache_path()),
+    )
+    return open_local_ring(resolve(settings.model), options)
+
+
+def import_heavy(module: str = "meshllm.node.ring.local_ring") -> None:
+    """Import what takes seconds here and now: Ctrl-C stops it in the main thread only.
+
+    Modules stay, so the garbage collector need not look at them: while they are imported that
+    takes half a second, and later a quarter of one, in which no token is computed.
+    """
+    gc.disable()
+    try:
+        from meshllm.model.lean import lean
+
+        with lean():
+            import_module(module)
+        gc.freeze()
+    finally:
+        gc.enable()

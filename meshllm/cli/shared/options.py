@@ -1,0 +1,169 @@
+"""Settings as options of a command; knows nothing about what a command does with them.
+
+A setting is written once, in its dataclass: type, default and help text come from there.
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+
+import typer
+
+from meshllm.cli.shared import complete
+from meshllm.cli.shared.units import parse_memory
+from meshllm.cli.terminal.render import plain
+from meshllm.config import Key, Scalar, Settings, keys, load
+from meshllm.errors import UserError
+from meshllm.names import Quant, WireMode
+from meshllm.request import Request
+
+if TYPE_CHECKING:
+    from meshllm.node.options import InferenceConfig
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+_COMPLETERS = {
+    "model": complete.models,
+    "draft": complete.models,
+    "device": complete.devices,
+    "transport": complete.transports,
+}
+
+
+@cache
+def docs(owner: type) -> dict[str, str]:
+    """Read the string under each field of a dataclass that stands at the top of its module."""
+    classes = [each for each in _parse(owner.__module__).body if isinstance(each, ast.ClassDef)]
+    body = next(each.body for each in classes if each.name == owner.__name__)
+    return {
+        node.target.id: inspect.cleandoc(text)
+        for node, after in pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(text := after.value.value, str)
+    }
+
+
+@cache
+def _parse(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def takes(*names: str) -> Callable[[Command], Command]:
+    """Give a command an option for each setting; they arrive as keywords, None when not given."""
+
+    def decorate(command: Command) -> Command:
+        known = keys()
+        signature = inspect.signature(command)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = [_option(known[name]) for name in names]
+        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]  # what inspect reads first
+        return command
+
+    return decorate
+
+
+def settings(flags: dict[str, Scalar]) -> Settings:
+    """Merge the options of a command with every other origin."""
+    return load(flags).settings
+
+
+def refuse_idle_draft(chosen: Settings) -> None:
+    """Raise `UserError` where a draft is set and nobody may guess."""
+    if chosen.draft is None or (chosen.speculation == "auto" and not chosen.exact):
+        return
+    other = "--exact" if chosen.exact else "--speculation off"
+    raise UserError(
+        f"`--draft` names who guesses, and with `{other}` nobody does",
+        hint="leave out one of them",
+    )
+
+
+def memory_bytes(text: str, chosen: Settings) -> int:
+    """Read `8GiB`, or `50%` of what is free now; raise `UserError` for anything else."""
+    if not text.endswith("%"):
+        return parse_memory(text)
+    share = text[:-1].strip()
+    if not (share.isdecimal() and 0 < int(share) <= 100):
+        raise UserError(f"`{text}` is no share of the memory", hint="write it as `50%`")
+    return _free_bytes(chosen) * int(share) // 100
+
+
+def _free_bytes(chosen: Settings) -> int:
+    """Tell what is free where the chosen device has its weights."""
+    if chosen.device != "cpu":
+        import torch
+
+        from meshllm.model import device
+
+        found = device.choose(chosen.device, torch.float32, Quant(chosen.quant))
+        if found != device.CPU:
+            return device.free_bytes(found)
+    import psutil  # type: ignore[import-untyped]  # ships no types
+
+    return int(psutil.virtual_memory().available)
+
+
+def inference_config(
+    chosen: Settings, *, cache: Path | None = None, of_mesh: bool = False
+) -> "InferenceConfig":
+    """Tell how a model is to be run; ``of_mesh`` leaves the form of the weights to the mesh.
+
+    Raises:
+        UserError: an amount of memory that cannot be read.
+    """
+    from meshllm.node.options import InferenceConfig
+
+    prefixes = chosen.prefix_cache
+    return InferenceConfig(
+        dtype=None if chosen.dtype == "auto" else chosen.dtype,
+        quant=None if of_mesh else Quant(chosen.quant),
+        device=chosen.device,
+        threads=chosen.threads,
+        exact=chosen.exact,
+        speculation=chosen.speculation == "auto",
+        draft=chosen.draft,
+        wire=WireMode(chosen.wire),
+        memory_bytes=_amount(chosen.memory, chosen),
+        prefix_bytes=0 if prefixes == "0" else _amount(prefixes, chosen),
+        cache=cache,
+    )
+
+
+def _amount(text: str | None, chosen: Settings) -> int | None:
+    return None if text is None else memory_bytes(text, chosen)
+
+
+def _option(key: Key) -> inspect.Parameter:
+    kind = key.kind
+    option = typer.Option(
+        f"--{key.name.replace('_', '-')}",
+        help=_help(key),
+        metavar=_METAVARS.get(kind) or "|".join(get_args(kind)),
+        autocompletion=_COMPLETERS.get(key.name),
+        show_default=False,
+    )
+    return inspect.Parameter(
+        key.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def help_of(key: Key) -> str:
+    """Return the text under the field of a setting."""
+    return docs(key.owner).get(key.name) or docs(Request)[key.name]
+
+
+def _help(key: Key) -> str:
+    extra = [] if key.default is None else [f"default: {plain(key.default)}"]
+    return f"{help_of(key)}  [{'; '.join([*extra, f'env: {key.variable}'])}]"

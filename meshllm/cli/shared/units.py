@@ -1,0 +1,44 @@
+"""Amounts as people write them: memory, times, lists."""
+
+import re
+
+from meshllm.errors import UserError
+
+MAX_MEMORY = 1 << 50  # bytes of one node: 1 PiB
+MAX_MS = 60_000.0  # of a layer, a head or a link
+
+_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
+_MEMORY = re.compile(rf"{_NUMBER} ?([KMGT]i?|)B")
+_TIME = re.compile(rf"{_NUMBER} ?(us|ms|s)")
+_UNITS: dict[str, int] = {
+    "": 1,
+    **{prefix: 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_memory(text: str) -> int:
+    """Read `8GiB` or `800MB` as bytes; raise `UserError` for anything else."""
+    if found := _MEMORY.fullmatch(text):
+        size = round(float(found[1]) * _UNITS[found[2]])
+        if 0 < size <= MAX_MEMORY:
+            return size
+    raise UserError(f"`{text}` is no amount of memory", hint="write it as `8GiB` or `800MB`")
+
+
+def parse_time(text: str | None) -> float | None:
+    """Read `20ms` or `1s` as seconds; raise `UserError` for anything else. None stays None."""
+    if text is None:
+        return None
+    if found := _TIME.fullmatch(text):
+        seconds = float(found[1]) * _SECONDS[found[2]]
+        if seconds <= MAX_MS / 1e3:
+            return seconds
+    raise UserError(f"`{text}` is no time up to {MAX_MS / 1e3:.0f} s", hint="write it as `20ms`")
+
+
+def listed(text: str | None) -> tuple[str, ...] | None:
+    """Split words at commas; None stays None."""
+    words = (word.strip() for word in (text or "").split(","))
+    return None if text is None else tuple(word for word in words if word)

@@ -1,0 +1,1 @@
+"""What goes to a terminal: tables, colours, wrapped text."""

@@ -1,0 +1,144 @@
+"""Who may begin a connection; knows nothing about what happens on one.
+
+Theory of operation. What a stranger sends first costs a key exchange and some memory, so it is
+counted until it is known who it is: in all, for each host, and for each relay that it came through.
+Above `RETRY_ABOVE`, or that many a second, a host has to show first that it gets what is sent to it
+(RFC 9000 section 8.1.2), which costs nothing here; that takes away the forged sources, and the
+counts for each host hold for the others.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from aioquic._buffer import Buffer
+from aioquic.quic.configuration import SMALLEST_MAX_DATAGRAM_SIZE
+from aioquic.quic.packet import (
+    QuicPacketType,
+    QuicProtocolVersion,
+    encode_quic_retry,
+    encode_quic_version_negotiation,
+    pull_quic_header,
+)
+from aioquic.quic.retry import QuicRetryTokenHandler
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.budget import Budget, Shares
+
+ID_BYTES = 8
+RETRY_ABOVE = 32
+MAX_HALF_OPEN = 256
+MAX_HALF_OPEN_PER_HOST = 64
+"""Connections that shake hands, wait to be taken, or have yet to say who they are."""
+MAX_HALF_OPEN_PER_RELAY = 128
+"""Whoever has many places at one leaves room for those who come straight."""
+HOST_RATE = 64.0
+"""Connections a second that one host may begin; each takes 2 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A connection may begin."""
+
+    original_id: bytes
+    """The id that the client sent its first datagram to."""
+    retried_id: bytes | None
+    """The id that it was told to use instead."""
+
+
+class Door:
+    """Counts who is half in."""
+
+    def __init__(self) -> None:
+        self._half_open: dict[Hashable, tuple[str, str]] = {}
+        self._hosts: Counter[str] = Counter()
+        self._tokens = QuicRetryTokenHandler()
+        self._unproven = Budget(RETRY_ABOVE, RETRY_ABOVE, RETRY_ABOVE, 0.0)
+        self._proven = Shares(HOST_RATE, 2 * HOST_RATE, os.urandom)
+
+    def __len__(self) -> int:
+        return len(self._half_open)
+
+    def judge(
+        self, datagram: bytes, source: Address, host: str, now: float, *, relay: str = ""
+    ) -> Admitted | bytes | None:
+        """Judge a datagram of no connection: a new one, an answer to send, or nothing.
+
+        The host is who is counted, and the relay whom it came through, if any.
+        """
+        if len(datagram) < SMALLEST_MAX_DATAGRAM_SIZE or not datagram[0] & 0x80:
+            return None
+        try:
+            header = pull_quic_header(Buffer(data=datagram), host_cid_length=ID_BYTES)
+        except ValueError:
+            return None
+        if header.version != QuicProtocolVersion.VERSION_1:
+            return self._negotiate(header.version, header.source_cid, header.destination_cid)
+        if header.packet_type != QuicPacketType.INITIAL or len(header.destination_cid) < ID_BYTES:
+            return None
+        if self._is_full(host, relay):
+            return None
+        if header.token:
+            verdict = self._check(header.token, header.destination_cid, source, now)
+            return verdict if verdict and self._proven.of(host.encode(), now).take(1, now) else None
+        if len(self) < RETRY_ABOVE and self._unproven.take(1, now):
+            return Admitted(header.destination_cid, None)
+        return self._retry(header.source_cid, header.destination_cid, source, now)
+
+    def count(self, who: Hashable, host: str, *, relay: str = "") -> None:
+        """Count one more that is half open."""
+        if who not in self._half_open:
+            self._half_open[who] = host, relay
+            self._hosts.update(_names(host, relay))
+
+    def forget(self, who: Hashable) -> None:
+        """Count one less."""
+        for name in _names(*self._half_open.pop(who, ("", ""))):
+            self._hosts[name] -= 1
+            if not self._hosts[name]:
+                del self._hosts[name]
+
+    def _is_full(self, host: str, relay: str) -> bool:
+        is_relay_full = bool(relay) and self._hosts[relay] >= MAX_HALF_OPEN_PER_RELAY
+        is_host_full = self._hosts[host] >= MAX_HALF_OPEN_PER_HOST
+        return len(self) >= MAX_HALF_OPEN or is_host_full or is_relay_full
+
+    def _negotiate(self, version: int | None, source: bytes, destination: bytes) -> bytes | None:
+        if not version:  # a negotiation itself, which is never answered
+            return None
+        return encode_quic_version_negotiation(
+            source_cid=destination,
+            destination_cid=source,
+            supported_versions=[QuicProtocolVersion.VERSION_1],
+        )
+
+    def _retry(self, source_id: bytes, original: bytes, source: Address, now: float) -> bytes:
+        retried = os.urandom(ID_BYTES)
+        return encode_quic_retry(
+            version=QuicProtocolVersion.VERSION_1,
+            source_cid=retried,
+            destination_cid=source_id,
+            original_destination_cid=original,
+            retry_token=self._tokens.create_token(
+                address=source,
+                original_destination_connection_id=original,
+                retry_source_connection_id=retried,
+                now=now,
+            ),
+        )
+
+    def _check(
+        self, token: bytes, destination: bytes, source: Address, now: float
+    ) -> Admitted | None:
+        try:
+            original = self._tokens.validate_token(
+                address=source, destination_cid=destination, token=token, now=now
+            )
+        except ValueError:
+            return None
+        return Admitted(original, destination)
+
+
+def _names(*names: str) -> Iterable[str]:
+    return filter(None, names)

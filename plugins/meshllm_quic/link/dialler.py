@@ -1,0 +1,75 @@
+"""How a link is dialled; knows nothing about where links arrive."""
+
+import asyncio
+from collections.abc import Sequence
+
+from meshllm.errors import LinkLost, PeerFault, UserError
+from meshllm_quic.link.connection import OPEN_S
+from meshllm_quic.link.endpoint import Endpoint
+from meshllm_quic.link.link import Link
+from meshllm_quic.net.address import Place
+from meshllm_quic.net.network import Address, Network
+from meshllm_quic.relay.relays import MAX_RELAYS
+from meshllm_quic.wire.packets import TAG_BYTES
+from meshllm_quic.wire.routes import Direct, Route, Through
+
+RELAY_S = 10.0
+"""To be registered at a relay: 3 s until UDP counts as blocked, and a TCP connection."""
+MAX_ADDRESSES = 4
+"""Of one name; each is tried in turn with what QUIC sends again."""
+
+
+async def dial(endpoint: Endpoint, network: Network, place: Place) -> Link:
+    """Open a link to a place; raise `LinkLost`, `PeerFault`, or `UserError` for one's own."""
+    if place.key == endpoint.identity.key:
+        raise UserError(f"`{place}` is this node itself")
+    try:
+        addresses = list(await network.resolve(place.host, place.port))[:MAX_ADDRESSES]
+    except OSError as error:
+        raise LinkLost(f"Nobody listens at `{place}`: {error.strerror or error}") from error
+    if place.key is None:
+        routes: list[Route] = [Direct(address) for address in addresses]
+    else:
+        routes = await _through(endpoint, place, place.key, addresses[0])
+    try:
+        return await _open(endpoint, place, routes)
+    except PeerFault:
+        if place.key is None or endpoint.known.pop(place.key, None) is None:
+            raise
+    return await dial(endpoint, network, place)  # where it was, somebody else is now
+
+
+async def _open(endpoint: Endpoint, place: Place, routes: Sequence[Route]) -> Link:
+    connection = endpoint.connect(routes, str(place), place.key)
+    try:
+        async with asyncio.timeout(OPEN_S):
+            await connection.wait_open()
+    except TimeoutError:
+        connection.abort()
+        why = ": it is not registered at its relay" if connection.is_unknown else ""
+        raise LinkLost(f"No answer from `{place}` within {OPEN_S:g} s{why}") from None
+    except asyncio.CancelledError:
+        connection.abort()
+        raise
+    connection.take()
+    return connection.link
+
+
+async def _through(endpoint: Endpoint, place: Place, key: bytes, relay: Address) -> list[Route]:
+    """Be registered at a relay, for only those may send through it; a known address needs none."""
+    endpoint.relays.add(relay, is_wanted=False, is_needed=True)
+    if not endpoint.is_relay(relay):
+        raise LinkLost(f"The relay of `{place}` is one too many: {MAX_RELAYS} are in use")
+    through = Through(relay, key[:TAG_BYTES])
+    if (known := endpoint.known.get(key)) is not None:
+        return [Direct(known), through]
+    try:
+        async with asyncio.timeout(RELAY_S):
+            await endpoint.relays.wait_ready(relay)
+    except TimeoutError:
+        endpoint.relays.give_up(relay)
+        raise LinkLost(
+            f"The relay of `{place}` does not answer within {RELAY_S:g} s",
+            hint=f"its UDP and TCP port {place.port} is to be open, if it runs",
+        ) from None
+    return [through]

@@ -1,0 +1,390 @@
+"""The one socket of a process, and all that goes over it; knows nothing about messages."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import Final
+
+from meshllm.errors import PeerFault
+from meshllm.transport import contract
+from meshllm_quic.base.identity import Identity
+from meshllm_quic.link.admission import Admitted, Door
+from meshllm_quic.link.connection import Connection
+from meshllm_quic.link.guide import Guide
+from meshllm_quic.link.listener import Listener
+from meshllm_quic.link.machine import Machine
+from meshllm_quic.link.table import Table, destination
+from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.path.budget import Budget, Shares, host_of
+from meshllm_quic.relay.relay import Relay
+from meshllm_quic.relay.relays import Relays, Usage
+from meshllm_quic.wire.packets import (
+    MAX_INNER_BYTES,
+    Answer,
+    Ask,
+    Packet,
+    Probe,
+    Register,
+    Relayed,
+    Unknown,
+    decode,
+    is_quic,
+)
+from meshllm_quic.wire.routes import Direct, Route, Through, show
+
+HOSTS_S: Final = 5.0
+"""How often the addresses of this machine are looked at."""
+MAX_HOSTS = 10
+"""Of them in an offer; the rest is for what others see."""
+MAX_REFLECTED = 3
+"""Bytes for each one that came: its source may be forged (RFC 9000 section 8.1)."""
+PROBES = 2000.0
+"""Probes a second of all connections; a new link needs some 20 for each address."""
+HOST_PROBES = 128.0
+"""Of them to one host, which a member may have named in many offers; four times as many at once."""
+MAX_PROVEN = 256
+"""Nodes of which the direct address is remembered."""
+
+Touched = dict[Connection, None]
+
+
+class Endpoint:
+    """Sends and receives for all connections, in both roles."""
+
+    def __init__(
+        self, network: Network, identity: Identity, random: Callable[[int], bytes]
+    ) -> None:
+        self.random = random
+        self.identity = identity
+        self.listener: Listener | None = None
+        self.relays = Relays(self, identity)
+        self.table = Table()
+        self.known: dict[bytes, Address] = {}
+        """Where nodes were reached directly, by their keys."""
+        self._network = network
+        self._loop = asyncio.get_running_loop()
+        self._socket: Socket
+        self._hosts: tuple[str, ...] = ()
+        self._door = Door()
+        self._paths: dict[bytes, list[Guide]] = {}
+        self._probes = Budget(PROBES, PROBES, PROBES, 0.0)
+        self._probes_of = Shares(HOST_PROBES, 4 * HOST_PROBES, random)
+        self._members: Counter[bytes] = Counter()
+        self._relay = Relay(self._members.__contains__, random=random)
+        self._tick: asyncio.TimerHandle | None = None
+        self._holders = 0
+
+    async def open(self, host: str | None, port: int) -> None:
+        """Open the socket; raise `OSError`."""
+        self._socket = await self._network.open(host, port, self._receive)
+        self._hosts = tuple(self._socket.hosts())
+        self._tick = self._loop.call_later(HOSTS_S, self._look_around)
+
+    @property
+    def port(self) -> int:
+        """The port of the socket."""
+        return self._socket.port
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The addresses of this machine a moment ago, likeliest first."""
+        return self._hosts
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has its socket."""
+        return self._tick is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing needs the socket."""
+        return self.listener is None and not self.table and not self._holders
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Need the socket in the context."""
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            self.release()
+
+    def release(self) -> None:
+        """Close the socket when nothing needs it any more."""
+        if self.is_idle and self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+            self.relays.stop()
+            self._socket.close()
+
+    def connect(self, routes: Sequence[Route], address: str, expected: bytes | None) -> Connection:
+        """Begin a connection; ``expected`` is the key that the other side must have."""
+        machine = Machine(self.identity.configure(is_client=True))
+        connection = self._add(machine, routes, address)
+        connection.expected = expected
+        connection.connect()
+        return connection
+
+    def send(self, route: Route, datagrams: Sequence[bytes]) -> None:
+        """Send datagrams of a connection."""
+        to = route.address if isinstance(route, Direct) else route.relay
+        if isinstance(route, Through):
+            tag = self.identity.tag
+            datagrams = [Relayed(route.to, tag, each).encode() for each in datagrams]
+            if self.relays.send(to, datagrams):
+                return
+        for run in runs(datagrams):
+            self._socket.send(run, to)
+
+    def send_packet(self, packet: bytes, to: Address) -> None:
+        """Send a datagram that is not QUIC's."""
+        self._socket.send([packet], to)
+
+    def may_probe(self, to: Address) -> bool:
+        """Count a probe; False where that host has enough of all connections together."""
+        now = self._loop.time()
+        return self._probes_of.of(host_of(to), now).take(1, now) and self._probes.take(1, now)
+
+    def bind(self, connection_id: bytes, connection: Connection) -> None:
+        """Bring what arrives for that id to the connection."""
+        self.table.add(connection, connection_id)
+
+    def unbind(self, connection_id: bytes) -> None:
+        """Drop what arrives for that id."""
+        self.table.drop(connection_id)
+
+    def opened(self, connection: Connection) -> None:
+        """Hand a link to the listener when both sides have proven who they are."""
+        if connection.machine.is_client:
+            return
+        if self.listener is None:
+            connection.abort()
+        else:
+            self.listener.arrived(connection)
+
+    def know(self, connection: Connection, *, is_stranger: bool) -> None:
+        """Count a link for as long as a stranger is at its other end."""
+        if connection.machine.is_client:
+            return
+        self._door.forget(connection)
+        if is_stranger and connection in self.table:
+            self._count(connection)
+
+    def trusted(self, connection: Connection) -> None:
+        """Relay for a node that is no stranger, and be reached through one that all reach."""
+        self._members[connection.link.peer_key] += 1
+        route = connection.route
+        if not connection.machine.is_client or not isinstance(route, Direct):
+            return
+        if ip_address(route.address[0].partition("%")[0]).is_global:
+            self.relays.add(route.address, is_wanted=False)
+
+    def gone(self, connection: Connection) -> None:
+        """Forget a connection that is closed, but for its last words."""
+        self._door.forget(connection)
+        self.table.remove(connection)
+        key = connection.link.peer_key
+        if isinstance(connection.guide, Guide):
+            if connection.guide.is_trusted:
+                self._members[key] -= 1
+                self._members += Counter()
+            self._forget_path(connection.guide)
+        self.release()
+
+    def candidates(self, connection: Connection) -> list[Address]:
+        """List where this side may be reached, likeliest first."""
+        route = connection.route
+        is_beside = isinstance(route, Direct) and self.is_local(route.address[0])
+        hosts = [host for host in self._hosts if is_beside or not _is_loopback(host)]
+        own = [(host, self.port) for host in hosts[:MAX_HOSTS]]
+        return list(dict.fromkeys(own + self.relays.observations.candidates()))
+
+    def is_local(self, host: str) -> bool:
+        """Tell whether a host is this machine."""
+        return host in self._hosts or _is_loopback(host)
+
+    def is_relay(self, address: Address) -> bool:
+        """Tell whether that is a relay that this node has chosen."""
+        return address in self.relays
+
+    def watch_path(self, path: bytes, guide: Guide) -> None:
+        """Bring the probes and answers of that path to the guide, the first of each role."""
+        guides = self._paths.setdefault(path, [])
+        roles = {each.connection.machine.is_client for each in guides}  # both: we dialled ourselves
+        if guide.connection.machine.is_client not in roles:
+            guides.append(guide)
+
+    def proven(self, key: bytes, address: Address) -> None:
+        """Remember where a node was reached directly."""
+        self.known.pop(key, None)
+        self.known[key] = address
+        if len(self.known) > MAX_PROVEN:
+            del self.known[next(iter(self.known))]
+
+    def arrived(self, packet: bytes, relay: Address) -> None:
+        """Take a packet that came through a stream."""
+        self._receive([(packet, relay)])
+
+    def survey(self) -> contract.Network:
+        """Tell what is known of the networks around this node."""
+        own = [(host, self.port) for host in self._hosts]
+        observations = self.relays.observations
+        return contract.Network(
+            nat=observations.kind(own),
+            line=observations.describe(own),
+            observed=tuple(map(show, observations.candidates())),
+            relays=tuple((show(relay), state) for relay, state in self.relays.states()),
+        )
+
+    def usage(self, relay: Address) -> Usage:
+        """Tell what most depends on a relay."""
+        routes = {connection.route for connection in self.table}
+        backups = {each.guide.backup for each in self.table if isinstance(each.guide, Guide)}
+        for usage, ways in ((Usage.ROUTE, routes), (Usage.RESERVE, backups)):
+            if any(isinstance(way, Through) and way.relay == relay for way in ways):
+                return usage
+        return Usage.NONE
+
+    def relays_changed(self) -> None:
+        """Tell that this node is reached through other relays."""
+        if self.listener is not None:
+            self.listener.moved()
+
+    def _add(self, machine: Machine, routes: Sequence[Route], address: str) -> Connection:
+        connection = Connection(self, machine, routes, address)
+        connection.guide = guide = Guide(self, connection)
+        guide.backup = next((each for each in routes if isinstance(each, Through)), None)
+        self.table.add(connection, machine.host_cid)
+        return connection
+
+    def _receive(self, datagrams: Sequence[tuple[bytes, Address]]) -> None:
+        now = self._loop.time()
+        touched: Touched = {}
+        for datagram, source in datagrams:
+            if is_quic(datagram):
+                self._feed(datagram, Direct(source), now, touched)
+            else:
+                self._take(datagram, source, now, touched)
+        for connection in touched:
+            connection.work()
+
+    def _feed(self, datagram: bytes, route: Route, now: float, touched: Touched) -> None:
+        """Bring a datagram of QUIC to its connection."""
+        connection_id = destination(datagram)
+        connection = self.table.find(connection_id)
+        if connection is None:
+            words = self.table.last_words(connection_id, MAX_REFLECTED * len(datagram))
+            if words:
+                self.send(route, [words])
+            if words is not None:
+                return
+            connection = self._admit(datagram, route, now)
+        if connection is not None:
+            connection.receive(datagram, route, now)
+            if len(datagram) >= Probe.SIZE:  # it may be answered with one
+                connection.guide.heard(route, now)
+            touched[connection] = None
+
+    def _admit(self, datagram: bytes, route: Route, now: float) -> Connection | None:
+        """Let a connection begin, if it may."""
+        if self.listener is None:
+            return None
+        source = route.address if isinstance(route, Direct) else route.relay
+        host, relay = self._origin(route)
+        verdict = self._door.judge(datagram, source, host, now, relay=relay)
+        if isinstance(verdict, bytes):
+            self.send(route, [verdict])
+        if not isinstance(verdict, Admitted):
+            return None
+        machine = Machine(
+            self.identity.configure(is_client=False),
+            original_destination_connection_id=verdict.original_id,
+            retry_source_connection_id=verdict.retried_id,
+        )
+        connection = self._add(machine, [route], show(source))
+        self.table.add(connection, verdict.retried_id or verdict.original_id)
+        self._count(connection)
+        return connection
+
+    def _take(self, datagram: bytes, source: Address, now: float, touched: Touched) -> None:
+        """Take a datagram that is not QUIC's."""
+        try:
+            packet = decode(datagram)
+        except PeerFault:
+            return
+        match packet:
+            case Probe() | Answer():
+                for guide in self._paths.get(packet.path, ()):
+                    guide.take(packet, source, now)
+                    touched[guide.connection] = None
+            case Relayed() if packet.to == self.identity.tag:
+                if is_quic(packet.inner) and len(packet.inner) <= MAX_INNER_BYTES:
+                    self._feed(packet.inner, Through(source, packet.sender), now, touched)
+            case Relayed() | Register() | Ask():
+                self._serve(packet, source, len(datagram), now)
+            case _:
+                if isinstance(packet, Unknown):
+                    self._doubt(Through(source, packet.tag))
+                self.relays.receive(packet, source, now)
+
+    def _doubt(self, route: Through) -> None:
+        """Take note that a relay does not know whom it is to reach: it may yet come to know."""
+        for connection in self.table:
+            if connection.route == route:
+                connection.is_unknown = True
+
+    def _serve(self, packet: Packet, source: Address, size: int, now: float) -> None:
+        """Be a relay for those who are no strangers."""
+        for datagram, to in self._relay.receive(packet, source, size, now):
+            self._socket.send([datagram], to)
+
+    def _count(self, connection: Connection) -> None:
+        host, relay = self._origin(connection.route)
+        self._door.count(connection, host, relay=relay)
+
+    def _origin(self, route: Route) -> tuple[str, str]:
+        """Name who is counted, and its relay; one of ours lets nobody make up names."""
+        if isinstance(route, Direct):
+            return host_of(route.address).hex(), ""
+        if route.relay in self.relays:
+            return route.to.hex(), show(route.relay)
+        return host_of(route.relay).hex(), ""
+
+    def _forget_path(self, guide: Guide) -> None:
+        for path, guides in list(self._paths.items()):
+            if guide in guides:
+                guides.remove(guide)
+                if not guides:
+                    del self._paths[path]
+
+    def _look_around(self) -> None:
+        """Tell everybody when this machine has changed its network."""
+        self._tick = self._loop.call_later(HOSTS_S, self._look_around)
+        hosts = tuple(self._socket.hosts())
+        if set(hosts) == set(self._hosts):
+            return
+        self._hosts = hosts
+        self.relays.moved()
+        self.relays_changed()
+        for connection in self.table:
+            if isinstance(connection.guide, Guide):
+                connection.guide.offer()
+
+
+def runs(datagrams: Iterable[bytes]) -> Iterable[list[bytes]]:
+    """Cut into what a socket takes at once: equal sizes, the last perhaps shorter."""
+    run: list[bytes] = []
+    for datagram in datagrams:
+        if run and (len(datagram) > len(run[0]) or len(run[-1]) < len(run[0])):
+            yield run
+            run = []
+        run.append(datagram)
+    if run:
+        yield run
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(host.partition("%")[0]).is_loopback

@@ -1,0 +1,73 @@
+"""Which connection a datagram is for; knows nothing of what is in it."""
+
+from collections.abc import Iterator
+
+from meshllm_quic.link.admission import ID_BYTES
+from meshllm_quic.link.connection import Connection
+
+MAX_CLOSED = 1024
+"""Connections of which the last word is kept, for the side that did not get it."""
+REMINDERS = 8
+"""How often it is said again."""
+
+
+class Table:
+    """The connections by the ids that the other sides send to."""
+
+    def __init__(self) -> None:
+        self._connections: dict[bytes, Connection] = {}
+        self._ids: dict[Connection, set[bytes]] = {}
+        self._closed: dict[bytes, tuple[bytes, int]] = {}
+        """Last words, and how often they may still be said."""
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._ids))
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._ids
+
+    def add(self, connection: Connection, *ids: bytes) -> None:
+        """Add a connection, or an id of one that is there."""
+        self._ids.setdefault(connection, set()).update(ids)
+        for each in ids:
+            self._connections[each] = connection
+
+    def drop(self, connection_id: bytes) -> None:
+        """Forget an id."""
+        if (connection := self._connections.pop(connection_id, None)) is not None:
+            self._ids[connection].discard(connection_id)
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection, but for its last words."""
+        for each in self._ids.pop(connection, ()):
+            self._connections.pop(each, None)
+            self._closed[each] = connection.last_words, REMINDERS
+        while len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+
+    def find(self, connection_id: bytes) -> Connection | None:
+        """Find the connection of an id."""
+        return self._connections.get(connection_id)
+
+    def last_words(self, connection_id: bytes, most: int) -> bytes | None:
+        """Take what is to be said to who sends to a closed connection, in ``most`` bytes.
+
+        Empty is nothing, None that there is no such connection.
+        """
+        if connection_id not in self._closed:
+            return None
+        words, left = self._closed[connection_id]
+        if not left or len(words) > most:
+            return b""
+        self._closed[connection_id] = words, left - 1
+        return words
+
+
+def destination(datagram: bytes) -> bytes:
+    """Read the connection id that a QUIC datagram is for, RFC 8999 section 5."""
+    if not datagram[0] & 0x80:
+        return datagram[1 : 1 + ID_BYTES]
+    return datagram[6 : 6 + datagram[5]] if len(datagram) > 5 else b""

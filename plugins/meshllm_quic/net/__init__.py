@@ -1,0 +1,1 @@
+"""Sockets, interfaces and addresses of this machine."""

@@ -1,0 +1,1 @@
+"""Ways to a peer: candidates, probes, and which one is taken."""

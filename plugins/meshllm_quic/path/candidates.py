@@ -1,0 +1,152 @@
+"""Where the other side may be reached, and when each address is tried; knows not what a probe is.
+
+An address is tried in series: at once, then after pauses that grow from 20 to 200 ms, for 10 s or
+until it has answered often enough. A series is at most `MAX_PROBES` probes, so that an address
+which never answers costs whoever owns it no more than that for each offer that names it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, ip_address
+
+from meshllm_quic.net.network import Address
+
+MAX_OFFERED = 16
+MAX_REFLEXIVE = 8  # addresses that the other side was heard from and did not offer
+SERIES_S = 10.0
+MAX_PROBES = 64  # of one series
+FIRST_PAUSE = 0.02  # s
+GROWTH = 1.3
+MAX_PAUSE = 0.2  # s
+ANSWERS = 4  # that end a series: enough to compare round trips
+MAX_TRUST = 16  # answers in a row until an address that fell silent often is used again
+FRESH = 5.0  # s for which an answer counts as one of now
+IPV6_BONUS = 0.003  # s that IPv6 may be slower: no NAT forgets it
+_GAIN = 1 / 4  # of a new round trip in the smoothed one: there is one in five seconds
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One address of the other side."""
+
+    address: Address
+    is_offered: bool
+    due: float | None = None
+    """When the next probe of the series is due."""
+    probes: int = 0
+    """Sent since the series began, also those outside of it."""
+    answers: int = 0
+    """Heard since the series began."""
+    trust: int = 1
+    """Answers in a series that make it a path: twice as many each time the route fell silent."""
+    round_trip_s: float | None = None
+    answered: float | None = None
+    """When it last answered."""
+    _end: float = 0.0
+    _pause: float = FIRST_PAUSE
+    _wanted: int = ANSWERS
+
+    @property
+    def cost_s(self) -> float:
+        """The round trip, less what the address is favoured by; infinite while not measured."""
+        if self.round_trip_s is None:
+            return float("inf")
+        return self.round_trip_s - (IPV6_BONUS if ":" in self.address[0] else 0.0)
+
+    def is_fresh(self, now: float) -> bool:
+        """Tell whether it answered a moment ago."""
+        return self.answered is not None and now < self.answered + FRESH
+
+    def start(self, now: float, *, wanted: int | None = None) -> None:
+        """Begin a series, which ends with so many answers, or with enough for a choice."""
+        self.due, self._end = now, now + SERIES_S
+        self._wanted = wanted or max(ANSWERS, self.trust)
+        self.probes = self.answers = 0
+        self._pause = min(max(FIRST_PAUSE, 1.25 * (self.round_trip_s or 0.0)), MAX_PAUSE)
+
+    def tried(self, now: float) -> None:
+        """Note a probe; the next one of the series comes after a longer pause."""
+        self.probes += 1
+        if self.due is None:
+            return
+        due, self._pause = now + self._pause, min(self._pause * GROWTH, MAX_PAUSE)
+        self.due = due if due < self._end and self.probes < MAX_PROBES else None
+
+    def answer(self, now: float, sample_s: float) -> None:
+        """Note an answer, and how long it took."""
+        self.answers += 1
+        self.answered = now
+        if self.answers >= self._wanted:
+            self.due = None
+        smoothed = sample_s if self.round_trip_s is None else self.round_trip_s
+        self.round_trip_s = smoothed + _GAIN * (sample_s - smoothed)
+
+    def die(self) -> None:
+        """Note that it was the route and fell silent."""
+        self.trust = min(2 * self.trust, MAX_TRUST)
+        self.answered = None
+        self.answers = 0
+
+
+class Candidates:
+    """The addresses of one other side: `MAX_OFFERED` + `MAX_REFLEXIVE` and a route or two."""
+
+    def __init__(self) -> None:
+        self._known: dict[Address, Candidate] = {}
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._known.values())
+
+    def get(self, address: Address) -> Candidate | None:
+        """Find what is known of an address."""
+        return self._known.get(address)
+
+    def keep(self, address: Address) -> Candidate:
+        """Find or add the address where the connection was set up; it is as good as offered."""
+        return self._known.setdefault(address, Candidate(address, is_offered=True))
+
+    def offer(self, addresses: Sequence[Address], route: Address | None) -> None:
+        """Put what was offered in the place of what was offered before."""
+        offered = set(addresses)
+        self._known = {
+            address: known
+            for address, known in self._known.items()
+            if not known.is_offered or address in offered or address == route
+        }
+        for address in addresses:
+            self._known.setdefault(address, Candidate(address, is_offered=True)).is_offered = True
+
+    def meet(self, address: Address, route: Address | None, now: float) -> Candidate | None:
+        """Find or add an address that something came from; None where there is no place for it."""
+        if address in self._known:
+            return self._known[address]
+        if not is_sensible(address):
+            return None
+        others = [known for known in self if not known.is_offered and known.address != route]
+        if len(others) >= MAX_REFLEXIVE:
+            idle = [known for known in others if known.due is None and not known.is_fresh(now)]
+            if not idle:
+                return None
+            del self._known[min(idle, key=lambda known: known.answered or 0.0).address]
+        self._known[address] = Candidate(address, is_offered=False)
+        return self._known[address]
+
+
+def sensible(addresses: Sequence[Address], *, is_beside: bool) -> list[Address]:
+    """Keep what may be probed, each once; loopback only where the other side is on this machine."""
+    kept = [
+        address
+        for address in dict.fromkeys(addresses[: 4 * MAX_OFFERED])
+        if is_sensible(address) and (is_beside or not ip_address(address[0]).is_loopback)
+    ]
+    return kept[:MAX_OFFERED]
+
+
+def is_sensible(address: Address) -> bool:
+    """Tell whether one host may be there, whom a datagram of ours can reach."""
+    host = ip_address(address[0])
+    if host.is_multicast or host.is_unspecified or not 0 < address[1] < 65536:
+        return False
+    if isinstance(host, IPv4Address):
+        return not host.is_reserved and host.packed[0] != 0  # both 240.0.0.0/4 and "this network"
+    return host.ipv4_mapped is None and not (host.is_link_local and host.scope_id is None)

@@ -1,0 +1,352 @@
+"""The way of one connection: found, proven, measured, chosen, given up; knows no sockets, no QUIC.
+
+Theory of operation
+-------------------
+::
+
+    RELAYED --an answer--> DIRECT --a check without answer--> RELAYED, or another DIRECT
+                            |  ^
+                            '--' another address, at least 5 ms nearer
+
+QUIC begins through a relay, or straight where it was dialled. Over it the two sides tell each other
+where they may be reached (an *offer*), and then each probes all addresses of the other at the same
+time: what one sends opens its own NAT for what the other sends. Where a NAT writes another address
+on it than was offered, the probe itself shows which, and that is tried as well. Each side chooses
+for itself, and its way out need not be the other's.
+
+Invariants:
+
+- A direct route is one from which an answer came, or the one where QUIC itself was set up. What is
+  only heard from an address makes it one to be probed and nothing more.
+- Whoever does not know the key, which travelled inside QUIC, cannot move a route: probes and
+  answers carry a MAC. A probe that a stranger sends again gets an answer 20 bytes longer than it,
+  and there are at most `MAX_ANSWERS` of them in a second; an answer counts once, and only from
+  where its probe went; what comes back to its maker fits no key. Who can read and forge packets on
+  the way can lead them past himself, as he already could, and still reads nothing.
+- An address that was offered and never answered gets at most `MAX_PROBES` probes of 33 bytes for
+  each offer, at most `MAX_OFFERED` addresses do, and offers of the other side are taken one in
+  `OFFER_PAUSE`. Any other address gets at most an answer and one probe for a probe from there, so
+  that a replayed one is reflected with less than 3 times its bytes. A stranger's offer cannot make
+  us probe loopback, multicast or what is no address.
+- Memory does not grow with what is received.
+- While a direct route does not answer, datagrams go through the relay, if there is one; it is never
+  given up. A direct route that fell silent must answer twice as often as the last time before it is
+  believed, so that one which comes and goes is left alone.
+
+A relayed connection offers again once a minute, and soon after its direct route fell silent.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.budget import Budget
+from meshllm_quic.path.candidates import Candidate, Candidates, sensible
+from meshllm_quic.path.probing import Probing
+from meshllm_quic.path.sizing import Sizing
+from meshllm_quic.path.watch import Verdict, Watch
+from meshllm_quic.wire.packets import MAX_INNER_BYTES, Answer, Probe
+from meshllm_quic.wire.routes import Direct, Route, Through, show
+
+OFFER_PAUSE = 2.0  # s between two offers that are taken from the other side
+OFFER_AGAIN = 5.0  # s between two offers of which the second is ours
+OFFER_RELAYED = 60.0  # s until a relayed connection looks for a direct path again
+KNOCK_PAUSE = 0.1  # s between two probes to addresses that are no candidates of an offer
+MAX_ANSWERS = 128  # in one second
+COMPARED = 3  # answers that make a round trip one to compare
+GAIN = 0.005  # s that a direct path is nearer than the route, to be the next route
+LENGTHS = (1452,)  # bytes: Ethernet, less the heads of IPv6 and UDP
+LOCAL_LENGTHS = (1452, 16000)  # bytes; aioquic writes no longer packet
+
+
+@dataclass(frozen=True, slots=True)
+class SendProbe:
+    """Send this to there, straight."""
+
+    to: Address
+    packet: Probe
+
+
+@dataclass(frozen=True, slots=True)
+class SendAnswer:
+    """Send this to there, straight."""
+
+    to: Address
+    packet: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The route or its size is another one, or it was measured for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Tell the other side your candidates again, and ask for its own."""
+
+
+Action = SendProbe | SendAnswer | Moved | Offer
+
+
+class Paths:
+    """The ways of one connection; times are seconds on the driver's clock."""
+
+    def __init__(
+        self,
+        key: bytes,
+        route: Route,
+        random: Callable[[int], bytes] = secrets.token_bytes,
+        *,
+        is_local: Callable[[str], bool],
+        is_dialer: bool,
+    ) -> None:
+        self.route = route
+        self.backup = route if isinstance(route, Through) else None
+        """Where datagrams go while no direct path is proven; may be given later."""
+        self._probing = Probing(key, random, is_dialer=is_dialer)
+        self._is_local = is_local
+        self._candidates = Candidates()
+        self._watch: Watch | None = None
+        self._sizing: Sizing | None = None
+        self._taken: float | None = None  # when the last offer of the other side was
+        self._held: list[Address] | None = None  # one that came too soon after it
+        self._offered = 0.0  # when either side offered last
+        self._offer_at: float | None = None
+        self._knocked = -KNOCK_PAUSE
+        self._answers = Budget(MAX_ANSWERS, MAX_ANSWERS, MAX_ANSWERS, 0.0)
+        self._silent: Address | None = None  # the direct route that was given up
+        if isinstance(route, Direct):
+            self._candidates.keep(route.address)
+
+    @property
+    def id(self) -> bytes:
+        """What its probes and answers carry as ``path``: 8 bytes."""
+        return self._probing.id
+
+    @property
+    def size(self) -> int:
+        """Length in bytes of the longest datagram that may be sent on the route."""
+        return self._sizing.size if self._sizing else MAX_INNER_BYTES
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Smoothed round trip of a direct route; None where no probe has measured it."""
+        return here.round_trip_s if (here := self._here) else None
+
+    @property
+    def reason(self) -> str:
+        """Why the route is what it is, in one line for people."""
+        if isinstance(self.route, Direct):
+            if self.round_trip_s is None:
+                return f"dialled at {show(self.route.address)}, not measured yet"
+            return f"{show(self.route.address)} answers in {self.round_trip_s * 1e3:.1f} ms"
+        if self._silent is not None:
+            return f"{show(self._silent)} fell silent"
+        tried = [candidate.probes for candidate in self._candidates if candidate.probes]
+        if not tried:
+            return "no address of the other side is known" if self._watch else "not tried yet"
+        return f"no answer to {sum(tried)} probes at {len(tried)} addresses"
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``expire`` has something to do; None until the first offer."""
+        due = [candidate.due for candidate in self._candidates]
+        held = None if self._held is None or self._taken is None else self._taken + OFFER_PAUSE
+        due += [held, self._offer_at]
+        due.append(self._watch.deadline if self._watch else None)
+        due.append(self._sizing.deadline if self._sizing else None)
+        return min((moment for moment in due if moment is not None), default=None)
+
+    def offered(self, candidates: Sequence[Address], now: float) -> list[Action]:
+        """Take where the other side may be reached, as numeric hosts; start, or start again."""
+        is_beside = isinstance(self.route, Direct) and self._is_local(self.route.address[0])
+        self._held = sensible(candidates, is_beside=is_beside)
+        if self._taken is not None and now < self._taken + OFFER_PAUSE:
+            return []
+        return self._take(self._held, now)
+
+    def probed(self, probe: Probe, source: Address, now: float) -> list[Action]:
+        """Take a probe; who knows the key gets an answer, and is probed in return."""
+        if not self._probing.is_theirs(probe) or not self._answers.take(1, now):
+            return []
+        self._start(now)
+        answer = SendAnswer(source, self._probing.answer(probe, source))
+        return [answer, *self._probe_back(source, now)]
+
+    def answered(self, answer: Answer, source: Address, now: float) -> list[Action]:
+        """Take an answer; it may prove a path, or a size."""
+        sent, watch = self._probing.settle(answer, source, now), self._watch
+        if sent is None or watch is None:
+            return []
+        if sent.length > Probe.SIZE:
+            return self._grow(source, min(sent.length, answer.length))
+        candidate = self._candidates.meet(source, self._direct, now)
+        if candidate is None:
+            return []
+        is_first = candidate.round_trip_s is None
+        candidate.answer(now, now - sent.at)
+        if source == self._direct:
+            watch.answered(now, candidate.round_trip_s)
+            self._sizing = self._sizing or self._sizes(source[0], now)
+            self._offer_at = None
+            return [Moved()] if is_first else []
+        watch.hurry()
+        return self._move(Direct(source), now) if self._is_better(candidate) else []
+
+    def heard(self, source: Address | None, now: float) -> list[Action]:
+        """Note that QUIC was heard, straight from there; None: through the relay."""
+        if self._watch is None:
+            return []
+        if source == self._direct or self._direct is None:
+            self._watch.heard()
+        else:
+            self._watch.suspect(now)
+        if source is None and self.backup is not None and self._is_lost:
+            return self._move(self.backup, now)
+        if source in {None, self._direct} or now < self._knocked + KNOCK_PAUSE:
+            return []
+        probes = self._probe_back(source, now)
+        self._knocked = now if probes else self._knocked
+        return probes
+
+    def sent(self, now: float) -> None:
+        """Note that QUIC sent something on the route."""
+        if self._watch is not None:
+            self._watch.sent(now)
+
+    def expire(self, now: float) -> list[Action]:
+        """Do what is due: probes, an offer, the end of a route that does not answer."""
+        actions: list[Action] = []
+        if self._held is not None and self._taken is not None and now >= self._taken + OFFER_PAUSE:
+            actions += self._take(self._held, now)
+        actions += self._judge(now)
+        if self._offer_at is not None and now >= self._offer_at:
+            actions += self._offer(now)
+        return actions + self._probe_due(now) + self._probe_sizes(now)
+
+    @property
+    def _direct(self) -> Address | None:
+        return self.route.address if isinstance(self.route, Direct) else None
+
+    @property
+    def _here(self) -> Candidate | None:
+        return self._candidates.get(self.route.address) if isinstance(self.route, Direct) else None
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the route was given up when there was none to fall back to."""
+        here = self._here
+        return here is not None and here.address == self._silent and here.answered is None
+
+    def _start(self, now: float) -> None:
+        if self._watch is None:
+            self._watch = Watch(now, is_direct=isinstance(self.route, Direct))
+            self._note_offer(now)
+
+    def _take(self, candidates: Sequence[Address], now: float) -> list[Action]:
+        self._start(now)
+        self._held, self._taken = None, now
+        self._note_offer(now)
+        self._candidates.offer(candidates, self._direct)
+        return self._probe_all(now)
+
+    def _offer(self, now: float) -> list[Action]:
+        self._note_offer(now)
+        return [Offer(), *self._probe_all(now)]
+
+    def _note_offer(self, now: float) -> None:
+        self._offered = now
+        self._offer_at = now + OFFER_RELAYED if isinstance(self.route, Through) else None
+
+    def _move(self, route: Route, now: float) -> list[Action]:
+        self.route = route
+        is_direct = isinstance(route, Direct)
+        self._watch = Watch(now, is_direct=is_direct)
+        self._sizing = self._sizes(route.address[0], now) if isinstance(route, Direct) else None
+        self._offer_at = None if is_direct else now + OFFER_RELAYED
+        return [Moved()]
+
+    def _sizes(self, host: str, now: float) -> Sizing:
+        return Sizing(LOCAL_LENGTHS if self._is_local(host) else LENGTHS, now)
+
+    def _grow(self, source: Address, length: int) -> list[Action]:
+        """Note that so many bytes arrived whole."""
+        if self._sizing is None or source != self._direct:
+            return []
+        size = self.size
+        self._sizing.proved(length)
+        return [Moved()] if size != self.size else []
+
+    def _is_better(self, candidate: Candidate) -> bool:
+        if candidate.answers < candidate.trust:
+            return False
+        here = self._here
+        if here is None:
+            return True
+        is_measured = candidate.answers >= COMPARED and here.round_trip_s is not None
+        return is_measured and candidate.cost_s + GAIN <= here.cost_s
+
+    def _judge(self, now: float) -> list[Action]:
+        if self._watch is None:
+            return []
+        since = self._watch.since
+        verdict = self._watch.expire(now)
+        if verdict is Verdict.DEAD:
+            return self._give_up(now if since is None else since, now)
+        if verdict is Verdict.CHECK and (here := self._here):
+            here.start(now, wanted=1)
+        return []
+
+    def _give_up(self, since: float, now: float) -> list[Action]:
+        """Leave a route that has not answered since then."""
+        if (here := self._here) is None:
+            for candidate in self._candidates:  # the relay may be gone, and the path back
+                if candidate.round_trip_s is not None:
+                    candidate.start(now)
+            return []
+        here.die()
+        others = [
+            other
+            for other in self._candidates
+            if other.answered is not None and other.answered >= since
+        ]
+        if others:
+            return self._move(Direct(min(others, key=lambda other: other.cost_s).address), now)
+        self._silent, size, self._sizing = here.address, self.size, None
+        moved: list[Action] = [Moved()] if size > MAX_INNER_BYTES else []
+        if self.backup is not None:
+            moved = self._move(self.backup, now)
+        self._offer_at = max(now, self._offered + OFFER_AGAIN)
+        return moved
+
+    def _probe_all(self, now: float) -> list[Action]:
+        for candidate in self._candidates:
+            if candidate.is_offered or candidate.round_trip_s is not None:
+                candidate.start(now)
+        return self._probe_due(now)
+
+    def _probe_due(self, now: float) -> list[Action]:
+        due = [each for each in self._candidates if each.due is not None and now >= each.due]
+        return [self._probe(candidate, now) for candidate in due]
+
+    def _probe(self, candidate: Candidate, now: float) -> Action:
+        candidate.tried(now)
+        return SendProbe(candidate.address, self._probing.probe(candidate.address, now))
+
+    def _probe_sizes(self, now: float) -> list[Action]:
+        if self._sizing is None or self._direct is None:
+            return []
+        size, to = self._sizing.size, self._direct
+        lengths = self._sizing.expire(now, self.round_trip_s)
+        probes: list[Action] = [
+            SendProbe(to, self._probing.probe(to, now, length)) for length in lengths
+        ]
+        return probes if size == self._sizing.size else [Moved(), *probes]
+
+    def _probe_back(self, source: Address, now: float) -> list[Action]:
+        """Probe once where something came from, unless it is known or found out anyway."""
+        candidate = self._candidates.meet(source, self._direct, now)
+        if candidate is None or candidate.due is not None or candidate.is_fresh(now):
+            return []
+        return [self._probe(candidate, now)]

@@ -1,0 +1,74 @@
+"""Probes that only the other side can answer; knows not where to send them, or when.
+
+Both sides share the key of the path, and each direction has a key of its own made of it: a probe
+or an answer that comes back to who made it does not fit. A nonce is good for one answer, from the
+address to which it was sent, for a few seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hmac import compare_digest
+
+from blake3 import blake3
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.wire.packets import Answer, Probe
+
+MAX_NONCES = 512  # 24 candidates at 5 probes a second for NONCE_S, nearly
+NONCE_S = 5.0
+NONCE_BYTES = 8
+MAC_BYTES = 16
+ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A probe that is under way."""
+
+    to: Address
+    at: float
+    length: int
+
+
+class Probing:
+    """The probes and answers of one path; times are seconds on the driver's clock."""
+
+    def __init__(self, key: bytes, random: Callable[[int], bytes], *, is_dialer: bool) -> None:
+        keys = [blake3(role, key=key).digest() for role in (b"dialer", b"listener")]
+        self._ours, self._theirs = keys if is_dialer else reversed(keys)
+        self.id = blake3(key).digest(ID_BYTES)
+        self._random = random
+        self._sent: dict[bytes, Sent] = {}
+
+    def probe(self, to: Address, now: float, length: int = Probe.SIZE) -> Probe:
+        """Make a probe of so many bytes."""
+        nonce = self._random(NONCE_BYTES)
+        if len(self._sent) >= MAX_NONCES:
+            del self._sent[next(iter(self._sent))]
+        self._sent[nonce] = Sent(to, now, length)
+        return Probe(self.id, nonce, self._seal(Probe(self.id, nonce, b"").sealed), length)
+
+    def is_theirs(self, probe: Probe) -> bool:
+        """Tell whether the other side made it."""
+        return probe.path == self.id and compare_digest(_mac(self._theirs, probe.sealed), probe.mac)
+
+    def answer(self, probe: Probe, source: Address) -> Answer:
+        """Answer a probe that came from there."""
+        blank = Answer(self.id, probe.nonce, source, probe.length, b"")
+        return Answer(self.id, probe.nonce, source, probe.length, self._seal(blank.sealed))
+
+    def settle(self, answer: Answer, source: Address, now: float) -> Sent | None:
+        """Find the probe that this answers; None where it answers none of ours, or not again."""
+        sent = self._sent.get(answer.nonce)
+        if sent is None or sent.to != source or now > sent.at + NONCE_S:
+            return None
+        if not compare_digest(_mac(self._theirs, answer.sealed), answer.mac):
+            return None
+        return self._sent.pop(answer.nonce)
+
+    def _seal(self, data: bytes) -> bytes:
+        return _mac(self._ours, data)
+
+
+def _mac(key: bytes, data: bytes) -> bytes:
+    return blake3(data, key=key).digest(MAC_BYTES)

@@ -1,0 +1,62 @@
+"""How long a datagram may be on one direct path; knows not how probes are sent.
+
+In rounds of 5 s, as RFC 8899 has it: the length in use is confirmed in each one, by up to three
+probes of that length, and where none is answered it falls back to what every path carries (a
+black hole, seen although short datagrams go through). Longer ones are tried in the first round and
+once in a minute, twice each.
+"""
+
+from meshllm_quic.wire.packets import MAX_INNER_BYTES
+
+ROUND = 5.0  # s
+GROWTH_ROUNDS = 12
+CONFIRMATIONS = 3  # two lost of two are no rare sight on a bad radio
+TRIES = 2
+PAUSE = 0.4  # s between two probes of a length, at least
+
+
+class Sizing:
+    """The longest datagram of one direct path; times are seconds on the driver's clock."""
+
+    def __init__(self, goals: tuple[int, ...], now: float) -> None:
+        self.size = MAX_INNER_BYTES
+        self._goals = goals
+        self._rounds = 0
+        self._begun = now
+        self._left: dict[int, int] = {}
+        self.deadline = now
+        """When ``expire`` has something to do."""
+
+    def proved(self, length: int) -> None:
+        """Note that a probe of so many bytes arrived whole."""
+        self.size = max(self.size, length)
+        self._left = {goal: left for goal, left in self._left.items() if goal > length}
+
+    def expire(self, now: float, round_trip_s: float | None) -> list[int]:
+        """Take the lengths to probe now; the size may fall instead."""
+        if now < self.deadline:
+            return []
+        if now >= self._begun + ROUND or not self._rounds:
+            self._begin(now)
+        lengths = [goal for goal, left in self._left.items() if left]
+        if not lengths:
+            self._finish()
+            return []
+        for goal in lengths:
+            self._left[goal] -= 1
+        self.deadline = now + max(PAUSE, 2 * (round_trip_s or 0.0))
+        return lengths
+
+    def _begin(self, now: float) -> None:
+        goals = self._goals if self._rounds % GROWTH_ROUNDS == 0 else ()
+        self._left = {goal: TRIES for goal in goals if goal > self.size}
+        if self.size > MAX_INNER_BYTES:
+            self._left[self.size] = CONFIRMATIONS
+        self._rounds += 1
+        self._begun = now
+
+    def _finish(self) -> None:
+        if self.size in self._left:
+            self.size = MAX_INNER_BYTES
+        self._left = {}
+        self.deadline = self._begun + ROUND

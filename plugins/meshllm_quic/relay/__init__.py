@@ -1,0 +1,1 @@
+"""Relays, and registration with them."""

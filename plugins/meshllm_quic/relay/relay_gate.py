@@ -1,0 +1,109 @@
+"""Who may open a stream to a relay, and as whom the relay sees it; knows nothing of its packets."""
+
+from asyncio import BaseTransport, Transport
+from collections import Counter
+from http import HTTPStatus
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+
+from websockets.asyncio.server import ServerConnection
+from websockets.http11 import Request
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.budget import host_of
+
+MAX_CONNECTIONS = 800  # below the 1024 files that most systems let a process open
+MAX_HOST_CONNECTIONS = 64
+
+
+class Gate:
+    """How many connections there are, of each host and of all; a /64 of IPv6 is one host."""
+
+    def __init__(
+        self, most: int = MAX_CONNECTIONS, most_of_host: int = MAX_HOST_CONNECTIONS
+    ) -> None:
+        self._most = most
+        self._most_of_host = most_of_host
+        self._hosts: Counter[bytes] = Counter()
+
+    def enter(self, host: str) -> bool:
+        """Count one more of a host, unless that were too many."""
+        name = host_of((host, 0))
+        if self._hosts.total() >= self._most or self._hosts[name] >= self._most_of_host:
+            return False
+        self._hosts[name] += 1
+        return True
+
+    def leave(self, host: str) -> None:
+        """Count one less."""
+        name = host_of((host, 0))
+        self._hosts[name] -= 1
+        if not self._hosts[name]:
+            del self._hosts[name]
+
+
+class Guest(ServerConnection):
+    """A connection that is counted from its first moment, before it has said anything."""
+
+    def __init__(self, gate: Gate, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.host: str
+        """Who is at the other end."""
+        self._gate = gate
+        self._is_counted = False
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        """Close what is too much."""
+        super().connection_made(transport)
+        assert isinstance(transport, Transport)
+        if not self._enter(_plain(transport.get_extra_info("peername")[0])):
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Make room for another."""
+        super().connection_lost(exc)
+        self._leave()
+
+    def introduce(self, request: Request) -> HTTPStatus | None:
+        """Believe a proxy on this machine for whom it speaks; return why it is turned away."""
+        said = request.headers.get_all("X-Forwarded-For")
+        if not (said and self._is_counted and ip_address(self.host).is_loopback):
+            return None
+        try:
+            host = _plain(said[-1].rpartition(",")[2].strip())
+        except ValueError:
+            return HTTPStatus.BAD_REQUEST
+        self._leave()
+        return None if self._enter(host) else HTTPStatus.TOO_MANY_REQUESTS
+
+    def _enter(self, host: str) -> bool:
+        self.host = host
+        self._is_counted = self._gate.enter(host)
+        return self._is_counted
+
+    def _leave(self) -> None:
+        if self._is_counted:
+            self._gate.leave(self.host)
+            self._is_counted = False
+
+
+def stream_source(host: str, number: int) -> Address:
+    """Make up the address of a stream: its own alone, in a network that is its host's alone.
+
+    IPv4 hosts get their 6to4 network (RFC 3056). The port is 0, where no datagram comes from that
+    could be answered.
+    """
+    address = ip_address(host)
+    if isinstance(address, IPv4Address):
+        network = b"\x20\x02" + address.packed + b"\0\0"
+    else:
+        network = address.packed[:8]
+    return str(IPv6Address(network + number.to_bytes(8, "big"))), 0
+
+
+def _plain(host: str) -> str:
+    """Write a host in one way, IPv4 never as IPv6; raise `ValueError` for what is none."""
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return str(address)

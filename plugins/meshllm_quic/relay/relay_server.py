@@ -1,0 +1,189 @@
+"""A relay on sockets: UDP, the same over WebSocket, and an observer; decides nothing itself.
+
+One port number serves all: datagrams, and over TCP ``/relay`` (packets as binary messages),
+``/metrics`` and ``/healthz``. A second UDP port, the next number where it is free, answers `Ask`
+and nothing else: who asks both learns whether its NAT maps each destination anew.
+"""
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from http import HTTPStatus
+from itertools import count
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.http11 import Request, Response
+
+from meshllm.errors import PeerFault
+from meshllm_quic.net.address import RELAY_PORT
+from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.relay import relay_stream
+from meshllm_quic.relay.relay import Limits, Outgoing, Relay, Statistics
+from meshllm_quic.relay.relay_gate import Gate, Guest, stream_source
+from meshllm_quic.relay.relay_metrics import CONTENT_TYPE, exposition
+from meshllm_quic.relay.relay_stream import CLOSE_S, MAX_PACKET_BYTES, Waiting, carry
+from meshllm_quic.wire.packets import Ask, Packet, Tell, decode
+
+OPEN_S = 5.0
+"""For the opening handshake of a stream."""
+
+Batch = Sequence[tuple[bytes, Address]]
+
+
+class RelayServer:
+    """A relay that runs; made by `open_relay`."""
+
+    def __init__(self, relay: Relay, gate: Gate) -> None:
+        self.relay = relay
+        self.udp: Socket
+        self.observer: Socket
+        self.gate = gate
+        self._clock = asyncio.get_running_loop().time
+        self._streams: dict[Address, Waiting] = {}
+        self._numbers = count(1)
+        self._lost = 0  # of streams that are closed
+
+    @property
+    def statistics(self) -> Statistics:
+        """What it has done until now."""
+        self.relay.expire(self._clock())
+        return self.relay.statistics
+
+    @property
+    def metrics(self) -> str:
+        """Say as Prometheus text what it has done."""
+        lost = self._lost + sum(each.lost for each in self._streams.values())
+        return exposition(self.statistics, streams=len(self._streams), lost=lost)
+
+    def receive(self, batch: Batch) -> None:
+        """Take datagrams; at port 0 nobody can be answered, and streams are told by it."""
+        self._take([(data, source) for data, source in batch if source[1]])
+
+    def observe(self, batch: Batch) -> None:
+        """Take datagrams of the second port."""
+        for data, source in batch:
+            packet = _read(data)
+            if isinstance(packet, Ask) and source[1]:
+                self.observer.send([Tell(packet.nonce, source).encode()], source)
+
+    def guard(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer what is no stream; let one in, unless its host has too many."""
+        assert isinstance(connection, Guest)
+        if (status := connection.introduce(request)) is not None:
+            return connection.respond(status, f"{status.phrase}\n")
+        match request.path:
+            case relay_stream.PATH:
+                return None
+            case "/healthz":
+                return connection.respond(HTTPStatus.OK, "ok\n")
+            case "/metrics":
+                response = connection.respond(HTTPStatus.OK, self.metrics)
+                del response.headers["Content-Type"]
+                response.headers["Content-Type"] = CONTENT_TYPE
+                return response
+            case _:
+                return connection.respond(HTTPStatus.NOT_FOUND, "Not Found\n")
+
+    async def stream(self, connection: ServerConnection) -> None:
+        """Carry the packets of one stream until it is closed."""
+        assert isinstance(connection, Guest)
+        source = stream_source(connection.host, next(self._numbers))
+        waiting = self._streams[source] = Waiting()
+        try:
+            await carry(connection, waiting, lambda data: self._take([(data, source)]))
+        finally:
+            del self._streams[source]
+            self._lost += waiting.lost
+
+    def _take(self, batch: Batch) -> None:
+        now = self._clock()
+        outgoing: Outgoing = []
+        for data, source in batch:
+            packet = _read(data)
+            if packet is not None:
+                outgoing += self.relay.receive(packet, source, len(data), now)
+        for datagrams, to in runs(outgoing):
+            if to[1]:
+                self.udp.send(datagrams, to)
+            elif to in self._streams:
+                self._streams[to].put(datagrams)
+
+
+def runs(outgoing: Outgoing) -> list[tuple[list[bytes], Address]]:
+    """Gather what goes to one place into what a socket takes at once, in its order."""
+    latest: dict[Address, list[bytes]] = {}
+    gathered: list[tuple[list[bytes], Address]] = []
+    for datagram, to in outgoing:
+        run = latest.get(to)
+        if run is None or not len(datagram) <= len(run[0]) == len(run[-1]):
+            run = latest[to] = []
+            gathered.append((run, to))
+        run.append(datagram)
+    return gathered
+
+
+@asynccontextmanager
+async def open_relay(
+    network: Network,
+    host: str | None = None,
+    port: int = RELAY_PORT,
+    *,
+    allow: Callable[[bytes], bool] = lambda _: True,
+    limits: Limits | None = None,
+    gate: Gate | None = None,
+) -> AsyncIterator[RelayServer]:
+    """Run a relay inside the context; no host is every address, IPv4 and IPv6.
+
+    Raises:
+        OSError: the port is in use, for UDP or TCP, or the host is none of this machine.
+    """
+    server = RelayServer(Relay(allow, limits=limits), gate or Gate())
+    async with AsyncExitStack() as stack:
+        server.udp = await network.open(host, port, server.receive)
+        stack.callback(server.udp.close)
+        server.observer = await _open_observer(network, host, server)
+        stack.callback(server.observer.close)
+        server.relay.observer_port = server.observer.port
+        await stack.enter_async_context(await _listen(server, host))
+        yield server
+
+
+async def _open_observer(network: Network, host: str | None, server: RelayServer) -> Socket:
+    """Open the next port, so that a firewall can name it, or any that is free."""
+    following = (server.udp.port + 1) % 65536
+    try:
+        return await network.open(host, following, server.observe)
+    except OSError:
+        return await network.open(host, 0, server.observe)
+
+
+async def _listen(server: RelayServer, host: str | None) -> Server:
+    """Listen for streams at the number of the UDP port."""
+    listen = partial(
+        serve,
+        server.stream,
+        port=server.udp.port,
+        origins=[None],  # no page in a browser
+        compression=None,
+        process_request=server.guard,
+        server_header=None,
+        open_timeout=OPEN_S,
+        close_timeout=CLOSE_S,
+        max_size=MAX_PACKET_BYTES,
+        create_connection=partial(Guest, server.gate),  # type: ignore[arg-type]  # a wrapper may be given
+    )
+    try:
+        return await listen(host)
+    except OSError as error:
+        if host is not None or error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return await listen("0.0.0.0")  # a machine without IPv6
+
+
+def _read(datagram: bytes) -> Packet | None:
+    try:
+        return decode(datagram)
+    except PeerFault:
+        return None

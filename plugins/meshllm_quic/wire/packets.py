@@ -1,0 +1,267 @@
+"""The datagrams beside QUIC's own, on the same socket; knows nothing of who sends them, or why.
+
+QUIC sets bit 0x40 of the first byte (RFC 9000 section 17.2), and the protocols that share a port
+with it keep out of each other's ranges (RFC 9443 section 3); ours begin with 0x20 to 0x28. Numbers
+are big-endian; what is longer than its fields is padding, of which the reader learns the length.
+"""
+
+import struct
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import ClassVar, Self
+
+from meshllm.errors import PeerFault
+from meshllm_quic.net.network import Address
+
+MAX_INNER_BYTES = 1200
+"""Longest QUIC datagram through a relay: with the heads of `Relayed`, UDP and IPv6 below 1280."""
+TAG_BYTES = 12
+ADDRESS_BYTES = 18  # 16 of IPv6 or of IPv4 mapped into it, 2 of the port
+ASK_BYTES = 64  # an answer is never longer than the question
+ZERO_COOKIE = bytes(16)
+
+Tag = bytes
+"""The first 12 bytes of a node id: enough to find it, never a proof of who it is."""
+
+
+def is_quic(datagram: bytes) -> bool:
+    """Tell whether a datagram is for QUIC."""
+    return bool(datagram) and bool(datagram[0] & 0x40)
+
+
+def pack_address(address: Address) -> bytes:
+    """Write an address in 18 bytes."""
+    host = ip_address(address[0])
+    if isinstance(host, IPv4Address):
+        host = IPv6Address(b"\0" * 10 + b"\xff\xff" + host.packed)
+    return host.packed + struct.pack("!H", address[1])
+
+
+def unpack_address(data: bytes) -> Address:
+    """Read what `pack_address` wrote."""
+    host = IPv6Address(data[:16])
+    return str(host.ipv4_mapped or host), struct.unpack("!H", data[16:18])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """As whom do you see me?"""
+
+    KIND: ClassVar[int] = 0x20
+    SIZE: ClassVar[int] = ASK_BYTES
+    nonce: bytes  # 8
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return (bytes([self.KIND]) + self.nonce).ljust(ASK_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:9])
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """As this."""
+
+    KIND: ClassVar[int] = 0x21
+    SIZE: ClassVar[int] = 9 + ADDRESS_BYTES
+    nonce: bytes
+    address: Address
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return bytes([self.KIND]) + self.nonce + pack_address(self.address)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:9], unpack_address(data[9:27]))
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A QUIC datagram that goes through a relay."""
+
+    KIND: ClassVar[int] = 0x22
+    SIZE: ClassVar[int] = 1 + 2 * TAG_BYTES
+    to: Tag
+    sender: Tag
+    inner: bytes
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return bytes([self.KIND]) + self.to + self.sender + self.inner
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:13], data[13:25], data[25:])
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Send me what is for this key; the first one carries no cookie, and its signature is not read.
+
+    The signature covers the cookie, which the relay made for the source address: a registration
+    serves at one relay, from one address, for as long as the cookie does.
+    """
+
+    KIND: ClassVar[int] = 0x23
+    SIZE: ClassVar[int] = 1 + 32 + 8 + 16 + 64
+    key: bytes  # 32: Ed25519, the node id
+    nonce: bytes  # 8: comes back in the answer
+    cookie: bytes  # 16
+    signature: bytes  # 64, of `signed`
+
+    @property
+    def signed(self) -> bytes:
+        """What the signature is of."""
+        return b"meshllm relay registration 1" + self.key + self.nonce + self.cookie
+
+    @property
+    def tag(self) -> Tag:
+        """By what others call it."""
+        return self.key[:TAG_BYTES]
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return bytes([self.KIND]) + self.key + self.nonce + self.cookie + self.signature
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:33], data[33:41], data[41:57], data[57:121])
+
+
+@dataclass(frozen=True, slots=True)
+class Cookie:
+    """Register again, with this: it shows that you are where you say."""
+
+    KIND: ClassVar[int] = 0x24
+    SIZE: ClassVar[int] = 1 + 8 + 16
+    nonce: bytes
+    cookie: bytes
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return bytes([self.KIND]) + self.nonce + self.cookie
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:9], data[9:25])
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """You are registered for so long, from there."""
+
+    KIND: ClassVar[int] = 0x25
+    SIZE: ClassVar[int] = 1 + 8 + ADDRESS_BYTES + 2 + 2
+    nonce: bytes
+    address: Address
+    lasts_s: int
+    observer_port: int
+    """Another port of this host that answers `Ask`: one relay shows two mappings; 0: none."""
+
+    def encode(self) -> bytes:
+        """Write it."""
+        tail = struct.pack("!HH", self.lasts_s, self.observer_port)
+        return bytes([self.KIND]) + self.nonce + pack_address(self.address) + tail
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:9], unpack_address(data[9:27]), *struct.unpack("!HH", data[27:31]))
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Nobody of that tag is registered here, or you are not: to the sender of `Relayed`."""
+
+    KIND: ClassVar[int] = 0x26
+    SIZE: ClassVar[int] = 1 + TAG_BYTES
+    tag: Tag
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return bytes([self.KIND]) + self.tag
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:13])
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Do you hear me here? Padded to try a size; who knows the key of the path answers."""
+
+    KIND: ClassVar[int] = 0x27
+    SIZE: ClassVar[int] = 1 + 8 + 8 + 16
+    path: bytes  # 8: which connection
+    nonce: bytes  # 8
+    mac: bytes  # 16
+    length: int = SIZE
+    """Of the whole datagram, in bytes."""
+
+    @property
+    def sealed(self) -> bytes:
+        """What the MAC is of."""
+        return bytes([self.KIND]) + self.path + self.nonce
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return (self.sealed + self.mac).ljust(self.length, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        return cls(data[1:9], data[9:17], data[17:33], len(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """I do, and so many bytes of it; you come from there."""
+
+    KIND: ClassVar[int] = 0x28
+    SIZE: ClassVar[int] = 1 + 8 + 8 + ADDRESS_BYTES + 2 + 16
+    path: bytes
+    nonce: bytes
+    address: Address
+    length: int
+    mac: bytes
+
+    @property
+    def sealed(self) -> bytes:
+        """What the MAC is of."""
+        body = self.path + self.nonce + pack_address(self.address) + struct.pack("!H", self.length)
+        return bytes([self.KIND]) + body
+
+    def encode(self) -> bytes:
+        """Write it."""
+        return self.sealed + self.mac
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read what is `SIZE` bytes long, or longer."""
+        (length,) = struct.unpack("!H", data[35:37])
+        return cls(data[1:9], data[9:17], unpack_address(data[17:35]), length, data[37:53])
+
+
+Packet = Ask | Tell | Relayed | Register | Cookie | Registered | Unknown | Probe | Answer
+
+_KINDS: dict[int, type[Packet]] = {
+    kind.KIND: kind
+    for kind in (Ask, Tell, Relayed, Register, Cookie, Registered, Unknown, Probe, Answer)
+}
+
+
+def decode(datagram: bytes) -> Packet:
+    """Read a datagram that is not QUIC's; raise `PeerFault` for what is none of ours."""
+    kind = _KINDS.get(datagram[0]) if datagram else None
+    if kind is None or len(datagram) < kind.SIZE:
+        raise PeerFault(f"A datagram of {len(datagram)} bytes is none of ours")
+    return kind.decode(datagram)

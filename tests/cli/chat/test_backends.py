@@ -1,0 +1,195 @@
+"""Which ring answers `meshllm chat`; what opens it is replaced, and the node is a fake one."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from meshllm.api.serve import serve
+from meshllm.api.unix import is_answered
+from meshllm.cli.app import app
+from meshllm.cli.chat import backends, chat
+from tests.api.fake_node import FakeNode
+from tests.cli.fake import FakeRing
+
+pytestmark = pytest.mark.socket
+
+Ask = Callable[..., Result]
+
+
+@pytest.fixture
+def ask() -> Ask:
+    """Run `meshllm chat` as a person does, without a ring of the test."""
+
+    def invoke(*words: str) -> Result:
+        return CliRunner().invoke(app, [*words, "hi"], prog_name="meshllm")
+
+    return invoke
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> FakeRing:
+    """Take the place of the ring in this process."""
+    ring = FakeRing()
+    for module in (chat, backends):
+        monkeypatch.setattr(module, "open_local", ring)
+    monkeypatch.setattr(chat, "import_heavy", lambda: None)
+    return ring
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
+    """A node that runs in a thread of its own, as another process would."""
+    folder = tmp_path / "s"
+    monkeypatch.setenv("MESHLLM_STATE", str(folder))
+    door = FakeNode()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve(door, folder / "door.sock"))
+
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not is_answered(folder / "door.sock"):
+        threading.Event().wait(0.01)
+    yield door
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join()
+    loop.close()
+
+
+def test_the_running_node_answers(ask: Ask, node: FakeNode, local: FakeRing) -> None:
+    result = ask("chat", "--max-tokens", "9")
+
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "hello w\u2028rld\n", "")
+    assert (node.requests[0].max_tokens, local.requests) == (9, [])
+
+
+def test_the_model_that_is_told_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> None:
+    node.served = "mesh/model"
+
+    result = ask("chat", "--json")
+
+    assert json.loads(result.stdout)["model"] == "mesh/model"
+
+
+def test_which_node_answers_is_news(
+    ask: Ask, node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "meshllm"):
+        ask("chat")
+
+    assert "asking the node at" in caplog.text
+
+
+def test_an_error_of_the_node_keeps_its_exit_code(ask: Ask, node: FakeNode) -> None:
+    node.fails_at = 1
+
+    result = ask("chat")
+
+    assert (result.exit_code, result.stderr) == (1, "error: It broke\nhint: mend it\n")
+
+
+def test_without_a_node_a_ring_forms_here(ask: Ask, local: FakeRing) -> None:
+    assert ask("chat").stdout == "You said: hi\n"
+
+
+def test_a_number_of_nodes_is_a_ring_in_this_process(
+    ask: Ask, node: FakeNode, local: FakeRing
+) -> None:
+    result = ask("chat", "--nodes", "2", "--model", "m")
+
+    assert (result.stdout, node.requests) == ("You said: hi\n", [])
+    assert local.settings is not None
+    assert (local.settings.nodes, local.settings.model) == (2, "m")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "other"), "The running node serves `builtin`, not `other`"),
+        (("--threads", "2"), "`--threads` cannot hold: the running node has a ring of its own"),
+        (("--dtype", "auto"), "`--dtype` cannot hold: the running node has a ring of its own"),
+        (("--device", "cpu"), "`--device` cannot hold: the running node has a ring of its own"),
+        (("--draft", "m"), "`--draft` cannot hold: the running node has a ring of its own"),
+        (("--wire", "int8"), "`--wire` cannot hold: the running node has a ring of its own"),
+    ],
+)
+def test_what_a_running_node_cannot_be_is_told(
+    ask: Ask, node: FakeNode, words: tuple[str, ...], message: str
+) -> None:
+    result = ask("chat", *words)
+
+    assert (result.exit_code, node.requests) == (2, [])
+    assert result.stderr.startswith(f"error: {message}\nhint: leave ")
+
+
+def test_the_model_of_the_mesh_may_be_named(ask: Ask, node: FakeNode) -> None:
+    assert ask("chat", "--model", "builtin").exit_code == 0
+
+
+def test_a_mesh_without_a_model_yet_is_asked_all_the_same(ask: Ask, node: FakeNode) -> None:
+    node.served = None
+
+    assert ask("chat", "--model", "builtin").exit_code == 0
+
+
+@pytest.fixture
+def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """Take the place of the client without weights."""
+    opened: list[tuple[str, Path]] = []
+
+    @asynccontextmanager
+    async def open_thin(ticket: str, state: Path) -> AsyncIterator[FakeRing]:
+        opened.append((ticket, state))
+        yield FakeRing()
+
+    module = ModuleType("meshllm.node.client")
+    module.open_thin = open_thin  # type: ignore[attr-defined]  # a module made here
+    monkeypatch.setitem(sys.modules, "meshllm.node.client", module)
+    return opened
+
+
+def test_a_ticket_makes_it_a_client(
+    ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], home: Path
+) -> None:
+    result = ask("chat", "--join", "meshllm1abc")
+
+    assert (result.stdout, node.requests) == ("You said: hi\n", [])
+    assert thin == [("meshllm1abc", home / "s")]
+
+
+def test_a_ticket_in_the_environment_is_used_without_a_node(
+    ask: Ask, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_JOIN", "meshllm1abc")
+
+    ask("chat")
+
+    assert [ticket for ticket, _ in thin] == ["meshllm1abc"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--nodes", "2"), "`--nodes` is a ring in this process, `--join` a mesh elsewhere"),
+        (("--model", "m"), "`--model` cannot hold: the mesh of the ticket has a ring of its own"),
+        (("--ends", "entry"), "`--ends` cannot hold: the mesh of the ticket has a ring"),
+    ],
+)
+def test_what_a_client_cannot_choose_is_told(
+    ask: Ask, thin: list[tuple[str, Path]], words: tuple[str, ...], message: str
+) -> None:
+    result = ask("chat", "--join", "meshllm1abc", *words)
+
+    assert (result.exit_code, thin) == (2, [])
+    assert result.stderr.startswith(f"error: {message}")

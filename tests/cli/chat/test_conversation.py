@@ -1,0 +1,174 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation
+from meshllm.config import Settings
+from meshllm.errors import UserError
+from tests.cli.fake import answer_of
+
+
+@pytest.fixture
+def talk() -> Conversation:
+    return Conversation(Settings())
+
+
+def test_a_question_carries_what_was_said(talk: Conversation) -> None:
+    talk.remember("I am Ada", "Hello Ada")
+    talk.obey("/system be brief")
+
+    request = talk.request("Who am I?")
+
+    assert [(turn["role"], turn["content"]) for turn in request.turns] == [
+        ("system", "be brief"),
+        ("user", "I am Ada"),
+        ("assistant", "Hello Ada"),
+        ("user", "Who am I?"),
+    ]
+
+
+def test_a_question_without_a_reply_is_forgotten(talk: Conversation) -> None:
+    talk.remember("stopped at once", "")
+
+    assert talk.turns == []
+
+
+def test_help_lists_every_command(talk: Conversation) -> None:
+    text = talk.obey("/help")
+
+    assert all(name in text for name in COMMANDS)
+    assert "Ctrl-C" in text
+
+
+@pytest.mark.parametrize("name", SETTABLE)
+def test_everything_settable_can_be_set_and_shown(talk: Conversation, name: str) -> None:
+    told = talk.obey(f"/set {name} 1")
+
+    assert told == f"{name} is 1"
+    assert f"{name} " in talk.obey("/show")
+
+
+def test_a_set_value_is_used_for_the_next_answer(talk: Conversation) -> None:
+    talk.obey("/set top-p 0.5")
+    talk.obey("/set max_tokens 7")
+
+    request = talk.request("hi")
+
+    assert (request.sampling.top_p, request.max_tokens) == (0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("/set temprature 1", "`temprature` cannot be set", "did you mean `temperature`?"),
+        ("/set nodes 3", "`nodes` cannot be set", "max_tokens, temperature"),
+        ("/set seed", "`/set` needs a name and a value", "`/set seed VALUE`"),
+        ("/set", "`/set` needs a name and a value", "`/set temperature 0.8`"),
+        ("/set top_p 2", "`top_p` is 2.0, not between 0 and 1 (/set)", ""),
+        ("/set top_k many", "`top_k` is 'many', no whole number (/set)", ""),
+        ("/quit", "`/quit` is no command", "`/help` lists them"),
+        ("/shwo", "`/shwo` is no command", "did you mean `/show`? `/help` lists them"),
+        ("/save", "`/save` needs a file", "`/save talk.json`"),
+        ("/load", "`/load` needs a file", "`/load talk.json`"),
+        ("/load gone.json", "`gone.json` cannot be read: No such file or directory", ""),
+        ("/save no/such/folder.json", "`no/such/folder.json` cannot be written: No such file", ""),
+        ("/stats", "There is no finished answer yet", ""),
+    ],
+)
+def test_a_command_that_cannot_be_obeyed_says_why(
+    talk: Conversation, line: str, message: str, hint: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        talk.obey(line)
+
+    assert str(caught.value).startswith(message)
+    assert (caught.value.hint or "").startswith(hint)
+
+
+def test_a_conversation_goes_on_from_a_file(talk: Conversation, home: Path) -> None:
+    talk.obey("/system be brief")
+    talk.obey("/set seed 7")
+    talk.remember("Grüße", "🦊")
+    other = Conversation(Settings(system="something else"))
+
+    told = [talk.obey("/save talk.json"), other.obey("/load talk.json")]
+
+    assert told == ["saved 2 turns in `talk.json`", "loaded 2 turns from `talk.json`"]
+    assert other.turns == talk.turns
+    assert (other.settings.system, other.settings.sampling.seed) == ("be brief", 7)
+    assert (home / "talk.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_saved_conversation_may_be_saved_again(talk: Conversation) -> None:
+    talk.obey("/save talk.json")
+    talk.remember("a", "b")
+
+    assert talk.obey("/save talk.json") == "saved 2 turns in `talk.json`"
+
+
+def test_no_other_file_is_overwritten(talk: Conversation, home: Path) -> None:
+    (home / "precious.txt").write_text("precious")
+
+    with pytest.raises(UserError, match="is no saved conversation"):
+        talk.obey("/save precious.txt")
+
+    assert (home / "precious.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no json",
+        "[]",
+        '{"schema": 2, "settings": {}, "turns": []}',
+        '{"schema": 1, "settings": {}, "turns": [{"role": "user"}]}',
+        '{"schema": 1, "settings": {}, "turns": [{"role": "root", "content": "x"}]}',
+    ],
+)
+def test_a_file_that_is_no_conversation_is_refused(
+    talk: Conversation, home: Path, content: str
+) -> None:
+    (home / "talk.json").write_text(content)
+    talk.remember("a", "b")
+
+    with pytest.raises(UserError, match="is no saved conversation"):
+        talk.obey("/load talk.json")
+
+    assert len(talk.turns) == 2
+
+
+def test_a_saved_setting_out_of_range_is_refused(talk: Conversation, home: Path) -> None:
+    content = {"schema": 1, "settings": {"top_p": 9}, "turns": []}
+    (home / "talk.json").write_text(json.dumps(content))
+
+    with pytest.raises(UserError, match="not between 0 and 1"):
+        talk.obey("/load talk.json")
+
+
+def test_clear_forgets_turns_and_keeps_settings(talk: Conversation) -> None:
+    talk.remember("a", "b")
+    talk.obey("/set seed 7")
+
+    talk.obey("/clear")
+
+    assert (talk.turns, talk.settings.sampling.seed) == ([], 7)
+
+
+def test_system_without_a_text_takes_it_back(talk: Conversation) -> None:
+    talk.obey("/system be brief")
+
+    talk.obey("/system")
+
+    assert talk.settings.system is None
+
+
+def test_stats_tell_about_the_last_answer(talk: Conversation) -> None:
+    talk.answer = answer_of("hi", 1)
+
+    assert "250.0 tokens/s" in talk.obey("/stats")
+
+
+def test_bye_leaves(talk: Conversation) -> None:
+    with pytest.raises(EOFError):
+        talk.obey("/bye")

@@ -1,0 +1,64 @@
+import io
+
+import pytest
+
+from meshllm.cli.chat.prompt import read_prompt
+from meshllm.errors import UserError
+
+
+class Terminal(io.TextIOWrapper):
+    """Standard input with a person in front of it, or bytes that were piped in."""
+
+    def __init__(self, data: bytes | None = None) -> None:
+        super().__init__(io.BytesIO(b"typed later" if data is None else data))
+        self.is_terminal = data is None
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize(
+    ("argument", "piped", "prompt"),
+    [
+        ("hi", None, "hi"),
+        ("hi", b"", "hi"),
+        (None, b"piped\n", "piped"),
+        ("-", b"piped\n", "piped"),
+        ("hi", b"piped\n", "piped\n\nhi"),
+        ("-", None, "typed later"),
+        (None, b"  two\n\nparts \r\n\n", "  two\n\nparts "),
+        (None, "Grüße 🦊\n".encode(), "Grüße 🦊"),
+        ("Grüße", None, "Grüße"),
+    ],
+)
+def test_a_prompt_is_what_was_piped_then_the_argument(
+    argument: str | None, piped: bytes | None, prompt: str
+) -> None:
+    assert read_prompt(argument, Terminal(piped)) == prompt
+
+
+def test_a_person_without_an_argument_wants_a_conversation() -> None:
+    assert read_prompt(None, Terminal()) is None
+
+
+@pytest.mark.parametrize(("argument", "prompt"), [(None, None), ("hi", "hi")])
+def test_standard_input_may_be_closed(argument: str | None, prompt: str | None) -> None:
+    assert read_prompt(argument, None) == prompt
+
+
+@pytest.mark.parametrize(
+    ("argument", "piped"), [("", b""), (None, b"\n\n"), ("-", b""), (" ", None)]
+)
+def test_nothing_is_no_prompt(argument: str | None, piped: bytes | None) -> None:
+    with pytest.raises(UserError, match="The prompt is empty"):
+        read_prompt(argument, Terminal(piped))
+
+
+def test_bytes_that_are_no_utf8_are_named() -> None:
+    with pytest.raises(UserError, match="byte 0x80 at offset 2"):
+        read_prompt(None, Terminal(b"ab\x80"))
+
+
+def test_an_argument_that_is_no_utf8_is_named() -> None:
+    with pytest.raises(UserError, match="The prompt is not UTF-8 at character 3"):
+        read_prompt("caf\udce9", Terminal())

@@ -1,0 +1,174 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshllm.model import shape
+from meshllm.model.files import source
+from meshllm.model.parity import check, verdict
+from meshllm.model.parity.check import Report, Split
+from meshllm.model.parity.verdict import Verdict
+from meshllm.model.split import onemkl
+from meshllm.model.split.skeleton import Part
+from meshllm.names import Span
+from tests.cli.conftest import Invoke
+
+HALVES = (Part(Span(0, 4), True, False), Part(Span(4, 8), False, True))
+EQUAL = Report("builtin", "float32", (1, 2), (3,), (Split(HALVES, True, True, 0.0, 0.0),))
+
+
+def test_show_tells_sizes_and_what_fits(meshllm: Invoke) -> None:
+    text = meshllm("model", "show", "builtin").stdout
+
+    assert "\nlayers        8 of " in text
+    assert " per token\n" in text
+    assert "\nfits here     all of it in " in text
+    assert "\nsteps on cpu  " in text
+
+
+def test_show_json(meshllm: Invoke) -> None:
+    shape = json.loads(meshllm("model", "show", "builtin", "--json", "--dtype", "float32").stdout)
+
+    assert (shape["schema"], shape["name"], shape["layers"]) == (1, "builtin", 8)
+    assert (shape["dtype"], shape["itemsize"]) == ("float32", 4)
+    assert shape["here"]["layers_with_ends"] == 8
+    assert shape["here"]["execution"]["strategy"] == "stock"
+    assert "--dtype bfloat16" in shape["here"]["execution"]["reason"]
+
+
+def test_show_counts_the_layers_that_fit(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape, "free_memory", lambda: 10 << 20)
+
+    text = meshllm("model", "show", "builtin").stdout
+
+    assert " of 8 layers in 10.0 MiB free memory" in text
+
+
+def test_an_unknown_model_exits_4(meshllm: Invoke) -> None:
+    result = meshllm("model", "show", "org/missing")
+
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr.startswith("error: There is no model `org/missing`")
+    assert "meshllm model pull org/missing" in result.stderr
+
+
+def test_verify_prints_a_verdict(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "verify", lambda *_, **__: EQUAL)
+
+    result = meshllm("model", "verify", "builtin")
+
+    assert result.exit_code == 0
+    assert "    2  0:4 4:8  equal   equal\n" in result.stdout
+    assert "builtin in float32: equal bit for bit to transformers" in result.stdout
+
+
+def test_a_model_that_differs_exits_4(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = replace(EQUAL, splits=(Split(HALVES, False, True, 0.25, 3e-4),))
+    monkeypatch.setattr(check, "verify", lambda *_, **__: report)
+
+    result = meshllm("model", "verify", "builtin")
+    as_json = meshllm("model", "verify", "builtin", "--json")
+
+    assert (result.exit_code, as_json.exit_code) == (4, 4)
+    assert "differ by 0.25" in result.stdout
+    assert "NOT equal to transformers: largest relative difference 3.0e-04" in result.stdout
+    assert result.stderr.startswith("error: `builtin` split is not the whole model\n")
+    assert result.stderr.endswith("hint: use it with `--nodes 1`\n")
+    assert json.loads(as_json.stdout)["outcome"] == "different"
+
+
+@pytest.mark.parametrize("blamed", [False, True])
+def test_rounding_is_told_from_error(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, blamed: bool
+) -> None:
+    report = replace(EQUAL, splits=(Split(HALVES, False, True, 2e-6, 2e-7),))
+    monkeypatch.setattr(check, "verify", lambda *_, **__: report)
+    monkeypatch.setattr(onemkl, "rounds_by_alignment", lambda: blamed)
+
+    result = meshllm("model", "verify", "builtin")
+    as_json = json.loads(meshllm("model", "verify", "builtin", "--json").stdout)
+
+    assert result.exit_code == 0
+    assert "up to rounding, largest relative difference 2.0e-07" in result.stdout
+    assert ("this machine's BLAS rounds by alignment" in result.stdout) is blamed
+    assert (as_json["outcome"], as_json["equal"], as_json["relative"]) == ("rounding", False, 2e-7)
+
+
+def test_rounding_of_16_bits_hides_errors(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Split(HALVES, False, True, 2e-6, 2e-7)
+    report = replace(EQUAL, dtype="bfloat16", splits=(split,))
+    monkeypatch.setattr(check, "verify", lambda *_, **__: report)
+
+    result = meshllm("model", "verify", "builtin")
+
+    assert result.exit_code == 4
+    assert "tell error from rounding with `--dtype float32`" in result.stderr
+
+
+def test_pull_fetches_the_files_of_a_span(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[object] = []
+
+    def resolve(name: str, **wishes: object) -> SimpleNamespace:
+        asked.extend([name, wishes])
+        return SimpleNamespace(folder=tmp_path)
+
+    monkeypatch.setattr(source, "resolve", resolve)
+
+    result = meshllm("model", "pull", "org/name", "--layers", "0:14")
+
+    assert result.stdout == f"{tmp_path}\n"
+    assert asked == ["org/name", {"revision": None, "span": Span(0, 14), "download": True}]
+
+
+def test_pull_refuses_what_is_no_span(meshllm: Invoke) -> None:
+    result = meshllm("model", "pull", "org/name", "--layers", "14")
+
+    assert (result.exit_code, result.stderr.splitlines()[0]) == (
+        2, "error: `14` is no span of layers",
+    )  # fmt: skip
+
+
+def test_families_tell_who_is_refused_and_why(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {
+        "llama": Verdict("llama", equal=True, reason=""),
+        "odd": Verdict("odd", equal=False, reason="it shares layers"),
+    }
+    monkeypatch.setattr(verdict, "known_verdicts", lambda: known)
+
+    result = meshllm("model", "families")
+    as_json = json.loads(meshllm("model", "families", "--json").stdout)
+
+    assert result.stdout.splitlines()[1:] == ["llama  checked", "odd    refused  it shares layers"]
+    assert result.stderr == "1 of 2 are bit-equal when split\n"
+    assert as_json["families"]["odd"]["reason"] == "it shares layers"
+
+
+def test_list_names_the_builtin_and_the_cached(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", tmp_path / "hub")
+
+    text = meshllm("model", "list").stdout
+    models = json.loads(meshllm("model", "list", "--json").stdout)["models"]
+
+    assert [model["name"] for model in models] == ["builtin", "org/name"]
+    assert "\norg/name " in text
+
+
+def test_list_works_without_a_cache(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", tmp_path / "none")
+
+    models = json.loads(meshllm("model", "list", "--json").stdout)["models"]
+
+    assert [model["name"] for model in models] == ["builtin"]

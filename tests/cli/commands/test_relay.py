@@ -1,0 +1,277 @@
+import asyncio
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from meshllm.cli.commands import relay
+from meshllm.cli.manual import generate
+from meshllm.protocol.trust.identity import NodeKey, show
+from meshllm_quic.net.address import RELAY_PORT
+from meshllm_quic.relay import relay_server
+from meshllm_quic.relay.relay import Limits, Refusal, Statistics
+from tests.cli.conftest import Invoke
+
+NODE, OTHER = NodeKey(bytes(32)).node, NodeKey(b"\1" * 32).node
+CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
+
+
+@dataclass
+class FakeSocket:
+    port: int
+    host: str = "8.8.8.8"
+
+    def hosts(self) -> list[str]:
+        return [self.host, "127.0.0.1"]
+
+
+@dataclass
+class FakeRelay:
+    """Takes the place of `open_relay`: remembers how it was called, and ends when it is told."""
+
+    udp: FakeSocket = field(default_factory=lambda: FakeSocket(8790))
+    observer: FakeSocket = field(default_factory=lambda: FakeSocket(8791))
+    statistics: Statistics = field(default_factory=Statistics)
+    error: OSError | None = None
+    last: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGINT)
+    place: tuple[str | None, int] | None = None
+    allow: Callable[[bytes], bool] = lambda _: False
+    limits: Limits = field(default_factory=Limits)
+    is_open: bool = False
+
+    @asynccontextmanager
+    async def __call__(
+        self, _: object, host: str | None, port: int, *, allow: Any, limits: Limits
+    ) -> AsyncIterator["FakeRelay"]:
+        self.place, self.allow, self.limits = (host, port), allow, limits
+        if self.error is not None:
+            raise self.error
+        self.is_open = True
+        asyncio.get_running_loop().call_later(0.01, self.last)
+        yield self
+        self.is_open = False
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRelay:
+    made = FakeRelay()
+    monkeypatch.setattr(relay_server, "open_relay", made)
+    return made
+
+
+def test_the_command_for_the_nodes_is_all_of_stdout(meshllm: Invoke, fake: FakeRelay) -> None:
+    result = meshllm("relay")
+
+    assert result.exit_code == 0
+    assert result.stdout == "meshllm node --relay 8.8.8.8:8790\n"
+    assert CLOCK.sub("", result.stderr) == (
+        "relay at UDP 8790 and 8791 and TCP 8790, which a firewall must let in\n"
+    )
+    assert fake.place == (None, RELAY_PORT)
+    assert not fake.is_open
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_well(meshllm: Invoke, fake: FakeRelay, number: signal.Signals) -> None:
+    fake.last = lambda: os.kill(os.getpid(), number)
+
+    assert meshllm("relay").exit_code == 0
+    assert not fake.is_open
+
+
+def test_an_address_of_ipv6_has_brackets(meshllm: Invoke, fake: FakeRelay) -> None:
+    fake.udp.host = "2606:4700::1"
+
+    assert meshllm("relay").stdout.endswith(" --relay [2606:4700::1]:8790\n")
+
+
+@pytest.mark.parametrize("host", ["192.168.0.7", "127.0.0.1", "fd00::1"])
+def test_an_address_that_is_not_public_is_pointed_out(
+    meshllm: Invoke, fake: FakeRelay, host: str
+) -> None:
+    fake.udp.host = host
+
+    result = meshllm("relay")
+
+    assert f"{host} is no public address" in result.stderr
+
+
+def test_json_is_one_object(meshllm: Invoke, fake: FakeRelay) -> None:
+    told = json.loads(meshllm("relay", "--json").stdout)
+
+    assert told == {
+        "schema": 1,
+        "relay": "8.8.8.8:8790",
+        "port": 8790,
+        "observer_port": 8791,
+        "node_command": "meshllm node --relay 8.8.8.8:8790",
+    }
+
+
+def test_the_log_may_be_json(meshllm: Invoke, fake: FakeRelay) -> None:
+    fake.udp.host = "10.0.0.1"
+
+    lines = [
+        json.loads(line)
+        for line in meshllm("relay", "--log-format", "json").stderr.split("\n")[:-1]
+    ]
+
+    assert [line["logger"] for line in lines] == ["meshllm.events.relay"] * 2
+    assert [line["fields"] for line in lines] == [
+        {"event": "ready", "port": 8790, "observer_port": 8791},
+        {"event": "private", "host": "10.0.0.1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("listen", "place"),
+    [
+        ("203.0.113.7:443", ("203.0.113.7", 443)),
+        ("0.0.0.0:1", ("0.0.0.0", 1)),
+        ("[2001:db8::1]:8790", ("2001:db8::1", 8790)),
+        ("[::]:9", (None, 9)),
+        (":9", (None, 9)),
+        ("relay.example.org:65535", ("relay.example.org", 65535)),
+    ],
+)
+def test_a_place_is_chosen(
+    meshllm: Invoke, fake: FakeRelay, listen: str, place: tuple[str | None, int]
+) -> None:
+    meshllm("relay", "--listen", listen)
+
+    assert fake.place == place
+
+
+@pytest.mark.parametrize(
+    "listen", ["8790", "host", "host:", "h:65536", "::1:8790", "[x]:1", "a b:1"]
+)
+def test_what_is_no_place_is_refused(meshllm: Invoke, fake: FakeRelay, listen: str) -> None:
+    result = meshllm("relay", "--listen", listen)
+
+    assert result.exit_code == 2
+    assert f"error: `{listen}` is no place to listen at\nhint: write it as" in result.stderr
+    assert fake.place is None
+
+
+def test_everybody_is_served_at_a_generous_rate(meshllm: Invoke, fake: FakeRelay) -> None:
+    meshllm("relay")
+
+    assert fake.allow(NODE)
+    assert fake.limits == Limits()
+
+
+def test_the_rate_is_chosen(meshllm: Invoke, fake: FakeRelay) -> None:
+    meshllm("relay", "--rate", "500KB")
+
+    assert fake.limits == Limits(rate=500_000)
+
+
+def test_what_is_no_rate_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
+    result = meshllm("relay", "--rate", "fast")
+
+    assert result.exit_code == 2
+    assert "error: `fast` is no rate\nhint: write it as `500KB`" in result.stderr
+
+
+def test_only_some_nodes_are_served(meshllm: Invoke, fake: FakeRelay) -> None:
+    third = NodeKey(b"\2" * 32).node
+
+    meshllm("relay", "--allow", show(NODE), "--allow", show(OTHER).replace("-", ""))
+
+    assert [fake.allow(node) for node in (NODE, OTHER, third)] == [True, True, False]
+
+
+def test_what_is_no_node_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
+    result = meshllm("relay", "--allow", "abc")
+
+    assert result.exit_code == 2
+    assert "`abc` is no node id" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EADDRINUSE, "error while attempting to bind"), "address already in use"),
+        (OSError(errno.EACCES, "no"), "permission denied"),
+        (OSError(-2, "Name or service not known"), "name or service not known"),
+    ],
+)
+def test_a_place_that_cannot_be_had_is_an_error_with_a_hint(
+    meshllm: Invoke, fake: FakeRelay, error: OSError, reason: str
+) -> None:
+    fake.error = error
+
+    result = meshllm("relay")
+
+    assert result.exit_code == 2
+    assert f"`[::]:8790` cannot be listened at: {reason}\nhint: choose another" in result.stderr
+    assert result.stdout == ""
+
+
+def test_what_was_done_is_told_once_in_a_while(
+    meshllm: Invoke, fake: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "REPORT_S", 0.001)
+    done = fake.statistics
+
+    def work() -> None:
+        done.registered, done.forwarded_bytes = 2, 3 << 20
+        done.refused[Refusal.RATE] += 1
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
+
+    fake.last = work
+
+    lines = meshllm("relay").stderr.splitlines()
+
+    assert [CLOCK.sub("", line) for line in lines[1:]] == [
+        "2 nodes registered, 3.0 MiB forwarded, 1 refused"
+    ]
+
+
+def test_what_was_done_is_told_at_the_end(meshllm: Invoke, fake: FakeRelay) -> None:
+    def work() -> None:
+        fake.statistics.refused[Refusal.QUOTA] += 1
+        os.kill(os.getpid(), signal.SIGINT)
+
+    fake.last = work
+
+    lines = meshllm("relay", "--log-format", "json").stderr.splitlines()
+
+    assert json.loads(lines[-1])["fields"] == {
+        "event": "figures", "registered": 0, "bytes": 0, "refused": 1,
+    }  # fmt: skip
+
+
+def test_the_default_place_is_the_port_of_the_relay() -> None:
+    assert "[default: [::]:8790]" in generate()["man/meshllm-relay.1"].replace("\\-", "-")
+
+
+@pytest.mark.socket
+def test_it_runs_without_a_model_and_stops_when_it_is_told() -> None:
+    code = (
+        "import sys\n"
+        "from meshllm.cli.app import main\n"
+        "sys.argv = ['meshllm', 'relay', '--listen', '127.0.0.1:0', '--json']\n"
+        "try: main()\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+
+    assert told["relay"] == f"127.0.0.1:{told['port']}"
+    assert rest == "None []\n"

@@ -1,0 +1,273 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshllm.cli.doctor import checks
+from meshllm.cli.doctor.finding import Finding
+from meshllm.config import Settings
+from meshllm.errors import LinkLost, PeerFault
+from meshllm.model import device
+from meshllm.model.parity.verdict import known_verdicts
+from meshllm.node.membership.state_store import Keyring
+from meshllm.protocol.trust.identity import show
+from meshllm.status import NodeState
+from meshllm.transport.registry import Registry
+from tests.builders.status import status_of, waiting, with_link, with_node
+
+
+def test_a_state_folder_that_is_missing_is_no_fault(home: Path) -> None:
+    assert [each.verdict for each in checks.check_state(home / "none")] == ["ok"]
+    assert not (home / "none").exists()
+
+
+def test_a_private_state_folder_shows_its_id(home: Path) -> None:
+    node = Keyring.open(home / "state").key.node
+
+    folder, key = checks.check_state(home / "state")
+
+    assert (folder.verdict, key) == ("ok", Finding("ok", "key", show(node)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "advice"), [(".", 0o750, "700"), ("node.key", 0o640, "600")]
+)
+def test_what_others_can_read_fails_and_is_not_mended(
+    home: Path, name: str, mode: int, advice: str
+) -> None:
+    Keyring.open(home / "state")
+    path = home / "state" / name
+    path.chmod(mode)
+
+    (found,) = checks.check_state(home / "state")
+
+    assert (found.verdict, found.advice) == ("fail", f"chmod {advice} {home / 'state' / name}")
+    assert path.stat().st_mode & 0o777 == mode
+
+
+def test_a_folder_that_cannot_be_written_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.chmod(0o700)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    assert [each.verdict for each in checks.check_state(home)] == ["fail"]
+
+
+def test_a_folder_without_a_key_is_no_fault(home: Path) -> None:
+    home.chmod(0o700)
+
+    assert [each.verdict for each in checks.check_state(home)] == ["ok", "ok"]
+    assert not (home / "node.key").exists()
+
+
+def test_a_key_that_is_none_fails(home: Path) -> None:
+    home.chmod(0o700)
+    (home / "node.key").write_text("nonsense")
+    (home / "node.key").chmod(0o600)
+
+    *_, key = checks.check_state(home)
+
+    assert (key.verdict, key.what) == ("fail", "key")
+    assert key.advice
+
+
+def test_a_clock_behind_the_last_run_is_told(home: Path) -> None:
+    (home / "mesh.json").touch()
+    written = (home / "mesh.json").stat().st_mtime
+
+    assert checks.check_clock(home, written + 5).verdict == "ok"
+    assert "is 60 s before the last run" in checks.check_clock(home, written - 60).found
+
+
+def clocks(*differ_s: float | None) -> list[Finding]:
+    status = status_of(1 + len(differ_s))
+    for index, clock_s in enumerate(differ_s, start=1):
+        status = with_link(status, index, clock_s=clock_s)
+    return list(checks.check_clocks(status.nodes))
+
+
+def test_clocks_that_agree_are_in_order() -> None:
+    assert clocks(0.02, -4.9) == [Finding("ok", "clocks", "within 4.9 s of 2 other nodes")]
+    assert clocks(0.02) == [Finding("ok", "clocks", "within 0.0 s of 1 other node")]
+
+
+def test_nothing_is_said_of_clocks_that_nobody_told() -> None:
+    assert clocks() == []
+    assert clocks(None) == []
+
+
+@pytest.mark.parametrize(
+    ("differ_s", "found", "where"),
+    [
+        ((7, 0.1), "desk is 7 s ahead", "where it is wrong"),
+        ((-200, 0.1), "desk is 3 min behind", "where it is wrong"),
+        ((60,), "desk is 1 min ahead", "where it is wrong"),
+        ((90000, 90000), "desk is 1 d ahead, laptop is 1 d ahead", "here"),
+        ((253_402_300_799.0, None), "desk is 2932897 d ahead", "where it is wrong"),
+    ],
+)
+def test_a_clock_that_differs_is_told_with_what_to_do(
+    differ_s: tuple[float | None, ...], found: str, where: str
+) -> None:
+    (told,) = clocks(*differ_s)
+
+    assert (told.verdict, told.found) == ("warn", f"more than 5 s apart: {found}")
+    assert told.advice.startswith(f"set the clock {where}: `timedatectl set-ntp true`")
+
+
+def test_no_running_node_is_a_warning(home: Path) -> None:
+    never = checks.check_silence(home / "door.sock", LinkLost("No node is running"))
+    (home / "door.sock").touch()
+    killed = checks.check_silence(home / "door.sock", LinkLost("No node is running"))
+
+    assert (never.verdict, never.advice) == ("warn", "start one with `meshllm node`")
+    assert (killed.verdict, "was killed" in killed.advice) == ("warn", True)
+
+
+def test_a_node_that_answers_nonsense_fails(home: Path) -> None:
+    found = checks.check_silence(home / "door.sock", PeerFault("No JSON", hint="update it"))
+
+    assert found == Finding("fail", "door", "No JSON", "update it")
+
+
+def test_a_door_for_others_fails(home: Path) -> None:
+    path = home / "door.sock"
+    path.touch(0o600)
+
+    assert checks.check_door(path, status_of(2)).verdict == "ok"
+    assert checks.check_door(path, waiting("alone")) == Finding(
+        "warn", "door", "node attic answers, ring waiting: alone"
+    )
+    path.chmod(0o666)
+    assert checks.check_door(path, status_of(2)).verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("node", "link", "verdict", "found"),
+    [
+        ({}, {}, "ok", "desk desk1bc direct, 1.84 ms"),
+        (
+            {},
+            {"path": "relay", "path_reason": "no answer to 64 probes"},
+            "ok",
+            "desk desk1bc relay, 1.84 ms: no answer to 64 probes",
+        ),
+        ({}, {"round_trip_ms": None}, "ok", "desk desk1bc direct, no round trip yet"),
+        ({}, {"round_trip_ms": 250.0}, "warn", "desk desk1bc direct, 250 ms"),
+        ({}, {"heard_s": 9.0}, "fail", "desk desk1bc direct, 1.84 ms, silent for 9 s"),
+        ({"version": "9"}, {}, "warn", "desk desk1bc direct, 1.84 ms, meshllm 9"),
+        ({"state": NodeState.LEFT}, {}, "warn", "desk desk1bc is left"),
+        ({"state": NodeState.REFUSED, "reason": "layer 3 differs"}, {}, "fail",
+         "desk desk1bc is refused: layer 3 differs"),
+        ({"link": None}, {}, "fail", "desk desk1bc is not reached at ws://192.168.1.11:7700"),
+        ({"link": None, "addresses": ()}, {}, "fail",
+         "desk desk1bc is not reached at an address nobody told"),
+    ],
+)  # fmt: skip
+def test_the_way_to_a_peer_is_judged(
+    node: dict[str, Any], link: dict[str, Any], verdict: str, found: str
+) -> None:
+    peer = with_node(with_link(status_of(2), 1, **link), 1, **node).nodes[1]
+
+    told = checks.check_peer(peer, "0.2.0")
+
+    assert (told.verdict, told.found) == (verdict, found)
+
+
+def test_little_memory_and_much_load_are_warnings() -> None:
+    assert checks.check_memory(1 << 20).verdict == "warn"
+    assert checks.check_memory(8 << 30).verdict == "ok"
+    assert checks.check_load(3.5, 2).verdict == "warn"
+    assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
+
+
+def test_the_device_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(checks, "DRIVER", tmp_path)
+
+    assert checks.check_device("cpu") == Finding("ok", "device", "cpu")
+    assert checks.check_device("cuda").verdict == "fail"
+    idle = checks.check_device("auto")
+    monkeypatch.setattr(checks, "DRIVER", tmp_path / "nothing")
+    assert checks.check_device("auto") == Finding("ok", "device", "cpu")
+    assert (idle.verdict, idle.found) == (
+        "warn", f"cpu: torch {torch.__version__} cannot use the GPU that is here"
+    )  # fmt: skip
+
+
+def test_a_gpu_is_told_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr(device, "name_of", lambda found: f"{found} Fake 100")
+    monkeypatch.setattr(device, "free_bytes", lambda _: 3 << 30)
+    monkeypatch.setattr(device, "lacks", lambda: None)
+
+    assert checks.check_device("auto") == Finding("ok", "device", "cuda:1 Fake 100, 3.0 GiB free")
+    monkeypatch.setattr(device, "lacks", lambda: "Triton")
+    assert checks.check_device("auto") == Finding(
+        "warn", "device", "cuda:1 Fake 100, 3.0 GiB free, slow without Triton", "install it"
+    )
+
+
+def test_the_model_is_here_and_splits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.check_model("builtin").found == "builtin: `qwen3` splits bit for bit"
+    assert checks.check_model("missing").verdict == "fail"
+    monkeypatch.setattr(checks, "known_verdicts", dict)
+    assert checks.check_model("builtin").verdict == "warn"
+
+
+def test_the_weights_are_hashed_and_what_is_absent_is_counted(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = checks.check_weights("builtin", home / "cache")
+    monkeypatch.setattr(checks, "manifest", lambda *_: (bytes(16), b"1" * 16))
+    part = checks.check_weights("builtin", home / "cache")
+    missing = checks.check_weights("no/model", home / "cache")
+
+    assert (whole.verdict, whole.found[12:]) == ("ok", ", 11 parts hashed")
+    assert (part.verdict, part.found[12:]) == ("warn", ", and 1 of 2 parts are not on this machine")
+    assert missing.verdict == "fail"
+
+
+def test_how_steps_would_be_run_is_told() -> None:
+    told = checks.check_execution(Settings(model="builtin"))
+    wide = checks.check_execution(Settings(model="builtin", dtype="float32"))
+    exact = checks.check_execution(Settings(model="builtin", exact=True))
+    missing = checks.check_execution(Settings(model="no/model"))
+
+    assert (told.verdict, wide.verdict, exact.verdict) == ("ok", "warn", "ok")
+    assert "row-invariant" in told.found or "replayed" in told.found
+    assert wide.advice == "choose `--dtype bfloat16`"
+    assert exact.found.startswith("stock")
+    assert missing.verdict == "fail"
+
+
+def test_kernels_that_cannot_be_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "meshllm.model.kernels.jit.limits", lambda: ("no compiled kernels: forbidden",)
+    )
+
+    told = checks.check_execution(Settings(model="builtin"))
+
+    assert told.verdict == "warn"
+    assert told.found.endswith("; no compiled kernels: forbidden")
+
+
+def test_a_model_that_cannot_be_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = known_verdicts()["qwen3"]
+    bad = type(verdict)("qwen3", equal=False, reason="it looks ahead")
+    monkeypatch.setattr(checks, "known_verdicts", lambda: {"qwen3": bad})
+
+    assert checks.check_model("builtin") == Finding(
+        "fail", "model", "builtin: `qwen3` cannot be split: it looks ahead"
+    )
+
+
+def test_the_chosen_transport_is_loaded() -> None:
+    installed = Registry.discover()
+
+    *_, good, bad = checks.check_transports(("loopback", "pigeon"), installed)
+
+    assert (good.verdict, bad.verdict) == ("ok", "fail")
+    assert bad.advice

@@ -1,0 +1,85 @@
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from meshllm.cli.doctor import checks
+from meshllm.cli.doctor.doctor import lay_out
+from meshllm.cli.doctor.finding import Finding
+from meshllm.errors import LinkLost, MeshError
+from tests.builders.status import status_of
+from tests.cli.conftest import Invoke
+from tests.cli.fake_client import FakeClient
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    door = FakeClient(monkeypatch)
+    door.statuses = [replace(status_of(2), listening=("loopback:1",))]
+    return door
+
+
+def test_a_finding_is_a_line_and_one_for_what_to_do() -> None:
+    findings = [Finding("ok", "model", "builtin"), Finding("warn", "door", "\x1b[2J", "start one")]
+
+    assert lay_out(findings, 80).splitlines() == [
+        "ok    model      builtin",
+        "warn  door       \\x1b[2J",
+        "                 do: start one",
+    ]
+
+
+def test_what_is_long_is_wrapped_between_words() -> None:
+    (finding,) = [Finding("warn", "door", f"/{'x' * 30} is open", "chmod 600 it, and be quick")]
+
+    assert lay_out([finding], 36).splitlines() == [
+        "warn  door       /" + "x" * 30,
+        "                 is open",
+        "                 do: chmod 600 it,",
+        "                     and be quick",
+    ]
+
+
+def test_a_machine_without_a_node_is_examined(meshllm: Invoke, door: FakeClient) -> None:
+    door.statuses = [LinkLost("No node is running")]
+
+    result = meshllm("doctor")
+
+    found = {line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")}
+    assert found == {
+        "state", "clock", "door", "port", "memory", "threads", "device", "model", "weights",
+        "execution", "transport", "versions",
+    }  # fmt: skip
+    assert "ok    model      builtin: `qwen3` splits bit for bit" in result.stdout
+    assert "websocket is chosen and loads" in result.stdout
+
+
+def test_a_machine_with_a_node_is_examined_with_its_peers(
+    meshllm: Invoke, door: FakeClient
+) -> None:
+    result = meshllm("doctor", "--json")
+
+    found = {each["what"]: each["found"] for each in json.loads(result.stdout)["findings"]}
+    assert found["peer"] == "desk desk1bc direct, 1.84 ms"
+    assert "listening" in found
+    assert "port" not in found
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_only_a_failed_check_fails_the_command(
+    meshllm: Invoke, door: FakeClient, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
+) -> None:
+    def examine(_: object, status: object, transports: object) -> Iterator[Finding]:
+        assert not isinstance(status, MeshError)
+        assert transports == ("websocket", "quic")
+        yield Finding("ok", "key", "yours")
+        yield Finding(verdict, "clock", "late")  # type: ignore[arg-type]  # one of three
+
+    monkeypatch.setattr(checks, "examine", examine)
+
+    result = meshllm("doctor")
+
+    assert result.exit_code == code
+    assert result.stderr == ("error: 1 of 2 checks failed\n" if code else "")
+    assert len(result.stdout.splitlines()) == 2

@@ -1,0 +1,85 @@
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from meshllm.cli.doctor import netchecks
+from meshllm.cli.doctor.finding import Finding
+from meshllm.status import NetworkStatus
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port where something listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.socket
+def test_a_port_that_was_asked_for_and_is_taken_fails(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(netchecks, "PORT", taken)
+
+    assert netchecks.check_free_port(f"ws://127.0.0.1:{taken}").verdict == "fail"
+    assert netchecks.check_free_port(None).verdict == "warn"
+    assert netchecks.check_free_port("127.0.0.1:0").verdict == "ok"
+
+
+@pytest.mark.socket
+def test_our_own_address_answers_or_not(taken: int) -> None:
+    assert netchecks.check_listening(f"ws://0.0.0.0:{taken}").verdict == "ok"
+    assert netchecks.check_listening("loopback:3").verdict == "ok"
+    assert netchecks.check_listening("ws://127.0.0.1:99999").verdict == "ok"
+    with socket.socket() as bound:  # it does not listen
+        bound.bind(("127.0.0.1", 0))
+        deaf = netchecks.check_listening(f"ws://127.0.0.1:{bound.getsockname()[1]}")
+    assert (deaf.verdict, "firewall" in deaf.advice) == ("warn", True)
+
+
+def test_what_listens_over_udp_is_not_dialled() -> None:
+    assert netchecks.check_listening("quic://127.0.0.1:9").verdict == "ok"
+
+
+@pytest.mark.socket
+def test_each_transport_gets_the_port_that_is_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+        bound.bind(("0.0.0.0", 0))
+        taken = bound.getsockname()[1]
+        monkeypatch.setattr(netchecks, "PORT", 0)
+
+        found = list(
+            netchecks.check_ports(
+                ("websocket", "quic"), (f"quic://0.0.0.0:{taken}", "ws://127.0.0.1:0")
+            )
+        )
+
+    assert [each.verdict for each in found] == ["ok", "fail"]
+    assert found[1].found.startswith(f"UDP port {taken} cannot be used")
+
+
+def test_what_the_network_is_like_is_told() -> None:
+    network = NetworkStatus(
+        nat="endpoint-independent",
+        line="behind a NAT that others can be let through",
+        observed=("203.0.113.7:40001",),
+        relays=(("192.0.2.9:8790", "registered"), ("192.0.2.10:8790", "silent")),
+    )
+
+    assert list(netchecks.check_network(network)) == [
+        Finding("ok", "nat", "behind a NAT that others can be let through"),
+        Finding("ok", "relay", "192.0.2.9:8790 registered"),
+        Finding(
+            "warn",
+            "relay",
+            "192.0.2.10:8790 silent",
+            "let UDP through the firewall, or name another with `--relay`",
+        ),
+    ]
+
+
+@pytest.mark.socket
+def test_a_transport_that_does_not_listen_needs_no_port() -> None:
+    found = netchecks.check_ports(("websocket", "quic"), ("ws://127.0.0.1:0",))
+
+    assert [each.found for each in found] == ["0 is free"]

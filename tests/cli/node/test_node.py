@@ -1,0 +1,396 @@
+import asyncio
+import io
+import json
+import logging
+import os
+import re
+import signal
+import stat
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+import pytest
+import torch
+
+from meshllm.api.port import NodePort
+from meshllm.cli.node.node import SWITCH_S, _report
+from meshllm.errors import MeshError, NotAuthorised
+from meshllm.log import setup
+from meshllm.model import device
+from meshllm.names import NodeId, Span, WireMode
+from meshllm.node.options import InferenceConfig, NodeOptions
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.ticket import Ticket
+from meshllm.status import MeshStatus
+from meshllm.testing.clock import run_virtual
+from tests.builders.status import status_of, waiting
+from tests.cli.conftest import Invoke
+
+TICKET = Ticket(NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
+
+
+@dataclass
+class FakeNode:
+    """Takes the place of `open_node`: goes through its statuses, then does its last deed."""
+
+    statuses: list[MeshStatus] = field(default_factory=lambda: [status_of(2)])
+    last: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGINT)
+    opening: Callable[[], None] = lambda: None
+    options: NodeOptions | None = None
+    ticket: str = "meshllm1abc"
+    asked: int = 0
+    is_open: bool = False
+
+    @asynccontextmanager
+    async def __call__(self, options: NodeOptions) -> AsyncIterator["FakeNode"]:
+        self.options = options
+        self.stopped = asyncio.get_running_loop().create_future()
+        self.opening()
+        await asyncio.sleep(0.01)
+        self.is_open = True
+        yield self
+        self.is_open = False
+
+    def status(self) -> MeshStatus:
+        return self.statuses.pop(0)
+
+    async def events(self) -> AsyncGenerator[MeshStatus, None]:
+        while self.statuses:
+            yield self.statuses[0]
+        self.last()
+
+    def leave(self) -> None:
+        self.asked += 1
+        self.stopped.set_result(None)
+
+    def fail(self, error: MeshError) -> None:
+        self.stopped.set_exception(error)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
+    node = FakeNode()
+    for name, entry, fake in (
+        ("node", "open_node", node),
+        ("control", "control_of", lambda it: it),
+    ):
+        module = ModuleType(f"meshllm.node.{name}")
+        monkeypatch.setattr(module, entry, fake, raising=False)
+        monkeypatch.setitem(sys.modules, f"meshllm.node.{name}", module)
+    monkeypatch.setattr("meshllm.api.serve.serve", _serve)
+    monkeypatch.setattr("meshllm.api.unix.is_answered", lambda _: True)
+    return node
+
+
+async def _serve(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_stdout_is_a_ticket_and_the_command_for_the_next_machine(
+    meshllm: Invoke, node: FakeNode
+) -> None:
+    result = meshllm("node")
+
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "meshllm1abc\nmeshllm node --join meshllm1abc\n",
+    )
+    assert not node.is_open
+
+
+def test_only_the_process_of_a_node_lets_threads_take_turns_sooner(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[float] = []
+    monkeypatch.setattr(sys, "setswitchinterval", chosen.append)
+
+    meshllm("node")
+
+    assert chosen == [SWITCH_S]
+
+
+def test_what_happens_is_told_with_the_time(meshllm: Invoke, node: FakeNode) -> None:
+    node.statuses = [waiting("alone"), status_of(2)]
+
+    lines = meshllm("node").stderr.splitlines()
+
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
+        "a ticket, and what to type on the next machine:",
+        "waiting: alone",
+        "desk joined (desk1bc, 8.0 GiB)",
+        "the ring of 2 serves, epoch 3: attic 0:10, desk 10:20",
+        "leaving when all is answered; once more ends it at once",
+    ]
+    assert re.match(r"\d\d:\d\d:\d\d ", lines[1])
+
+
+def test_a_log_for_tools_is_json(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--log-format", "json")
+    setup(0)
+
+    lines = [json.loads(line)["fields"] for line in result.stderr.splitlines()]
+
+    assert [each["event"] for each in lines] == ["ready", "joined", "serving", "leaving"]
+    assert lines[1]["name"] == "desk"
+    assert "meshllm1abc" not in result.stderr
+
+
+@pytest.mark.parametrize("words", [("--join", "meshllm1x"), ("--state", "/dev/null")])
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    meshllm: Invoke, node: FakeNode, words: tuple[str, str]
+) -> None:
+    result = meshllm("node", *words)
+
+    assert result.exit_code == 2
+    assert node.options is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_the_node_leave(
+    meshllm: Invoke, node: FakeNode, number: signal.Signals
+) -> None:
+    node.last = lambda: os.kill(os.getpid(), number)
+
+    assert meshllm("node").exit_code == 0
+    assert node.asked == 1
+
+
+def test_a_signal_before_there_is_a_node_ends_the_command(meshllm: Invoke, node: FakeNode) -> None:
+    node.opening = lambda: os.kill(os.getpid(), signal.SIGINT)
+
+    result = meshllm("node")
+
+    assert (result.exit_code, result.output, node.asked) == (130, "", 0)
+
+
+def test_what_ends_a_node_is_the_error_of_the_command(meshllm: Invoke, node: FakeNode) -> None:
+    node.last = lambda: node.fail(NotAuthorised("This node was shut out of the mesh"))
+
+    result = meshllm("node")
+
+    assert result.exit_code == 5
+    assert result.stderr.endswith("error: This node was shut out of the mesh\n")
+
+
+def test_the_last_error_is_a_line_of_a_log_for_tools(meshllm: Invoke, node: FakeNode) -> None:
+    error = NotAuthorised("This node was shut out of the mesh", hint="ask for a ticket")
+    node.last = lambda: node.fail(error)
+
+    result = meshllm("node", "--log-format", "json")
+    early = meshllm("node", "--log-format", "json", "--join", "meshllm1x")
+    setup(0)
+
+    *_, last = map(json.loads, result.stderr.splitlines())
+    assert result.exit_code == 5
+    assert last.pop("time")
+    assert last == {
+        "level": "error",
+        "logger": "meshllm",
+        "message": "This node was shut out of the mesh",
+        "hint": "ask for a ticket",
+    }
+    assert early.exit_code == 2
+    assert json.loads(early.stderr)["level"] == "error"
+
+
+def test_an_address_that_nobody_could_use_is_refused(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--advertise", "192.0.2.7:7700")
+
+    assert (result.exit_code, node.options) == (2, None)
+    assert result.stderr == (
+        "error: `192.0.2.7:7700` is no address of `websocket` or `quic`\n"
+        "hint: `--advertise` begins with `ws:` or `wss:` or `quic:`\n"
+    )
+    assert meshllm("node", "--advertise", "ws://192.0.2.7:7700").exit_code == 0
+
+
+def test_the_ticket_is_written_where_only_the_owner_reads(
+    meshllm: Invoke, node: FakeNode, home: Path
+) -> None:
+    path = home / "ticket"
+    path.write_text("old")
+    path.chmod(0o644)
+
+    meshllm("node", "--ticket-file", "ticket")
+
+    assert path.read_text() == "meshllm1abc\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--ticket-file", "nowhere/ticket")
+
+    assert result.exit_code == 2
+    assert "error: `nowhere/ticket` cannot be written: No such file" in result.stderr
+
+
+def test_what_is_not_set_is_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
+    meshllm("node", "--state", "here", "--dtype", "auto")
+
+    assert node.options == NodeOptions(
+        state=Path.cwd() / "here", inference=InferenceConfig(device="auto")
+    )
+
+
+def test_what_is_set_is_passed_on(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_NAME", "attic")
+
+    meshllm(
+        "node", "--state", "here", "--model", "builtin", "--transport", "quic, websocket",
+        "--listen", "quic://0.0.0.0:7701", "--relay", "quic://relay.example:8790",
+        "--memory", "4GiB", "--layers", "2:5", "--exclude", "desk, laptop", "--members", "3",
+        "--join", TICKET, "--no-discovery", "--policy", "auto", "--wire", "auto",
+        "--draft", "org/small", "--device", "cpu",
+    )  # fmt: skip
+
+    assert node.options == NodeOptions(
+        state=Path.cwd() / "here",
+        model="builtin",
+        transports=("quic", "websocket"),
+        listen=("quic://0.0.0.0:7701",),
+        relays=("quic://relay.example:8790",),
+        name="attic",
+        inference=InferenceConfig(
+            device="cpu", memory_bytes=4 << 30, wire=WireMode.AUTO, draft="org/small"
+        ),
+        layers=Span(2, 5),
+        exclude=("desk", "laptop"),
+        members=3,
+        join=TICKET,
+        discovery=False,
+        policy="auto",
+    )
+
+
+def test_a_draft_that_nobody_would_ask_is_refused(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--draft", "builtin", "--exact", "--log-format", "json")
+    setup(0)
+
+    assert (result.exit_code, node.options) == (2, None)
+    told = json.loads(result.stderr)
+    assert told["message"] == "`--draft` names who guesses, and with `--exact` nobody does"
+
+
+def test_memory_may_be_a_share(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = type("Memory", (), {"available": 1000})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+
+    meshllm("node", "--memory", "25%")
+
+    assert node.options
+    assert node.options.inference.memory_bytes == 250
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [((), None), (("0",), 0), (("2MiB",), 2 << 20), (("10%",), 100)]
+)
+def test_memory_for_earlier_texts_may_be_none_a_size_or_a_share(
+    meshllm: Invoke,
+    node: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    expected: int | None,
+) -> None:
+    free = type("Memory", (), {"available": 1000})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+
+    meshllm("node", *(("--prefix-cache", *words) if words else ()))
+
+    assert node.options
+    assert node.options.inference.prefix_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "memory"), [(("--device", "cuda"), 500), (("--device", "cpu"), 50), ((), 500)]
+)
+def test_a_share_is_of_the_memory_of_the_device(
+    meshllm: Invoke,
+    node: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    memory: int,
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(device, "free_bytes", lambda _: 1000)
+
+    meshllm("node", "--memory", "50%", *words)
+
+    assert node.options
+    assert node.options.inference.memory_bytes == memory
+    assert node.options.inference.device == (words[1] if words else "auto")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--memory", "0%"), "`0%` is no share of the memory"),
+        (("--memory", "101%"), "`101%` is no share of the memory"),
+        (("--prefix-cache", "much"), "`much` is no amount of memory"),
+        (("--memory", "much"), "`much` is no amount of memory"),
+        (("--layers", "3"), "`3` is no span of layers"),
+        (("--policy", "best"), "Invalid value for '--policy'"),
+    ],
+)
+def test_a_wrong_option_ends_it_before_anything_is_loaded(
+    meshllm: Invoke, node: FakeNode, words: tuple[str, ...], message: str
+) -> None:
+    result = meshllm("node", *words)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert node.options is None
+
+
+def test_a_service_is_printed_without_the_ticket(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--print-service", "--name", "attic", "--join", "meshllm1secret")
+
+    assert " node --name attic\n" in result.stdout
+    assert "meshllm1secret" not in result.output
+    assert result.stderr.startswith("a unit holds no ticket")
+    assert node.options is None
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("status", "shown"), [(waiting("it waits"), True), (status_of(2), False)])
+def test_a_terminal_shows_what_is_waited_for_and_for_how_long(
+    status: MeshStatus, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Node(FakeNode):
+        async def events(self) -> AsyncGenerator[MeshStatus, None]:
+            for _ in range(2):  # an event without news begins no new count
+                yield status
+                await asyncio.sleep(2.5)
+
+    screen, node = Screen(), Node(statuses=[status] * 3)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    run_virtual(_report(cast("NodePort", node), lambda _: None))
+
+    seconds = re.findall(rf"{re.escape(status.ring.reason)}, (\d+) s", screen.getvalue())
+    assert seconds == (["1", "2", "3", "4"] if shown else [])
+    assert not screen.getvalue() or screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_a_record_takes_the_place_of_a_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    setup(0)
+    logging.getLogger("meshllm").warning("news")
+
+    assert screen.getvalue().startswith("\r\x1b[K")
+    assert screen.getvalue().endswith(" news\n")

@@ -1,0 +1,68 @@
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshllm.cli.node.systemd import command, unit
+from meshllm.config import load
+from tests.cli.conftest import Invoke
+
+
+def test_a_unit_starts_the_command(meshllm: Invoke) -> None:
+    text = unit(["/opt/bin/meshllm", "node", "--name", "two words"])
+
+    assert '\nExecStart=/opt/bin/meshllm node --name "two words"\n' in text
+    assert "\nWantedBy=default.target\n" in text
+
+
+def test_what_systemd_would_expand_is_doubled() -> None:
+    assert '\nExecStart=x 50%% $$HOME "a\\"b" ""\n' in unit(["x", "50%", "$HOME", 'a"b', ""])
+
+
+def test_the_command_has_what_a_service_would_not_find(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "config" / "meshllm").mkdir(parents=True)
+    (home / "config" / "meshllm" / "config.toml").write_text('name = "attic"\n')
+    (home / "meshllm.toml").write_text('memory = "4GiB"\n')
+    monkeypatch.setenv("MESHLLM_THREADS", "2")
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/meshllm"])
+    config = load({"join": "meshllm1secret", "discovery": False, "state": "here"})
+
+    words = command(config, ("name", "memory", "threads", "join", "discovery", "state", "model"))
+
+    assert words == [
+        "/opt/bin/meshllm", "node", "--memory", "4GiB", "--threads", "2", "--no-discovery",
+        "--state", str(home / "here"),
+    ]  # fmt: skip
+
+
+def test_a_folder_of_a_model_is_absolute_and_a_name_is_not(home: Path) -> None:
+    (home / "mine").mkdir()
+
+    assert command(load({"model": "mine"}), ("model",))[-1] == str(home / "mine")
+    assert command(load({"model": "Qwen/Qwen3"}), ("model",))[-1] == "Qwen/Qwen3"
+    assert command(load({"draft": "mine"}), ("draft",))[-1] == str(home / "mine")
+
+
+def test_a_module_is_started_by_its_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/meshllm/__main__.py"])
+
+    assert command(load({}), ()) == [sys.executable, "-m", "meshllm", "node"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_systemd_finds_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "meshllm.service"
+    path.write_text(unit([sys.executable, "-m", "meshllm", "node"]))
+
+    told = subprocess.run(
+        ["systemd-analyze", "verify", "--user", "--man=no", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert "meshllm.service" not in told.stderr

@@ -1,0 +1,219 @@
+import json
+
+import pytest
+
+from meshllm.cli.ring.members import find, lay_out
+from meshllm.errors import UserError
+from meshllm.status import Named, Removed, to_json
+from tests.builders.status import NAMES, member, node_id
+from tests.cli.conftest import Invoke
+from tests.cli.fake_client import FakeClient
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    return FakeClient(monkeypatch)
+
+
+def test_a_ticket_is_all_of_stdout(meshllm: Invoke, door: FakeClient) -> None:
+    result = meshllm("ring", "ticket")
+
+    assert result.stdout == "meshllm1abc\n"
+    assert result.stderr == "good once within 1h; there: meshllm node --join meshllm1abc\n"
+    assert door.posted == [("node", 3600, 1)]
+
+
+def test_a_client_is_told_another_command(meshllm: Invoke, door: FakeClient) -> None:
+    result = meshllm("ring", "ticket", "--role", "client", "--expires", "7d", "--uses", "5")
+
+    assert result.stderr == "good 5 times within 7d; there: meshllm chat --join meshllm1abc\n"
+    assert door.posted == [("client", 604_800, 5)]
+
+
+def test_a_ticket_as_json(meshllm: Invoke, door: FakeClient) -> None:
+    told = json.loads(meshllm("ring", "ticket", "--expires", "90s", "--json").stdout)
+
+    assert told == {
+        "schema": 1, "ticket": "meshllm1abc", "role": "node", "expires_s": 90, "uses": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "1", "1w", "0h", "-1h", "1.5h", "1h "])
+def test_a_time_is_a_number_and_a_unit(meshllm: Invoke, door: FakeClient, text: str) -> None:
+    result = meshllm("ring", "ticket", "--expires", text)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: `{text}` is no time\n")
+    assert door.posted == []
+
+
+def test_members_are_listed_with_their_whole_id(meshllm: Invoke, door: FakeClient) -> None:
+    client = member(2, role="client", name="", state="linked", hosts=("3" * 63,))
+    door.there.append(client)
+
+    assert meshllm("ring", "members").stdout.splitlines() == [
+        "   name   role    state    let in by   id",
+        f"*  attic  node    serving  (began it)  {node_id(0)}",
+        f"   desk   node    serving  attic       {node_id(1)}",
+        f"   -      client  linked   3333333     {node_id(2)}",
+    ]
+
+
+def test_on_a_terminal_a_line_is_not_wrapped() -> None:
+    members = [member(0), member(1, name="x" * 17)]
+
+    first, *lines = lay_out(members, 80).split("\n")
+
+    assert first == "   name              role  state    let in by   id"
+    assert [len(line) for line in lines] == [80, 80]
+    assert f"{'x' * 15}…  node" in lines[1]
+    shown = lines[1].rpartition("  ")[2]
+    assert shown.endswith("…")
+    assert find(members, shown) == members[1]
+
+
+def test_who_was_removed_is_listed_and_cannot_be_removed_again(
+    meshllm: Invoke, door: FakeClient
+) -> None:
+    door.there[1] = member(1, role="", state="removed", hosts=())
+
+    assert (
+        f"   desk   -     removed  -           {node_id(1)}\n" in meshllm("ring", "members").stdout
+    )
+    assert meshllm("ring", "remove", node_id(1), "--yes").exit_code == 2
+
+
+def test_members_as_json(meshllm: Invoke, door: FakeClient) -> None:
+    told = json.loads(meshllm("ring", "members", "--json").stdout)
+
+    assert told == {"schema": 1, "members": [to_json(member(0)), to_json(member(1))]}
+
+
+def test_the_name_of_a_member_commands_no_terminal(meshllm: Invoke, door: FakeClient) -> None:
+    door.there[0] = member(0, name="\x1b[2J\n")
+
+    assert "*  \\x1b[2J\\n  node" in meshllm("ring", "members").stdout
+
+
+def test_a_member_is_removed_by_the_beginning_of_its_id(meshllm: Invoke, door: FakeClient) -> None:
+    result = meshllm("ring", "remove", "DESK1BCD", "--yes")
+
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"desk {node_id(1)} is shut out\n"
+    assert door.posted == [(node_id(1),)]
+
+
+def test_a_removal_as_json(meshllm: Invoke, door: FakeClient) -> None:
+    told = json.loads(meshllm("ring", "remove", node_id(1), "-y", "--json").stdout)
+
+    assert told == {
+        "schema": 1, "node": node_id(1), "name": "desk", "spared": [], "guests": [],
+    }  # fmt: skip
+
+
+def test_the_guests_of_who_is_removed_stay_and_are_named(meshllm: Invoke, door: FakeClient) -> None:
+    door.there = [member(each) for each in range(4)]
+    spared = tuple(Named(node_id(each), "") for each in (2, 3))
+    door.removed = Removed(node_id(1), "desk", spared)
+
+    result = meshllm("ring", "remove", node_id(1), "--yes")
+
+    assert result.stderr.splitlines() == [
+        f"desk {node_id(1)} is shut out",
+        "laptop, cellar stay, let in by desk",
+    ]
+    assert len(door.posted) == 1
+
+
+def test_the_guests_of_who_is_removed_go_first_where_that_is_wanted(
+    meshllm: Invoke, door: FakeClient
+) -> None:
+    client = member(4, role="client")
+    door.there = [*(member(each) for each in range(4)), client]
+
+    result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
+
+    assert door.posted == [(node_id(each),) for each in (2, 3, 1)]
+    assert result.stderr.splitlines() == [
+        f"{NAMES[each]} {node_id(each)} is shut out" for each in (2, 3, 1)
+    ]
+
+
+def test_a_removal_with_guests_never_shuts_out_this_node(meshllm: Invoke, door: FakeClient) -> None:
+    door.there = [member(1), member(2, is_self=True), member(3)]
+    door.removed = Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),))
+
+    result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
+
+    assert door.posted == [(node_id(each),) for each in (3, 1)]
+    assert "stay" not in result.stderr
+
+
+def test_nobody_is_removed_unasked(meshllm: Invoke, door: FakeClient) -> None:
+    result = meshllm("ring", "remove", node_id(1))
+
+    assert result.exit_code == 2
+    assert result.stderr.endswith("hint: add `--yes`\n")
+    assert door.posted == []
+
+
+@pytest.mark.parametrize(("answer", "code", "count"), [("y\n", 0, 1), ("n\n", 1, 0), ("\n", 1, 0)])
+def test_a_person_is_shown_the_whole_id_and_asked(
+    meshllm: Invoke,
+    door: FakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    code: int,
+    count: int,
+) -> None:
+    monkeypatch.setattr("meshllm.cli.ring.members._is_person", lambda: True)
+
+    result = meshllm("ring", "remove", node_id(1), stdin=answer)
+
+    assert f"Shut out desk {node_id(1)} for ever? [y/N]:" in result.stderr
+    assert (result.exit_code, len(door.posted)) == (code, count)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ((), "laptop stays, let in by desk, unless `--with-guests` is given\n"),
+        (("--with-guests",), f"laptop {node_id(2)} goes too: it came in by a ticket of desk\n"),
+    ],
+)
+def test_a_person_is_told_what_becomes_of_the_guests(
+    meshllm: Invoke,
+    door: FakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    line: str,
+) -> None:
+    monkeypatch.setattr("meshllm.cli.ring.members._is_person", lambda: True)
+    away = member(3, state="down", hosts=(node_id(1),))
+    door.there = [member(0), member(1), member(2), *([] if options else [away])]
+
+    result = meshllm("ring", "remove", node_id(1), *options, stdin="n\n")
+
+    assert result.stderr.startswith(f"{line}Shut out desk {node_id(1)} for ever? [y/N]:")
+    assert door.posted == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("desk1b", "`desk1b` is too short for an id"),
+        ("d-e-s-k-", "`d-e-s-k-` is too short for an id"),
+        ("kitc4bc-d", "No member has the id `kitc4bc-d`"),
+    ],
+)
+def test_an_id_must_name_a_member(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find([member(0), member(1)], text)
+
+
+def test_an_id_must_name_one_member() -> None:
+    twin = member(1, node=f"{node_id(1)[:-1]}k", name="twin")
+
+    with pytest.raises(UserError, match="`desk1bcd` begins 2 ids"):
+        find([member(1), twin], "desk1bcd")
+    assert find([member(1), twin], node_id(1)) == member(1)

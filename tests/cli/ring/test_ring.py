@@ -1,0 +1,132 @@
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshllm.cli.ring import watch
+from meshllm.errors import LinkLost
+from meshllm.status import MeshStatus, from_json, to_json
+from tests.builders.status import status_of, waiting, with_link
+from tests.cli.conftest import Invoke
+from tests.cli.fake_client import FakeClient
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    monkeypatch.setattr(watch, "PACE_S", 0)
+    monkeypatch.setattr(watch, "EVERY_S", 0.01)
+    return FakeClient(monkeypatch)
+
+
+def test_the_group_names_its_commands(meshllm: Invoke) -> None:
+    text = meshllm("ring", "--help").stdout
+
+    for name in ("status", "plan", "ticket", "members", "remove", "trace"):
+        assert f"\n  {name} " in text
+
+
+def test_status_shows_the_ring(meshllm: Invoke, door: FakeClient) -> None:
+    result = meshllm("ring", "status", "--state", "here")
+
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("ring    serving\n")
+    assert door.path == Path.cwd() / "here" / "door.sock"
+
+
+def test_status_as_json_is_what_the_node_says(meshllm: Invoke, door: FakeClient) -> None:
+    told = json.loads(meshllm("ring", "status", "--json").stdout)
+
+    assert told == {"schema": 1, **to_json(status_of(3))}
+    assert from_json(MeshStatus, told) == status_of(3)
+
+
+def test_without_a_node_there_is_no_status(meshllm: Invoke, door: FakeClient) -> None:
+    door.statuses = [LinkLost("No node is running", hint="start one with `meshllm node`")]
+
+    result = meshllm("ring", "status")
+
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.endswith("hint: start one with `meshllm node`\n")
+
+
+def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, door: FakeClient) -> None:
+    later = replace(with_link(status_of(2), 1, heard_s=0.9, bytes_sent=1), since_s=755.0)
+    door.statuses = [waiting("alone"), status_of(2), later, LinkLost("The node is gone")]
+
+    result = meshllm("ring", "status", "--watch", "--json")
+
+    told = [json.loads(each) for each in result.stdout.splitlines()]
+    assert [(each["schema"], each["ring"]["state"]) for each in told] == [
+        (1, "waiting"),
+        (1, "serving"),
+    ]
+    assert (result.exit_code, result.stderr) == (3, "error: The node is gone\n")
+
+
+def test_a_watched_pipe_gets_text_without_control_characters(
+    meshllm: Invoke, door: FakeClient
+) -> None:
+    door.statuses = [waiting("alone"), status_of(2), LinkLost("The node is gone")]
+
+    result = meshllm("ring", "status", "--watch")
+
+    assert result.stdout.count("\nmodel   ") == 2
+    assert "\n\nring    serving\n" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal: the one to read what is shown, and the one to run on."""
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+
+
+_WATCH = """
+import pytest
+from meshllm.cli.app import main
+from tests.cli.fake_client import FakeClient
+FakeClient(pytest.MonkeyPatch())
+main()
+"""
+
+
+def test_a_watched_terminal_is_redrawn_in_place_and_given_back(terminal: tuple[int, int]) -> None:
+    ours, theirs = terminal
+    words = [sys.executable, "-c", _WATCH, "ring", "status", "--watch"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    environment["PYTHONIOENCODING"] = "utf-8"
+
+    with subprocess.Popen(
+        words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = _read_until(ours, b"faster")
+        process.send_signal(signal.SIGINT)
+        shown += _read_until(ours, b"\x1b[?1049l")
+
+    assert process.returncode == 130
+    assert shown.startswith(b"\x1b[?1049h")
+    assert "───▶".encode() in shown
+    assert b"\x1b[2J" not in shown  # it would flicker
+    assert b"Traceback" not in shown
+
+
+def _read_until(terminal: int, wanted: bytes) -> bytes:
+    shown = b""
+    deadline = time.monotonic() + 30
+    while wanted not in shown and time.monotonic() < deadline:
+        try:
+            shown += os.read(terminal, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+    return shown

@@ -1,0 +1,234 @@
+from pathlib import Path
+
+import pytest
+
+from meshllm.cli.ring.spec import (
+    LAN_S,
+    MAX_BYTES,
+    MAX_NODES,
+    MEMORY_BYTES_PER_S,
+    parse_spec,
+    read_spec,
+)
+from meshllm.errors import UserError
+from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.planning.policies import make_plan
+
+GIB = 1 << 30
+SHAPE = Shape("tiny", (2 * GIB,) * 4, (0,) * 4, GIB, 0, True, 1024, 2, 100)
+
+
+def test_a_spec_lists_memories() -> None:
+    spec = parse_spec("8GiB, 4.5 GB,800MB", SHAPE)
+
+    assert [offer.memory_bytes for offer in spec.offers] == [8 * GIB, 4_500_000_000, 800_000_000]
+    assert list(spec.names.values()) == ["n1", "n2", "n3"]
+    assert [spec.names[offer.node] for offer in spec.offers] == ["n1", "n2", "n3"]
+
+
+def test_a_count_repeats_a_node() -> None:
+    spec = parse_spec("3x8GiB,1TiB", SHAPE)
+
+    assert [offer.memory_bytes // GIB for offer in spec.offers] == [8, 8, 8, 1024]
+
+
+def test_a_node_says_how_long_a_layer_takes() -> None:
+    first, second = parse_spec("8GiB:2.5ms,8GiB:800us", SHAPE).offers
+
+    assert first.layer_seconds(1) == pytest.approx(0.0025)
+    assert second.layer_seconds(1) == pytest.approx(0.0008)
+    assert first.head_s == pytest.approx(0.0025 / 2)  # it reads half of what a layer reads
+
+
+def test_without_a_time_a_layer_is_read_at_the_speed_that_is_assumed() -> None:
+    spec = parse_spec("8GiB,8GiB@1s", SHAPE)
+
+    assert spec.offers[0].layer_seconds(1) == pytest.approx(2 * GIB / MEMORY_BYTES_PER_S)
+    assert spec.assumed == ("memory is read at 20 GB/s where no time per layer is given",)
+
+
+def test_more_rows_take_longer() -> None:
+    offer = parse_spec("8GiB:1ms", SHAPE).offers[0]
+
+    times = [offer.layer_seconds(rows) for rows in (1, 8, 32, 128, 256)]
+    assert times == sorted(set(times))
+
+
+def test_the_farther_of_two_nodes_sets_their_distance() -> None:
+    spec = parse_spec("8GiB:1ms,8GiB:1ms@20ms,8GiB:1ms@30ms,8GiB:1ms", SHAPE)
+
+    a, b, c, d = (offer.node for offer in spec.offers)
+    pairs = [(a, b), (b, a), (b, c), (a, c), (a, d)]
+    assert [spec.links.between(*pair).latency_s for pair in pairs] == [
+        0.02,
+        0.02,
+        0.03,
+        0.03,
+        LAN_S,
+    ]
+    assert spec.assumed == ("nodes are 0.5 ms apart where no time is given",)
+
+
+def test_a_distance_of_nothing_is_a_distance() -> None:
+    spec = parse_spec("2x8GiB:1ms@0ms", SHAPE)
+
+    assert spec.links.between(spec.offers[0].node, spec.offers[1].node).latency_s == 0.0
+    assert spec.assumed == ()
+
+
+def test_a_spec_can_be_planned() -> None:
+    spec = parse_spec("8GiB:2ms,4GiB:1ms@20ms", SHAPE)
+
+    plan = make_plan(spec.offers, spec.links, SHAPE)
+
+    assert plan.layers == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "`` describes no node"),
+        ("8GiB,", "`` describes no node"),
+        ("8GiB@", "`8GiB@` describes no node"),
+        ("8GiB@1ms:2ms", "describes no node"),
+        ("8", "`8` is no amount of memory"),
+        ("8 gigs", "`8 gigs` is no amount of memory"),
+        ("-8GiB", "no amount of memory"),
+        ("0GiB", "no amount of memory"),
+        ("1025TiB", "no amount of memory"),
+        ("0x8GiB", "no amount of memory"),
+        ("8GiB:fast", "`fast` is no time up to 60 s"),
+        ("8GiB@61s", "`61s` is no time up to 60 s"),
+        ("8GiB:0ms", "A layer of `8GiB:0ms` takes no time"),
+        ("65x8GiB", "65 nodes"),
+        (",".join(["8GiB"] * (MAX_NODES + 1)), "65 nodes"),
+    ],
+)
+def test_a_mistake_in_a_spec_is_explained(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse_spec(text, SHAPE)
+
+    assert caught.value.hint
+
+
+NODES = """
+[[node]]
+name = "attic"
+memory = "8GiB"
+ms_per_layer = 2.5
+head_ms = 0
+
+[[node]]
+name = "cellar"
+memory = "800MB"
+ms_per_layer = 3
+"""
+
+LINK = """
+[[link]]
+a = "attic"
+b = "cellar"
+latency_ms = 20
+mbit_s = 100.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where a spec is written."""
+    return tmp_path / "spec.toml"
+
+
+def test_a_file_names_nodes_and_links(file: Path) -> None:
+    file.write_text(NODES + LINK)
+
+    spec = read_spec(file, SHAPE)
+
+    attic, cellar = spec.offers
+    assert list(spec.names.values()) == ["attic", "cellar"]
+    assert (attic.memory_bytes, attic.layer_seconds(1), attic.head_s) == (8 * GIB, 0.0025, 0.0)
+    assert cellar.head_s == pytest.approx(0.0015)
+    wire = spec.links.between(cellar.node, attic.node)
+    assert (wire.latency_s, wire.bytes_per_s) == (0.02, 12.5e6)
+    assert spec.assumed == ()
+
+
+def test_what_a_file_leaves_out_is_assumed(file: Path) -> None:
+    file.write_text(
+        '[[node]]\nname = "a"\nmemory = "8GiB"\n[[node]]\nname = "b"\nmemory = "8GiB"\n'
+    )
+
+    spec = read_spec(file, SHAPE)
+
+    assert spec.links.between(spec.offers[0].node, spec.offers[1].node).latency_s == LAN_S
+    assert len(spec.assumed) == 2
+
+
+def test_a_link_has_all_the_bandwidth_unless_it_is_given(file: Path) -> None:
+    file.write_text(NODES + LINK.replace("mbit_s = 100.0", ""))
+
+    spec = read_spec(file, SHAPE)
+
+    assert spec.links.between(spec.offers[0].node, spec.offers[1].node).seconds(1 << 40) == 0.02
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 nodes"),
+        ("[[node", "is no TOML"),
+        ("x = " + "[" * 100_000, "is no TOML"),
+        ("#" * MAX_BYTES + "\n", "longer than"),
+        ("node = 3", "`node` is no list of tables"),
+        ("node = [3]", "`node` is no list of tables"),
+        ("nodes = []", "`nodes` is nothing that a file has"),
+        ("[[node]]\nmemory = '8GiB'", "`name` is no text"),
+        ("[[node]]\nname = ''", "`name` is no text"),
+        ("[[node]]\nname = \"\\u001b[2J\"\nmemory = '8GiB'", "`name` is no text"),
+        ("[[node]]\nname = 'a'\nmemory = 8", "`memory` is no text"),
+        ("[[node]]\nname = 'a'\nmemory = '8GiB'\nms_per_layer = 0", "`ms_per_layer` is no number"),
+        (
+            "[[node]]\nname = 'a'\nmemory = '8GiB'\nms_per_layer = true",
+            "`ms_per_layer` is no number",
+        ),
+        (
+            "[[node]]\nname = 'a'\nmemory = '8GiB'\nms_per_layer = nan",
+            "`ms_per_layer` is no number",
+        ),
+        (
+            "[[node]]\nname = 'a'\nmemory = '8GiB'\nhead_ms = -1",
+            "`head_ms` is no number up to 60000",
+        ),
+        ("[[node]]\nname = 'a'\nmemory = '8GiB'\nspeed = 1", "`speed` is nothing that a node has"),
+        ("[[node]]\nname = 'a'\nmemory = '8GiB'\n" * 2, "have the same name"),
+        ("[[node]]\nname = 'a'\nmemory = '8GiB'\n" * 65, "65 nodes"),
+        (NODES + LINK * 2, "`attic` and `cellar` are no new link"),
+        (NODES + LINK.replace("cellar", "attic"), "`attic` and `attic` are no new link"),
+        (NODES + LINK.replace("cellar", "barn"), "`attic` and `barn` are no new link"),
+        (NODES + LINK.replace("attic", "barn"), "`barn` and `cellar` are no new link"),
+        (NODES + LINK.replace("latency_ms = 20", ""), "has no `latency_ms`"),
+        (NODES + LINK.replace("100.0", "inf"), "`mbit_s` is no number up to 1000000"),
+        (NODES + LINK + "km = 3", "`km` is nothing that a link has"),
+    ],
+)
+def test_a_mistake_in_a_file_is_explained(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+
+    with pytest.raises(UserError, match=message) as caught:
+        read_spec(file, SHAPE)
+
+    assert caught.value.hint
+
+
+def test_a_file_that_is_not_there_is_named(file: Path) -> None:
+    with pytest.raises(UserError, match=r"spec\.toml` cannot be read: No such file") as caught:
+        read_spec(file, SHAPE)
+
+    assert caught.value.hint
+
+
+def test_a_file_of_bytes_is_no_toml(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe")
+
+    with pytest.raises(UserError, match="is no TOML"):
+        read_spec(file, SHAPE)

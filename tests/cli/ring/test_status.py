@@ -1,0 +1,232 @@
+from dataclasses import replace
+
+import pytest
+
+from meshllm.cli.ring.status import clean, lay_out, ms, span_of
+from meshllm.names import Span
+from meshllm.status import NodeState
+from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
+
+
+def test_a_ring_is_told_at_length() -> None:
+    text = lay_out(status_of(3), 80)
+
+    assert text.startswith(
+        "ring    serving\n"
+        "model   Qwen/Qwen3-0.6B, 30 layers, bfloat16\n"
+        "policy  auto, epoch 3, plan 4f2a91c0d3e1\n"
+        "mesh    4fa1c09b2d7e, seen by attic for 13 min\n"
+    )
+    assert "│ * attic │ 0.42 ms │ desk    │" in text
+    assert "\n   desk1bc  desk    serving  10:20   8.0 GiB  ws://192.168.1.11:7700\n" in text
+    assert "\ndesk     direct  1.84 ms     12.1 MiB  10.8 MiB  0.3 s ago\n" in text
+    assert (
+        "\nper token, times in ms:\n"
+        "hop  node    compute  planned  serialise  queue  wire  planned  bytes\n"
+        "  0  attic     12.50    12.50       0.09   0.03  0.42     0.42   2148\n"
+        "  1  desk      13.50    13.50       0.09   0.03  1.42     1.42   2148\n"
+    ) in text
+    assert (
+        "\nmeasured  46.8 ms per token, 21.4 tokens/s, first token 240 ms, over 96 tokens" in text
+    )
+    assert "\nplanned   45.3 ms per token, 22.1 tokens/s, first token 240 ms\n" in text
+    assert "\nsessions  1 active, 0 waiting, 12 served, 0 failed, 4711 tokens\n" in text
+    assert text.endswith(
+        "\nfaster    `studio` is the slowest: 3 of its layers on `attic` would save 4 ms"
+    )
+
+
+def test_a_clock_that_differs_is_told_at_the_end() -> None:
+    status = with_link(with_link(status_of(3), 1, clock_s=-6.0), 2, clock_s=7200.4)
+    status = with_node(status, 2, name="")
+
+    text = lay_out(status, 80)
+
+    assert text.endswith(
+        "\nclock     desk is 6 s behind, lapt2bc is 2 h ahead: see `meshllm doctor`"
+    )
+    assert "clock" not in lay_out(status_of(3), 80)
+
+
+def test_a_clock_that_nobody_told_is_no_trouble() -> None:
+    status = with_link(status_of(2), 1, clock_s=None)
+
+    assert lay_out(status, 80) == lay_out(status_of(2), 80)
+
+
+def test_a_node_is_shown_where_it_was_reached() -> None:
+    status = with_link(status_of(3), 1, address="ws://203.0.113.5:1")
+    status = with_link(status, 2, address="")
+
+    text = lay_out(status, 80)
+
+    assert "8.0 GiB  ws://203.0.113.5:1\n" in text
+    assert "8.0 GiB  ws://192.168.1.12:7700\n" in text
+
+
+def test_hops_of_long_names_and_times_fit_80_columns() -> None:
+    ring = status_of(2).ring
+    assert ring.measured
+    assert ring.predicted
+    slow = replace(ring.measured.hops[1], queue_ms=12.5, wire_ms=123.45)
+    planned = replace(ring.predicted.hops[1], compute_ms=1234.56)
+    status = with_ring(
+        status_of(2),
+        stages=(ring.stages[0], replace(ring.stages[1], name="x" * 64)),
+        measured=replace(ring.measured, hops=(ring.measured.hops[0], slow)),
+        predicted=replace(ring.predicted, hops=(ring.predicted.hops[0], planned)),
+    )
+
+    assert max(map(len, lay_out(status, 80).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_it_fits_80_columns(count: int) -> None:
+    assert max(map(len, lay_out(status_of(count), 80).splitlines())) <= 80
+
+
+def test_before_a_measurement_the_picture_shows_the_plan() -> None:
+    text = lay_out(status_of(2, measured=False), 80)
+
+    assert "~0.4 ms" in text
+    assert "│ ~12 ms  │" in text
+    assert "\nmeasured  nothing yet: `meshllm ring trace` times an answer\n" in text
+
+
+def test_the_room_of_the_ring_is_that_of_its_fullest_rank() -> None:
+    status = status_of(3)
+    rooms = (9000, 4711, None)
+    stages = (
+        replace(each, room_tokens=room)
+        for each, room in zip(status.ring.stages, rooms, strict=True)
+    )
+
+    text = lay_out(with_ring(status, stages=tuple(stages)), 80)
+
+    assert "\nroom      4711 tokens of KV cache for all sessions\n" in text
+    assert "\nroom" not in lay_out(status, 80)
+
+
+def test_what_was_measured_on_another_ring_is_not_shown() -> None:
+    status = with_ring(status_of(3), measured=status_of(2).ring.measured)
+
+    text = lay_out(status, 80)
+
+    assert "~0.4 ms" in text
+    assert "\nmeasured  nothing yet" in text
+
+
+def test_on_a_low_terminal_tables_go_first() -> None:
+    heights = [len(lay_out(status_of(8), 80, rows).splitlines()) for rows in (60, 45, 40, 25)]
+
+    assert heights == sorted(heights, reverse=True)
+    assert all(height <= rows for height, rows in zip(heights, (60, 45, 40, 25), strict=True))
+    for rows in (60, 25):
+        assert "▲" in lay_out(status_of(8), 80, rows)
+        assert "\nfaster " in lay_out(status_of(8), 80, rows)
+
+
+def test_a_ring_that_waits_says_why() -> None:
+    reason = "2 nodes are here, and the model needs 1.4 GiB more than both of them have together"
+
+    text = lay_out(waiting(reason), 80)
+
+    assert text.startswith("ring    waiting: 2 nodes are here, and the model needs")
+    assert "┌" not in text
+    assert "hop" not in text
+    assert "faster" not in text
+
+
+def test_a_ring_without_figures_is_still_drawn() -> None:
+    status = with_ring(status_of(2), measured=None, predicted=None)
+
+    text = lay_out(status, 80)
+
+    assert "│ 0:10    │────────▶│ 10:20   │" in text
+    assert "     └───────────────────┘" in text
+    assert "ms" not in text.partition("link to")[0]
+
+
+def test_the_reason_of_a_node_is_a_line_of_its_own() -> None:
+    status = with_node(
+        status_of(3), 2, state=NodeState.STANDBY, reason="its link adds 40 ms", layers=None
+    )
+
+    assert "\n   laptop is standby: its link adds 40 ms\n" in lay_out(status, 80)
+
+
+def test_weights_of_fewer_bits_are_told() -> None:
+    status = status_of(1)
+    assert status.model
+    status = replace(status, model=replace(status.model, quant="int8"))
+
+    assert " layers, bfloat16, int8\n" in lay_out(status, 80)
+
+
+def test_how_the_engine_of_this_node_runs_is_told() -> None:
+    why = "stock (float32 on the CPU); attention: torch; linears: 42 torch"
+
+    text = lay_out(with_node(status_of(2), 0, execution=why), 80)
+
+    assert f"\nengine  {why}\npolicy  " in text
+    assert "engine" not in lay_out(status_of(2), 80)
+
+
+def test_a_node_without_a_model_says_so() -> None:
+    assert "\nmodel   no model\n" in lay_out(replace(waiting(""), model=None), 80)
+
+
+def test_a_client_is_named_as_one() -> None:
+    status = with_node(
+        status_of(2), 1, role="client", memory_bytes=0, layers=None, addresses=(), link=None
+    )
+
+    assert "\n   desk1bc  desk   client   -       -        -\n" in lay_out(status, 80)
+
+
+def test_a_link_that_was_not_timed_has_no_round_trip() -> None:
+    status = with_link(status_of(2), 1, round_trip_ms=None)
+
+    assert "\ndesk     direct           -  12.1 MiB" in lay_out(status, 80)
+
+
+def test_a_long_name_is_cut() -> None:
+    status = with_node(status_of(2), 1, name="x" * 64)
+
+    assert max(map(len, lay_out(status, 80).splitlines())) <= 80
+
+
+def test_strangers_command_no_terminal_and_forge_no_line() -> None:
+    status = with_node(status_of(2), 1, name="\x1b[2Jevil\nring serving\t")
+
+    text = lay_out(clean(status), 200)
+
+    assert "\x1b" not in text
+    assert "\\x1b[2Jevil\\nri…" in text
+
+
+def test_cleaning_keeps_what_is_no_text() -> None:
+    same = (1, 2.5, None, True, NodeState.DOWN, Span(0, 4))
+
+    assert clean((*same, ("\x07",))) == (*same, ("\\x07",))
+    assert clean(status_of(3)) == status_of(3)
+
+
+def test_a_warning_is_told_at_the_end() -> None:
+    status = replace(status_of(2), warnings=("the disk is full",))
+
+    assert lay_out(status, 80).endswith("\nwarning   the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.00 ms"), (0.424, "0.42 ms"), (12.34, "12.3 ms"), (1234, "1234 ms")]
+)
+def test_times_have_three_figures(value: float, text: str) -> None:
+    assert ms(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200_000, "2 d")]
+)
+def test_a_duration_is_told_in_one_unit(seconds: float, text: str) -> None:
+    assert span_of(seconds) == text

@@ -1,0 +1,100 @@
+import json
+
+import pytest
+
+from meshllm.cli.ring.trace import lay_out
+from meshllm.errors import PeerFault
+from meshllm.names import Span
+from meshllm.request import Answer, FinishReason, HopReport, Piece, Prefilled
+from tests.cli.conftest import Invoke
+from tests.cli.fake import answer_of
+from tests.cli.fake_client import FakeClient
+
+
+def traced(*, ms_per_token: float = 50.0, name: str = "desk") -> Answer:
+    hops = (
+        HopReport(0, "attic", Span(0, 10), 18.0, 1.0, 1.0, 0.0, 2148.4),
+        HopReport(1, name, Span(10, 20), 8.0, 1.0, 1.0, 10.0, 2148.4),
+    )
+    return Answer("secret", (1,) * 32, 9, FinishReason.LENGTH, 240.0, ms_per_token, 20.0, 1.0, hops)
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    door = FakeClient(monkeypatch)
+    door.answers = [Prefilled(1, 1), Piece("x"), traced()]
+    return door
+
+
+def test_a_trace_is_a_bar_for_each_hop_and_one_for_the_rest() -> None:
+    assert lay_out(traced(), 80).splitlines() == [
+        "per token, times in ms:",
+        "hop  node     layers  compute  serialise  queue   wire  of a token",
+        "  0  attic    0:10      18.00       1.00   1.00   0.00   40 %  ███████████████▓·",
+        "  1  desk     10:20      8.00       1.00   1.00  10.00   40 %  ███████▓▒▒▒▒▒▒▒▒▒",
+        "  -  between  -             -          -      -      -   20 %  ░░░░░░░░",
+        "█ compute  ▓ serialise  · queue  ▒ wire  ░ the rest",
+        "",
+        "9 tokens read, 32 written, ended by length",
+        "first token 240.0 ms, then 50.00 ms per token, 20.0 tokens/s",
+    ]
+
+
+def test_hops_that_explain_all_of_a_token_leave_no_rest() -> None:
+    assert "between" not in lay_out(traced(ms_per_token=39.0), 80)
+
+
+@pytest.mark.parametrize("name", ["desk", "a-name-that-is-as-long-as-names-may-be"])
+def test_a_trace_fits_80_columns(name: str) -> None:
+    assert max(map(len, lay_out(traced(name=name), 80).splitlines())) <= 80
+
+
+def test_a_single_token_has_no_hops_to_time() -> None:
+    assert lay_out(traced(ms_per_token=0), 80).endswith("\nfirst token 240.0 ms")
+
+
+def test_the_answer_is_timed_and_not_shown(meshllm: Invoke, door: FakeClient) -> None:
+    result = meshllm("ring", "trace", "What is a ring?", "--tokens", "32")
+
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("per token, times in ms:\nhop  node ")
+    assert "secret" not in result.stdout
+    assert [(each.turns[0]["content"], each.max_tokens) for each in door.requests] == [
+        ("What is a ring?", 32)
+    ]
+
+
+def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, door: FakeClient) -> None:
+    door.answers = [traced(name="lapt2bc")]
+
+    told = json.loads(meshllm("ring", "trace", "--json").stdout)
+
+    assert [hop["node"] for hop in told["hops"]] == ["attic", "laptop"]
+
+
+def test_a_trace_needs_no_prompt(meshllm: Invoke, door: FakeClient) -> None:
+    assert meshllm("ring", "trace").exit_code == 0
+    assert door.requests[0].turns[0]["content"]
+
+
+def test_a_trace_as_json_has_every_hop(meshllm: Invoke, door: FakeClient) -> None:
+    door.answers = [answer_of("x", 4)]
+
+    told = json.loads(meshllm("ring", "trace", "--json").stdout)
+
+    assert [hop["wire_ms"] for hop in told["hops"]] == [0.05, 0.06]
+    assert "text" not in told
+
+
+def test_a_node_that_ends_without_an_answer_broke_the_rules(
+    meshllm: Invoke, door: FakeClient
+) -> None:
+    door.answers = [Prefilled(1, 1)]
+
+    assert meshllm("ring", "trace").exit_code == PeerFault.exit_code
+
+
+def test_a_name_commands_no_terminal() -> None:
+    text = lay_out(traced(name="\x1b[2J\nhop"), 80)
+
+    assert "\\x1b[2J hop" in text

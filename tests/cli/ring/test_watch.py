@@ -1,0 +1,57 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from meshllm.cli.ring import watch
+from meshllm.cli.shared.client import NodeClient
+from meshllm.errors import LinkLost
+from meshllm.status import MeshStatus
+from tests.builders.status import status_of, waiting, with_link, with_node
+from tests.cli.fake_client import FakeClient
+
+
+async def test_an_event_is_a_look_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = FakeClient(monkeypatch)
+    door.statuses = [waiting("alone"), status_of(2)]
+    monkeypatch.setattr(watch, "EVERY_S", 3600)
+    seen: list[str] = []
+    both = asyncio.Event()
+
+    def show(status: MeshStatus) -> None:
+        seen.append(status.ring.state)
+        if len(seen) == 2:
+            both.set()
+
+    watching = asyncio.create_task(watch.follow(client(door), show))
+    await both.wait()
+    watching.cancel()
+
+    assert seen == ["waiting", "serving"]
+
+
+async def test_it_ends_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = FakeClient(monkeypatch)
+    door.statuses = [status_of(1), LinkLost("The node is gone")]
+    monkeypatch.setattr(watch, "EVERY_S", 0.01)
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await watch.follow(client(door), lambda _: None)
+
+    assert ended.value.subgroup(LinkLost)
+
+
+def test_clocks_and_counters_are_no_change() -> None:
+    seen: list[MeshStatus] = []
+    show = watch.changes(seen.append)
+    second = replace(with_link(status_of(2), 1, heard_s=9, bytes_sent=1), since_s=755.0)
+    third = with_node(status_of(2), 1, link=None)
+
+    for status in (status_of(2), second, third):
+        show(status)
+
+    assert seen == [status_of(2), third]
+
+
+def client(door: FakeClient) -> NodeClient:
+    return door  # type: ignore[return-value]  # the half of it that is used

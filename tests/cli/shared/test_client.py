@@ -1,0 +1,202 @@
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshllm.api.serve import serve
+from meshllm.api.unix import is_answered
+from meshllm.cli.shared import client as module
+from meshllm.cli.shared.client import NodeClient, door_path, open_door, running
+from meshllm.config import Settings
+from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
+from meshllm.request import Event, Piece, Prefilled, Request
+from tests.api.fake_node import CHANGE, FakeNode
+from tests.cli.fake import answer_of
+
+pytestmark = pytest.mark.socket
+
+ASKED = Request(raw="hi")
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "s" / "door.sock"
+
+
+@pytest.fixture
+async def client(node: FakeNode, path: Path) -> AsyncIterator[NodeClient]:
+    task = asyncio.ensure_future(serve(node, path))
+    while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
+        await asyncio.sleep(0.01)
+    yield NodeClient(path)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture
+def liar(path: Path) -> Iterator[list[bytes]]:
+    """A server that answers every request with what is put into the list."""
+    path.parent.mkdir()
+    lies: list[bytes] = []
+
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(lies[0])
+        if lies[1:]:
+            await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_unix_server(lie, path):
+            ready.set()
+            await asyncio.get_running_loop().run_in_executor(None, done.wait)
+
+    ready, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    ready.wait(5)
+    yield lies
+    done.set()
+    thread.join()
+
+
+async def _events(client: NodeClient) -> list[Event]:
+    return [event async for event in client.generate(ASKED)]
+
+
+def test_the_socket_is_in_the_state_folder(tmp_path: Path) -> None:
+    assert door_path(Settings(state=str(tmp_path))) == tmp_path / "door.sock"
+
+
+async def test_what_a_node_reports_is_fetched_as_it_was(client: NodeClient, node: FakeNode) -> None:
+    assert await client.status() == node.status()
+    assert await client.members() == node.members()
+
+
+async def test_a_node_does_what_it_is_told(client: NodeClient, node: FakeNode) -> None:
+    assert await client.invite("node", 3600, 2) == "meshllm1abc"
+    assert await client.remove("abc") == node.remove("abc")
+
+    assert node.calls == [("node", 3600, 2), ("abc",), ("abc",)]
+
+
+async def test_changes_come_one_by_one(client: NodeClient, node: FakeNode) -> None:
+    async with asyncio.timeout(5):
+        async with aclosing(client.events()) as events:
+            first = await anext(events)
+            node.go.set()
+            second = await anext(events)
+
+    assert (first, second) == (CHANGE, replace(CHANGE, epoch=8))
+
+
+async def test_an_answer_is_what_the_node_made(client: NodeClient, node: FakeNode) -> None:
+    events = await _events(client)
+
+    assert events == [Prefilled(2, 2), Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5)]
+    assert node.requests == [ASKED]
+
+
+async def test_closing_an_answer_cancels_it_on_the_node(client: NodeClient, node: FakeNode) -> None:
+    node.waits_at = 2
+    async with asyncio.timeout(5):
+        async with aclosing(client.generate(ASKED)) as events:
+            await anext(events)
+
+        await node.closed.wait()
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+async def test_an_error_of_the_node_stays_what_it_is(
+    client: NodeClient, node: FakeNode, fails_at: int
+) -> None:
+    node.fails_at, node.error = fails_at, ModelError("no such model", hint="pull it")
+
+    with pytest.raises(ModelError, match="no such model") as raised:
+        await _events(client)
+
+    assert (raised.value.hint, raised.value.exit_code) == ("pull it", 4)
+
+
+async def test_without_a_node_it_says_how_to_start_one(path: Path) -> None:
+    with pytest.raises(LinkLost, match="No node is running at") as raised:
+        await NodeClient(path).status()
+
+    assert (raised.value.hint, raised.value.exit_code) == ("start one with `meshllm node`", 3)
+
+
+async def test_a_node_that_stops_in_the_middle_is_a_lost_link(node: FakeNode, path: Path) -> None:
+    node.waits_at = 2
+    task = asyncio.ensure_future(serve(node, path))
+    while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
+        await asyncio.sleep(0.01)
+    asking = asyncio.ensure_future(_events(NodeClient(path)))
+    await node.begun.wait()
+
+    task.cancel()
+
+    with pytest.raises(LinkLost, match="The node went away"):
+        await asking
+    await asyncio.wait({task})
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("lie", "error", "message"),
+    [
+        (b"HTTP/1.1 503 X\r\ncontent-length: 4\r\n\r\nBusy", PeerFault, "answered with status 503"),
+        (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", PeerFault, "answered with status 500"),
+        (HEAD % 2 + b"[]", PeerFault, "no JSON object"),
+        (HEAD % 2 + b"{}", PeerFault, "cannot be read: `.*` is missing"),
+        (HEAD % 1 + b"x", PeerFault, "no JSON object"),
+        (HEAD % 9 + b"{}", LinkLost, "The node went away"),
+        (b"what\r\n\r\n", LinkLost, "The node went away"),
+    ],
+)
+async def test_nonsense_is_one_clear_line(
+    path: Path, liar: list[bytes], lie: bytes, error: type[MeshError], message: str
+) -> None:
+    liar.append(lie)
+
+    with pytest.raises(error, match=message):
+        await NodeClient(path).status()
+
+
+async def test_an_answer_without_an_end_is_a_lost_link(path: Path, liar: list[bytes]) -> None:
+    liar.append(HEAD % 15 + b'{"piece":"a"}\n\n')
+
+    with pytest.raises(LinkLost, match="before its answer was complete"):
+        await _events(NodeClient(path))
+
+
+async def test_a_node_that_does_not_answer_is_given_up(
+    path: Path, liar: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar += [b"", b"wait"]
+    monkeypatch.setattr(module, "REPLY_S", 0.05)
+
+    with pytest.raises(TimedOut, match="did not answer within"):
+        await NodeClient(path).status()
+
+
+async def test_running_tells_whether_a_node_answers(client: NodeClient, tmp_path: Path) -> None:
+    assert running(Settings(state=str(client.socket.parent)))
+    assert not running(Settings(state=str(tmp_path / "other")))
+    assert not running(Settings(state="x" * 300))
+
+
+async def test_the_door_of_the_settings_is_opened(client: NodeClient) -> None:
+    async with open_door(Settings(state=str(client.socket.parent))) as ring:
+        assert ring == client

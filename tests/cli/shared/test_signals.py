@@ -1,0 +1,65 @@
+import asyncio
+import os
+import signal
+
+import pytest
+import typer
+
+from meshllm.cli.shared.signals import Drain, draining
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_first_signal_lets_it_leave(number: signal.Signals) -> None:
+    left = asyncio.Event()
+
+    with draining() as drain:
+        drain.leave = left.set
+        os.kill(os.getpid(), number)
+        await left.wait()
+
+    assert drain.is_asked
+
+
+def test_the_second_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    drain = Drain(None, leave=lambda: None)
+
+    drain()
+    assert codes == []
+    drain()
+    assert codes == [130]
+
+
+async def test_a_signal_before_there_is_anything_ends_the_command() -> None:
+    async def command() -> None:
+        with draining():
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+    with pytest.raises(typer.Exit) as left:
+        await asyncio.create_task(command())
+
+    assert left.value.exit_code == 130
+
+
+async def test_a_cancellation_of_another_is_passed_on() -> None:
+    async def command() -> None:
+        with draining():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(command())
+    await asyncio.sleep(0)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_signals_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    with draining():
+        assert signal.getsignal(signal.SIGTERM) != before
+
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,136 @@
+import io
+import json
+from contextlib import redirect_stderr
+from dataclasses import replace
+
+import pytest
+
+from meshllm.cli.terminal import render
+from meshllm.errors import UserError
+from tests.cli.fake import answer_of
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal that knows colours."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def test_columns_of_numbers_go_right_and_words_left() -> None:
+    rows = [("ring of 1", 12.345, 9, None), ("two", 0.5, 1234, -1)]
+
+    assert render.table(("name", "ms", "count", "gap"), rows).splitlines() == [
+        "name          ms  count  gap",
+        "ring of 1  12.35      9    -",
+        "two         0.50   1234   -1",
+    ]
+
+
+def test_a_table_may_have_no_rows() -> None:
+    assert render.table(("a", "b"), []) == "a  b"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (9.6 * 2**20, "9.6 MiB"),
+        (2**50, "1024.0 TiB"),
+    ],
+)
+def test_bytes_are_written_as_people_read_them(count: float, text: str) -> None:
+    assert render.bytes_of(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (True, "true"), (0.0, "0"), (0.25, "0.25"), ("x", "x"), (3, "3")],
+)
+def test_settings_are_written_plainly(value: object, text: str) -> None:
+    assert render.plain(value) == text
+
+
+def test_an_answer_of_one_token_has_no_time_per_token() -> None:
+    told = render.statistics(replace(answer_of("Hi", 1), ms_per_token=0.0, tokens_per_second=0.0))
+
+    assert told == "2 tokens read, 1 written, ended by stop\nfirst token 20.0 ms"
+
+
+def test_guesses_that_were_right_are_told() -> None:
+    assert "tokens a trip" not in render.statistics(answer_of("Hi", 2))
+    told = render.statistics(replace(answer_of("Hi", 2), tokens_per_step=2.54))
+
+    assert "250.0 tokens/s, 2.5 tokens a trip" in told
+
+
+def test_what_was_known_of_a_prompt_is_told() -> None:
+    told = render.statistics(replace(answer_of("Hi", 2), cached_tokens=1))
+
+    assert told.startswith("2 tokens read (1 known), 2 written")
+
+
+def test_json_carries_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    render.dump({"model": "Grüße"})
+
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "model": "Grüße"}
+
+
+def test_a_terminal_sees_colour(terminal: Terminal) -> None:
+    with redirect_stderr(terminal):
+        render.error(UserError("no", hint="yes"))
+
+    assert terminal.getvalue() == "\x1b[1;31merror:\x1b[0m no\n\x1b[36mhint:\x1b[0m yes\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colour_can_be_turned_off(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    with redirect_stderr(terminal):
+        render.error(UserError("no"))
+
+    assert terminal.getvalue() == "error: no\n"
+
+
+def test_a_status_line_is_replaced_and_erased(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "9")
+
+    with render.Status(terminal) as status:
+        status.show("one")
+        status.show("two is too long")
+
+    assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo is t\r\x1b[K"
+
+
+def test_a_pipe_gets_no_status_line() -> None:
+    pipe = io.StringIO()
+
+    with render.Status(pipe) as status:
+        status.show("loading")
+
+    assert pipe.getvalue() == ""
+
+
+def test_a_dumb_terminal_gets_no_status_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+
+    with render.Status(terminal) as status:
+        status.show("loading")
+
+    assert terminal.getvalue() == ""

@@ -1,0 +1,337 @@
+"""The congestion controller on slow, lossy, changing links; every time is that of the link."""
+
+import math
+from statistics import quantiles
+
+import pytest
+from aioquic.quic.packet import QuicPacketType
+from aioquic.quic.packet_builder import QuicSentPacket
+from aioquic.quic.recovery import QuicPacketRecovery
+from aioquic.tls import Epoch
+
+from meshllm_quic.base.congestion import LEAST_PACKETS, NAME, START_PACKETS, Controller, reset_path
+from tests.plugins.quic.pipe import End, Pipe, Shape
+
+KIB = 1024
+MB = 1_000_000
+MUCH = 30 * MB  # more than any of these links carries in time
+SIZE = 1200
+
+
+def shape(mbit: float, rtt_ms: float = 40.0, loss: float = 0.0, queue: int = 512 * KIB) -> Shape:
+    return Shape(mbit * MB / 8, rtt_ms / 2e3, loss, queue)
+
+
+def controller(end: End) -> Controller:
+    made = end.quic._loss._cc
+    assert isinstance(made, Controller)
+    return made
+
+
+def packet(number: int, at: float) -> QuicSentPacket:
+    kind = QuicPacketType.ONE_RTT
+    return QuicSentPacket(Epoch.ONE_RTT, True, True, False, number, kind, at, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("link", "size", "share"),
+    [
+        (shape(100, loss=0.005), 5 * MB, 0.65),
+        (shape(100, loss=0.03), 5 * MB, 0.6),
+        (shape(100, loss=0.005, queue=64 * KIB), 5 * MB, 0.5),
+        (shape(10), 1 * MB, 0.8),
+        (shape(10, loss=0.03), 1 * MB, 0.75),
+        (shape(10, queue=64 * KIB), 1 * MB, 0.8),
+        (shape(100, rtt_ms=5, loss=0.005), 3 * MB, 0.8),
+        (shape(1000, rtt_ms=0.4), 3 * MB, 0.6),  # what delays acknowledgements is much longer
+    ],
+)
+def test_a_new_connection_uses_the_link(link: Shape, size: int, share: float) -> None:
+    pipe = Pipe(link)
+    one, other = pipe.connect(NAME)
+
+    seconds = pipe.transfer(one, other, size)
+
+    assert size / seconds > share * link.bytes_per_s
+
+
+def test_a_link_without_loss_is_used_whole() -> None:
+    pipe = Pipe(shape(100))
+    one, other = pipe.connect(NAME)
+    pipe.transfer(one, other, 5 * MB)
+
+    seconds = pipe.transfer(one, other, 10 * MB)
+
+    assert 10 * MB / seconds > 0.85 * pipe.forth.shape.bytes_per_s
+
+
+def test_what_aioquic_has_loses_most_of_a_lossy_link() -> None:
+    pipe = Pipe(shape(100, loss=0.005))
+    one, other = pipe.connect("cubic")
+
+    seconds = pipe.transfer(one, other, 2 * MB)
+
+    assert 2 * MB / seconds < 0.2 * pipe.forth.shape.bytes_per_s
+
+
+@pytest.mark.parametrize("mbit", [8, pytest.param(30, marks=pytest.mark.slow)])
+def test_the_queue_stays_short(mbit: float) -> None:
+    pipe = Pipe(shape(mbit, queue=4 * MB))
+    one, _ = pipe.connect(NAME)
+
+    pipe.send(one, MUCH)
+    pipe.run(1.5)
+    begun = len(pipe.forth.waits)
+    pipe.run(3.0)
+
+    assert max(pipe.forth.waits) < 0.06  # the start doubles the round trip of 40 ms
+    assert quantiles(pipe.forth.waits[begun:], n=20)[-1] < 0.03
+
+
+@pytest.mark.parametrize(
+    ("link", "flows"),
+    [
+        (shape(10), 2),
+        pytest.param(shape(10, loss=0.005, queue=64 * KIB), 2, marks=pytest.mark.slow),
+        pytest.param(shape(20), 4, marks=pytest.mark.slow),
+    ],
+)
+def test_flows_share_what_there_is(link: Shape, flows: int) -> None:
+    pipe = Pipe(link)
+    ends = []
+    for _ in range(flows):
+        ends.append(pipe.connect(NAME))
+        pipe.send(ends[-1][0], MUCH)
+        pipe.run(pipe.now + 0.5)
+    pipe.run(pipe.now + 3.0 * (flows - 1))
+
+    before = [other.received for _, other in ends]
+    pipe.run(pipe.now + 3.0)
+    shares = [other.received - had for (_, other), had in zip(ends, before, strict=True)]
+
+    assert max(shares) < 3 * min(shares)
+    assert sum(shares) > 0.85 * 3.0 * link.bytes_per_s
+
+
+@pytest.mark.parametrize(("before", "after"), [(12, 4), (4, 12)])
+def test_a_rate_that_changes_is_followed(before: float, after: float) -> None:
+    pipe = Pipe(shape(before, loss=0.002))
+    one, other = pipe.connect(NAME)
+    pipe.send(one, MUCH)
+    pipe.run(2.0)
+
+    pipe.forth.shape.bytes_per_s = after * MB / 8
+    pipe.run(7.0)
+    received, begun = other.received, len(pipe.forth.waits)
+    pipe.run(9.0)
+
+    assert other.received - received > 0.8 * 2.0 * pipe.forth.shape.bytes_per_s
+    assert quantiles(pipe.forth.waits[begun:], n=20)[-1] < 0.06
+
+
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(3.0, marks=pytest.mark.slow)])
+def test_a_link_that_was_away_is_used_again(seconds: float) -> None:
+    pipe = Pipe(shape(10))
+    one, other = pipe.connect(NAME)
+    pipe.send(one, MUCH)
+    pipe.run(1.5)
+
+    pipe.forth.shape.loss = 1.0
+    pipe.run(1.5 + seconds)
+    pipe.forth.shape.loss = 0.0
+    pipe.run(2.0 + 3 * seconds)  # aioquic tries again after twice as long each time
+    received = other.received
+    pipe.run(pipe.now + 2.0)
+
+    assert other.received - received > 0.8 * 2.0 * pipe.forth.shape.bytes_per_s
+
+
+def test_losing_a_third_is_congestion() -> None:
+    pipe = Pipe(shape(20))
+    one, _ = pipe.connect(NAME)
+    pipe.send(one, MUCH)
+    pipe.run(2.0)
+    known = controller(one).bytes_per_s or 0.0
+
+    pipe.forth.shape.loss = 0.33
+    pipe.run(5.0)
+
+    assert (controller(one).bytes_per_s or math.inf) < known / 2
+
+
+@pytest.mark.parametrize("size", [8 * KIB, 16 * KIB, 64 * KIB])
+def test_a_message_after_a_pause_leaves_at_once(size: int) -> None:
+    pipe = Pipe(shape(20))
+    one, other = pipe.connect(NAME)
+    for _ in range(20):
+        pipe.run(pipe.now + 0.03)
+        seconds = pipe.transfer(one, other, size)
+
+    on_the_wire = 1.04 * size / pipe.forth.shape.bytes_per_s
+    assert seconds < 0.02 + on_the_wire + 0.001
+
+
+def test_saying_little_does_not_lower_the_rate() -> None:
+    pipe = Pipe(shape(20))
+    one, other = pipe.connect(NAME)
+    pipe.transfer(one, other, 3 * MB)
+    known = controller(one).bytes_per_s or math.inf
+
+    for _ in range(40):
+        pipe.transfer(one, other, 8 * KIB)
+        pipe.run(pipe.now + 0.1)
+
+    assert (controller(one).bytes_per_s or 0.0) >= 0.95 * known
+    assert pipe.transfer(one, other, 3 * MB) < 3 * MB / (0.85 * pipe.forth.shape.bytes_per_s)
+
+
+def test_nothing_is_kept_of_what_is_over() -> None:
+    pipe = Pipe(shape(20, loss=0.02))
+    one, other = pipe.connect(NAME)
+
+    pipe.transfer(one, other, 1 * MB)
+    pipe.run(pipe.now + 1.0)
+
+    assert controller(one).bytes_in_flight == 0
+    assert not controller(one)._known
+
+
+def test_the_round_trip_and_the_rate_are_told() -> None:
+    pipe = Pipe(shape(20))
+    one, other = pipe.connect(NAME)
+    assert Controller(max_datagram_size=SIZE).bytes_per_s is None
+    assert Controller(max_datagram_size=SIZE).round_trip_s is None
+
+    pipe.transfer(one, other, 2 * MB)
+
+    assert controller(one).bytes_per_s == pytest.approx(20 * MB / 8, rel=0.05)
+    assert controller(one).round_trip_s == pytest.approx(0.04, rel=0.1)
+
+
+def test_a_connection_that_had_little_to_send_tells_no_rate() -> None:
+    pipe = Pipe(shape(1000, rtt_ms=30))
+    one, other = pipe.connect(NAME)
+
+    for _ in range(20):
+        pipe.transfer(one, other, 90)
+
+    assert controller(one).bytes_per_s is None
+    pipe.transfer(one, other, 20 * MB)
+    assert (controller(one).bytes_per_s or 0.0) > 10 * MB
+
+
+def test_a_connection_moves_to_another_path_in_the_middle() -> None:
+    pipe = Pipe(shape(5, rtt_ms=100))
+    one, other = pipe.connect(NAME)
+    pipe.send(one, MUCH)
+    pipe.run(2.0)
+
+    pipe.forth.shape, pipe.back.shape = shape(50, rtt_ms=10), shape(50, rtt_ms=10)
+    pipe.forth.free_at = pipe.now  # what waits for the old path holds nobody up
+    reset_path(one.quic, 1452)
+    reset_path(other.quic, 1452)
+    pipe.push(one)
+    pipe.run(pipe.now + 0.5)
+    received = other.received
+    pipe.run(pipe.now + 1.0)
+
+    assert other.received - received > 0.8 * pipe.forth.shape.bytes_per_s
+    assert (controller(one).round_trip_s or math.inf) < 0.02
+
+
+def test_a_connection_moves_to_a_worse_path_in_the_middle() -> None:
+    pipe = Pipe(shape(30, rtt_ms=10))
+    one, other = pipe.connect(NAME)
+    pipe.send(one, MUCH)
+    pipe.run(1.0)
+
+    pipe.forth.shape, pipe.back.shape = shape(5, rtt_ms=100), shape(5, rtt_ms=100)
+    reset_path(one.quic, SIZE)
+    reset_path(other.quic, SIZE)
+    pipe.push(one)
+    pipe.run(pipe.now + 3.0)
+    received = other.received
+    pipe.run(pipe.now + 2.0)
+
+    assert other.received - received > 0.8 * 2.0 * pipe.forth.shape.bytes_per_s
+    assert (controller(one).round_trip_s or 0.0) > 0.09
+
+
+def test_a_moved_connection_sends_datagrams_of_the_new_size() -> None:
+    pipe = Pipe(shape(100))
+    one, _ = pipe.connect(NAME)
+    reset_path(one.quic, 9000)
+
+    one.quic.send_stream_data(0, bytes(20_000))
+    datagrams = [data for data, _ in one.quic.datagrams_to_send(now=pipe.now)]
+
+    assert max(map(len, datagrams)) == 9000
+
+
+def test_aioquic_has_the_private_parts_that_a_move_sets() -> None:
+    pipe = Pipe(shape(100))
+    one, _ = pipe.connect(NAME)
+    recovery = one.quic._loss
+    names = "initialized", "latest", "smoothed", "variance", "min"
+    fresh = QuicPacketRecovery(
+        congestion_control_algorithm=NAME,
+        initial_rtt=0.1,
+        max_datagram_size=1452,
+        peer_completed_address_validation=True,
+        send_probe=lambda: None,
+    )
+    assert recovery._rtt_initialized
+    assert one.quic._max_datagram_size == recovery._pacer._max_datagram_size == SIZE
+
+    reset_path(one.quic, 1452)
+
+    for name in names:
+        assert getattr(recovery, f"_rtt_{name}") == getattr(fresh, f"_rtt_{name}")
+    assert recovery._pto_count == fresh._pto_count
+    assert recovery._pacer.packet_time is None
+    assert recovery.congestion_window == START_PACKETS * 1452
+
+
+def test_a_move_leaves_other_controllers_alone() -> None:
+    pipe = Pipe(shape(100))
+    one, other = pipe.connect("cubic")
+
+    reset_path(one.quic, 1452)
+
+    assert pipe.transfer(one, other, 100_000) < 1.0
+
+
+def test_what_was_sent_before_a_move_says_nothing_of_the_path() -> None:
+    made = Controller(max_datagram_size=SIZE)
+    old, new = packet(1, 0.0), packet(2, 1.0)
+    made.on_packet_sent(packet=old)
+    made.moved()
+    made.on_packet_sent(packet=new)
+    assert made.bytes_in_flight == 2 * SIZE
+
+    made.on_packet_acked(now=1.01, packet=old)
+    made.on_rtt_measurement(now=1.01, rtt=1.01)
+    assert (made.bytes_per_s, made.round_trip_s) == (None, None)
+
+    made.on_packet_acked(now=1.1, packet=new)
+    made.on_rtt_measurement(now=1.1, rtt=0.1)
+    assert max(made._rates) == pytest.approx(SIZE / 0.1, rel=1)
+    assert made.round_trip_s == 0.1
+    assert made.bytes_in_flight == 0
+
+
+def test_nothing_coming_through_begins_anew_with_the_least() -> None:
+    made = Controller(max_datagram_size=SIZE)
+    lost = packet(1, 0.0)
+    made.on_packet_sent(packet=lost)
+
+    made.on_packets_lost(now=9.0, packets=[lost])
+    made.on_persistent_congestion()
+
+    assert made.congestion_window == LEAST_PACKETS * SIZE
+    assert made.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize(("size", "window"), [(1200, 76_800), (16_000, 131_072)])
+def test_the_start_is_short_in_bytes_where_datagrams_are_long(size: int, window: int) -> None:
+    assert Controller(max_datagram_size=size).congestion_window == window

@@ -1,0 +1,282 @@
+"""Who may have a link, and how one ends."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from aioquic.quic.configuration import QuicConfiguration
+
+from meshllm.errors import LinkLost, PeerFault, UserError
+from meshllm.transport.contract import Channel
+from meshllm_quic.base.identity import IDLE_S, STRANGER_WINDOW, Identity
+from meshllm_quic.link.connection import BROKEN, OPEN_S, REFUSED
+from meshllm_quic.link.listener import Listener
+from meshllm_quic.net.address import Place, show_key
+from meshllm_quic.relay.relays import MAX_RELAYS
+from meshllm_quic.transport import QuicTransport
+from meshllm_quic.wire.lanes import HEAD, HELLO, MESSAGE, OFFER
+from meshllm_quic.wire.routes import Direct
+from tests.plugins.quic.stranger import Stranger, nobody, rsa_body, somebody
+from tests.plugins.quic.street import PORT, street
+from tests.plugins.quic.world import echo, relayed
+from tests.simulation.ears import virtual
+from tests.simulation.wires import Line
+
+
+async def nobody_came(listener: Listener) -> bool:
+    try:
+        async with asyncio.timeout(1.0):
+            await anext(aiter(listener.links()))
+    except TimeoutError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("who", [nobody, rsa_body])
+@virtual
+async def test_who_does_not_say_who_it_is_gets_no_link(
+    who: Callable[[], QuicConfiguration],
+) -> None:
+    async with street() as here:
+        stranger = await here.knock(who())
+        stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0) + HEAD.pack(MESSAGE, 1) + b"!")
+        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0))
+        await stranger.live(0.5)
+
+        assert stranger.end is not None
+        assert stranger.end.error_code == REFUSED
+        assert await nobody_came(here.listener)
+
+
+@virtual
+async def test_another_protocol_gets_no_link() -> None:
+    configuration = somebody()
+    configuration.alpn_protocols = ["h3"]
+    async with street() as here:
+        stranger = await here.knock(configuration)
+        await stranger.live(2.0)
+
+        assert stranger.end is not None
+        assert await nobody_came(here.listener)
+
+
+@virtual
+async def test_a_dial_refuses_another_key_than_it_was_given() -> None:
+    async with street() as here:
+        host, port = here.listener.address.removeprefix("quic://").split(":")
+        endpoint = await QuicTransport(here.near)._bind(None, 0)
+        wrong = endpoint.connect([Direct((host, int(port)))], "there", Identity(bytes(32)).key)
+
+        with pytest.raises(PeerFault, match="another key than its address names"):
+            await wrong.wait_open()
+        assert await nobody_came(here.listener)
+
+
+@virtual
+async def test_links_know_the_keys_of_both() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+
+        assert one.peer_key == Identity(b"f" * 32).key
+        assert len(other.peer_key) == 32
+        assert other.peer_key != one.peer_key
+        await asyncio.gather(one.close(), other.close())
+
+
+@virtual
+async def test_a_node_does_not_dial_itself_through_a_relay() -> None:
+    async with street() as here:
+        place = Place("20.0.0.9", 8790, Identity(b"f" * 32).key)
+
+        with pytest.raises(UserError, match="is this node itself"):
+            await here.transport.dial(str(place))
+
+
+@virtual
+async def test_an_idle_link_lives() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+
+        await asyncio.sleep(20 * IDLE_S)
+
+        await echo(one, other)
+        await asyncio.gather(one.close(), other.close())
+
+
+@virtual
+async def test_a_dead_machine_is_a_lost_link() -> None:
+    async with street() as here:
+        one, _other = await here.meet()
+
+        here.far.stop()
+
+        with pytest.raises(LinkLost):
+            async with asyncio.timeout(2 * IDLE_S):
+                await one.receive()
+
+
+@virtual
+async def test_who_did_not_hear_the_goodbye_is_told_again() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        await asyncio.sleep(1.0)
+        here.internet.line_between(here.near, here.far, Line(loss=1.0))
+        closing = asyncio.create_task(other.close())
+        await asyncio.sleep(20)  # it gave up
+        await closing
+        here.internet.line_between(here.near, here.far, Line())
+
+        with pytest.raises(LinkLost):
+            async with asyncio.timeout(IDLE_S / 2):
+                await one.receive()
+
+
+@virtual
+async def test_a_closing_link_waits_for_what_is_under_way() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        here.internet.line_between(here.near, here.far, Line(bytes_per_s=100_000))
+
+        await one.send([bytes(200_000)])
+        await one.close()
+
+        assert len((await other.receive())[1]) == 200_000
+        with pytest.raises(LinkLost):
+            await other.receive()
+
+
+@virtual
+async def test_a_stranger_fills_no_more_than_its_window() -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
+        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0) + bytes(10 * STRANGER_WINDOW))
+        await stranger.live(5.0)
+
+        sent = stranger.quic._streams[4].sender.highest_offset
+        assert sent == STRANGER_WINDOW
+
+
+@virtual
+async def test_a_message_too_long_ends_the_link() -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
+        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0))
+        await stranger.live(0.1)
+        link = await anext(aiter(here.listener.links()))
+        stranger.quic.send_stream_data(4, HEAD.pack(MESSAGE, 0xFFFFFFFF))
+        await stranger.live(0.5)
+
+        with pytest.raises(PeerFault, match="A word of kind 0 with 4294967295 B"):
+            await link.receive()
+        assert stranger.end is not None
+        assert stranger.end.error_code == BROKEN
+
+
+@pytest.mark.parametrize("body", [b"", bytes(31), bytes(33), bytes(32 + 17 * 18)])
+@virtual
+async def test_an_offer_that_is_none_ends_the_link(body: bytes) -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
+        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0))
+        await stranger.live(0.1)
+        link = await anext(aiter(here.listener.links()))
+        stranger.quic.send_stream_data(0, HEAD.pack(OFFER, len(body)) + body)
+        await stranger.live(0.5)
+
+        with pytest.raises(PeerFault, match="broke the rules"):
+            await link.receive()
+
+
+@virtual
+async def test_a_stream_that_is_reset_ends_the_link() -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        for stream in (0, 4):
+            stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
+        await stranger.live(0.1)
+        link = await anext(aiter(here.listener.links()))
+        stranger.quic.reset_stream(4, 0)
+        await stranger.live(0.5)
+
+        with pytest.raises(PeerFault, match="reset a stream"):
+            await link.receive()
+
+
+@virtual
+async def test_holes_in_a_stream_hold_no_more_than_the_window() -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
+        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0) + bytes(1000))
+        sender = stranger.quic._streams[4].sender
+        sender._pending.subtract(10, 1000)  # a hole
+        await stranger.live(0.2)
+        sender._buffer += bytes(100 * STRANGER_WINDOW)
+        sender._buffer_stop += 100 * STRANGER_WINDOW
+        stranger.quic._streams[4].max_stream_data_remote = 1 << 40
+        stranger.quic._remote_max_data = 1 << 40
+        sender._pending.add(90 * STRANGER_WINDOW, 90 * STRANGER_WINDOW + 10)
+        sender.buffer_is_empty = False
+        await stranger.live(0.5)
+
+        assert stranger.end is not None
+        assert stranger.end.reason_phrase == "Over stream data limit"
+
+
+@virtual
+async def test_a_handshake_that_does_not_end_is_given_up() -> None:
+    async with street() as here:
+        stranger = Stranger((here.far.hosts()[0], PORT), somebody())
+        stranger.socket = await here.near.open(None, 0, lambda _: None)
+        stranger.quic.connect(stranger.to, now=asyncio.get_running_loop().time())
+        stranger.transmit()
+        await asyncio.sleep(0.1)
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        during = len(endpoint.table)
+
+        await asyncio.sleep(OPEN_S + 0.1)
+
+        assert (during, len(endpoint.table)) == (1, 0)
+
+
+@virtual
+async def test_control_passes_data_that_waits_for_the_line() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        here.internet.line_between(here.near, here.far, Line(bytes_per_s=200_000, delay_s=0.01))
+        for _ in range(16):
+            await one.send([bytes(64 * 1024)])
+        await one.send([b"now"], Channel.CONTROL)
+
+        before = 0
+        while (await other.receive())[0] is Channel.DATA:
+            before += 1
+
+        assert before <= 8
+        await asyncio.gather(one.close(), other.close())
+
+
+@virtual
+async def test_who_is_not_registered_is_named_as_that() -> None:
+    async with relayed("none", "none") as nodes:
+        nobody_there = nodes.relay.address.replace("//", "//" + show_key(bytes(32)) + "@")
+
+        with pytest.raises(LinkLost, match="it is not registered at its relay"):
+            await nodes.transports[0].dial(nobody_there)
+
+
+@virtual
+async def test_there_are_no_more_relays_than_that() -> None:
+    async with relayed("none", "none") as nodes:
+        endpoint = nodes.transports[0]._endpoint
+        assert endpoint is not None
+        for number in range(MAX_RELAYS):
+            endpoint.relays.add((f"21.0.0.{number + 1}", 8790), is_wanted=True)
+
+        with pytest.raises(LinkLost, match="one too many: 3 are in use"):
+            await nodes.transports[0].dial(f"quic://{show_key(bytes(32))}@21.0.0.98:8790")
+        assert len(endpoint.relays.states()) == MAX_RELAYS

@@ -1,0 +1,335 @@
+"""What one socket does for all its connections."""
+
+import asyncio
+
+import pytest
+from aioquic._buffer import Buffer
+from aioquic.quic.packet import QuicPacketType, QuicProtocolVersion, pull_quic_header
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshllm.transport.contract import Path
+from meshllm_quic.base.identity import Identity
+from meshllm_quic.link.admission import (
+    HOST_RATE,
+    MAX_HALF_OPEN,
+    MAX_HALF_OPEN_PER_HOST,
+    MAX_HALF_OPEN_PER_RELAY,
+    RETRY_ABOVE,
+    Admitted,
+    Door,
+)
+from meshllm_quic.link.endpoint import HOST_PROBES, runs
+from meshllm_quic.link.guide import Guide
+from meshllm_quic.link.link import Link
+from meshllm_quic.link.machine import PEER, Machine
+from meshllm_quic.transport import QuicTransport
+from meshllm_quic.wire.lanes import OFFER
+from meshllm_quic.wire.offer import MAX_CANDIDATES, Whereabouts
+from meshllm_quic.wire.packets import Ask, Register, Relayed, Tell, decode
+from meshllm_quic.wire.routes import Direct
+from tests.plugins.quic.stranger import Stranger, somebody
+from tests.plugins.quic.world import echo, relayed
+from tests.simulation.ears import ear, virtual
+from tests.simulation.internet import Internet
+
+HERE = ("10.0.0.1", 5000)
+
+
+def initial(seed: bytes = bytes(32)) -> bytes:
+    """Make the first datagram of a client."""
+    machine = Machine(Identity(seed).configure(is_client=True))
+    machine.connect(PEER, now=0.0)
+    return machine.datagrams_to_send(now=0.0)[0][0]
+
+
+def fill(door: Door, count: int) -> None:
+    for number in range(count):
+        door.count(number, f"host {number}")
+
+
+def test_a_client_is_let_in() -> None:
+    verdict = Door().judge(initial(), HERE, HERE[0], 0.0)
+
+    assert isinstance(verdict, Admitted)
+    assert verdict.retried_id is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 6, 50, 1199])
+def test_a_short_datagram_begins_nothing(size: int) -> None:
+    assert Door().judge(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
+
+
+def test_another_version_is_told_which_one_is_spoken() -> None:
+    datagram = initial()
+    other = datagram[:1] + b"\x1a\x2a\x3a\x4a" + datagram[5:]
+
+    answer = Door().judge(other, HERE, HERE[0], 0.0)
+
+    assert isinstance(answer, bytes)
+    header = pull_quic_header(Buffer(data=answer), host_cid_length=8)
+    assert header.packet_type is QuicPacketType.VERSION_NEGOTIATION
+    assert header.supported_versions == [QuicProtocolVersion.VERSION_1]
+    assert len(answer) < len(other)
+
+
+def test_a_negotiation_is_not_answered() -> None:
+    datagram = initial()
+
+    assert Door().judge(datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0) is None
+
+
+def retried(door: Door) -> tuple[Machine, bytes]:
+    """Let a client show that it gets what is sent to it; return its second datagram."""
+    fill(door, RETRY_ABOVE)
+    machine = Machine(somebody())
+    machine.connect(PEER, now=0.0)
+    answer = door.judge(machine.datagrams_to_send(now=0.0)[0][0], HERE, HERE[0], 0.0)
+    assert isinstance(answer, bytes)
+    machine.receive_datagram(answer, PEER, now=0.1)
+    return machine, machine.datagrams_to_send(now=0.1)[0][0]
+
+
+def test_under_load_a_client_shows_first_that_it_gets_what_is_sent_to_it() -> None:
+    door = Door()
+    machine, again = retried(door)
+
+    verdict = door.judge(again, HERE, HERE[0], 0.2)
+
+    assert isinstance(verdict, Admitted)
+    assert verdict.original_id == machine.original_destination_connection_id
+    assert door.judge(again, ("10.0.0.2", 5000), "10.0.0.2", 0.2) is None
+    assert door.judge(again, HERE, HERE[0], 60.0) is None
+
+
+def test_there_is_an_end_to_what_is_half_open() -> None:
+    door = Door()
+    fill(door, MAX_HALF_OPEN)
+
+    assert door.judge(initial(), HERE, HERE[0], 0.0) is None
+
+
+def test_one_host_does_not_shut_the_others_out() -> None:
+    door = Door()
+    for number in range(MAX_HALF_OPEN_PER_HOST):
+        door.count(number, HERE[0])
+
+    assert door.judge(initial(), HERE, HERE[0], 0.0) is None
+    assert door.judge(initial(), ("10.0.0.2", 1), "10.0.0.2", 0.0) is not None
+    door.forget(3)
+    door.forget(3)
+    assert door.judge(initial(), HERE, HERE[0], 0.0) is not None
+
+
+def test_one_relay_does_not_shut_the_others_out() -> None:
+    door = Door()
+    for number in range(MAX_HALF_OPEN_PER_RELAY):
+        door.count(number, f"tag {number}", relay="relay")
+
+    assert door.judge(initial(), HERE, "another tag", 0.0, relay="relay") is None
+    assert isinstance(door.judge(initial(), HERE, HERE[0], 0.0), bytes)
+    door.forget(3)
+    assert isinstance(door.judge(initial(), HERE, "another tag", 0.0, relay="relay"), bytes)
+
+
+def test_connections_that_end_at_once_are_begun_so_many_a_second() -> None:
+    door = Door()
+
+    verdicts = [door.judge(initial(), HERE, HERE[0], 0.0) for _ in range(10 * RETRY_ABOVE)]
+
+    assert sum(isinstance(each, Admitted) for each in verdicts) == RETRY_ABOVE
+    assert sum(isinstance(each, bytes) for each in verdicts) == 9 * RETRY_ABOVE
+    assert isinstance(door.judge(initial(), HERE, HERE[0], 1.0), Admitted)
+
+
+def test_who_shows_that_it_is_there_begins_so_many_a_second_too() -> None:
+    door = Door()
+    _, again = retried(door)
+
+    verdicts = [door.judge(again, HERE, HERE[0], 0.2) for _ in range(1000)]
+
+    assert sum(verdict is not None for verdict in verdicts) == 2 * HOST_RATE
+    assert door.judge(again, HERE, HERE[0], 1.2) is not None
+
+
+@virtual
+async def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
+    transport = QuicTransport(Internet().host("node"))
+    async with transport.listen():
+        endpoint = transport._endpoint
+        assert endpoint is not None
+
+        endpoint._receive([(initial(), (f"2600:1::{number:x}", 5000)) for number in range(1, 200)])
+
+        assert len(endpoint.table) == len(endpoint._door) == RETRY_ABOVE
+        assert len(endpoint._door._hosts) == 1
+
+
+@given(sizes=st.lists(st.integers(1, 5), max_size=30))
+def test_a_run_has_one_size_and_perhaps_a_shorter_end(sizes: list[int]) -> None:
+    datagrams = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
+
+    cut = list(runs(datagrams))
+
+    assert [datagram for run in cut for datagram in run] == datagrams
+    for run in cut:
+        assert {len(each) for each in run[:-1]} <= {len(run[0])}
+        assert len(run[-1]) <= len(run[0])
+
+
+@virtual
+async def test_a_handshake_under_load_takes_one_more_round_trip() -> None:
+    internet = Internet()
+    near, far = internet.host("near"), internet.host("far")
+    transport = QuicTransport(far)
+    async with transport.listen() as listener:
+        endpoint = transport._endpoint
+        assert endpoint is not None
+        fill(endpoint._door, RETRY_ABOVE)
+
+        link = await QuicTransport(near).dial(listener.address)
+        other = await anext(aiter(listener.links()))
+
+        assert isinstance(link, Link)
+        assert isinstance(other, Link)
+        await echo(link, other)
+        await asyncio.gather(link.close(), other.close())
+
+
+@virtual
+async def test_who_does_not_listen_answers_no_client() -> None:
+    internet = Internet()
+    near, far, server = (internet.host(name) for name in ("near", "far", "server"))
+    dialling = QuicTransport(far)
+    async with QuicTransport(server).listen() as listener:
+        link = await dialling.dial(listener.address)
+        endpoint = dialling._endpoint
+        assert endpoint is not None
+        stranger = Stranger((far.hosts()[0], endpoint.port), somebody())
+        await stranger.open(near)
+
+        assert stranger.heard == []
+        await link.close()
+
+
+@virtual
+async def test_a_node_relays_for_those_who_are_no_strangers() -> None:
+    internet = Internet()
+    hub, one, other = (QuicTransport(internet.host(name)) for name in ("hub", "one", "other"))
+    async with hub.listen() as middle, other.listen() as listener:
+        to_hub = [await transport.dial(middle.address) for transport in (one, other)]
+        met = [await anext(aiter(middle.links())) for _ in to_hub]
+        await asyncio.sleep(2.0)
+        (address,) = (each for each in listener.addresses if "@" in each)
+
+        link = await one.dial(address)
+        across = await anext(aiter(listener.links()))
+        began = link.statistics.path
+        await asyncio.sleep(1.0)
+
+        assert began is Path.RELAY
+        assert link.statistics.path is Path.DIRECT
+        await asyncio.gather(*(each.close() for each in (*to_hub, *met, link, across)))
+
+
+@virtual
+async def test_a_node_does_not_relay_for_strangers() -> None:
+    internet = Internet()
+    async with QuicTransport(internet.host("node")).listen() as listener:
+        host, port = listener.address.removeprefix("quic://").split(":")
+        near = await ear(internet.host("near"))
+        register = Register(bytes(32), bytes(8), bytes(16), bytes(64)).encode()
+
+        near.send((host, int(port)), Relayed(bytes(12), b"s" * 12, b"\x40" * 50).encode())
+        near.send((host, int(port)), register)
+        await asyncio.sleep(1.0)
+
+        assert all(len(answer) <= len(register) for answer in near.said)
+        assert {type(decode(answer)).__name__ for answer in near.said} <= {"Cookie", "Unknown"}
+
+
+@virtual
+async def test_a_node_tells_as_whom_it_sees_others() -> None:
+    internet = Internet()
+    async with QuicTransport(internet.host("node")).listen() as listener:
+        host, port = listener.address.removeprefix("quic://").split(":")
+        near = await ear(internet.host("near"))
+
+        near.send((host, int(port)), Ask(b"12345678").encode())
+        await asyncio.sleep(1.0)
+
+        assert list(map(decode, near.said)) == [Tell(b"12345678", near.address)]
+
+
+@virtual
+async def test_who_moves_is_registered_and_told_anew() -> None:
+    async with relayed("port-restricted", "port-restricted") as nodes:
+        await nodes.until(Path.DIRECT)
+        before = nodes.transports[1].survey()
+
+        nodes.hosts[1].move(nodes.internet.behind("full cone"))
+        await asyncio.sleep(10.0)
+        after = nodes.transports[1].survey()
+
+        assert before is not None
+        assert after is not None
+        assert set(before.observed).isdisjoint(after.observed)
+        assert [state for _, state in after.relays] == ["registered over UDP"]
+        await echo(nodes.one, nodes.other)
+
+
+@virtual
+async def test_a_survey_tells_nat_and_relays() -> None:
+    async with relayed("symmetric", "port-restricted") as nodes:
+        await asyncio.sleep(15.0)
+
+        survey = nodes.transports[0].survey()
+
+        assert survey is not None
+        assert survey.nat == "address-dependent"
+        assert len(survey.observed) == 2
+        assert survey.line.startswith("address-dependent: seen as ")
+        assert [state for _, state in survey.relays] == ["registered over UDP"]
+        assert nodes.one.statistics.path_reason.startswith("no answer to ")
+
+
+@virtual
+async def test_who_gives_many_links_one_key_is_answered_once() -> None:
+    async with relayed("none", "none") as nodes:
+        await nodes.until(Path.DIRECT)
+        endpoint = nodes.transports[1]._endpoint
+        assert endpoint is not None
+        (connection,) = endpoint.table
+        guide = connection.guide
+        assert isinstance(guide, Guide)
+        assert guide.paths is not None
+
+        for _ in range(50):
+            endpoint.watch_path(guide.paths.id, guide)
+
+        assert endpoint._paths == {guide.paths.id: [guide]}
+
+
+@virtual
+async def test_offers_of_many_links_do_not_flood_whom_they_name() -> None:
+    async with relayed("none", "none") as nodes:
+        victim = await ear(nodes.internet.host("victim"))
+        links, named = 40, [(victim.address[0], port) for port in range(1, MAX_CANDIDATES)]
+        listening = nodes.transports[1]._endpoint
+        assert listening is not None
+        (connection,) = listening.table
+        guides = [Guide(listening, connection) for _ in range(links)]
+        before = nodes.internet.dropped["no socket"] + len(victim.heard)
+        for number, guide in enumerate(guides):
+            guide.is_trusted = True
+            guide.hear(OFFER, Whereabouts(bytes([number]) * 32, (victim.address, *named)).encode())
+
+        for _ in range(500):
+            await asyncio.sleep(0.02)
+            for guide in guides:
+                guide.expire(asyncio.get_running_loop().time())
+
+        probes = nodes.internet.dropped["no socket"] + len(victim.heard) - before
+        assert links < probes <= HOST_PROBES * (4 + 10) + 1
+        assert connection.route != Direct(victim.address)
+        await echo(nodes.one, nodes.other)

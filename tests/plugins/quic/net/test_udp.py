@@ -1,0 +1,371 @@
+"""Real datagrams on the loopback address: batches, both families, and what the kernel refuses."""
+
+import asyncio
+import errno
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+import pytest
+
+from meshllm_quic.net import interfaces, udp
+from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.net.udp import UdpNetwork, UdpSocket
+
+pytestmark = pytest.mark.socket
+
+Batch = Sequence[tuple[bytes, Address]]
+LOCAL = "127.0.0.1"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return socket.has_dualstack_ipv6()
+
+
+def cuts() -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return udp._can_cut(probe)
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+needs_cutting = pytest.mark.skipif(not cuts(), reason="this kernel does not cut datagrams")
+
+
+class Heard:
+    """What a socket received, batch by batch."""
+
+    def __init__(self) -> None:
+        self.batches: asyncio.Queue[Batch] = asyncio.Queue()
+
+    async def take(self, count: int) -> list[tuple[bytes, Address]]:
+        taken: list[tuple[bytes, Address]] = []
+        while len(taken) < count:
+            taken += await self.batches.get()
+        return taken
+
+
+class Refusing(socket.socket):
+    """A socket whose kernel refuses, once or for good, with these errors."""
+
+    sending: OSError | None = None
+    """For each call that carries more than one datagram."""
+    sending_any: OSError | None = None
+    receiving: OSError | None = None
+    """Once."""
+
+    def sendmsg(self, buffers: Any, ancillary: Any = (), *where: Any) -> int:
+        if self.sending_any or (ancillary and self.sending):
+            raise self.sending_any or self.sending or OSError
+        return super().sendmsg(buffers, ancillary, *where)
+
+    def recvmsg_into(self, *arguments: Any) -> Any:
+        error, self.receiving = self.receiving, None
+        if error:
+            raise error
+        return super().recvmsg_into(*arguments)
+
+
+@asynccontextmanager
+async def opened(host: str | None = LOCAL) -> AsyncIterator[tuple[UdpSocket, Heard]]:
+    heard = Heard()
+    made = await UdpNetwork().open(host, 0, heard.batches.put_nowait)
+    try:
+        yield made, heard
+    finally:
+        made.close()
+
+
+@asynccontextmanager
+async def refusing() -> AsyncIterator[tuple[Refusing, UdpSocket, Heard]]:
+    kernel, heard = Refusing(socket.AF_INET, socket.SOCK_DGRAM), Heard()
+    kernel.setblocking(False)
+    kernel.bind((LOCAL, 0))
+    made = UdpSocket(kernel, heard.batches.put_nowait)
+    try:
+        yield kernel, made, heard
+    finally:
+        made.close()
+
+
+async def test_it_is_a_network() -> None:
+    network: Network = UdpNetwork()
+
+    made: Socket = await network.open(LOCAL, 0, lambda _: None)
+
+    made.close()
+
+
+async def test_a_datagram_arrives_with_where_it_came_from() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        one.send([b"hello"], (LOCAL, other.port))
+
+        assert await heard.take(1) == [(b"hello", (LOCAL, one.port))]
+
+
+@pytest.mark.parametrize("sizes", [[1200] * 64, [1200] * 63 + [7], [1452] * 200, [16_000] * 9])
+async def test_datagrams_keep_their_borders(sizes: list[int]) -> None:
+    datagrams = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+
+    async with opened() as (one, _), opened() as (other, heard):
+        one.send(datagrams, (LOCAL, other.port))
+
+        assert [data for data, _ in await heard.take(len(sizes))] == datagrams
+
+
+@needs_cutting
+async def test_one_system_call_carries_many_datagrams() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        one.send([bytes(1000)] * 128, (LOCAL, other.port))
+        await heard.take(128)
+
+        assert (one.statistics.datagrams_sent, one.statistics.send_calls) == (128, 2)
+        assert other.statistics.datagrams_received == 128
+        assert other.statistics.receive_calls <= 4  # two, and one that finds nothing
+
+
+@needs_cutting
+async def test_a_system_call_carries_no_more_than_ip_does() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        one.send([bytes(16_000)] * 8, (LOCAL, other.port))
+        await heard.take(8)
+
+        assert one.statistics.send_calls == 2
+
+
+async def test_what_waits_arrives_in_one_batch() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        for number in range(10):
+            one.send([bytes([number])], (LOCAL, other.port))
+
+        assert len(await heard.batches.get()) == 10
+
+
+async def test_a_flood_does_not_hold_the_loop() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        for _ in range(3 * udp.BATCH):
+            one.send([b"x"], (LOCAL, other.port))
+
+        assert len(await heard.batches.get()) < 2 * udp.BATCH
+
+
+async def test_an_empty_datagram_is_nothing() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        one.send([b""], (LOCAL, other.port))
+        one.send([], (LOCAL, other.port))
+        one.send([b"x"], (LOCAL, other.port))
+
+        assert [data for data, _ in await heard.take(1)] == [b"x"]
+
+
+@needs_ipv6
+async def test_every_address_is_both_families() -> None:
+    async with opened(None) as (all_, heard), opened() as (four, _), opened("::1") as (six, _):
+        four.send([b"4"], (LOCAL, all_.port))
+        six.send([b"6"], ("::1", all_.port))
+
+        expected = {(b"4", (LOCAL, four.port)), (b"6", ("::1", six.port))}
+        assert set(await heard.take(2)) == expected
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", [LOCAL, "::1"])
+async def test_every_address_sends_to_both_families(host: str) -> None:
+    async with opened(None) as (all_, _), opened(host) as (other, heard):
+        all_.send([bytes(900)] * 3, (host, other.port))
+
+        assert await heard.take(3) == [(bytes(900), (host, all_.port))] * 3
+
+
+async def test_without_ipv6_every_address_is_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+
+    async with opened(None) as (all_, heard), opened() as (other, _):
+        other.send([b"4"], (LOCAL, all_.port))
+
+        assert await heard.take(1) == [(b"4", (LOCAL, other.port))]
+        assert not any(":" in host for host in all_.hosts())
+
+
+async def test_ipv6_that_is_switched_off_is_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = udp._bind
+
+    def off(family: socket.AddressFamily, address: Address) -> socket.socket:
+        if family is socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+        return bind(family, address)
+
+    monkeypatch.setattr(udp, "_bind", off)
+
+    async with opened(None) as (all_, _):
+        assert LOCAL in all_.hosts()
+
+
+async def test_a_port_is_bound_once() -> None:
+    async with opened() as (one, _):
+        with pytest.raises(OSError, match="in use"):
+            await UdpNetwork().open(LOCAL, one.port, lambda _: None)
+        with pytest.raises(OSError, match="in use"):
+            await UdpNetwork().open(None, one.port, lambda _: None)
+
+
+async def test_an_address_of_another_machine_cannot_be_bound() -> None:
+    with pytest.raises(OSError, match="assign"):
+        await UdpNetwork().open("192.0.2.77", 0, lambda _: None)
+
+
+async def test_what_is_too_long_is_dropped_and_counted() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        one.send([bytes(66_000)], (LOCAL, other.port))
+        one.send([b"x"], (LOCAL, other.port))
+
+        assert [data for data, _ in await heard.take(1)] == [b"x"]
+        assert one.statistics.drops == 1
+        assert one.statistics.datagrams_sent == 1
+
+
+@needs_ipv6
+async def test_another_family_is_dropped_and_counted() -> None:
+    async with opened() as (one, _):
+        one.send([b"x"], ("::1", 9))
+        one.send([b"x"], ("fe80::1%nowhere", 9))
+
+        assert one.statistics.drops == 2
+
+
+async def test_a_full_buffer_drops_and_does_not_raise() -> None:
+    async with refusing() as (kernel, made, _):
+        kernel.sending_any = BlockingIOError(errno.EAGAIN, "full")
+
+        made.send([b"x"] * 3, (LOCAL, 9))
+
+        assert made.statistics.drops == 3
+
+
+@pytest.mark.parametrize(("error", "calls"), [(errno.EIO, 7), (errno.EINVAL, 8)])
+@needs_cutting
+async def test_a_kernel_that_does_not_cut_gets_one_by_one(error: int, calls: int) -> None:
+    async with refusing() as (kernel, made, _), opened() as (other, heard):
+        kernel.sending = OSError(error, os.strerror(error))
+
+        made.send([b"a", b"b", b"c"], (LOCAL, other.port))
+        made.send([b"d", b"e", b"f"], (LOCAL, other.port))
+
+        assert [data for data, _ in await heard.take(6)] == [bytes([x]) for x in b"abcdef"]
+        assert made.statistics.send_calls == calls  # without checksums it is not tried again
+        assert made.statistics.drops == 0
+
+
+async def test_a_kernel_that_knows_no_cutting_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(udp, "_UDP_SEGMENT", 9999)
+
+    async with opened() as (one, _), opened() as (other, heard):
+        one.send([b"a", b"b"], (LOCAL, other.port))
+
+        assert len(await heard.take(2)) == 2
+        assert one.statistics.send_calls == 2
+
+
+async def test_what_icmp_says_harms_nobody() -> None:
+    async with refusing() as (kernel, made, heard), opened() as (other, _):
+        kernel.receiving = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+        other.send([b"x"], (LOCAL, made.port))
+
+        assert [data for data, _ in await heard.take(1)] == [b"x"]
+
+
+async def test_nobody_listening_is_no_error() -> None:
+    async with opened() as (one, _):
+        async with opened() as (other, _):
+            gone = LOCAL, other.port
+        one.send([b"x"] * 2, gone)
+        one.send([b"x"], gone)
+
+        assert one.statistics.drops == 0
+
+
+async def test_closing_twice_leaves_nothing_behind() -> None:
+    async with opened() as (one, _), opened() as (other, heard):
+        number = other._socket.fileno()
+        one.send([b"x"], (LOCAL, other.port))
+        other.close()
+        other.close()
+        other.send([b"x"], (LOCAL, one.port))
+        await asyncio.sleep(0)
+
+        assert not asyncio.get_running_loop().remove_reader(number)
+        assert heard.batches.empty()
+        assert other.statistics.send_calls == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads options of Linux")
+async def test_datagrams_are_never_cut_in_pieces() -> None:
+    async with opened(None) as (one, _):
+        assert one._socket.getsockopt(socket.IPPROTO_IP, 10) == 3
+        if one._socket.family is socket.AF_INET6:
+            assert one._socket.getsockopt(socket.IPPROTO_IPV6, 23) == 3
+
+
+async def test_hosts_are_of_this_machine_with_loopback_last() -> None:
+    async with opened(None) as (all_, _), opened() as (one, _):
+        loopback = [ip_address(host).is_loopback for host in all_.hosts()]
+
+        assert loopback == sorted(loopback)
+        assert LOCAL in all_.hosts()
+        assert one.hosts() == [LOCAL]
+
+
+def test_the_default_route_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class State:
+        isup = True
+
+    class Entry:
+        def __init__(self, address: str) -> None:
+            self.address = address
+            self.family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+    some = ["127.0.0.1", "10.0.0.1", "fe80::1%eth0", "2001:db8::5", "192.168.0.9"]
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"all": State})
+    cards = {"all": [Entry(host) for host in some], "down": [Entry("10.9.9.9")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
+    monkeypatch.setattr(interfaces, "_default", {socket.AF_INET: "192.168.0.9"}.get)
+
+    assert interfaces.hosts() == ["192.168.0.9", "10.0.0.1", "2001:db8::5", "127.0.0.1"]
+
+
+async def test_names_and_numbers_are_resolved() -> None:
+    network = UdpNetwork()
+
+    assert await network.resolve("10.1.2.3", 7700) == [("10.1.2.3", 7700)]
+    assert (LOCAL, 7700) in await network.resolve("localhost", 7700)
+
+
+@needs_ipv6
+async def test_ipv6_is_resolved_and_never_holds_an_ipv4() -> None:
+    network = UdpNetwork()
+
+    assert await network.resolve("2001:db8::1", 1) == [("2001:db8::1", 1)]
+    assert await network.resolve("::ffff:10.1.2.3", 1) == [("10.1.2.3", 1)]
+
+
+@pytest.mark.parametrize("name", ["", "a" * 70 + ".invalid", "fe80::1%nowhere"])
+async def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(OSError, match=r"\w"):
+        await UdpNetwork().resolve(name, 1)
+
+
+def test_a_link_local_address_keeps_its_zone() -> None:
+    address = udp._address(("fe80::1", 7, 0, 2))
+
+    assert address == ("fe80::1%2", 7)
+    assert udp._destination(socket.AF_INET6, address) == ("fe80::1", 7, 0, 2)

@@ -1,0 +1,60 @@
+import random
+
+import pytest
+
+from meshllm_quic.path.budget import SLOTS, Budget, Shares, host_of
+
+
+def test_what_comes_in_can_be_spent_and_no_more() -> None:
+    budget = Budget(rate=10.0, burst=20.0, left=20.0, at=0.0)
+
+    spent = [budget.take(10, now) for now in (0.0, 0.0, 0.0, 0.9, 1.0, 1.1)]
+
+    assert spent == [True, True, False, False, True, False]
+
+
+def test_a_long_rest_fills_it_once() -> None:
+    budget = Budget(rate=10.0, burst=20.0, left=0.0, at=0.0)
+
+    assert not budget.take(21, 1000.0)
+    assert budget.take(20, 1000.0)
+
+
+def test_each_host_has_its_own() -> None:
+    shares = Shares(1.0, 1.0, random.Random(1).randbytes)
+
+    assert shares.of(b"one", 0.0).take(1, 0.0)
+    assert not shares.of(b"one", 0.0).take(1, 0.0)
+    assert shares.of(b"two", 0.0).take(1, 0.0)
+
+
+def test_any_number_of_hosts_fits() -> None:
+    shares = Shares(1.0, 1.0, random.Random(1).randbytes)
+
+    budgets = {id(shares.of(number.to_bytes(4), 0.0)) for number in range(3 * SLOTS)}
+
+    assert SLOTS / 2 < len(budgets) <= SLOTS
+
+
+def test_who_shares_a_budget_depends_on_a_secret() -> None:
+    hosts = [number.to_bytes(4) for number in range(SLOTS)]
+
+    def alike(seed: int) -> set[bytes]:
+        shares = Shares(1.0, 1.0, random.Random(seed).randbytes)
+        return {host for host in hosts[1:] if shares.of(host, 0) is shares.of(hosts[0], 0)}
+
+    assert len({frozenset(alike(seed)) for seed in range(8)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("192.0.2.1", "192.0.2.1", True),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8::1", "2001:db8::ffff:0:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%3", "fe80::2", True),
+    ],
+)
+def test_a_host_of_ipv6_is_a_network(one: str, other: str, is_same: bool) -> None:
+    assert (host_of((one, 1)) == host_of((other, 2))) is is_same

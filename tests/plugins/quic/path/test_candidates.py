@@ -1,0 +1,195 @@
+"""Which addresses are tried, how often, and when one is believed."""
+
+from itertools import pairwise
+
+import pytest
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.candidates import (
+    ANSWERS,
+    FIRST_PAUSE,
+    FRESH,
+    IPV6_BONUS,
+    MAX_OFFERED,
+    MAX_PAUSE,
+    MAX_PROBES,
+    MAX_REFLEXIVE,
+    MAX_TRUST,
+    SERIES_S,
+    Candidate,
+    Candidates,
+    sensible,
+)
+
+ADDRESS: Address = ("203.0.113.2", 7000)
+
+
+def silent_series(candidate: Candidate, now: float) -> list[float]:
+    candidate.start(now)
+    times = []
+    while candidate.due is not None:
+        times.append(candidate.due)
+        candidate.tried(candidate.due)
+    return times
+
+
+def test_a_silent_address_is_tried_ever_slower_for_ten_seconds() -> None:
+    times = silent_series(Candidate(ADDRESS, is_offered=True), 5.0)
+
+    pauses = [later - sooner for sooner, later in pairwise(times)]
+    assert times[0] == 5.0
+    assert pauses[0] == pytest.approx(FIRST_PAUSE)
+    assert pauses == pytest.approx(sorted(pauses))
+    assert max(pauses) == pytest.approx(MAX_PAUSE)
+    assert 5.0 + SERIES_S - MAX_PAUSE <= times[-1] < 5.0 + SERIES_S
+    assert 50 < len(times) <= MAX_PROBES
+
+
+def test_a_series_ends_with_enough_answers() -> None:
+    candidate = Candidate(ADDRESS, is_offered=True)
+    candidate.start(5.0)
+
+    for _ in range(ANSWERS):
+        assert candidate.due is not None
+        candidate.tried(5.0)
+        candidate.answer(5.1, 0.1)
+
+    assert candidate.due is None
+
+
+def test_a_far_address_is_tried_no_faster_than_it_answers() -> None:
+    candidate = Candidate(ADDRESS, is_offered=True, round_trip_s=0.1)
+
+    candidate.start(5.0, wanted=1)
+    candidate.tried(5.0)
+
+    assert candidate.due == pytest.approx(5.125)
+
+
+def test_a_probe_outside_of_a_series_begins_none() -> None:
+    candidate = Candidate(ADDRESS, is_offered=False)
+
+    candidate.tried(5.0)
+
+    assert (candidate.due, candidate.probes) == (None, 1)
+
+
+def test_the_round_trip_is_smoothed() -> None:
+    candidate = Candidate(ADDRESS, is_offered=True)
+
+    for sample in (0.1, 0.2):
+        candidate.answer(5.0, sample)
+
+    assert candidate.round_trip_s == pytest.approx(0.125)
+    assert candidate.is_fresh(5.0 + FRESH - 0.1)
+    assert not candidate.is_fresh(5.0 + FRESH)
+
+
+def test_ipv6_is_favoured_and_what_is_not_measured_is_not() -> None:
+    four = Candidate(ADDRESS, is_offered=True, round_trip_s=0.1)
+    six = Candidate(("2001:db8::1", 7), is_offered=True, round_trip_s=0.1)
+
+    assert six.cost_s == pytest.approx(four.cost_s - IPV6_BONUS)
+    assert Candidate(ADDRESS, is_offered=True).cost_s == float("inf")
+
+
+def test_each_death_doubles_the_answers_that_are_asked_for() -> None:
+    candidate = Candidate(ADDRESS, is_offered=True)
+    trusts = []
+
+    for _ in range(20):
+        trusts.append(candidate.trust)
+        candidate.die()
+
+    assert trusts[:6] == [1, 2, 4, 8, 16, 16]
+    assert trusts[-1] == MAX_TRUST
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        "0.1.2.3",
+        "224.0.0.251",
+        "240.0.0.1",
+        "255.255.255.255",
+        "::",
+        "ff02::fb",
+        "fe80::1",  # of which link?
+        "::ffff:127.0.0.1",
+        "::ffff:192.0.2.1",
+    ],
+)
+def test_what_is_no_address_of_a_host_is_not_probed(host: str) -> None:
+    assert sensible([(host, 7000)], is_beside=True) == []
+    assert Candidates().meet((host, 7000), None, 5.0) is None
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "10.0.0.1", "169.254.7.7", "fd00::1", "fe80::1%2"])
+def test_what_may_be_a_host_is_probed(host: str) -> None:
+    assert sensible([(host, 7000)], is_beside=False) == [(host, 7000)]
+
+
+def test_ports_are_real() -> None:
+    addresses = [("192.0.2.1", port) for port in (-1, 0, 1, 65535, 65536)]
+
+    assert sensible(addresses, is_beside=False) == [("192.0.2.1", 1), ("192.0.2.1", 65535)]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1"])
+def test_loopback_is_probed_only_on_one_machine(host: str) -> None:
+    assert sensible([(host, 7000)], is_beside=False) == []
+    assert sensible([(host, 7000)], is_beside=True) == [(host, 7000)]
+
+
+def test_an_offer_is_cut_and_each_address_counts_once() -> None:
+    addresses = [("192.0.2.1", 1 + number // 2) for number in range(1000)]
+
+    assert sensible(addresses, is_beside=False) == [
+        ("192.0.2.1", 1 + number) for number in range(MAX_OFFERED)
+    ]
+
+
+def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
+    candidates = Candidates()
+    candidates.offer([("192.0.2.1", 1), ("192.0.2.1", 2)], None)
+    candidates.meet(("192.0.2.9", 9), None, 5.0)
+
+    candidates.offer([("192.0.2.1", 3), ("192.0.2.9", 9)], ("192.0.2.1", 2))
+
+    ports = {each.address[1]: each.is_offered for each in candidates}
+    assert ports == {2: True, 3: True, 9: True}
+
+
+def test_strangers_do_not_push_out_those_who_answered() -> None:
+    candidates = Candidates()
+    friend = candidates.meet(ADDRESS, None, 5.0)
+    assert friend is not None
+    friend.answer(5.0, 0.01)
+
+    for port in range(1, 1000):
+        candidates.meet(("198.51.100.1", port), None, 6.0)
+
+    assert candidates.get(ADDRESS) is friend
+    assert len(list(candidates)) == MAX_REFLEXIVE
+
+
+def test_nobody_is_pushed_out_while_all_answer() -> None:
+    candidates = Candidates()
+    for port in range(1, 1 + MAX_REFLEXIVE):
+        known = candidates.meet(("198.51.100.1", port), None, 5.0)
+        assert known is not None
+        known.answer(5.0, 0.01)
+
+    assert candidates.meet(ADDRESS, None, 6.0) is None
+    assert candidates.meet(ADDRESS, None, 5.0 + FRESH) is not None
+
+
+def test_the_route_is_not_pushed_out() -> None:
+    candidates = Candidates()
+    route = candidates.meet(ADDRESS, None, 5.0)
+
+    for port in range(1, 1000):
+        candidates.meet(("198.51.100.1", port), ADDRESS, 90.0)
+
+    assert candidates.get(ADDRESS) is route

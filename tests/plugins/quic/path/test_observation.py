@@ -1,0 +1,175 @@
+"""What others see of a node, and what that says about its NAT."""
+
+import pytest
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.observation import (
+    AGAIN,
+    MAX_OBSERVERS,
+    RETRY,
+    TRIES,
+    NatKind,
+    Observations,
+)
+
+ONE: Address = ("203.0.113.1", 7700)
+OTHER: Address = ("203.0.113.2", 7700)
+THIRD: Address = ("2001:db8::3", 7700)
+OWN: list[Address] = [("192.168.1.5", 7000), ("2001:db8::5", 7000)]
+SEEN: Address = ("198.51.100.7", 40001)
+ELSE: Address = ("198.51.100.7", 40002)
+
+
+@pytest.mark.parametrize(
+    ("told", "kind"),
+    [
+        ([], NatKind.UNKNOWN),
+        ([(ONE, OWN[0])], NatKind.NONE),
+        ([(ONE, SEEN)], NatKind.UNKNOWN),
+        ([(ONE, SEEN), (OTHER, SEEN)], NatKind.EASY),
+        ([(ONE, SEEN), (OTHER, ELSE)], NatKind.HARD),
+        ([(ONE, SEEN), (("203.0.113.1", 7701), ELSE)], NatKind.HARD),
+        ([(ONE, SEEN), (OTHER, SEEN), (THIRD, OWN[1])], NatKind.EASY),  # IPv6 has no NAT
+        ([(THIRD, OWN[1])], NatKind.NONE),
+        ([(ONE, OWN[0]), (OTHER, SEEN)], NatKind.UNKNOWN),  # one of them is in the same house
+        ([(ONE, ("10.0.0.9", 1)), (OTHER, ("9.9.9.9", 2))], NatKind.UNKNOWN),  # a NAT in a NAT
+    ],
+)
+def test_what_observers_see_tells_the_kind(
+    told: list[tuple[Address, Address]], kind: NatKind
+) -> None:
+    observations = Observations()
+
+    for now, (observer, seen) in enumerate(told):
+        observations.told(observer, seen, now)
+
+    assert observations.kind(OWN) is kind
+
+
+def test_candidates_are_the_freshest_first_and_each_once() -> None:
+    observations = Observations()
+    observations.told(ONE, SEEN, 1.0)
+    observations.told(OTHER, ELSE, 2.0)
+    observations.told(THIRD, OWN[1], 3.0)
+    observations.told(("203.0.113.3", 1), ELSE, 4.0)
+
+    assert observations.candidates() == [ELSE, OWN[1], SEEN]
+
+
+def test_an_observer_is_asked_at_once_and_again_before_a_nat_forgets() -> None:
+    assert Observations().deadline is None
+    observations = Observations()
+    observations.add(ONE, 10.0)
+    observations.add(ONE, 11.0)
+
+    assert observations.deadline == 10.0
+    assert observations.expire(10.0) == [ONE]
+    observations.told(ONE, SEEN, 10.1)
+    assert observations.deadline == 10.1 + AGAIN
+    assert observations.expire(10.1 + AGAIN - 1) == []
+    assert observations.expire(10.1 + AGAIN) == [ONE]
+
+
+def test_a_silent_observer_is_believed_until_the_third_open_question() -> None:
+    observations = Observations()
+    observations.told(ONE, SEEN, 0.0)
+    now = AGAIN
+
+    for _ in range(TRIES):
+        assert observations.expire(now) == [ONE]
+        assert observations.candidates() == [SEEN]
+        now += RETRY
+
+    assert observations.expire(now) == [ONE]
+    assert observations.candidates() == []
+    assert observations.deadline == now + AGAIN
+
+
+def test_udp_is_blocked_when_nobody_answers() -> None:
+    observations = Observations()
+    blocked = [observations.is_blocked]
+    observations.add(ONE, 0.0)
+    observations.add(OTHER, 0.0)
+
+    for now in (0.0, RETRY):
+        observations.expire(now)
+        blocked.append(observations.is_blocked)
+    assert observations.describe(OWN) == "blocked: none of 2 observers answers over UDP"
+    observations.told(OTHER, SEEN, RETRY + 0.1)
+    blocked.append(observations.is_blocked)
+
+    assert blocked == [False, False, True, False]
+
+
+def test_after_a_roam_nothing_is_known_and_everybody_is_asked() -> None:
+    observations = Observations()
+    observations.told(ONE, SEEN, 0.0)
+    observations.told(OTHER, SEEN, 0.0)
+
+    observations.moved(5.0)
+
+    assert observations.kind(OWN) is NatKind.UNKNOWN
+    assert observations.candidates() == []
+    assert observations.expire(5.0) == [ONE, OTHER]
+
+
+def test_a_change_that_one_sees_makes_what_the_others_saw_old() -> None:
+    observations = Observations()
+    observations.told(ONE, SEEN, 0.0)
+    observations.told(OTHER, SEEN, 0.0)
+    observations.told(THIRD, OWN[1], 0.0)
+
+    observations.told(ONE, ELSE, 20.0)
+
+    assert observations.candidates() == [ELSE, OWN[1]]
+    assert observations.expire(20.0) == [OTHER]
+    observations.told(OTHER, ELSE, 20.1)
+    assert observations.kind(OWN) is NatKind.EASY
+
+
+def test_the_number_of_observers_is_bounded_and_the_stalest_goes() -> None:
+    observations = Observations()
+
+    for number in range(3 * MAX_OBSERVERS):
+        observations.told(("203.0.113.1", number + 1), ("198.51.100.7", number + 1), number)
+
+    assert len(observations.candidates()) == MAX_OBSERVERS
+    assert observations.candidates()[0] == ("198.51.100.7", 3 * MAX_OBSERVERS)
+
+
+def test_what_is_no_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not appear"):
+        Observations().told(ONE, ("nowhere", 1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ([], "unknown: nobody has told yet as whom they see this node"),
+        (
+            [(ONE, SEEN)],
+            "unknown: seen as 198.51.100.7:40001; it takes a second observer to tell",
+        ),
+        (
+            [(THIRD, OWN[1])],
+            "none: seen as [2001:db8::5]:7000; others see this node as it is",
+        ),
+        (
+            [(ONE, SEEN), (OTHER, SEEN)],
+            "endpoint-independent: seen as 198.51.100.7:40001;"
+            " others can be told where to reach it",
+        ),
+        (
+            [(ONE, SEEN), (OTHER, ELSE)],
+            "address-dependent: seen as 198.51.100.7:40002, 198.51.100.7:40001;"
+            " direct only to those who can be reached themselves",
+        ),
+    ],
+)
+def test_people_read_one_line(told: list[tuple[Address, Address]], text: str) -> None:
+    observations = Observations()
+
+    for now, (observer, seen) in enumerate(told):
+        observations.told(observer, seen, now)
+
+    assert observations.describe(OWN) == text

@@ -1,0 +1,554 @@
+"""What one machine does: whom it probes and answers, and where it sends."""
+
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.candidates import (
+    ANSWERS,
+    FIRST_PAUSE,
+    MAX_OFFERED,
+    MAX_PROBES,
+    MAX_REFLEXIVE,
+    SERIES_S,
+)
+from meshllm_quic.path.paths import (
+    GAIN,
+    KNOCK_PAUSE,
+    MAX_ANSWERS,
+    OFFER_AGAIN,
+    OFFER_PAUSE,
+    OFFER_RELAYED,
+    Action,
+    Moved,
+    Offer,
+    Paths,
+    SendAnswer,
+    SendProbe,
+)
+from meshllm_quic.path.probing import MAX_NONCES, Probing
+from meshllm_quic.path.watch import HASTE, HEARTBEAT, PATIENCE
+from meshllm_quic.wire.packets import Probe
+from meshllm_quic.wire.routes import Direct, Route, Through
+
+KEY = bytes(range(32))
+RELAY = Through(("203.0.113.100", 7700), b"t" * 12)
+A: Address = ("192.0.2.1", 7000)
+B: Address = ("192.0.2.2", 7000)
+SIX: Address = ("2001:db8::2", 7000)
+HERE: Address = ("198.51.100.1", 40000)
+START = 100.0
+
+
+class Side:
+    """A machine, with the other side to write its packets."""
+
+    def __init__(self, route: Route = RELAY, *, locals_: Sequence[str] = ()) -> None:
+        numbers = count()
+        self.paths = Paths(
+            KEY,
+            route,
+            lambda size: next(numbers).to_bytes(size, "big"),
+            is_local=lambda host: host in locals_,
+            is_dialer=True,
+        )
+        self.other = Probing(KEY, bytes, is_dialer=False)
+
+    def offered(self, *addresses: Address, now: float = START) -> list[Action]:
+        return self.paths.offered(addresses, now)
+
+    def answer(self, probe: SendProbe, now: float) -> list[Action]:
+        return self.paths.answered(self.other.answer(probe.packet, HERE), probe.to, now)
+
+    def probe(self, source: Address, now: float) -> list[Action]:
+        return self.paths.probed(self.other.probe(HERE, now), source, now)
+
+    def run(self, now: float, until: float, *answering: Address, round_trip: float = 0.01) -> float:
+        """Let time pass; who is named answers what was sent to it."""
+        waiting: list[tuple[float, SendProbe]] = []
+        self.actions: list[Action] = []
+        while now < until:
+            due = [at for at, _ in waiting] + [self.paths.deadline or until, until]
+            now = min(due)
+            actions = self.paths.expire(now)
+            for at, probe in [each for each in waiting if each[0] <= now]:
+                waiting.remove((at, probe))
+                actions += self.answer(probe, now)
+            answered = [probe for probe in probes(actions) if probe.to in answering]
+            waiting += [(now + round_trip, probe) for probe in answered]
+            self.actions += actions
+        return now
+
+
+def probes(actions: Sequence[Action]) -> list[SendProbe]:
+    return [action for action in actions if isinstance(action, SendProbe)]
+
+
+def to(actions: Sequence[Action]) -> list[Address]:
+    return [probe.to for probe in probes(actions)]
+
+
+def direct(*, now: float = START, round_trip: float = 0.01) -> Side:
+    """A side whose datagrams go to A, with a relay behind it."""
+    side = Side()
+    (probe,) = probes(side.offered(A, now=now))
+    side.answer(probe, now + round_trip)
+    assert side.paths.route == Direct(A)
+    return side
+
+
+def test_nothing_is_due_before_the_first_offer() -> None:
+    for route in (RELAY, Direct(A)):
+        side = Side(route)
+        side.paths.sent(START)
+
+        assert side.paths.heard(B, START) == []
+        assert side.paths.deadline is None
+        assert side.paths.expire(START) == []
+        assert (side.paths.route, side.paths.size, side.paths.round_trip_s) == (route, 1200, None)
+
+
+def test_all_that_was_offered_is_probed_at_once_and_soon_again() -> None:
+    side = Side()
+
+    actions = side.offered(A, B, SIX)
+
+    assert to(actions) == [A, B, SIX]
+    assert all(probe.packet.length == Probe.SIZE == 33 for probe in probes(actions))
+    assert side.paths.deadline == pytest.approx(START + FIRST_PAUSE)
+    assert to(side.paths.expire(START + FIRST_PAUSE)) == [A, B, SIX]
+
+
+def test_the_first_answer_makes_the_path() -> None:
+    side = Side()
+    first, second = probes(side.offered(A, B))
+
+    assert side.answer(second, START + 0.03) == [Moved()]
+
+    assert side.paths.route == Direct(B)
+    assert side.paths.round_trip_s == pytest.approx(0.03)
+    assert side.paths.reason == "192.0.2.2:7000 answers in 30.0 ms"
+    assert side.answer(first, START + 0.031) == []
+
+
+def test_a_probe_is_answered_with_where_it_came_from_and_probed_back_once() -> None:
+    side = Side()
+
+    answer, probe = side.probe(B, START)
+
+    assert isinstance(answer, SendAnswer)
+    assert (answer.to, answer.packet.address, answer.packet.length) == (B, B, 33)
+    assert isinstance(probe, SendProbe)
+    assert probe.to == B
+    side.run(START, START + SERIES_S)
+    assert to(side.actions) == []
+
+
+def test_the_source_of_a_probe_becomes_the_path_by_its_answer() -> None:
+    side = Side()
+    _, probe = side.probe(B, START)
+    assert isinstance(probe, SendProbe)
+
+    assert side.answer(probe, START + 0.01) == [Moved()]
+
+    assert side.paths.route == Direct(B)
+
+
+def test_probes_are_answered_after_the_path_is_found() -> None:
+    side = direct()
+
+    assert any(isinstance(action, SendAnswer) for action in side.probe(A, START + 50))
+
+
+def test_answers_are_bounded() -> None:
+    side = Side()
+
+    answers = [side.probe(A, START) for _ in range(10 * MAX_ANSWERS)]
+
+    assert sum(bool(actions) for actions in answers) == MAX_ANSWERS
+    assert side.probe(A, START + 1)
+
+
+def test_a_strangers_probe_and_answer_do_nothing() -> None:
+    side = Side()
+    (probe,) = probes(side.offered(A))
+    stranger = Probing(bytes(32), bytes, is_dialer=False)
+
+    assert side.paths.probed(stranger.probe(HERE, START), A, START) == []
+    assert side.paths.answered(stranger.answer(probe.packet, HERE), A, START) == []
+    assert side.paths.probed(probe.packet, A, START) == []
+    assert side.paths.route == RELAY
+
+
+def test_a_silent_address_costs_a_bounded_number_of_probes() -> None:
+    side = Side()
+    sent = to(side.offered(A))
+
+    side.run(START, START + OFFER_RELAYED - 1)
+
+    assert len(sent + to(side.actions)) <= MAX_PROBES
+    assert side.paths.reason == f"no answer to {len(sent + to(side.actions))} probes at 1 addresses"
+
+
+def test_offers_that_come_too_often_are_taken_one_by_one_and_the_last_counts() -> None:
+    side = Side()
+    side.offered(A)
+
+    for number in range(100):
+        assert side.offered(("192.0.2.9", 1 + number), now=START + 0.01) == []
+    side.run(START + 0.01, START + OFFER_PAUSE + 0.01)
+
+    assert {port for _, port in to(side.actions)} == {7000, 100}
+
+
+def test_loopback_is_probed_only_where_the_other_side_is_on_this_machine() -> None:
+    local: Address = ("127.0.0.1", 22)
+
+    assert to(Side(locals_=["127.0.0.1"]).offered(local)) == []
+    assert to(Side(Direct(A), locals_=["127.0.0.1"]).offered(local)) == [A]
+    assert to(Side(Direct(A), locals_=["192.0.2.1"]).offered(local)) == [A, local]
+
+
+def test_a_relayed_connection_offers_again_once_a_minute() -> None:
+    side = Side()
+    side.offered(A)
+
+    side.run(START, START + OFFER_RELAYED - 0.1)
+    assert Offer() not in side.actions
+    side.run(START + OFFER_RELAYED - 0.1, START + OFFER_RELAYED)
+
+    assert side.actions.count(Offer()) == 1
+    assert to(side.actions) == [A]
+
+
+def test_a_direct_connection_offers_nothing_again() -> None:
+    side = direct()
+
+    side.run(START, START + 3 * OFFER_RELAYED, A)
+
+    assert Offer() not in side.actions
+
+
+def test_an_idle_path_is_probed_every_few_seconds() -> None:
+    side = direct()
+    side.run(START, START + SERIES_S, A)
+
+    side.run(START + SERIES_S, START + SERIES_S + 100, A)
+
+    short = [probe for probe in probes(side.actions) if probe.packet.length == Probe.SIZE]
+    assert len(short) in {100 // HEARTBEAT - 1, 100 // HEARTBEAT}
+
+
+def test_a_path_that_falls_silent_is_left_for_the_relay_and_offered_again() -> None:
+    side = direct()
+    side.run(START, START + SERIES_S, A)
+    side.paths.heard(A, START + SERIES_S)
+    side.paths.sent(START + SERIES_S)
+
+    side.run(START + SERIES_S, START + SERIES_S + PATIENCE)
+
+    assert side.paths.route == RELAY
+    assert side.actions.index(Moved()) < side.actions.index(Offer())
+    assert (side.paths.size, side.paths.round_trip_s) == (1200, None)
+    assert side.paths.reason == "192.0.2.1:7000 fell silent"
+
+
+def test_a_path_that_was_left_must_answer_twice_to_come_back() -> None:
+    side = direct()
+    side.paths.sent(START + 20)
+    side.run(START + 20, START + 20 + PATIENCE)
+    first, second = probes(side.actions)[-1:] + probes(side.paths.expire(START + 30))[-1:]
+
+    assert side.answer(first, START + 22) == []
+    assert side.answer(second, START + 30) == [Moved()]
+    assert side.paths.route == Direct(A)
+
+
+def test_offers_of_ours_are_not_too_frequent() -> None:
+    side = direct()
+    side.paths.backup = None
+
+    offers = 0
+    for second in range(60):
+        side.paths.sent(START + second)
+        side.run(START + second, START + second + 1)
+        offers += side.actions.count(Offer())
+
+    assert 60 / (OFFER_AGAIN + PATIENCE + 1) - 1 <= offers <= 60 / OFFER_AGAIN
+
+
+def test_without_a_relay_a_silent_path_is_kept_at_the_smallest_size() -> None:
+    side = Side(Direct(A))
+    side.offered(A)
+    side.run(START, START + SERIES_S, A)
+    assert side.paths.size == 1452
+
+    side.run(START + SERIES_S, START + SERIES_S + HEARTBEAT + PATIENCE)
+
+    assert side.paths.route == Direct(A)
+    assert side.paths.size == 1200
+    assert Moved() in side.actions
+
+
+def test_a_relay_that_is_known_later_is_fallen_back_to() -> None:
+    side = Side(Direct(A))
+    side.offered(A)
+    side.paths.backup = RELAY
+
+    side.run(START, START + HEARTBEAT + PATIENCE)
+
+    assert side.paths.route == RELAY
+
+
+def test_a_relay_by_which_the_other_side_comes_replaces_a_silent_path_at_once() -> None:
+    side = Side(Direct(A))
+    side.offered(A)
+    now = side.run(START, START + HEARTBEAT + PATIENCE)
+    before, side.paths.backup = side.paths.route, RELAY
+
+    assert side.paths.heard(None, now) == [Moved()]
+    assert (before, side.paths.route) == (Direct(A), RELAY)
+
+
+def test_a_path_that_answers_is_kept_whatever_comes_by_the_relay() -> None:
+    side = Side(Direct(A))
+    side.offered(A)
+    now = side.run(START, START + HEARTBEAT + PATIENCE)
+    now = side.run(now, now + HEARTBEAT, A)
+    side.paths.backup = RELAY
+
+    assert side.paths.heard(None, now) == []
+    assert side.paths.route == Direct(A)
+
+
+def test_a_dialled_path_is_measured_and_says_so() -> None:
+    side = Side(Direct(SIX))
+    assert side.paths.reason == "dialled at [2001:db8::2]:7000, not measured yet"
+
+    (probe,) = probes(side.offered())
+    assert side.answer(probe, START + 0.02) == [Moved()]
+
+    assert side.paths.reason == "[2001:db8::2]:7000 answers in 20.0 ms"
+
+
+def test_reasons_for_a_relay() -> None:
+    side = Side()
+    assert side.paths.reason == "not tried yet"
+
+    side.offered()
+
+    assert side.paths.reason == "no address of the other side is known"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "other", "moves"),
+    [
+        (0.050, 0.050 - GAIN + 0.001, B, False),
+        (0.050, 0.050 - GAIN - 0.001, B, True),
+        (0.050, 0.050 - 0.0021, SIX, True),
+        (0.050, 0.050 - 0.0019, SIX, False),
+    ],
+)
+def test_a_direct_path_is_changed_for_a_real_gain(
+    here: float, there: float, other: Address, moves: bool
+) -> None:
+    side = Side(Direct(A))
+    now, sent = START, probes(side.offered(A, other))
+
+    for _ in range(ANSWERS):
+        for probe in sorted(sent, key=lambda probe: probe.to == other):
+            if probe.packet.length == Probe.SIZE:
+                side.answer(probe, now + (there if probe.to == other else here))
+        now += 1.0
+        sent = probes(side.paths.expire(now))
+
+    assert (side.paths.route == Direct(other)) == moves
+
+
+def test_where_another_address_answers_a_silent_route_is_left_soon() -> None:
+    side = direct()
+    side.run(START, START + 7, A)
+    now = START + 7
+
+    (knock,) = probes(side.paths.heard(B, now))
+    side.paths.expire(now)
+    assert side.answer(knock, now + 0.01) == []
+    side.run(now + 0.01, now + HASTE)
+
+    assert side.paths.route == Direct(B)
+
+
+@pytest.mark.parametrize("source", [None, B])
+def test_a_route_is_checked_when_the_other_side_sends_another_way(source: Address | None) -> None:
+    side = direct()
+    side.run(START, START + 7, A)
+    assert side.paths.deadline is not None
+    assert side.paths.deadline > START + 7
+
+    side.paths.heard(source, START + 7)
+
+    assert A in to(side.paths.expire(START + 7))
+
+
+def test_an_address_that_nobody_offered_and_that_never_answered_gets_no_series() -> None:
+    side = Side()
+    side.probe(B, START)
+    side.paths.expire(START)
+
+    actions = side.offered(A, now=START + 1)
+
+    assert to(actions) == [A]
+
+
+def test_an_answer_from_an_address_that_has_no_place_is_ignored() -> None:
+    side = Side()
+    found = [probes(side.probe(("192.0.2.9", port), START)) for port in range(11)]
+    route, last = Direct(("192.0.2.9", 3)), ("192.0.2.9", 1)
+
+    for (probe,) in found[3:] + found[2:3]:
+        side.answer(probe, START + 0.01)
+    (first,) = found[1]
+
+    assert first.to == last
+    assert side.answer(first, START + 0.02) == []
+    assert side.paths.route == route
+
+
+def test_a_length_that_is_proven_on_another_route_says_nothing() -> None:
+    side = direct()
+    (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]
+    side.run(START + 0.02, START + 20)
+    assert side.paths.route == RELAY
+
+    assert side.answer(long, START + 4.9) == []
+    assert side.paths.size == 1200
+
+
+def test_a_route_that_answers_is_kept_whoever_else_is_heard() -> None:
+    side = direct()
+    side.run(START, START + 7, A)
+    now = START + 7
+
+    (knock,) = probes(side.paths.heard(B, now))
+    side.answer(knock, now + 0.01)
+    side.run(now, now + 30, A)
+
+    assert side.paths.route == Direct(A)
+
+
+def test_what_is_heard_from_anywhere_is_probed_ten_times_a_second_at_most() -> None:
+    side = direct()
+    sent = []
+
+    for number in range(1000):
+        source = ("198.51.100.9", 1 + number)
+        sent += to(side.paths.heard(source, START + 20 + number / 1000))
+
+    assert len(sent) == 1 / KNOCK_PAUSE
+    assert side.paths.route == Direct(A)
+
+
+def test_when_the_relay_is_silent_what_once_answered_is_tried() -> None:
+    side = direct()
+    side.run(START, START + 20)
+    assert side.paths.route == RELAY
+    side.run(START + 20, START + 40)
+    side.probe(B, START + 40)  # which has never answered
+    side.paths.heard(None, START + 40)
+    side.paths.sent(START + 40)
+
+    side.run(START + 40, START + 40 + PATIENCE)
+
+    assert to(side.actions) == [A]
+
+
+@pytest.mark.parametrize(("locals_", "size"), [([], 1452), (["192.0.2.1"], 16000)])
+def test_datagrams_grow_where_the_path_carries_them(locals_: list[str], size: int) -> None:
+    side = Side(locals_=locals_)
+    (probe,) = probes(side.offered(A))
+    side.answer(probe, START + 0.01)
+    assert side.paths.size == 1200
+
+    side.run(START + 0.01, START + 1, A)
+
+    assert side.paths.size == size
+    assert Moved() in side.actions
+
+
+def test_only_an_answer_that_saw_the_whole_probe_proves_its_length() -> None:
+    side = direct()
+    (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]
+    short = Probe(long.packet.path, long.packet.nonce, long.packet.mac, 1300)
+
+    side.paths.answered(side.other.answer(short, HERE), A, START + 0.02)
+
+    assert side.paths.size == 1300
+
+
+def test_a_move_begins_with_the_smallest_size() -> None:
+    side = direct()
+    side.run(START, START + 1, A)
+    assert side.paths.size == 1452
+
+    (knock,) = probes(side.paths.heard(B, START + 20))
+    side.paths.expire(START + 20)
+    side.answer(knock, START + 20.01)
+    side.run(START + 20.01, START + 21)
+
+    assert (side.paths.route, side.paths.size) == (Direct(B), 1200)
+
+
+CALLS = st.tuples(
+    st.sampled_from(["offer", "probe", "answer", "heard", "relay", "sent", "expire"]),
+    st.floats(0, 3),
+    st.integers(0, 300),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls=st.lists(CALLS, max_size=60), is_direct=st.booleans())
+def test_whatever_comes_the_memory_is_bounded_and_the_clock_goes_on(
+    calls: list[tuple[str, float, int]], is_direct: bool
+) -> None:
+    side = Side(Direct(A) if is_direct else RELAY)
+    now, under_way = START, list[SendProbe]()
+    proven = {side.paths.route}
+
+    for call, wait, number in calls:
+        now += wait
+        source: Address = (f"192.0.2.{number % 250}", 1 + number)
+        match call:
+            case "offer":
+                actions = side.offered(*[(source[0], source[1] + n) for n in range(20)], now=now)
+            case "probe":
+                actions = side.probe(source, now)
+            case "answer" if under_way:
+                probe = under_way[number % len(under_way)]
+                proven.add(Direct(probe.to))
+                actions = side.answer(probe, now)
+            case "heard" | "relay":
+                actions = side.paths.heard(source if call == "heard" else None, now)
+            case "sent":
+                side.paths.sent(now)
+                actions = []
+            case _:
+                actions = side.paths.expire(now) + side.paths.expire(now)
+                assert side.paths.deadline is None or side.paths.deadline > now
+        under_way = (under_way + probes(actions))[-600:]
+        is_begun = bool(actions) or side.paths.deadline is not None
+        assert side.paths.route in proven
+        assert side.paths.deadline is not None or not is_begun or call == "heard"
+        assert len(list(side.paths._candidates)) <= MAX_OFFERED + MAX_REFLEXIVE + 2
+        assert len(side.paths._probing._sent) <= MAX_NONCES
+
+
+def test_the_name_of_a_path_is_the_same_on_both_sides_and_not_its_key() -> None:
+    side = Side()
+
+    assert side.paths.id == side.other.id
+    assert len(side.paths.id) == 8
+    assert side.paths.id not in KEY

@@ -1,0 +1,104 @@
+"""Who can make a probe and an answer that count, and how often."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.path.probing import MAX_NONCES, NONCE_S, Probing, Sent
+from meshllm_quic.wire.packets import Answer, Probe
+
+KEY = bytes(range(32))
+THERE: Address = ("203.0.113.2", 7000)
+HERE: Address = ("203.0.113.1", 40000)
+
+
+def pair() -> tuple[Probing, Probing]:
+    numbers = count()
+
+    def random(size: int) -> bytes:
+        return next(numbers).to_bytes(size, "big")
+
+    return Probing(KEY, random, is_dialer=True), Probing(KEY, random, is_dialer=False)
+
+
+@pytest.mark.parametrize("is_dialer", [True, False])
+def test_an_answer_settles_the_probe_that_it_answers(is_dialer: bool) -> None:
+    one, other = pair() if is_dialer else reversed(pair())
+
+    probe = one.probe(THERE, 5.0, 1452)
+    answer = other.answer(probe, HERE)
+
+    assert other.is_theirs(probe)
+    assert (answer.address, answer.length) == (HERE, 1452)
+    assert one.settle(answer, THERE, 5.1) == Sent(THERE, 5.0, 1452)
+
+
+def test_an_answer_counts_once() -> None:
+    one, other = pair()
+    answer = other.answer(one.probe(THERE, 5.0), HERE)
+
+    assert one.settle(answer, THERE, 5.1) is not None
+    assert one.settle(answer, THERE, 5.1) is None
+
+
+def test_an_answer_from_elsewhere_does_not_count_and_spends_nothing() -> None:
+    one, other = pair()
+    answer = other.answer(one.probe(THERE, 5.0), HERE)
+
+    assert one.settle(answer, ("203.0.113.2", 7001), 5.1) is None
+    assert one.settle(answer, THERE, 5.1) is not None
+
+
+def test_an_answer_that_comes_too_late_does_not_count() -> None:
+    one, other = pair()
+    answer = other.answer(one.probe(THERE, 5.0), HERE)
+
+    assert one.settle(answer, THERE, 5.0 + NONCE_S + 0.1) is None
+
+
+def test_what_comes_back_to_its_maker_fits_no_key() -> None:
+    one, _ = pair()
+    probe = one.probe(THERE, 5.0)
+
+    assert not one.is_theirs(probe)
+    assert one.settle(one.answer(probe, HERE), THERE, 5.1) is None
+
+
+@pytest.mark.parametrize("field", ["path", "nonce", "mac"])
+def test_a_changed_probe_is_not_theirs(field: str) -> None:
+    one, other = pair()
+    probe = one.probe(THERE, 5.0)
+
+    changed = {field: b"\x99" * len(getattr(probe, field))}
+    assert not other.is_theirs(replace(probe, **changed))  # type: ignore[arg-type]  # a table of fields
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mac": bytes(16)}, {"address": THERE}, {"length": 1452}, {"nonce": b"?" * 8}],
+)
+def test_a_changed_answer_settles_nothing(change: dict[str, bytes | int | Address]) -> None:
+    one, other = pair()
+    answer: Answer = other.answer(one.probe(THERE, 5.0), HERE)
+
+    assert one.settle(replace(answer, **change), THERE, 5.1) is None  # type: ignore[arg-type]  # a table of fields
+
+
+def test_another_key_is_another_path() -> None:
+    one, _ = pair()
+    stranger = Probing(bytes(32), bytes, is_dialer=False)
+
+    assert stranger.id != one.id
+    assert not stranger.is_theirs(one.probe(THERE, 5.0))
+    assert not stranger.is_theirs(replace(one.probe(THERE, 5.0), path=stranger.id))
+
+
+def test_the_oldest_probe_is_forgotten_when_too_many_are_under_way() -> None:
+    one, other = pair()
+
+    probes: list[Probe] = [one.probe(THERE, 5.0) for _ in range(MAX_NONCES + 1)]
+
+    assert one.settle(other.answer(probes[0], HERE), THERE, 5.1) is None
+    assert one.settle(other.answer(probes[1], HERE), THERE, 5.1) is not None

@@ -1,0 +1,77 @@
+"""Datagrams grow where the path carries them, and shrink when it no longer does."""
+
+from meshllm_quic.path.sizing import CONFIRMATIONS, GROWTH_ROUNDS, PAUSE, ROUND, TRIES, Sizing
+from meshllm_quic.wire.packets import MAX_INNER_BYTES
+
+
+def run(sizing: Sizing, until: float, carries: int) -> list[tuple[float, int]]:
+    """Let a path answer what it carries; returns what was probed, and when."""
+    probed = []
+    while sizing.deadline < until:
+        now = sizing.deadline
+        for length in sizing.expire(now, 0.01):
+            probed.append((now, length))
+            if length <= carries:
+                sizing.proved(length)
+    return probed
+
+
+def test_a_datagram_grows_to_what_the_path_carries() -> None:
+    for carries, size in ((1200, 1200), (1452, 1452), (65507, 16000)):
+        sizing = Sizing((1452, 16000), 5.0)
+
+        run(sizing, 8.0, carries)
+
+        assert sizing.size == size
+
+
+def test_a_length_is_tried_twice_and_again_in_a_minute() -> None:
+    probed = run(Sizing((1452,), 0.0), 2 * ROUND * GROWTH_ROUNDS, 1200)
+
+    minute = ROUND * GROWTH_ROUNDS
+    assert [at for at, _ in probed] == [0.0, PAUSE, minute, minute + PAUSE]
+    assert len(probed) == 2 * TRIES
+
+
+def test_the_length_in_use_is_confirmed_in_each_round() -> None:
+    probed = run(Sizing((1452,), 0.0), 60.0, 1452)
+
+    assert [at for at, _ in probed] == [ROUND * number for number in range(12)]
+
+
+def test_a_black_hole_is_left_within_a_round() -> None:
+    sizing = Sizing((1452,), 0.0)
+    run(sizing, 12.0, 1452)
+
+    probed = run(sizing, 12.0 + ROUND, 1200)
+
+    assert [length for _, length in probed] == [1452] * CONFIRMATIONS
+    assert sizing.size == MAX_INNER_BYTES
+
+
+def test_a_lost_confirmation_is_tried_again() -> None:
+    sizing = Sizing((1452,), 0.0)
+    run(sizing, 4.0, 1452)
+
+    assert sizing.expire(5.0, 0.01) == [1452]
+    run(sizing, 9.0, 1452)
+
+    assert sizing.size == 1452
+
+
+def test_probes_wait_for_a_far_answer() -> None:
+    sizing = Sizing((1452,), 0.0)
+
+    sizing.expire(0.0, 0.6)
+
+    assert sizing.deadline == 1.2
+    assert sizing.expire(1.1, 0.6) == []
+
+
+def test_who_slept_does_not_take_it_for_a_black_hole() -> None:
+    sizing = Sizing((1452,), 0.0)
+    run(sizing, 4.0, 1452)
+    sizing.expire(5.0, 0.01)
+
+    assert sizing.expire(5000.0, 0.01) == [1452]
+    assert sizing.size == 1452

@@ -1,0 +1,121 @@
+"""Relays that come late, go, and come back elsewhere."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from meshllm_quic.net.network import Network
+from meshllm_quic.relay import berths
+from meshllm_quic.relay.berths import READY_S, SEEK_S
+from meshllm_quic.transport import QuicTransport
+from tests.plugins.quic.world import PORT, PublicRelay
+from tests.simulation.ears import virtual
+from tests.simulation.hosts import Host
+from tests.simulation.internet import Internet
+
+
+class Names:
+    """A host whose resolver a test may change."""
+
+    def __init__(self, host: Host) -> None:
+        self.known: dict[str, str] = {}
+        self.open = host.open
+
+    async def resolve(self, host: str, port: int) -> list[tuple[str, int]]:
+        if host not in self.known:
+            raise OSError(-2, "Name or service not known")
+        return [(self.known[host], port)]
+
+
+@asynccontextmanager
+async def node(network: Network) -> AsyncIterator[tuple[QuicTransport, float]]:
+    """Listen with a relay that is named; tell how long that took."""
+    transport, clock = QuicTransport(network), asyncio.get_running_loop().time
+    transport.add_relay("relay.example")
+    began = clock()
+    async with transport.listen():
+        yield transport, clock() - began
+
+
+def states(transport: QuicTransport) -> list[tuple[str, str]]:
+    network = transport.survey()
+    assert network is not None
+    return list(network.relays)
+
+
+@virtual
+async def test_addresses_are_told_when_the_relay_is_there() -> None:
+    internet = Internet(seed=1)
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    names = Names(internet.behind("symmetric").host("a"))
+    names.known["relay.example"] = relay.host.hosts()[0]
+
+    async with node(names) as (transport, took):
+        assert states(transport) == [(f"{relay.host.hosts()[0]}:{PORT}", "registered over UDP")]
+        assert took < 1
+
+
+@virtual
+async def test_a_relay_that_is_named_before_it_is_there_is_found_later() -> None:
+    internet = Internet(seed=1)
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    names = Names(internet.behind("full cone").host("a"))
+
+    async with node(names) as (transport, _):
+        assert states(transport) == []
+        names.known["relay.example"] = relay.host.hosts()[0]
+        await asyncio.sleep(SEEK_S + 1)
+
+        assert [state for _, state in states(transport)] == ["registered over UDP"]
+
+
+@virtual
+async def test_a_relay_that_moved_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
+    internet = Internet(seed=1)
+    first, second = (PublicRelay(internet.host(name)) for name in ("first", "second"))
+    await first.open()
+    await second.open()
+    names = Names(internet.behind("full cone").host("a"))
+    names.known["relay.example"] = first.host.hosts()[0]
+
+    async with node(names) as (transport, _):
+        first.host.stop()
+        names.known["relay.example"] = second.host.hosts()[0]
+        await asyncio.sleep(4 * SEEK_S)
+
+        assert states(transport) == [(f"{second.host.hosts()[0]}:{PORT}", "registered over UDP")]
+
+
+@virtual
+async def test_a_relay_that_is_silent_holds_up_nobody_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
+    internet = Internet(seed=1)
+    nobody = internet.host("nobody")
+    names = Names(internet.host("a"))
+    names.known["relay.example"] = nobody.hosts()[0]
+
+    async with node(names) as (_, took):
+        assert took == pytest.approx(READY_S)
+
+    assert "no answer yet from quic://relay.example:8790" in caplog.text
+    assert berths.logger.name == "meshllm_quic.relay.berths"
+
+
+class Silent:
+    """A stream to a relay that is never open."""
+
+    is_open = False
+    trouble = ""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()

@@ -1,0 +1,408 @@
+import random
+from dataclasses import replace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from meshllm_quic.net.network import Address
+from meshllm_quic.relay.registration import (
+    MAX_RETRY_S,
+    MIN_REFRESH_S,
+    REFRESH_S,
+    RETRY_S,
+    UNKNOWN_S,
+    Action,
+    Changed,
+    Registration,
+    Send,
+)
+from meshllm_quic.relay.relay import LASTS_S, Relay
+from meshllm_quic.wire.packets import (
+    TAG_BYTES,
+    ZERO_COOKIE,
+    Ask,
+    Cookie,
+    Packet,
+    Register,
+    Registered,
+    Unknown,
+    decode,
+)
+
+RELAY, HOME, CAFE = ("203.0.113.1", 8790), ("192.0.2.1", 4000), ("192.0.2.77", 5000)
+COOKIE = b"c" * 16
+SECRET = Ed25519PrivateKey.from_private_bytes(bytes(32))
+KEY = SECRET.public_key().public_bytes_raw()
+OTHERS = b"nonce567"
+
+
+def make() -> Registration:
+    return Registration(RELAY, KEY, SECRET.sign, random.Random(1).randbytes)
+
+
+def sent(actions: list[Action]) -> Register:
+    """Return the one packet that is to be sent."""
+    (packet,) = (each.packet for each in actions if isinstance(each, Send))
+    return packet
+
+
+def is_signed(packet: Register) -> bool:
+    SECRET.public_key().verify(packet.signature, packet.signed)
+    return True
+
+
+def settle(ours: Registration, now: float, actions: list[Action] | None = None) -> list[Action]:
+    """Let a round end well, from its first packet or from its start."""
+    packet = sent(ours.start(now) if actions is None else actions)
+    if packet.cookie == ZERO_COOKIE:
+        packet = sent(ours.receive(Cookie(packet.nonce, COOKIE), now))
+    return ours.receive(Registered(packet.nonce, HOME, LASTS_S, 8791), now)
+
+
+def wait(ours: Registration) -> tuple[float, list[Action]]:
+    """Go to the deadline."""
+    now = ours.deadline
+    assert now is not None
+    return now, ours.expire(now)
+
+
+def test_it_begins_without_a_cookie() -> None:
+    ours = make()
+
+    packet = sent(ours.start(0.0))
+
+    assert packet.key == KEY
+    assert packet.cookie == ZERO_COOKIE
+    assert packet.signature == bytes(64)
+    assert not ours.is_registered
+
+
+def test_a_cookie_is_signed() -> None:
+    ours = make()
+    first = sent(ours.start(0.0))
+
+    second = sent(ours.receive(Cookie(first.nonce, COOKIE), 0.1))
+
+    assert second.cookie == COOKIE
+    assert second.nonce != first.nonce
+    assert is_signed(second)
+
+
+def test_a_registration_tells_where_we_are_seen() -> None:
+    ours = make()
+
+    actions = settle(ours, 0.0)
+
+    assert actions == [Changed()]
+    assert ours.is_registered
+    assert ours.observed == HOME
+    assert ours.observer == (RELAY[0], 8791)
+    assert ours.deadline == REFRESH_S
+
+
+def test_a_relay_and_a_client_agree() -> None:
+    seeded, ours = random.Random(1), make()
+    relay = Relay(lambda key: key == KEY, observer_port=8791, random=seeded.randbytes)
+
+    def run(actions: list[Action], source: Address, now: float) -> None:
+        for each in actions:
+            if isinstance(each, Send):
+                size = len(each.packet.encode())
+                for data, _ in relay.receive(each.packet, source, size, now):
+                    run(ours.receive(decode(data), now), source, now)
+
+    run(ours.start(0.0), HOME, 0.0)
+    seen = [ours.observed]
+    for _ in range(20):  # longer than any cookie serves
+        now = ours.deadline
+        assert now is not None
+        run(ours.expire(now), HOME, now)
+    run(ours.moved(500.0), CAFE, 500.0)
+    seen.append(ours.observed)
+
+    assert now == 20 * REFRESH_S
+    assert seen == [HOME, CAFE]
+    assert ours.is_registered
+    assert relay.statistics.registered == 1
+
+
+def test_a_relay_without_a_second_port_is_no_observer() -> None:
+    ours = make()
+    packet = sent(ours.start(0.0))
+
+    ours.receive(Registered(packet.nonce, HOME, LASTS_S, 0), 0.0)
+
+    assert ours.observed == HOME
+    assert ours.observer is None
+
+
+def test_through_a_stream_nobody_sees_where_we_are() -> None:
+    ours = make()
+    packet = sent(ours.start(0.0))
+
+    ours.receive(Registered(packet.nonce, ("2002:c000:201::1", 0), LASTS_S, 8791), 0.0)
+
+    assert ours.is_registered
+    assert ours.observed is None
+    assert ours.observer is None
+
+
+def test_silence_is_asked_again_ever_slower() -> None:
+    ours = make()
+    first = sent(ours.start(0.0))
+    tries: list[float] = []
+
+    while len(tries) < 7:
+        now, actions = wait(ours)
+        tries += [now for each in actions if each == Send(first)]
+
+    gaps = [round(b - a, 6) for a, b in zip([0.0, *tries], tries, strict=False)]
+    assert gaps == [0.5, 1.0, 2.0, 4.0, MAX_RETRY_S, MAX_RETRY_S, MAX_RETRY_S]
+
+
+def test_nothing_is_done_before_it_is_due() -> None:
+    ours = make()
+    ours.start(0.0)
+
+    assert ours.expire(0.4) == []
+
+
+def test_a_late_answer_counts() -> None:
+    ours = make()
+    first = sent(ours.start(0.0))
+    wait(ours)
+    wait(ours)
+
+    assert is_signed(sent(ours.receive(Cookie(first.nonce, COOKIE), 1.6)))
+
+
+def test_three_seconds_without_a_word_are_silence() -> None:
+    ours = make()
+    ours.start(10.0)
+    changed = None
+
+    while changed is None:
+        now, actions = wait(ours)
+        changed = now if Changed() in actions else None
+
+    assert changed == 13.0
+    assert ours.is_silent
+
+
+def test_any_answer_ends_silence() -> None:
+    ours = make()
+    first = sent(ours.start(0.0))
+    while not ours.is_silent:
+        wait(ours)
+
+    actions = ours.receive(Cookie(first.nonce, COOKIE), 9.0)
+
+    assert Changed() in actions
+    assert not ours.is_silent
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        Cookie(OTHERS, COOKIE), Registered(OTHERS, CAFE, LASTS_S, 1), Unknown(b"t" * TAG_BYTES),
+        Ask(OTHERS), Register(KEY, OTHERS, COOKIE, bytes(64)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_what_answers_no_question_of_ours_does_nothing(packet: Packet, is_settled: bool) -> None:
+    ours = make()
+    settle(ours, 0.0) if is_settled else ours.start(0.0)
+    before = ours.deadline, ours.observed, ours.is_registered
+
+    assert ours.receive(packet, 0.1) == []
+    assert (ours.deadline, ours.observed, ours.is_registered) == before
+
+
+def test_an_answer_counts_once() -> None:
+    ours = make()
+    first = sent(ours.start(0.0))
+    second = sent(ours.receive(Cookie(first.nonce, COOKIE), 0.1))
+    ours.receive(Registered(second.nonce, HOME, LASTS_S, 0), 0.2)
+
+    assert ours.receive(Cookie(first.nonce, COOKIE), 0.3) == []
+    assert ours.receive(Registered(second.nonce, CAFE, LASTS_S, 0), 0.3) == []
+    assert ours.observed == HOME
+
+
+def test_before_the_start_nothing_happens() -> None:
+    ours = make()
+
+    assert ours.deadline is None
+    assert ours.expire(100.0) == []
+    assert ours.receive(Unknown(KEY[:TAG_BYTES]), 100.0) == []
+
+
+def test_a_refresh_uses_the_cookie_again() -> None:
+    ours = make()
+    settle(ours, 0.0)
+
+    now, actions = wait(ours)
+
+    assert now == REFRESH_S
+    assert sent(actions).cookie == COOKIE
+    assert is_signed(sent(actions))
+    assert settle(ours, now, actions) == []
+    assert ours.deadline == 2 * REFRESH_S
+
+
+def test_a_refresh_may_need_a_new_cookie() -> None:
+    ours = make()
+    settle(ours, 0.0)
+    now, actions = wait(ours)
+
+    packet = sent(ours.receive(Cookie(sent(actions).nonce, b"d" * 16), now))
+
+    assert packet.cookie == b"d" * 16
+    assert is_signed(packet)
+    assert ours.is_registered
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "refresh_s"), [(0, MIN_REFRESH_S), (30, 10.0), (60, 20.0), (65535, REFRESH_S)]
+)
+def test_a_refresh_comes_long_before_the_end(lasts_s: int, refresh_s: float) -> None:
+    ours = make()
+    packet = sent(ours.start(0.0))
+
+    ours.receive(Registered(packet.nonce, HOME, lasts_s, 0), 0.0)
+
+    assert ours.deadline == refresh_s
+
+
+def test_three_refreshes_without_success_end_it() -> None:
+    ours = make()
+    settle(ours, 0.0)
+    ended = None
+
+    while ended is None:
+        now, actions = wait(ours)
+        ended = None if ours.is_registered else now
+
+    assert ended == REFRESH_S + 0.5 + 1.0 + 2.0
+    assert Changed() in actions
+    assert ours.observed is None
+    assert ours.observer is None
+    assert ours.is_silent
+
+
+def test_a_lost_registration_comes_back() -> None:
+    ours = make()
+    settle(ours, 0.0)
+    while ours.is_registered:
+        now, actions = wait(ours)
+
+    actions = settle(ours, now, actions)
+
+    assert actions == [Changed()]
+    assert (ours.is_registered, ours.is_silent) == (True, False)
+
+
+def test_after_a_success_the_next_round_is_patient_again() -> None:
+    ours = make()
+    settle(ours, 0.0)
+    while ours.is_registered:
+        now, actions = wait(ours)
+    settle(ours, now, actions)
+
+    now, _ = wait(ours)
+
+    assert ours.deadline == now + RETRY_S
+
+
+def test_who_moved_asks_at_once_and_keeps_its_place() -> None:
+    ours = make()
+    settle(ours, 0.0)
+
+    actions = ours.moved(7.0)
+
+    assert sent(actions).cookie == ZERO_COOKIE
+    assert Changed() in actions
+    assert ours.observed is None
+    assert ours.is_registered
+
+
+def test_who_moved_does_not_take_an_answer_for_the_old_place() -> None:
+    ours = make()
+    before = sent(ours.start(0.0))
+
+    ours.moved(0.1)
+
+    assert ours.receive(Registered(before.nonce, HOME, LASTS_S, 0), 0.2) == []
+
+
+def test_a_relay_that_forgot_us_is_asked_again() -> None:
+    ours = make()
+    settle(ours, 0.0)
+
+    actions = ours.receive(Unknown(KEY[:TAG_BYTES]), 7.0)
+
+    assert sent(actions).cookie == COOKIE
+    assert ours.is_registered
+
+
+def test_who_asks_already_needs_no_reminder() -> None:
+    ours = make()
+    ours.start(0.0)
+
+    assert ours.receive(Unknown(KEY[:TAG_BYTES]), 0.1) == []
+
+
+def test_a_forged_word_that_we_are_unknown_costs_little() -> None:
+    ours = make()
+    settle(ours, 0.0)
+    rounds = []
+
+    for step in range(200):
+        now = 1.0 + step / 10
+        if actions := ours.receive(Unknown(KEY[:TAG_BYTES]), now):
+            rounds.append(now)
+            settle(ours, now, actions)
+
+    assert len(rounds) == round(20 / UNKNOWN_S)
+    assert ours.is_registered
+
+
+def test_one_cookie_after_another_makes_no_storm() -> None:
+    ours = make()
+    packet = sent(ours.start(0.0))
+    signed = 0
+
+    for step in range(1000):
+        now = step / 100
+        answer = Cookie(packet.nonce, step.to_bytes(16))
+        for each in [*ours.receive(answer, now), *ours.expire(now)]:
+            if isinstance(each, Send):
+                packet = each.packet
+                signed += packet.signature != bytes(64)
+
+    assert 2 < signed < 25
+    assert not ours.is_registered
+
+
+def test_a_cookie_that_came_too_early_is_used_later() -> None:
+    ours = make()
+    first = sent(ours.start(0.0))
+    second = sent(ours.receive(Cookie(first.nonce, COOKIE), 0.1))
+
+    early = ours.receive(Cookie(second.nonce, b"d" * 16), 0.2)
+    _, actions = wait(ours)
+
+    assert early == []
+    assert sent(actions).cookie == b"d" * 16
+    assert is_signed(sent(actions))
+
+
+def test_a_change_of_one_byte_makes_it_no_answer() -> None:
+    ours = make()
+    first = sent(ours.start(0.0))
+    seeded = random.Random(1)
+
+    for _ in range(1000):
+        forged = bytearray(first.nonce)
+        forged[seeded.randrange(8)] ^= seeded.randrange(1, 256)
+        assert ours.receive(replace(Cookie(first.nonce, COOKIE), nonce=bytes(forged)), 0.0) == []

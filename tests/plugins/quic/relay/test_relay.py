@@ -1,0 +1,490 @@
+"""A relay with hosts that are numbers; 192.0.2.0/24 and 2001:db8::/32 are for documents."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from meshllm.errors import PeerFault
+from meshllm_quic.net.network import Address
+from meshllm_quic.relay.relay import (
+    BURST_S,
+    HOST_VERIFICATIONS,
+    LASTS_S,
+    SHARE,
+    Limits,
+    Refusal,
+    Relay,
+)
+from meshllm_quic.wire.packets import (
+    MAX_INNER_BYTES,
+    TAG_BYTES,
+    ZERO_COOKIE,
+    Ask,
+    Cookie,
+    Packet,
+    Probe,
+    Register,
+    Registered,
+    Relayed,
+    Tell,
+    Unknown,
+    decode,
+)
+
+HOME, CAFE, OFFICE = ("192.0.2.1", 4000), ("192.0.2.77", 5000), ("2001:db8::1", 6000)
+NONCE = b"nonce567"
+QUIC = b"\x40" + bytes(99)
+
+
+class Node:
+    """A key, and what it says to a relay."""
+
+    def __init__(self, seed: int) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(seed.to_bytes(32))
+        self.id = self._key.public_key().public_bytes_raw()
+        self.tag = self.id[:TAG_BYTES]
+
+    def ask(self) -> Register:
+        return Register(self.id, NONCE, ZERO_COOKIE, bytes(64))
+
+    def sign(self, cookie: bytes) -> Register:
+        bare = replace(self.ask(), cookie=cookie)
+        return replace(bare, signature=self._key.sign(bare.signed))
+
+    def to(self, other: "Node", inner: bytes = QUIC) -> Relayed:
+        return Relayed(other.tag, self.tag, inner)
+
+
+A, B, C = Node(1), Node(2), Node(3)
+
+
+def make(limits: Limits | None = None, allow: Callable[[bytes], bool] = lambda _: True) -> Relay:
+    seeded = random.Random(1)
+    return Relay(allow, limits=limits, observer_port=8791, random=seeded.randbytes)
+
+
+def give(relay: Relay, packet: Packet, source: Address, now: float = 0.0) -> list[Packet]:
+    """Let the relay have a packet; return what it sends back to the source."""
+    sent = relay.receive(packet, source, len(packet.encode()), now)
+    assert all(to == source for _, to in sent)
+    return [decode(datagram) for datagram, _ in sent]
+
+
+def bake(relay: Relay, source: Address, now: float = 0.0) -> bytes:
+    """Get a cookie as a stranger does."""
+    (answer,) = give(relay, A.ask(), source, now)
+    assert isinstance(answer, Cookie)
+    return answer.cookie
+
+
+def settle(relay: Relay, node: Node, source: Address, now: float = 0.0) -> list[Packet]:
+    return give(relay, node.sign(bake(relay, source, now)), source, now)
+
+
+def send(relay: Relay, packet: Relayed, source: Address, now: float = 0.0) -> list[Address]:
+    """Let the relay forward a packet; return where it went, always as it came."""
+    datagram = packet.encode()
+    sent = relay.receive(packet, source, len(datagram), now)
+    forwarded = [(data, to) for data, to in sent if to != source]
+    assert all(data == datagram for data, _ in forwarded)
+    return [to for _, to in forwarded]
+
+
+def test_a_registration_takes_a_cookie_and_a_signature() -> None:
+    relay = make()
+
+    (cookie,) = give(relay, A.ask(), HOME)
+    assert isinstance(cookie, Cookie)
+    (answer,) = give(relay, A.sign(cookie.cookie), HOME)
+
+    assert cookie.nonce == NONCE
+    assert answer == Registered(NONCE, HOME, LASTS_S, 8791)
+    assert relay.statistics.registered == 1
+
+
+def test_what_is_relayed_arrives_as_it_was_sent() -> None:
+    relay = make()
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+    packet = A.to(B, b"\x40" + bytes(MAX_INNER_BYTES - 1))
+
+    assert send(relay, packet, HOME) == [CAFE]
+    assert send(relay, B.to(A), CAFE) == [HOME]
+    assert relay.statistics.forwarded == 2
+    assert relay.statistics.forwarded_bytes == len(packet.encode()) + len(B.to(A).encode())
+
+
+def test_strangers_leave_nothing_behind() -> None:
+    relay = make()
+
+    for number in range(2000):
+        give(relay, A.ask(), (f"192.0.2.{number % 256}", 1024 + number))
+
+    kept = [len(relay._places), len(relay._hosts), len(relay._quotas._budgets)]
+    assert relay.statistics.registered == 0
+    assert kept == [0, 0, 0]
+
+
+@pytest.mark.parametrize("source", [CAFE, (HOME[0], HOME[1] + 1)])
+def test_a_cookie_of_another_address_gets_a_new_one(source: Address) -> None:
+    relay = make()
+
+    (answer,) = give(relay, A.sign(bake(relay, HOME)), source)
+
+    assert isinstance(answer, Cookie)
+    assert relay.statistics.registered == 0
+
+
+def test_an_old_cookie_gets_a_new_one() -> None:
+    relay = make()
+    old = bake(relay, HOME, 0.0)
+
+    (answer,) = give(relay, A.sign(old), HOME, 120.0)
+
+    assert isinstance(answer, Cookie)
+    assert answer.cookie != old
+
+
+@pytest.mark.parametrize("field", ["key", "nonce", "signature"])
+def test_a_signature_of_something_else_is_refused(field: str) -> None:
+    relay = make()
+    good = A.sign(bake(relay, HOME))
+    forged = replace(good, **{field: bytes(len(getattr(good, field)))})
+
+    assert give(relay, forged, HOME) == []
+    assert relay.statistics.refused == {Refusal.SIGNATURE: 1}
+    assert relay.statistics.registered == 0
+
+
+def test_a_key_that_is_none_is_refused() -> None:
+    relay = make()
+    no_point = b"\x02" + bytes(31)
+
+    assert give(relay, replace(A.sign(bake(relay, HOME)), key=no_point), HOME) == []
+    assert relay.statistics.refused == {Refusal.SIGNATURE: 1}
+
+
+def test_who_may_not_register_does_not() -> None:
+    relay = make(allow=lambda key: key == A.id)
+
+    assert len(settle(relay, A, HOME)) == 1
+    assert settle(relay, B, CAFE) == []
+    assert relay.statistics.refused == {Refusal.KEY: 1}
+
+
+def test_leave_to_register_is_asked_for_each_time() -> None:
+    allowed = {A.id}
+    relay = make(allow=allowed.__contains__)
+    settle(relay, A, HOME)
+
+    allowed.clear()
+
+    assert settle(relay, A, HOME, 20.0) == []
+
+
+def test_another_key_of_the_same_tag_stays_outside() -> None:
+    relay = make()
+    settle(relay, A, HOME)
+    twin = replace(B.sign(bake(relay, CAFE)), key=A.tag + B.id[TAG_BYTES:])
+
+    assert give(relay, twin, CAFE) == []
+    assert relay.statistics.refused == {Refusal.TAKEN: 1}
+    assert send(relay, A.to(A), HOME) == []
+    assert relay.statistics.forwarded == 1
+
+
+def test_a_place_moves_with_its_key() -> None:
+    relay = make()
+    settle(relay, A, HOME)
+    settle(relay, B, OFFICE)
+
+    settle(relay, A, CAFE, 5.0)
+
+    assert relay.statistics.registered == 2
+    assert send(relay, B.to(A), OFFICE, 5.0) == [CAFE]
+    assert send(relay, A.to(B), CAFE, 5.0) == [OFFICE]
+    assert send(relay, A.to(B), HOME, 5.0) == []
+
+
+def test_what_was_overheard_serves_nowhere_else() -> None:
+    relay = make()
+    overheard = A.sign(bake(relay, HOME))
+    give(relay, overheard, HOME)
+    settle(relay, B, OFFICE)
+
+    (answer,) = give(relay, overheard, CAFE, 1.0)
+
+    assert isinstance(answer, Cookie)
+    assert send(relay, B.to(A), OFFICE, 1.0) == [HOME]
+
+
+def test_a_place_ends_unless_it_is_refreshed() -> None:
+    relay = make()
+    settle(relay, A, HOME, 0.0)
+    settle(relay, B, CAFE, 0.0)
+
+    settle(relay, A, HOME, 30.0)
+    relay.expire(LASTS_S - 0.1)
+    assert relay.statistics.registered == 2
+
+    relay.expire(LASTS_S)
+    assert relay.statistics.registered == 1
+    (answer,) = give(relay, A.to(B), HOME, 61.0)
+    assert answer == Unknown(B.tag)
+
+    relay.expire(30.0 + LASTS_S)
+    assert relay.statistics.registered == 0
+    assert len(relay._hosts) == 0
+
+
+def test_places_end_without_a_reminder() -> None:
+    relay = make()
+    settle(relay, A, HOME, 0.0)
+
+    (answer,) = give(relay, A.to(A), HOME, LASTS_S)
+
+    assert answer == Unknown(A.tag)
+
+
+def test_a_full_relay_keeps_whom_it_has() -> None:
+    relay = make(Limits(places=1))
+    settle(relay, A, HOME)
+
+    assert settle(relay, B, CAFE) == []
+    assert relay.statistics.refused == {Refusal.FULL: 1}
+    assert len(settle(relay, A, HOME, 20.0)) == 1
+    assert len(settle(relay, B, CAFE, 20.0 + LASTS_S)) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same_host"),
+    [(("192.0.2.1", 9), True), (("192.0.2.2", 9), False)],
+)
+def test_one_host_takes_so_many_places(other: Address, is_same_host: bool) -> None:
+    relay = make(Limits(host_places=1))
+    settle(relay, A, HOME)
+
+    assert (settle(relay, B, other) == []) is is_same_host
+    assert relay.statistics.refused[Refusal.HOST] == is_same_host
+    assert len(settle(relay, A, HOME, 1.0)) == 1
+
+
+def test_a_network_of_ipv6_counts_as_one_host() -> None:
+    relay = make(Limits(host_places=1))
+    settle(relay, A, OFFICE)
+
+    assert settle(relay, B, ("2001:db8::ffff", 9)) == []
+    assert len(settle(relay, B, ("2001:db8:0:1::1", 9))) == 1
+
+
+def test_who_leaves_a_host_makes_room_there() -> None:
+    relay = make(Limits(host_places=1))
+    settle(relay, A, HOME)
+    settle(relay, A, CAFE)
+
+    assert len(settle(relay, B, HOME)) == 1
+
+
+def test_a_host_keeps_the_places_that_did_not_end() -> None:
+    relay = make(Limits(host_places=2))
+    settle(relay, A, HOME, 0.0)
+    settle(relay, B, (HOME[0], 9), 30.0)
+
+    relay.expire(LASTS_S)
+
+    assert len(settle(relay, A, HOME, LASTS_S)) == 1
+    assert settle(relay, C, (HOME[0], 10), LASTS_S) == []
+
+
+def test_a_host_has_so_many_signatures_checked() -> None:
+    relay = make()
+    wrong = replace(A.sign(bake(relay, HOME)), signature=bytes(64))
+    most = round(HOST_VERIFICATIONS * 8)
+
+    for _ in range(most + 5):
+        give(relay, wrong, HOME)
+
+    assert relay.statistics.refused == {Refusal.SIGNATURE: most, Refusal.BUSY: 5}
+    assert settle(relay, A, HOME) == []
+    assert len(settle(relay, B, CAFE)) == 1
+    assert len(settle(relay, A, HOME, 1.0)) == 1
+
+
+def test_all_together_have_so_many_signatures_checked() -> None:
+    relay = make()
+    relay._verifications.left = 1.0
+
+    assert len(settle(relay, A, HOME)) == 1
+    assert settle(relay, B, CAFE) == []
+    assert len(settle(relay, B, CAFE, 1.0)) == 1
+
+
+def test_a_sender_has_to_be_registered_from_where_it_sends() -> None:
+    relay = make()
+    settle(relay, B, CAFE)
+
+    assert give(relay, A.to(B), HOME) == [Unknown(A.tag)]
+    settle(relay, A, HOME)
+    assert give(relay, A.to(B), OFFICE) == [Unknown(A.tag)]
+    assert relay.statistics.refused == {Refusal.SENDER: 2}
+    assert relay.statistics.forwarded == 0
+
+
+def test_a_sender_learns_who_is_not_there() -> None:
+    relay = make()
+    settle(relay, A, HOME)
+
+    assert give(relay, A.to(B), HOME) == [Unknown(B.tag)]
+    assert relay.statistics.refused == {Refusal.RECIPIENT: 1}
+
+
+def test_a_host_is_told_so_many_times() -> None:
+    relay = make()
+
+    told = [len(give(relay, A.to(B), HOME)) for _ in range(100)]
+    elsewhere = give(relay, A.to(B), CAFE)
+
+    assert 0 < sum(told) < 50
+    assert told == sorted(told, reverse=True)
+    assert elsewhere == [Unknown(A.tag)]
+    assert give(relay, A.to(B), HOME, 1.0) == [Unknown(A.tag)]
+
+
+@pytest.mark.parametrize(
+    "inner", [b"", b"\x20" + bytes(99), b"\x40" + bytes(MAX_INNER_BYTES)], ids=len
+)
+def test_only_quic_of_the_right_size_is_relayed(inner: bytes) -> None:
+    relay = make()
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+
+    assert send(relay, A.to(B, inner), HOME) == []
+    assert relay.statistics.refused == {Refusal.INNER: 1}
+
+
+def test_a_sender_sends_so_fast() -> None:
+    size = len(A.to(B).encode())
+    relay = make(Limits(rate=10 * size))
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+    burst = round(10 * BURST_S)
+
+    at_once = [send(relay, A.to(B), HOME, 1.0) for _ in range(burst + 3)]
+    later = [send(relay, A.to(B), HOME, 2.0) for _ in range(13)]
+
+    assert at_once == [[CAFE]] * burst + [[]] * 3
+    assert later == [[CAFE]] * 10 + [[]] * 3
+    assert relay.statistics.refused == {Refusal.RATE: 6}
+    assert send(relay, B.to(A), CAFE, 2.0) == [HOME]
+
+
+def test_a_refresh_is_no_new_burst() -> None:
+    size = len(A.to(B).encode())
+    relay = make(Limits(rate=size))
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+    for _ in range(round(BURST_S)):
+        send(relay, A.to(B), HOME)
+
+    settle(relay, A, HOME)
+
+    assert send(relay, A.to(B), HOME) == []
+
+
+def test_the_quota_of_a_host_outlasts_its_keys() -> None:
+    size = len(A.to(B).encode())
+    relay = make(Limits(quota=2 * size))
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+
+    spent = [send(relay, A.to(B), HOME) for _ in range(3)]
+    settle(relay, C, (HOME[0], 9), LASTS_S)
+    settle(relay, B, CAFE, LASTS_S)
+
+    assert spent == [[CAFE], [CAFE], []]
+    assert send(relay, C.to(B), (HOME[0], 9), LASTS_S) == []
+    assert relay.statistics.refused == {Refusal.QUOTA: 2}
+    assert send(relay, B.to(C), CAFE, LASTS_S) == [(HOME[0], 9)]
+
+
+def test_all_together_send_so_fast() -> None:
+    size = len(A.to(B).encode())
+    relay = make(Limits(rate=size))
+    nodes = [Node(10 + number) for number in range(SHARE + 1)]
+    places = [(f"192.0.2.{number}", 7) for number in range(len(nodes))]
+    for node, place in zip(nodes, places, strict=True):
+        settle(relay, node, place)
+
+    for node, place in zip(nodes, places, strict=True):
+        for _ in range(round(BURST_S)):
+            send(relay, node.to(nodes[0]), place)
+
+    assert relay.statistics.forwarded == SHARE * BURST_S
+    assert relay.statistics.refused == {Refusal.TOTAL: BURST_S}
+
+
+def test_who_asks_is_told_where_it_is_seen() -> None:
+    assert give(make(), Ask(NONCE), OFFICE) == [Tell(NONCE, OFFICE)]
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        Tell(NONCE, HOME), Cookie(NONCE, bytes(16)), Registered(NONCE, HOME, 60, 0),
+        Unknown(A.tag), Probe(NONCE, NONCE, bytes(16)),
+    ],
+)  # fmt: skip
+def test_what_is_for_clients_is_ignored(packet: Packet) -> None:
+    assert give(make(), packet, HOME) == []
+
+
+SOURCES = [(f"198.51.100.{number % 250}", 1024 + number) for number in range(500)] + [
+    (f"2001:db8:{number:x}::1", 7) for number in range(500)
+]
+
+
+def mutate(seeded: random.Random, datagram: bytes) -> bytes:
+    """Change some bytes, or the length."""
+    data = bytearray(datagram)
+    for _ in range(seeded.choice((0, 1, 1, 3))):
+        data[seeded.randrange(len(data))] = seeded.randrange(256)
+    return bytes(data[: seeded.randrange(1, len(data) + 1)] if seeded.random() < 0.1 else data)
+
+
+def test_strangers_never_get_more_than_they_send() -> None:
+    """100,000 datagrams, most of them damaged, from 1,000 addresses and two members."""
+    seeded = random.Random(5)
+    limits = Limits(places=3, host_places=2)
+    relay = make(limits)
+    settle(relay, A, HOME)
+    settle(relay, B, OFFICE)
+    seeds = [
+        A.to(B).encode(), B.to(C).encode(), C.to(A).encode(), A.ask().encode(), Ask(NONCE).encode(),
+        A.sign(bake(relay, HOME)).encode(), C.sign(bake(relay, SOURCES[0])).encode(),
+        Probe(NONCE, NONCE, bytes(16), 500).encode(), Unknown(A.tag).encode(),
+    ]  # fmt: skip
+    heard: Counter[Address] = Counter()
+    told: Counter[Address] = Counter()
+
+    for step in range(100_000):
+        source = seeded.choice(SOURCES) if step % 8 else seeded.choice((HOME, OFFICE))
+        datagram = mutate(seeded, seeded.choice(seeds))
+        heard[source] += len(datagram)
+        try:
+            packet = decode(datagram)
+        except PeerFault:
+            continue
+        for answer, to in relay.receive(packet, source, len(datagram), step / 1e4):
+            told[to] += len(answer)
+            assert len(answer) <= len(datagram)
+            assert to in {source, HOME, OFFICE, SOURCES[0]}
+
+    assert relay.statistics.forwarded > 100
+    assert all(told[source] <= heard[source] for source in SOURCES[1:])
+    assert len(relay._places) <= limits.places
+    assert len(relay._hosts) <= limits.places
+    assert set(relay.statistics.refused) <= set(Refusal)

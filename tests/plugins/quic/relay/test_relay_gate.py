@@ -1,0 +1,71 @@
+import pytest
+from websockets.datastructures import Headers
+from websockets.http11 import Request
+from websockets.server import ServerProtocol
+
+from meshllm_quic.path.budget import host_of
+from meshllm_quic.relay.relay_gate import Gate, Guest, stream_source
+
+
+def test_each_host_comes_in_so_many_times() -> None:
+    gate = Gate(most=10, most_of_host=2)
+
+    assert [gate.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
+    assert gate.enter("192.0.2.2")
+    gate.leave("192.0.2.1")
+    assert gate.enter("192.0.2.1")
+
+
+def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
+    gate = Gate(most=10, most_of_host=2)
+
+    entered = [gate.enter(f"2001:db8::{number}") for number in range(1, 4)]
+
+    assert entered == [True, True, False]
+    gate.leave("2001:db8::1")
+    assert gate.enter("2001:db8::9")
+    assert gate.enter("2001:db8:0:1::1")
+
+
+def test_all_hosts_together_come_in_so_many_times() -> None:
+    gate = Gate(most=2, most_of_host=2)
+
+    assert [gate.enter(host) for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3")] == [
+        True,
+        True,
+        False,
+    ]
+    gate.leave("192.0.2.2")
+    assert gate.enter("192.0.2.3")
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"), [("192.0.2.1", "192.0.2.1"), ("127.0.0.1", "198.51.100.7")]
+)
+async def test_only_a_proxy_on_this_machine_speaks_for_others(peer: str, host: str) -> None:
+    guest = Guest(Gate(), ServerProtocol(), None)
+    guest._enter(peer)
+    headers = Headers({"X-Forwarded-For": "198.51.100.7"})
+
+    assert guest.introduce(Request("/relay", headers)) is None
+    assert guest.host == host
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+def test_each_stream_has_an_address_of_its_own(host: str) -> None:
+    one, other = stream_source(host, 1), stream_source(host, 2)
+
+    assert one != other
+    assert one[1] == other[1] == 0
+    assert host_of(one) == host_of(other)
+
+
+def test_streams_of_two_hosts_are_of_two_hosts() -> None:
+    hosts = ["192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"]
+
+    assert len({host_of(stream_source(host, 1)) for host in hosts}) == 4
+
+
+def test_an_address_within_a_network_is_of_its_host() -> None:
+    assert stream_source("192.0.2.1", 7) == ("2002:c000:201::7", 0)
+    assert stream_source("2001:db8:0:1:2:3:4:5", 7) == ("2001:db8:0:1::7", 0)

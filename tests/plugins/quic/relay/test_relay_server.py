@@ -1,0 +1,453 @@
+"""A relay on sockets of the loopback address; what it decides is tested in `test_relay.py`."""
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Self
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from meshllm_quic.net.network import Address, Receive, Socket
+from meshllm_quic.net.udp import UdpNetwork
+from meshllm_quic.relay import relay_server
+from meshllm_quic.relay.registration import Action, Registration, Send
+from meshllm_quic.relay.relay import Refusal
+from meshllm_quic.relay.relay_gate import Gate
+from meshllm_quic.relay.relay_metrics import CONTENT_TYPE
+from meshllm_quic.relay.relay_server import RelayServer, open_relay, runs
+from meshllm_quic.relay.relay_stream import MAX_PACKET_BYTES, MAX_WAITING
+from meshllm_quic.wire.packets import (
+    TAG_BYTES,
+    Ask,
+    Packet,
+    Relayed,
+    Tell,
+    Unknown,
+    decode,
+)
+
+pytestmark = pytest.mark.socket
+
+HOST = "127.0.0.1"
+NONCE = b"nonce567"
+QUIC = b"\x40" + bytes(1199)
+A, B = ("192.0.2.1", 1), ("192.0.2.2", 2)
+
+
+@asynccontextmanager
+async def relaying(gate: Gate | None = None) -> AsyncIterator[RelayServer]:
+    """Run a relay at a port that is free for UDP and TCP alike; not every one is."""
+    async with AsyncExitStack() as stack:
+        server = None
+        for _ in range(5):
+            with suppress(OSError):
+                opening = open_relay(UdpNetwork(), HOST, 0, gate=gate)
+                server = await stack.enter_async_context(opening)
+                break
+        assert server is not None
+        yield server
+
+
+class Udp:
+    """A client's socket."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[tuple[bytes, Address]] = asyncio.Queue()
+
+    def receive(self, batch: Sequence[tuple[bytes, Address]]) -> None:
+        for each in batch:
+            self.heard.put_nowait(each)
+
+    async def __aenter__(self) -> Self:
+        self.socket = await UdpNetwork().open(HOST, 0, self.receive)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.socket.close()
+
+    async def ask(self, packet: Packet, port: int) -> tuple[Packet, Address]:
+        """Send a packet, and wait for the next that comes."""
+        self.socket.send([packet.encode()], (HOST, port))
+        data, source = await self.heard.get()
+        return decode(data), source
+
+
+class Client:
+    """A node at the other end of a stream or of a socket."""
+
+    def __init__(self, seed: int, server: RelayServer) -> None:
+        key = Ed25519PrivateKey.from_private_bytes(seed.to_bytes(32))
+        node = key.public_key().public_bytes_raw()
+        self.tag = node[:TAG_BYTES]
+        self.port = server.udp.port
+        self.registration = Registration((HOST, self.port), node, key.sign)
+
+    async def register(self, way: Udp | ClientConnection) -> None:
+        now = asyncio.get_running_loop().time()
+        actions: list[Action] = self.registration.start(now)
+        while not self.registration.is_registered:
+            (packet,) = (each.packet for each in actions if isinstance(each, Send))
+            actions = self.registration.receive(await self._ask(way, packet), now)
+
+    async def _ask(self, way: Udp | ClientConnection, packet: Packet) -> Packet:
+        if isinstance(way, Udp):
+            return (await way.ask(packet, self.port))[0]
+        await way.send(packet.encode())
+        return decode(await way.recv(decode=False))
+
+
+def stream(server: RelayServer, path: str = "/relay", **headers: str) -> connect:
+    return connect(
+        f"ws://{HOST}:{server.udp.port}{path}",
+        compression=None,
+        close_timeout=1,
+        additional_headers={name.replace("_", "-"): value for name, value in headers.items()},
+    )
+
+
+async def get(server: RelayServer, path: str) -> tuple[str, str]:
+    """Fetch a page; return its head and its body."""
+    reader, writer = await asyncio.open_connection(HOST, server.udp.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    return head, body
+
+
+async def until_streams(server: RelayServer, count: int) -> None:
+    while f"meshllm_relay_streams {count}\n" not in server.metrics:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def test_two_ports_tell_a_client_how_it_is_seen() -> None:
+    async with relaying() as server, Udp() as client:
+        ours = (HOST, client.socket.port)
+
+        told = [
+            await client.ask(Ask(NONCE), socket.port) for socket in (server.udp, server.observer)
+        ]
+
+        assert told == [
+            (Tell(NONCE, ours), (HOST, server.udp.port)),
+            (Tell(NONCE, ours), (HOST, server.observer.port)),
+        ]
+
+
+async def test_the_second_port_answers_nothing_else() -> None:
+    async with relaying() as server, Udp() as client:
+        node = Client(1, server)
+        (send,) = node.registration.start(0.0)
+        assert isinstance(send, Send)
+
+        for datagram in (send.packet.encode(), b"", QUIC, Unknown(node.tag).encode()):
+            client.socket.send([datagram], (HOST, server.observer.port))
+        packet, _ = await client.ask(Ask(NONCE), server.observer.port)
+
+        assert isinstance(packet, Tell)
+
+
+async def test_datagrams_go_from_one_client_to_another() -> None:
+    async with relaying() as server, Udp() as one, Udp() as other:
+        a, b = Client(1, server), Client(2, server)
+        await a.register(one)
+        await b.register(other)
+        datagram = Relayed(b.tag, a.tag, QUIC).encode()
+
+        one.socket.send([datagram] * 3, (HOST, server.udp.port))
+        heard = [await other.heard.get() for _ in range(3)]
+
+        assert heard == [(datagram, (HOST, server.udp.port))] * 3
+        assert a.registration.observed == (HOST, one.socket.port)
+        assert a.registration.observer == (HOST, server.observer.port)
+
+
+async def test_datagrams_go_between_a_stream_and_udp() -> None:
+    async with relaying() as server, Udp() as one, stream(server) as other:
+        a, b = Client(1, server), Client(2, server)
+        await a.register(one)
+        await b.register(other)
+
+        there, back = (Relayed(b.tag, a.tag, QUIC).encode(), Relayed(a.tag, b.tag, QUIC).encode())
+        one.socket.send([there], (HOST, server.udp.port))
+        await other.send(back)
+
+        assert await other.recv() == there
+        assert await one.heard.get() == (back, (HOST, server.udp.port))
+        assert b.registration.observed is None
+
+
+async def test_each_stream_is_a_client_of_its_own() -> None:
+    async with relaying() as server, stream(server) as one, stream(server) as other:
+        a, b = Client(1, server), Client(2, server)
+        await a.register(one)
+        await b.register(other)
+
+        await other.send(Relayed(b.tag, a.tag, QUIC).encode())
+
+        assert decode(await other.recv(decode=False)) == Unknown(a.tag)
+        assert server.statistics.refused == {Refusal.SENDER: 1}
+
+
+async def test_a_stream_that_is_closed_is_forgotten() -> None:
+    async with relaying() as server, Udp() as one:
+        a, b = Client(1, server), Client(2, server)
+        await a.register(one)
+        async with stream(server) as other:
+            await b.register(other)
+        await until_streams(server, 0)
+
+        one.socket.send([Relayed(b.tag, a.tag, QUIC).encode()], (HOST, server.udp.port))
+        packet, _ = await one.ask(Ask(NONCE), server.udp.port)
+
+        assert isinstance(packet, Tell)
+        assert server.statistics.forwarded == 1
+
+
+async def test_a_client_that_does_not_read_loses_datagrams_and_fills_no_memory() -> None:
+    async with relaying() as server, Udp() as one, stream(server) as other:
+        a, b = Client(1, server), Client(2, server)
+        await a.register(one)
+        await b.register(other)
+        other.transport.pause_reading()
+        datagram = Relayed(b.tag, a.tag, QUIC).encode()
+        batch = [(datagram, (HOST, one.socket.port))] * MAX_WAITING
+
+        while "meshllm_relay_lost_total 0\n" in server.metrics:
+            server.relay._places[a.tag].rate.left = 1e9
+            server.relay._total.left = 1e9
+            server.receive(batch)
+            await asyncio.sleep(0)
+
+        held = server._streams[server.relay._places[b.tag].address]
+        assert held._packets.qsize() <= MAX_WAITING
+        other.transport.resume_reading()
+        assert await other.recv() == datagram
+
+
+async def test_what_is_too_long_for_a_packet_ends_a_stream() -> None:
+    async with relaying() as server, stream(server) as client:
+        await client.send(bytes(MAX_PACKET_BYTES + 1))
+
+        with pytest.raises(ConnectionClosed):
+            await client.recv()
+
+
+async def test_no_datagram_passes_for_a_packet_of_a_stream() -> None:
+    async with relaying() as server, stream(server) as client:
+        await client.send(Ask(NONCE).encode())
+        told = decode(await client.recv(decode=False))
+        assert isinstance(told, Tell)
+
+        server.receive([(Ask(b"forged!!").encode(), told.address)])
+        await client.send(Ask(NONCE).encode())
+
+        assert decode(await client.recv(decode=False)) == told
+
+
+async def test_garbage_does_not_end_a_stream() -> None:
+    async with relaying() as server, stream(server) as client:
+        for garbage in (b"", b"\xff" * 9, QUIC, "text"):
+            await client.send(garbage)
+        await client.send(Ask(NONCE).encode())
+
+        assert isinstance(decode(await client.recv(decode=False)), Tell)
+
+
+async def test_a_page_in_a_browser_opens_no_stream() -> None:
+    async with relaying() as server:
+        with pytest.raises(InvalidStatus, match="403"):
+            await stream(server, Origin="https://example.org")
+
+
+async def test_a_stream_is_at_its_path_alone() -> None:
+    async with relaying() as server:
+        with pytest.raises(InvalidStatus, match="404"):
+            await stream(server, "/")
+
+
+async def test_a_host_opens_so_many_streams() -> None:
+    async with relaying(Gate(most_of_host=2)) as server:
+        async with stream(server), stream(server):
+            with pytest.raises((InvalidHandshake, OSError)):
+                await stream(server)
+        await until_streams(server, 0)
+        async with stream(server) as client:
+            await client.send(Ask(NONCE).encode())
+            assert isinstance(decode(await client.recv(decode=False)), Tell)
+
+
+async def test_who_says_nothing_counts_too() -> None:
+    async with relaying(Gate(most_of_host=1)) as server:
+        _, writer = await asyncio.open_connection(HOST, server.udp.port)
+        while not server.gate._hosts:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+        with pytest.raises((InvalidHandshake, OSError)):
+            await stream(server)
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_proxy_on_this_machine_says_for_whom_it_speaks() -> None:
+    async with relaying(Gate(most_of_host=1)) as server:
+        one, other = "192.0.2.1", "192.0.2.2"
+        async with stream(server, X_Forwarded_For=f"bogus, {one}") as client:
+            async with stream(server, X_Forwarded_For=other):
+                await client.send(Ask(NONCE).encode())
+                told = decode(await client.recv(decode=False))
+            with pytest.raises(InvalidStatus, match="429"):
+                await stream(server, X_Forwarded_For=f"::ffff:{one}")
+
+        assert isinstance(told, Tell)
+        assert told.address[0].startswith("2002:c000:201::")
+
+
+async def test_a_proxy_that_speaks_for_nobody_is_turned_away() -> None:
+    async with relaying() as server:
+        with pytest.raises(InvalidStatus, match="400"):
+            await stream(server, X_Forwarded_For="unknown")
+
+
+async def test_it_says_that_it_is_well() -> None:
+    async with relaying() as server:
+        head, body = await get(server, "/healthz")
+
+        assert head.startswith("HTTP/1.1 200 ")
+        assert body == "ok\n"
+
+
+async def test_it_tells_its_figures() -> None:
+    async with relaying() as server, Udp() as one:
+        await Client(1, server).register(one)
+
+        head, body = await get(server, "/metrics")
+
+        assert f"Content-Type: {CONTENT_TYPE}" in head
+        assert "\nmeshllm_relay_registered 1\n" in body
+
+
+async def test_an_unknown_page_is_not_found() -> None:
+    async with relaying() as server:
+        head, _ = await get(server, "/etc/passwd")
+
+        assert head.startswith("HTTP/1.1 404 ")
+
+
+async def test_a_port_in_use_is_an_error_and_leaves_nothing_open() -> None:
+    async with relaying() as server:
+        port = server.udp.port
+
+        with pytest.raises(OSError, match="in use") as caught:
+            async with open_relay(UdpNetwork(), HOST, port):
+                pass
+
+        assert caught.value.errno == errno.EADDRINUSE
+
+
+class FakeNetwork:
+    """Where the port after the first is never free."""
+
+    def __init__(self) -> None:
+        self.sockets: list[FakeSocket] = []
+
+    async def open(self, host: str | None, port: int, receive: Receive) -> Socket:
+        if self.sockets and port:
+            raise OSError(errno.EADDRINUSE, "in use")
+        if not port:
+            port = 40_000
+        self.sockets.append(FakeSocket(port))
+        return self.sockets[-1]
+
+    async def resolve(self, host: str, port: int) -> Sequence[Address]:
+        raise NotImplementedError
+
+
+class FakeSocket:
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.sent: list[Address] = []
+        self.is_closed = False
+
+    def hosts(self) -> Sequence[str]:
+        return [HOST]
+
+    def send(self, datagrams: Sequence[bytes], to: Address) -> None:
+        self.sent.append(to)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def free_port() -> int:
+    server = await asyncio.start_server(lambda *_: None, HOST, 0)
+    async with server:
+        port: int = server.sockets[0].getsockname()[1]
+    return port
+
+
+async def test_any_port_serves_to_observe() -> None:
+    network = FakeNetwork()
+
+    async with open_relay(network, HOST, await free_port()) as server:
+        assert server.relay.observer_port == server.observer.port == 40_000
+
+    assert [each.is_closed for each in network.sockets] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("host", "code", "tried"),
+    [
+        (None, errno.EADDRNOTAVAIL, [None, "0.0.0.0"]),
+        (None, errno.EADDRINUSE, [None]),
+        (HOST, errno.EADDRNOTAVAIL, [HOST]),
+    ],
+)
+async def test_a_machine_without_ipv6_listens_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, host: str | None, code: int, tried: list[str | None]
+) -> None:
+    hosts: list[str | None] = []
+
+    async def refuse(_: object, host: str | None, **options: object) -> None:
+        hosts.append(host)
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(relay_server, "serve", refuse)
+    network = FakeNetwork()
+
+    with pytest.raises(OSError, match="refused"):
+        async with open_relay(network, host, 1):
+            pass
+
+    assert hosts == tried
+    assert [each.is_closed for each in network.sockets] == [True, True]
+
+
+async def test_who_sends_from_no_port_gets_no_answer() -> None:
+    network = FakeNetwork()
+    ask = Ask(NONCE).encode()
+
+    async with open_relay(network, HOST, await free_port()) as server:
+        server.receive([(ask, (HOST, 0)), (ask, A)])
+        server.observe([(ask, (HOST, 0)), (ask, B)])
+
+    assert [each.sent for each in network.sockets] == [[A], [B]]
+
+
+def test_what_goes_to_one_place_goes_at_once() -> None:
+    outgoing = [(b"one", A), (b"two", A), (b"1", B), (b"3", A), (b"four", A), (b"five", A)]
+
+    assert runs(outgoing) == [
+        ([b"one", b"two", b"3"], A),
+        ([b"1"], B),
+        ([b"four", b"five"], A),
+    ]
+
+
+def test_a_shorter_datagram_ends_a_run() -> None:
+    assert runs([(b"22", A), (b"1", A), (b"1", A)]) == [([b"22", b"1"], A), ([b"1"], A)]
+    assert runs([]) == []

@@ -1,0 +1,200 @@
+"""Which relays reach this node, and over what: UDP, or TCP for as long as that is blocked."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from meshllm_quic.base.identity import Identity
+from meshllm_quic.net.network import Address
+from meshllm_quic.relay import relays as relays_module
+from meshllm_quic.relay.registration import MAX_RETRY_S, SILENT_S
+from meshllm_quic.relay.relay import Relay
+from meshllm_quic.relay.relay_gate import stream_source
+from meshllm_quic.relay.relays import MAX_RELAYS, Relays, Usage
+from meshllm_quic.wire.packets import decode
+from tests.simulation.ears import virtual
+
+OURS = "20.0.0.9", 7700
+FIRST, SECOND, THIRD, FOURTH, FIFTH = ((f"20.0.1.{number}", 8790) for number in range(5))
+LONG_S = 60.0
+
+
+class Shore:
+    """A node with relays that answer at once, by UDP unless that is blocked."""
+
+    def __init__(self) -> None:
+        self.random: Callable[[int], bytes] = Random(1).randbytes
+        self.is_blocked = False
+        self.tcp = asyncio.Event()
+        self.tcp.set()
+        self.streams = 0
+        """That were ever open."""
+        self.usages: dict[Address, Usage] = {}
+        self.relays = Relays(self, Identity(bytes(32)))
+        self._others: dict[Address, Relay] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def send_packet(self, packet: bytes, to: Address) -> None:
+        if not self.is_blocked:
+            self._loop.call_soon(self.ask, packet, to, OURS)
+
+    def ask(self, packet: bytes, to: Address, source: Address) -> None:
+        """Let a relay answer."""
+        relay = self._others.setdefault(to, Relay(lambda _: True, observer_port=8791))
+        now = self._loop.time()
+        for answer, _ in relay.receive(decode(packet), source, len(packet), now):
+            self.relays.receive(decode(answer), to, now)
+
+    def restart(self, relay: Address) -> None:
+        """Let a relay forget all, its secrets too."""
+        self._others.pop(relay)
+
+    def arrived(self, packet: bytes, relay: Address) -> None:
+        raise AssertionError("nothing comes by itself")
+
+    def relays_changed(self) -> None:
+        pass
+
+    def usage(self, relay: Address) -> Usage:
+        return self.usages.get(relay, Usage.NONE)
+
+    @property
+    def states(self) -> dict[Address, str]:
+        return dict(self.relays.states())
+
+    @property
+    def relay_addresses(self) -> list[Address]:
+        return list(self.states)
+
+
+class FakeStream:
+    """What is in the place of a stream over TCP."""
+
+    shore: Shore
+
+    def __init__(self, uri: str, _: object, changed: Callable[[], None], __: object) -> None:
+        host, _, port = uri.removeprefix("ws://").removesuffix("/relay").rpartition(":")
+        self._relay = host, int(port)
+        self._changed = changed
+        self.is_open = False
+        self.trouble: str | None = None
+
+    def send(self, packets: Sequence[bytes]) -> None:
+        for packet in packets:
+            self.shore._loop.call_soon(
+                self.shore.ask, packet, self._relay, stream_source("20.0.0.9", 1)
+            )
+
+    async def run(self) -> None:
+        await self.shore.tcp.wait()
+        self.is_open = True
+        self.shore.streams += 1
+        self._changed()
+        await asyncio.Event().wait()
+
+
+@pytest.fixture(autouse=True)
+def _no_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays_module, "RelayStream", FakeStream)
+
+
+def shore() -> Shore:
+    FakeStream.shore = made = Shore()
+    return made
+
+
+@virtual
+async def test_udp_is_used_again_when_it_is_back() -> None:
+    here = shore()
+    here.is_blocked = True
+    here.relays.add(FIRST, is_wanted=True)
+    await asyncio.sleep(SILENT_S + 1.0)
+    assert here.states == {FIRST: "registered over TCP"}
+    assert here.relays.observations.candidates() == []
+
+    here.is_blocked = False
+    await asyncio.sleep(LONG_S)
+
+    assert here.states == {FIRST: "registered over UDP"}
+    assert here.relays.observations.candidates() == [OURS]
+    here.relays.stop()
+
+
+@virtual
+async def test_a_relay_that_was_away_is_not_reached_over_tcp_ever_after() -> None:
+    here = shore()
+    here.relays.add(FIRST, is_wanted=True)
+    await asyncio.sleep(1.0)
+
+    here.is_blocked = True
+    here.tcp.clear()
+    await asyncio.sleep(LONG_S)
+    assert here.states[FIRST] != "registered over UDP"
+    here.restart(FIRST)
+    here.is_blocked = False
+    await asyncio.sleep(MAX_RETRY_S + 1.0)
+    here.tcp.set()
+    await asyncio.sleep(LONG_S)
+
+    assert here.states == {FIRST: "registered over UDP"}
+    assert here.streams == 0
+    here.relays.stop()
+
+
+@virtual
+async def test_a_relay_that_is_needed_takes_the_place_of_one_that_carries_nothing() -> None:
+    here = shore()
+    for relay in (FIRST, SECOND, THIRD):
+        here.relays.add(relay, is_wanted=False, is_needed=True)
+    here.usages = {FIRST: Usage.ROUTE, SECOND: Usage.RESERVE}
+
+    here.relays.add(FOURTH, is_wanted=False, is_needed=True)
+    assert here.relay_addresses == [FIRST, SECOND, FOURTH]
+    here.usages[FOURTH] = Usage.ROUTE
+    here.relays.add(THIRD, is_wanted=False, is_needed=True)
+    assert here.relay_addresses == [FIRST, FOURTH, THIRD]
+    here.usages[THIRD] = Usage.ROUTE
+    here.relays.add(FIFTH, is_wanted=False, is_needed=True)
+
+    assert here.relay_addresses == [FIRST, FOURTH, THIRD]
+    here.relays.stop()
+
+
+@virtual
+async def test_what_the_owner_wants_comes_first_and_stays() -> None:
+    here = shore()
+    here.relays.add(FIRST, is_wanted=False)
+    here.relays.add(SECOND, is_wanted=True)
+    here.relays.add(THIRD, is_wanted=True)
+    here.usages = {FIRST: Usage.ROUTE}
+
+    here.relays.add(FOURTH, is_wanted=True)
+    here.relays.add(FIFTH, is_wanted=False, is_needed=True)
+    here.relays.add(FIRST, is_wanted=False)
+
+    assert here.relay_addresses == [SECOND, THIRD, FOURTH]
+    assert len(here.relay_addresses) == MAX_RELAYS
+    here.relays.stop()
+
+
+@virtual
+async def test_a_relay_that_somebody_waits_for_is_not_taken_away() -> None:
+    here = shore()
+    here.is_blocked = True
+    here.tcp.clear()
+    for relay in (FIRST, SECOND, THIRD):
+        here.relays.add(relay, is_wanted=False, is_needed=True)
+    waiting = [asyncio.create_task(here.relays.wait_ready(each)) for each in (FIRST, SECOND, THIRD)]
+    await asyncio.sleep(0.1)
+
+    here.relays.add(FOURTH, is_wanted=False, is_needed=True)
+    here.relays.give_up(FIRST)
+    assert here.relay_addresses == [FIRST, SECOND, THIRD]
+    here.is_blocked = False
+    await asyncio.gather(*waiting)
+
+    here.relays.give_up(FIRST)
+    assert here.relay_addresses == [SECOND, THIRD]
+    here.relays.stop()

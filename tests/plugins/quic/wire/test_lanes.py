@@ -1,0 +1,41 @@
+"""Messages on a stream: memory is taken for bytes that came, not for bytes to come."""
+
+import tracemalloc
+
+import pytest
+
+from meshllm.errors import PeerFault
+from meshllm.transport.contract import MAX_MESSAGE_BYTES
+from meshllm_quic.wire.lanes import HEAD, MAX_WORD_BYTES, MESSAGE, OFFER, Incoming
+
+
+def test_a_message_is_whole_however_it_is_cut() -> None:
+    stream = HEAD.pack(MESSAGE, 7) + b"message" + HEAD.pack(MESSAGE, 0) + HEAD.pack(MESSAGE, 2)
+    incoming = Incoming()
+
+    for byte in stream + b"ok":
+        incoming.feed(bytes([byte]))
+
+    assert [incoming.pop() for _ in range(4)] == [b"message", b"", b"ok", None]
+    assert incoming.read == incoming.arrived == len(stream) + 2
+
+
+def test_a_message_that_is_announced_costs_no_memory() -> None:
+    incoming = Incoming()
+    tracemalloc.start()
+
+    incoming.feed(HEAD.pack(MESSAGE, MAX_MESSAGE_BYTES) + b"begin")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert incoming.unread == MAX_MESSAGE_BYTES
+    assert incoming.needed == HEAD.size + MAX_MESSAGE_BYTES
+    assert peak < 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [(MESSAGE, MAX_MESSAGE_BYTES + 1), (OFFER, MAX_WORD_BYTES + 1), (4, 0)]
+)
+def test_a_word_that_may_not_be_is_refused(kind: int, size: int) -> None:
+    with pytest.raises(PeerFault, match=f"kind {kind} with {size} B"):
+        Incoming().feed(HEAD.pack(kind, size))
