@@ -318,9 +318,12 @@ class MeshNode:
 
     def _follow(self, considered: tuple[Plan | None, bool]) -> None:
         plan, _ = considered
-        if considered == self._considered and self.standing.runtime:
-            self.standing.runtime.follow(plan)
-            self.standing.publish()
+        if considered != self._considered or not (runtime := self.standing.runtime):
+            return
+        if plan and runtime.plan and plan.precedence < runtime.plan.precedence:
+            return  # it was agreed on before this node followed its plan, and there will be another
+        runtime.follow(plan)
+        self.standing.publish()
 
     def _amend(self) -> None:
         """Change the charter when another node has a name that the options call."""

@@ -11,6 +11,7 @@ from tests.simulation.world import World
 
 TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 15, 5, 8, 4  # of a node that is at rest
 FOLLOW_S = 5  # s at most that a plan is followed of which is known that it is over
+WRITES = 4  # to the disk at most, before a node tells what it follows now
 
 
 class Checks:
@@ -30,7 +31,7 @@ class Checks:
                 del self._rivals_s[ends]
                 continue
             self._rivals_s[ends] += 1
-            if self._rivals_s[ends] > FOLLOW_S:
+            if self._rivals_s[ends] > FOLLOW_S + WRITES * self._world.disk_s:
                 self._world.fault(f"{one} and {other} are linked, and follow two plans of an epoch")
 
     def _are_rivals(self, one: int, other: int) -> bool:

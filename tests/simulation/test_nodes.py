@@ -22,6 +22,7 @@ FOUND = (
     247,  # a removal, told by nobody
     367,  # a node that fails late
     392,  # a link for the last plan of a mesh that has none
+    106452,  # a plan of a moment ago, followed late by a node that slept
     102186,  # a peer that slept takes a restarted node for its former self, long after another did
 )
 

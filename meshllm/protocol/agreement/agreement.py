@@ -85,7 +85,7 @@ def agree(view: View, before: Agreement | None = None) -> Agreement:
         return Agreement(None, why, here, {view.me: why}, (), (), Links())
     followed = _followed(view)
     plans = [plan for node, plan in followed.items() if node in here]
-    incumbent = max(plans, key=lambda plan: (plan.epoch, plan.digest), default=None)
+    incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
     epoch = 1 + max((plan.epoch for plan in followed.values()), default=0)
     found = find_candidates(view, here, nodes_of(incumbent) if incumbent else ())
     plan, best, standbys = None, None, found.waiting

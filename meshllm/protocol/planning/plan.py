@@ -225,6 +225,11 @@ class Plan:
         """Hash what `encode` writes: equal on two nodes that hold the same plan."""
         return Digest(blake3(self.encode()).digest())
 
+    @property
+    def precedence(self) -> tuple[int, Digest]:
+        """Rank plans that are followed at the same time: the highest is followed by all."""
+        return self.epoch, self.digest
+
     def encode(self) -> bytes:
         """Write the plan, without the reasons of standbys, as the same bytes on every machine."""
         name = self.model.encode()
