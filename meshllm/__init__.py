@@ -1,3 +1,3 @@
-"""Run one language model on several machines at once; knows only its own version."""
+"""Run one language model on several machines at once."""
 
 __version__ = "0.1.0"

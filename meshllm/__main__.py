@@ -1,4 +1,4 @@
-"""The door for `python -m meshllm` and the console script; knows nothing but where the door is."""
+"""The door for `python -m meshllm` and the console script."""
 
 from meshllm.cli.app import main
 

@@ -1,4 +1,4 @@
-"""What is set, and where it was set; knows nothing about what a setting does.
+"""What is set, and where it was set.
 
 A later origin wins: default, user file, project file, environment, flag. The project file is
 `meshllm.toml` in the working directory only: one further up may belong to somebody else.

@@ -1,4 +1,4 @@
-"""The error tree; knows nothing about where an error is shown.
+"""The error tree.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What goes to stderr: one handler, event loggers, text made safe; knows nothing about rings."""
+"""What goes to stderr: one handler, event loggers, text made safe."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The words of the house: identifiers and spans; knows nothing about what they are used for.
+"""The words of the house: identifiers and spans.
 
 node
     one process with an identity.

@@ -1,4 +1,4 @@
-"""The routes of a node as one ASGI application; knows nothing about sockets."""
+"""The routes of a node as one ASGI application."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""`/mesh/*`: what the owner's own tools ask of a node; knows nothing about OpenAI."""
+"""`/mesh/*`: what the owner's own tools ask of a node."""
 
 import json
 from dataclasses import dataclass

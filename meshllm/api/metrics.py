@@ -1,4 +1,4 @@
-"""What a node knows as Prometheus text; knows nothing about how it was measured.
+"""What a node knows as Prometheus text.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/ (text format 0.0.4)
 """

@@ -1,4 +1,4 @@
-"""`/v1/*`: chat completions as OpenAI's clients expect them; knows nothing about meshes.
+"""`/v1/*`: chat completions as OpenAI's clients expect them.
 
 What is not supported is refused by name: a client is never left to believe that it was heard.
 """

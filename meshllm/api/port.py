@@ -1,4 +1,4 @@
-"""What the HTTP application needs of a node; knows nothing about HTTP."""
+"""What the HTTP application needs of a node."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol

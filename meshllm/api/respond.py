@@ -1,4 +1,4 @@
-"""Bodies in, errors and streams out; knows nothing about what is asked for."""
+"""Bodies in, errors and streams out."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

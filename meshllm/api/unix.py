@@ -1,4 +1,4 @@
-"""The unix socket of a node: private, and of one node only; knows nothing about HTTP."""
+"""The unix socket of a node: private, and of one node only."""
 
 import errno
 import os

@@ -1,1 +1,1 @@
-"""The command line: parses, calls one function below, shows; knows nothing about rings."""
+"""The command line: parses, calls one function below, shows."""

@@ -1,1 +1,1 @@
-"""Models: torch and transformers, synchronous; knows nothing about the network."""
+"""Models: torch and transformers, synchronous."""

@@ -1,4 +1,4 @@
-"""Where a model computes, and the way there and back; knows no model.
+"""Where a model computes, and the way there and back.
 
 Theory of operation: a GPU works behind the back of the program that feeds it. So the rows of a job
 go there once, from pinned memory and without a wait; what computes them is queued behind that; and

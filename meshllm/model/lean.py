@@ -1,4 +1,4 @@
-"""transformers and torch without the parts that never run here; knows no model.
+"""transformers and torch without the parts that never run here.
 
 transformers decorates functions for torch's compiler, and asks of each tensor whether it is spread
 over machines; torch itself, on meta, asks whether sizes are symbols of a formula. For that they

@@ -1,4 +1,4 @@
-"""Logits to one token, as a pure function; knows nothing about where the logits were computed.
+"""Logits to one token, as a pure function.
 
 Theory of operation: scores are warped in fp32 by the rules of transformers, then Gumbel noise is
 added and the largest wins, which draws exactly from softmax(scores) (Gumbel 1954). The noise of a

@@ -1,4 +1,4 @@
-"""How fast this machine runs a model and what memory it can give; knows no other machine."""
+"""How fast this machine runs a model and what memory it can give."""
 
 import copy
 import gc

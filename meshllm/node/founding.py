@@ -1,4 +1,4 @@
-"""What the mesh agrees on, from what the owner of one node wants; knows nothing about links."""
+"""What the mesh agrees on, from what the owner of one node wants."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A node of a mesh at work: who is here, and which ring that makes; knows no faces.
+"""A node of a mesh at work: who is here, and which ring that makes.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""How a node and its model are to be run; knows nothing about how it is asked for."""
+"""How a node and its model are to be run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The agreement of one node, kept up to date off the event loop; follows no plan.
+"""The agreement of one node, kept up to date off the event loop.
 
 Planning takes up to a second where there are many nodes, and tokens and beats pass through the
 event loop meanwhile. What is planned with is a snapshot, the latest one when the work begins. A

@@ -1,4 +1,4 @@
-"""What a node finds out before it offers anything: model, weights, speed; knows no links."""
+"""What a node finds out before it offers anything: model, weights, speed."""
 
 import asyncio
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Where a node stands: in which ring, how far it is, and what it tells of it; decides no plan.
+"""Where a node stands: in which ring, how far it is, and what it tells of it.
 
 Theory of operation
 -------------------

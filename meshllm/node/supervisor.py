@@ -1,4 +1,4 @@
-"""Errors that no task waits for, as the end of the node they happened in; knows no nodes.
+"""Errors that no task waits for, as the end of the node they happened in.
 
 Theory of operation
 -------------------

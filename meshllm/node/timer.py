@@ -1,4 +1,4 @@
-"""One timer for a deadline that moves; knows nothing about what is due."""
+"""One timer for a deadline that moves."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Fields of bytes with a limit each: write them, read them back; knows not what they mean."""
+"""Fields of bytes with a limit each: write them, read them back."""
 
 from struct import Struct
 from typing import Any

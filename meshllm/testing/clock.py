@@ -1,4 +1,4 @@
-"""An event loop whose time jumps to the next timer; knows nothing about what waits for it.
+"""An event loop whose time jumps to the next timer.
 
 A simulation of a slow network then runs as fast as it computes, and the same each time. Time moves
 only when nothing else can happen: no callback is ready, and no function given to `run_in_executor`

@@ -1,4 +1,4 @@
-"""A transport that counts what another one carries; knows nothing about what the messages mean."""
+"""A transport that counts what another one carries."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""How fast engines compute, each step beside transformers'; knows nothing about printing.
+"""How fast engines compute, each step beside transformers'.
 
 In every round each contestant takes one step, in any order, so that a busy machine slows all of
 them; what is compared are the medians over rounds of ratios inside a round. So is the fraction of

@@ -1,4 +1,4 @@
-"""Who runs a model for the table of engines; knows nothing about times.
+"""Who runs a model for the table of engines.
 
 Transformers runs it in a loop as ``generate`` has it; one shard, for each way to hold the weights,
 as a node does, with its steps replayed and ``eager``; one by ``stock`` steps, a row at a time; and

@@ -1,4 +1,4 @@
-"""Rings of real nodes, each a process of its own, for benchmarks; knows nothing about figures."""
+"""Rings of real nodes, each a process of its own, for benchmarks."""
 
 import asyncio
 import sys

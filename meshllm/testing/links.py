@@ -1,4 +1,4 @@
-"""What a link promises, one check for each; knows nothing about how links come to be."""
+"""What a link promises, one check for each."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

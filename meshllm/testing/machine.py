@@ -1,4 +1,4 @@
-"""What stands beside figures: the machine and the versions that they are of; measures nothing."""
+"""What stands beside figures: the machine and the versions that they are of."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, in a folder as if downloaded; knows nothing about rings."""
+"""Tiny models with random weights, in a folder as if downloaded."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whether a transport keeps its contract; knows nothing about which transport it is.
+"""Whether a transport keeps its contract.
 
 For the author of a plugin::
 

@@ -1,1 +1,1 @@
-"""How bytes travel between two nodes; knows nothing about what they mean."""
+"""How bytes travel between two nodes."""

@@ -1,4 +1,4 @@
-"""What a transport is; knows nothing about any particular network.
+"""What a transport is.
 
 A transport carries whole messages (byte strings) over links, in order per channel, and pushes back
 when the other side does not read. Who is at the other end, and that nobody listens in, is settled

@@ -1,4 +1,4 @@
-"""The transport inside one process; knows nothing about sockets."""
+"""The transport inside one process."""
 
 from meshllm_loopback.shaper import Shape
 from meshllm_loopback.transport import LoopbackTransport

@@ -1,4 +1,4 @@
-"""One direction of a loopback link; knows nothing about addresses that are dialled.
+"""One direction of a loopback link.
 
 It holds, per channel, what was sent and is not yet read, under way or arrived, up to `QUEUE_BYTES`
 and `QUEUE_MESSAGES`; a message that is larger passes alone. A sender without room waits in line,

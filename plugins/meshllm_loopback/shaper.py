@@ -1,4 +1,4 @@
-"""When a message arrives over a slow link; knows nothing about queues and event loops.
+"""When a message arrives over a slow link.
 
 The model of one direction of a link:
 

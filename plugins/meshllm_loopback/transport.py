@@ -1,4 +1,4 @@
-"""Links inside one process and one event loop; knows nothing about what the messages mean.
+"""Links inside one process and one event loop.
 
 A message is joined to one byte string, as on any wire: a ring over loopback runs the same code as
 a ring over a network, and pays one copy per hop. A send to a waiting receiver costs one wake-up;

@@ -1,1 +1,1 @@
-"""Links over QUIC, straight through NATs or by a relay; knows nothing about meshes."""
+"""Links over QUIC, straight through NATs or by a relay."""

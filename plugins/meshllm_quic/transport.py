@@ -1,4 +1,4 @@
-"""The transport over QUIC; knows nothing about datagrams."""
+"""The transport over QUIC."""
 
 import errno
 import secrets

@@ -1,4 +1,4 @@
-"""Links over WebSocket; knows nothing about who is at the other end."""
+"""Links over WebSocket."""
 
 from meshllm_websocket.transport import WebsocketTransport
 

@@ -1,4 +1,4 @@
-"""Addresses as people write them, and where a machine is reached; knows nothing about links."""
+"""Addresses as people write them, and where a machine is reached."""
 
 import socket
 from collections.abc import Iterable

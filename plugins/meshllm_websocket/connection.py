@@ -1,4 +1,4 @@
-"""One WebSocket connection on a socket; knows nothing about what its pieces mean.
+"""One WebSocket connection on a socket.
 
 There are no pings of our own: whether a neighbour is alive is judged above, by beats, and TCP
 keep-alive finds a machine that is gone. Neither minds a process that computes for a while.

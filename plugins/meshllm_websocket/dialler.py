@@ -1,4 +1,4 @@
-"""How a link is dialled; knows nothing about where links arrive."""
+"""How a link is dialled."""
 
 import asyncio
 import os

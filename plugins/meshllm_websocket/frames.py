@@ -1,4 +1,4 @@
-"""Binary frames of RFC 6455, read without a copy too many; knows nothing about sockets.
+"""Binary frames of RFC 6455, read without a copy too many.
 
 The library copies a frame four times on its way out and four times on its way in, which halves the
 rate of large messages (``python -m tests.bench.transports``). So the frames that carry pieces are

@@ -1,4 +1,4 @@
-"""Messages in pieces, with credit, over one ordered stream; knows nothing about frames and sockets.
+"""Messages in pieces, with credit, over one ordered stream.
 
 Theory of operation. A message travels in pieces of `PIECE_BYTES`, the last of them shorter. A piece
 begins with its kind, one byte, the channel in its lowest bit; the first piece of a message goes on

@@ -1,4 +1,4 @@
-"""Where connections arrive; knows nothing about how one is dialled, or what it carries."""
+"""Where connections arrive."""
 
 import asyncio
 import logging

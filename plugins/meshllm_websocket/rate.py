@@ -1,4 +1,4 @@
-"""How fast the kernel sees a connection deliver; knows nothing about what is sent on it."""
+"""How fast the kernel sees a connection deliver."""
 
 import socket
 import sys

@@ -1,4 +1,4 @@
-"""The transport over WebSocket; knows nothing about handshakes and frames."""
+"""The transport over WebSocket."""
 
 import errno
 from asyncio import Server, get_running_loop

@@ -1,4 +1,4 @@
-"""Asks a ring for tokens past any end; measures nothing itself."""
+"""Asks a ring for tokens past any end."""
 
 from collections.abc import Sequence
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""The two ends of a link in one event loop, for benchmarks; measures nothing but round trips."""
+"""The two ends of a link in one event loop, for benchmarks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

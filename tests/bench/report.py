@@ -1,4 +1,4 @@
-"""Where the figures of a benchmark go: a table, JSON, or both; measures nothing."""
+"""Where the figures of a benchmark go: a table, JSON, or both."""
 
 import argparse
 import json

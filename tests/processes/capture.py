@@ -1,4 +1,4 @@
-"""Which UDP datagrams pass an interface of a namespace; knows nothing of what they mean."""
+"""Which UDP datagrams pass an interface of a namespace."""
 
 import socket
 import struct

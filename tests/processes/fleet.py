@@ -1,4 +1,4 @@
-"""Nodes as processes of their own: started, asked over their sockets, killed; asserts nothing."""
+"""Nodes as processes of their own: started, asked over their sockets, killed."""
 
 import os
 import shutil

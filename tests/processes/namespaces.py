@@ -1,4 +1,4 @@
-"""A public segment and two homes behind routers, in network namespaces; knows nothing of meshes.
+"""A public segment and two homes behind routers, in network namespaces.
 
 Theory of operation
 -------------------

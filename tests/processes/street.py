@@ -1,4 +1,4 @@
-"""Nodes in the homes and on the public segment of a street, with a relay; asserts nothing."""
+"""Nodes in the homes and on the public segment of a street, with a relay."""
 
 import subprocess
 import time

@@ -1,4 +1,4 @@
-"""What goes over networks without sockets, and the addresses on it; knows no network."""
+"""What goes over networks without sockets, and the addresses on it."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Sockets that listen, and a clock that never waits, for tests of networks; asserts nothing."""
+"""Sockets that listen, and a clock that never waits, for tests of networks."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence

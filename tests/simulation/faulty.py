@@ -1,4 +1,4 @@
-"""A bad network: links, cuts, machines without power; knows nothing of meshes.
+"""A bad network: links, cuts, machines without power.
 
 Theory of operation
 -------------------

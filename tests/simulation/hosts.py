@@ -1,4 +1,4 @@
-"""Machines with UDP sockets, each of them a network to open sockets on; knows nothing of NATs."""
+"""Machines with UDP sockets, each of them a network to open sockets on."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""An internet in memory: homes, NATs, hosts and the public network; knows nothing of protocols.
+"""An internet in memory: homes, NATs, hosts and the public network.
 
 It runs on whatever event loop runs; on `meshllm.testing.clock.VirtualLoop` an hour of it takes no
 time, and the same seed gives the same capture. Each line draws from a source of its own, so that

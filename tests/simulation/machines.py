@@ -1,4 +1,4 @@
-"""Processes of several machines in one event loop: paused and resumed; knows no network.
+"""Processes of several machines in one event loop: paused and resumed.
 
 A paused process runs none of its code: callbacks and timers of tasks that it began wait for it.
 Every machine has a time of day of its own, which may be wrong and may jump.

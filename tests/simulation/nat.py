@@ -1,4 +1,4 @@
-"""What a NAT remembers and lets through, in the words of RFC 4787; knows nothing of cables.
+"""What a NAT remembers and lets through, in the words of RFC 4787.
 
 Theory of operation
 -------------------

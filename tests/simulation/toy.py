@@ -1,4 +1,4 @@
-"""A model of whole numbers, exact and cheap, in the place of a real one; knows no network.
+"""A model of whole numbers, exact and cheap, in the place of a real one.
 
 Each layer writes the sum of what it has seen, in its own way, into each row: another order of
 layers, a layer left out or run twice, a row lost, repeated or out of place change all that follows.

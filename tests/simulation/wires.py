@@ -1,4 +1,4 @@
-"""One direction of a cable: when what enters it comes out; knows nothing of addresses."""
+"""One direction of a cable: when what enters it comes out."""
 
 from dataclasses import dataclass
 from math import inf

@@ -1,4 +1,4 @@
-"""Machines, a network, and whole nodes on them; decides not what happens, nor what is right."""
+"""Machines, a network, and whole nodes on them."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What was said and set in a conversation, and its commands; knows nothing about terminals."""
+"""What was said and set in a conversation, and its commands."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where a prompt comes from: the argument, a pipe, or neither; knows nothing about models."""
+"""Where a prompt comes from: the argument, a pipe, or neither."""
 
 from typing import TextIO
 

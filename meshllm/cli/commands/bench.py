@@ -1,4 +1,4 @@
-"""`meshllm bench`: tables of this machine's speed; measures nothing itself."""
+"""`meshllm bench`: tables of this machine's speed."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`meshllm config`: what is set and where; knows nothing about what a setting does."""
+"""`meshllm config`: what is set and where."""
 
 from typing import Annotated
 

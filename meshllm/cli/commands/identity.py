@@ -1,4 +1,4 @@
-"""`meshllm id`: who this machine is to a mesh; knows nothing about nodes that run."""
+"""`meshllm id`: who this machine is to a mesh."""
 
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render

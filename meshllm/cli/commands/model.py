@@ -1,4 +1,4 @@
-"""`meshllm model`: what is here, how large it is, whether it splits; knows nothing about rings."""
+"""`meshllm model`: what is here, how large it is, whether it splits."""
 
 import sys
 from collections.abc import Iterator

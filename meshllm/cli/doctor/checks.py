@@ -1,4 +1,4 @@
-"""What can be wrong with a machine and its node, one function each; shows nothing itself."""
+"""What can be wrong with a machine and its node, one function each."""
 
 import os
 import platform

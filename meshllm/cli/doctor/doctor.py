@@ -1,4 +1,4 @@
-"""`meshllm doctor`: what is in order and what to do where it is not; mends nothing itself."""
+"""`meshllm doctor`: what is in order and what to do where it is not."""
 
 import shutil
 import sys

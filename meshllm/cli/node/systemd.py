@@ -1,4 +1,4 @@
-"""A systemd user unit that keeps a node running; knows nothing about what the node does."""
+"""A systemd user unit that keeps a node running."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence

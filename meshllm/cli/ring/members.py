@@ -1,4 +1,4 @@
-"""`meshllm ring ticket|members|remove`: who may enter; decides nothing itself."""
+"""`meshllm ring ticket|members|remove`: who may enter."""
 
 import re
 import shutil

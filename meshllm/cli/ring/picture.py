@@ -1,4 +1,4 @@
-"""The ring as boxes and arrows, in characters; knows nothing about what its words mean."""
+"""The ring as boxes and arrows, in characters."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

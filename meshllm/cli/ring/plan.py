@@ -1,4 +1,4 @@
-"""`meshllm ring plan`: who would hold what, how fast, and why; decides nothing itself."""
+"""`meshllm ring plan`: who would hold what, how fast, and why."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`meshllm ring`: the ring as it is and as it would be; decides nothing itself."""
+"""`meshllm ring`: the ring as it is and as it would be."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a node says about its mesh, laid out for a terminal; knows nothing about how it is asked."""
+"""What a node says about its mesh, laid out for a terminal."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace

@@ -1,4 +1,4 @@
-"""`meshllm ring trace`: where the time of one answer goes; measures nothing itself."""
+"""`meshllm ring trace`: where the time of one answer goes."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""A status that is looked at again and again; knows nothing about how it is shown."""
+"""A status that is looked at again and again."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The running node, seen from the command line; knows nothing about terminals."""
+"""The running node, seen from the command line."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator

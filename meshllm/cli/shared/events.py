@@ -1,4 +1,4 @@
-"""What changed between two looks at a mesh, in words and as fields; looks at nothing itself."""
+"""What changed between two looks at a mesh, in words and as fields."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A ring inside this process, for the commands that answer; knows nothing about terminals."""
+"""A ring inside this process, for the commands that answer."""
 
 import gc
 from collections.abc import AsyncIterator, Callable

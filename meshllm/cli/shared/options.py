@@ -1,4 +1,4 @@
-"""Settings as options of a command; knows nothing about what a command does with them.
+"""Settings as options of a command.
 
 A setting is written once, in its dataclass: type, default and help text come from there.
 """

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a node: the first lets it leave, the second ends it; knows no node."""
+"""What Ctrl-C does to a node: the first lets it leave, the second ends it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the terminal shows: answer on stdout, talk on stderr; knows nothing about models."""
+"""What the terminal shows: answer on stdout, talk on stderr."""
 
 import json
 import logging

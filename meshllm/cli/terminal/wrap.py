@@ -1,4 +1,4 @@
-"""Breaks the lines of a growing text between words; knows nothing about terminals but a width."""
+"""Breaks the lines of a growing text between words."""
 
 from unicodedata import east_asian_width
 

@@ -1,4 +1,4 @@
-"""Tensors from safetensors files into a stripped model; knows nothing about where files come from.
+"""Tensors from safetensors files into a stripped model.
 
 Renamed keys, merged experts and ties are transformers' own business: its converting loader is given
 the tensors that have a place in the stripped model, and reads no others.

@@ -1,4 +1,4 @@
-"""Which weights a machine holds, as digests by part; knows nothing about who compares them."""
+"""Which weights a machine holds, as digests by part."""
 
 import json
 import mmap

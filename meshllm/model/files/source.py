@@ -1,4 +1,4 @@
-"""Where a model's files are and what its config says; knows nothing about shards or memory.
+"""Where a model's files are and what its config says.
 
 A model is `builtin`, a folder, or ``org/name`` in the Hugging Face cache. Nothing here runs code
 from a model: no remote code, no pickle, no attention kernel that a config names.

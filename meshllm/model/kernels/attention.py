@@ -1,4 +1,4 @@
-"""Attention of a few rows, compiled; knows no model.
+"""Attention of a few rows, compiled.
 
 Each row is computed by itself, with all numbers in float32: products with the keys it sees, their
 softmax (two passes, the largest is taken away first), the mean of the values. A block is one row

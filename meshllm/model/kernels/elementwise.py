@@ -1,4 +1,4 @@
-"""Sums, products and copies of numbers one by one, compiled; knows no model.
+"""Sums, products and copies of numbers one by one, compiled.
 
 What a function of one bfloat16 number gives is looked up: there are 65,536 of them, so a table that
 torch made has its bits, whatever the function. Rows may lie anywhere: three sizes and the strides

@@ -1,4 +1,4 @@
-"""Products with matrices of bfloat16 on processors without instructions for it; knows no models.
+"""Products with matrices of bfloat16 on processors without instructions for it.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Products with matrices of 8 bits, compiled; knows nothing about models or files.
+"""Products with matrices of 8 bits, compiled.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Writes functions in LLVM's language; knows nothing about models, and compiles nothing.
+"""Writes functions in LLVM's language.
 
 What is written says itself what is added to what: vectors of `LANES` numbers, each lane on its own,
 products and sums rounded once. LLVM reorders nothing of it, so numbers have the same bits on every

@@ -1,4 +1,4 @@
-"""Compiles functions for the processor at hand; knows nothing about models.
+"""Compiles functions for the processor at hand.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Asks for weights before a function wants them; knows nothing of what it does with them.
+"""Asks for weights before a function wants them.
 
 Theory of operation
 -------------------

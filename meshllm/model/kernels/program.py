@@ -1,4 +1,4 @@
-"""Calls of compiled functions, one after the other, as one call; knows nothing about models.
+"""Calls of compiled functions, one after the other, as one call.
 
 Between two functions that are called from Python some ten microseconds go by, most of them to find
 what was pushed out of the processor's cache by the weights. A program is a list in memory: of each

@@ -1,4 +1,4 @@
-"""Root mean square norm of rows, compiled; knows no model.
+"""Root mean square norm of rows, compiled.
 
 What stock code does in six operations, with their roundings: to bfloat16 before the weights are
 multiplied with, and behind (arXiv:1910.07467).

@@ -1,4 +1,4 @@
-"""Memory that functions write again and again; knows nothing about them."""
+"""Memory that functions write again and again."""
 
 import threading
 

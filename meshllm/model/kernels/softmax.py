@@ -1,4 +1,4 @@
-"""Softmax of columns, compiled; knows no model.
+"""Softmax of columns, compiled.
 
 Scores of many rows stand in columns, as the product of keys with queries gives them: neighbours in
 memory belong to different rows, and a vector holds as many rows as it has lanes. Each lane goes

@@ -1,4 +1,4 @@
-"""Attention of a few rows on a GPU, each with a cache of its own; knows no model.
+"""Attention of a few rows on a GPU, each with a cache of its own.
 
 Theory of operation: a graph does again what it was recorded with, at the same addresses. But caches
 grow, move and belong to sessions, so where the keys and values of a row are is not in the call: it

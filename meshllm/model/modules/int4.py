@@ -1,4 +1,4 @@
-"""Products with matrices of 4 bits; knows nothing about models or files.
+"""Products with matrices of 4 bits.
 
 Weights have a scale and a zero per `GROUP` inputs of an output, activations stay as they are. The
 kernel sums every output of every row by itself, in one order.

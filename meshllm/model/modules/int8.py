@@ -1,4 +1,4 @@
-"""Matrices of 8 bits; knows nothing about models or files.
+"""Matrices of 8 bits.
 
 Theory of operation
 -------------------

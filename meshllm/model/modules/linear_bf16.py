@@ -1,4 +1,4 @@
-"""Linear modules of bfloat16 with one order of adding, compiled; knows no family by name.
+"""Linear modules of bfloat16 with one order of adding, compiled.
 
 Theory of operation: where a processor has no instructions for bfloat16, torch multiplies one row
 slower than its weights come from memory, two rows three times as slow, and prompts at a fraction of

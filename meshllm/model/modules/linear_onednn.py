@@ -1,4 +1,4 @@
-"""Matrices laid out in memory as the processor's kernel reads them; knows no family by name.
+"""Matrices laid out in memory as the processor's kernel reads them.
 
 Theory of operation
 -------------------

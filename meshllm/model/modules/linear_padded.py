@@ -1,4 +1,4 @@
-"""Matrices that give a row the same bits whatever rows are beside it; knows no model and no text.
+"""Matrices that give a row the same bits whatever rows are beside it.
 
 Theory of operation: a kernel may add up the products of one row in another order than those of
 several, and the last bit of the sum depends on the order. Which numbers of rows agree depends on

@@ -1,4 +1,4 @@
-"""Which modules of a model can be quantised, and which together; knows no family by name."""
+"""Which modules of a model can be quantised, and which together."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

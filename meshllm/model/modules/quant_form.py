@@ -1,4 +1,4 @@
-"""What a packed matrix is; knows not how one is made."""
+"""What a packed matrix is."""
 
 from collections.abc import Mapping
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""The ways to hold weights, and the kernel for each; knows nothing about models or files."""
+"""The ways to hold weights, and the kernel for each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Linear modules that multiply by packed matrices; knows no family by name."""
+"""Linear modules that multiply by packed matrices."""
 
 from collections.abc import Sequence
 

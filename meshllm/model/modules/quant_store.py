@@ -1,4 +1,4 @@
-"""Packed matrices in files, mapped when they are wanted again; knows not how they were packed.
+"""Packed matrices in files, mapped when they are wanted again.
 
 A file is a safetensors file of bytes, so reading one runs no code. It holds its key and a hash of
 what it holds, and is believed only when both and every size are as expected; otherwise the matrix

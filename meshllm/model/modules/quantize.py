@@ -1,4 +1,4 @@
-"""Exchanges the linear modules of a model for quantised ones; knows no family by name.
+"""Exchanges the linear modules of a model for quantised ones.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Norms in one call; knows no family by name.
+"""Norms in one call.
 
 A stock norm is six operations, each of which takes longer to call than to compute, four norms in a
 layer. Whether a module is what it looks like is tried, on rows of several sizes: it has to give the

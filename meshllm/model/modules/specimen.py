@@ -1,4 +1,4 @@
-"""Matrices to try kernels on; knows no kernel."""
+"""Matrices to try kernels on."""
 
 import torch
 from torch import Tensor, nn

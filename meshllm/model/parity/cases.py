@@ -1,4 +1,4 @@
-"""One model in two ways, whole and in parts, and what must be equal; knows no files or verdicts.
+"""One model in two ways, whole and in parts, and what must be equal.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Whether a user's model may be split, and the proof on its own weights; knows no network.
+"""Whether a user's model may be split, and the proof on its own weights.
 
 The parity table in ``FAMILIES.md`` covers a tiny config of every type. A user's model has switches
 of its own and every machine its own kernels, so the first use of a config on a machine is checked

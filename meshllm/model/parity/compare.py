@@ -1,4 +1,4 @@
-"""Compares a tiny random model with its parts; knows nothing about users' models or memory."""
+"""Compares a tiny random model with its parts."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A small model that writes on where a large one is about to; knows no ring and no times.
+"""A small model that writes on where a large one is about to.
 
 Theory of operation: the draft reads what the text has and guesses greedily (Leviathan et al., 2023;
 the ring checks by plain equality, so nothing of the draft gets into the text but what the large

@@ -1,4 +1,4 @@
-"""Guesses at the next tokens, which a ring checks many at a time; knows no ring and no weights.
+"""Guesses at the next tokens, which a ring checks many at a time.
 
 A text often repeats itself or an earlier one: code, tables, quotations, a question in its answer.
 The longest end of the text that stood somewhere before is looked up, and what followed it there is

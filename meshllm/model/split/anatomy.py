@@ -1,4 +1,4 @@
-"""Which modules of a stock model stand before and after its layers; knows no family by name.
+"""Which modules of a stock model stand before and after its layers.
 
 Found by running the stock forward once on meta, with every layer stubbed and every module watched.
 """

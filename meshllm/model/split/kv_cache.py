@@ -1,4 +1,4 @@
-"""Keys, values and states of one session for the layers of a span; knows nothing about weights.
+"""Keys, values and states of one session for the layers of a span.
 
 The layers keep their global index; those of others are dummies. Rows of attention are appended in
 place, where transformers' own cache copies all of them for every token.

@@ -1,4 +1,4 @@
-"""Makes torch's oneMKL give the same bits wherever and whenever it is called; knows no model.
+"""Makes torch's oneMKL give the same bits wherever and whenever it is called.
 
 oneMKL adds up the products of a small float32 matrix in an order that depends on the addresses of
 its operands (modulo 16 bytes with AVX2). Weights lie at any offset of their file, keys at any

@@ -1,4 +1,4 @@
-"""A contiguous part of a causal language model, run by its stock forward; knows no family by name.
+"""A contiguous part of a causal language model, run by its stock forward.
 
 Theory of operation
 -------------------

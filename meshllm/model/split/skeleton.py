@@ -1,4 +1,4 @@
-"""A stock model on meta of which a shard keeps a part; knows nothing about files or weights."""
+"""A stock model on meta of which a shard keeps a part."""
 
 import copy
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Stand-ins for the modules that a shard does not hold; knows no family by name.
+"""Stand-ins for the modules that a shard does not hold.
 
 A stub keeps its global index and its name in the model, so the stock forward finds what it counts,
 enumerates and asks for. Reading an attribute that a stub lacks gives that of the module it stands

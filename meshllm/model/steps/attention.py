@@ -1,4 +1,4 @@
-"""Attention of new rows behind others; knows no model.
+"""Attention of new rows behind others.
 
 A row gives the same bits in any company if it is computed by itself. The kernels of libraries are
 made for many rows at a time; a few go to one that is made for them, on the CPU: it is faster

@@ -1,4 +1,4 @@
-"""The caches of several sessions where stock code expects one; knows nothing about tokens."""
+"""The caches of several sessions where stock code expects one."""
 
 from collections.abc import Sequence
 from typing import Any

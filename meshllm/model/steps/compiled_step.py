@@ -1,4 +1,4 @@
-"""A recorded forward that is done again, in memory of its own; knows no family by name.
+"""A recorded forward that is done again, in memory of its own.
 
 Theory of operation: what `meshllm.model.steps.trace` wrote down becomes compiled functions that run
 one after the other without Python in between; what has no compiled one stays an operation of torch.

@@ -1,4 +1,4 @@
-"""Steps of a shard on a GPU, recorded once and launched at once; knows no family by name.
+"""Steps of a shard on a GPU, recorded once and launched at once.
 
 Theory of operation: a step of a few rows is hundreds of small operations, and to ask a GPU for one
 of them takes Python longer than it takes the GPU to do it. So all of a step is recorded in a CUDA

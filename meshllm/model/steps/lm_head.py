@@ -1,4 +1,4 @@
-"""The head of a model in two parts, each of some of its outputs; knows no family by name.
+"""The head of a model in two parts, each of some of its outputs.
 
 Theory of operation: while a row goes back to the entry, and the entry multiplies it by the head,
 the last rank has nothing to do; it has the same row, so it may multiply it by half of the head.

@@ -1,4 +1,4 @@
-"""What stands behind the layers of a model, run by itself; knows no family by name.
+"""What stands behind the layers of a model, run by itself.
 
 A shard that holds the head alone runs the stock forward past a stub for every layer, with masks and
 rotary tables that nobody reads: 1 ms of Python, for each token. Mostly what counts there are a norm

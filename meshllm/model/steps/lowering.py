@@ -1,4 +1,4 @@
-"""Compiled functions in the place of torch's operations; knows no model.
+"""Compiled functions in the place of torch's operations.
 
 Only of operations that take torch longer to begin than to do. Whoever uses one compares its bits
 with those of torch: what is said here of an operation may not be all there is to it.

@@ -1,4 +1,4 @@
-"""Decides which steps are recorded and done again from the record; knows no family by name.
+"""Decides which steps are recorded and done again from the record.
 
 A recording does not show what a forward makes of Python values. The one that changes from step to
 step is the length of the KV cache, so the rows are run behind caches that seem short and very long

@@ -1,4 +1,4 @@
-"""Writes down what a forward does, as operations on places in memory; knows no family by name.
+"""Writes down what a forward does, as operations on places in memory.
 
 Theory of operation: `Recorder` sees each operation of torch below Python, each call of a compiled
 function, and what is attended to. All tensors are kept meanwhile, so an address is the same tensor

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the model's own tokenizer; knows nothing about tensors.
+"""Text to token ids and back, by the model's own tokenizer.
 
 Model text is data: nothing is escaped here (`meshllm.log.escape` is for terminals).
 """

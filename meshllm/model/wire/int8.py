@@ -1,4 +1,4 @@
-"""Hidden states as 8-bit integers for slow links; knows nothing about messages.
+"""Hidden states as 8-bit integers for slow links.
 
 Each row is cut into blocks of `BLOCK` values, the last one as long as is left. A block is a scale,
 the bfloat16 nearest to its largest magnitude / 127, and for each value the nearest multiple of that

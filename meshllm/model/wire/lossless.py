@@ -1,4 +1,4 @@
-"""Floats in fewer bytes without loss, for slow links; knows nothing about messages.
+"""Floats in fewer bytes without loss, for slow links.
 
 The last byte of a float in little endian is its sign and most of its exponent. The values of a
 hidden state are of similar size, so that byte holds some 3 bits; what is before it is nearly noise.

@@ -1,4 +1,4 @@
-"""Tensors as bytes and back; knows nothing about messages.
+"""Tensors as bytes and back.
 
 The codes are those of the wire: 1 float32, 2 bfloat16, 3 float16, in C order, little endian; 4, 5,
 6 for the same types in 8 bits, see `meshllm.model.wire.int8`; and 7, 8, 9 for the same values in

@@ -1,4 +1,4 @@
-"""Jobs of several sessions that are done together; knows nothing about what they compute.
+"""Jobs of several sessions that are done together.
 
 A job that comes while the compute thread is busy waits with the others, and one turn takes all of
 them: what a step costs is reading the weights, which is then done once for all.

@@ -1,4 +1,4 @@
-"""Where the time of a generation went; knows no clock but what it is told."""
+"""Where the time of a generation went."""
 
 from collections import deque
 from collections.abc import Sequence

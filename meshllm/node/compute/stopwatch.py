@@ -1,4 +1,4 @@
-"""Where the time of one job goes; knows nothing about what the job does."""
+"""Where the time of one job goes."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Steps are recorded before a text waits for them; knows nothing about how.
+"""Steps are recorded before a text waits for them.
 
 The first steps of each number of rows take up to three times as long, as they are recorded and
 tried. So ranks do them with rows of no text where nothing else was computed for a second, one at a

@@ -1,4 +1,4 @@
-"""The one thread that computes; knows nothing about what it computes.
+"""The one thread that computes.
 
 All nodes of a process share one worker: two pools of OpenMP threads on the same cores stall each
 other at every barrier, and the nodes of one machine have one memory bus anyway. With one core for

@@ -1,4 +1,4 @@
-"""Who may enter: members by their credential, guests by a ticket; knows nothing about links."""
+"""Who may enter: members by their credential, guests by a ticket."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""How a node becomes a member: founding, returning, or with a ticket; knows nothing of rings."""
+"""How a node becomes a member: founding, returning, or with a ticket."""
 
 import asyncio
 import logging

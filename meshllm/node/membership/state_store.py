@@ -1,4 +1,4 @@
-"""What a node keeps between its runs: key, mesh, invitations; knows nothing about links.
+"""What a node keeps between its runs: key, mesh, invitations.
 
 Everything lies in one folder that only its owner can open (0700), in files of 0600. Files are
 replaced whole, so that a crash leaves the old one or the new one.

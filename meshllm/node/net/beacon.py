@@ -1,4 +1,4 @@
-"""Finding nodes of the mesh on the local network; knows nothing about links.
+"""Finding nodes of the mesh on the local network.
 
 A beacon is one multicast datagram: a magic word, a nonce, and the sender's node id and addresses
 under a key that follows from a pre-shared one (AES-256-GCM). Who holds that reads it; to anyone

@@ -1,4 +1,4 @@
-"""A secure link at whichever of several addresses answers first; knows no mesh.
+"""A secure link at whichever of several addresses answers first.
 
 Addresses are tried in their order, each some time after the one before, as RFC 8305 does with those
 of one host; the first handshake that ends well wins, and the other attempts are given up.

@@ -1,4 +1,4 @@
-"""Where a node is reached, and by what it reaches others; knows no mesh."""
+"""Where a node is reached, and by what it reaches others."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,4 +1,4 @@
-"""The links of a node to the other members: dialled, taken, carried; decides nothing.
+"""The links of a node to the other members: dialled, taken, carried.
 
 What is sent, whom to dial and which link stays is the machine's business (`protocol.mesh`). A link
 has two queues, as it has two channels: beats and gossip do not wait for answers.

@@ -1,4 +1,4 @@
-"""Links on which both ends are known and nobody listens in; knows no gossip and no rings.
+"""Links on which both ends are known and nobody listens in.
 
 `secure_dial` and `secure_accept` drive the handshake over the CONTROL channel of any link; what
 they return is a link too, on which each message is sealed.

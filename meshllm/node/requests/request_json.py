@@ -1,4 +1,4 @@
-"""A request, its events and its error as lines of JSON; knows nothing about who carries them.
+"""A request, its events and its error as lines of JSON.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What the ranks of a ring have for caches, as a budget; decides nothing."""
+"""What the ranks of a ring have for caches, as a budget."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""One neighbour at work: its link, its machine, what waits for it; knows nothing about sessions."""
+"""One neighbour at work: its link, its machine, what waits for it."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""A rank behind the entry at work: machine, layers, caches; knows nothing about tokens."""
+"""A rank behind the entry at work: machine, layers, caches."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Between tensors and blobs, errors and faults; knows nothing about sessions.
+"""Between tensors and blobs, errors and faults.
 
 `meshllm.model` and `meshllm.protocol` are siblings that do not know each other: they meet here.
 """

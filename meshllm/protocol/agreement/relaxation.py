@@ -1,4 +1,4 @@
-"""The best plan that a mesh could follow now; knows nothing of the one it follows."""
+"""The best plan that a mesh could follow now."""
 
 from dataclasses import dataclass, replace
 

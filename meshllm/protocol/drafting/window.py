@@ -1,4 +1,4 @@
-"""How many tokens to guess, in how many steps at a time; knows nothing about how one guesses.
+"""How many tokens to guess, in how many steps at a time.
 
 Theory of operation: a step of G guesses, each right with probability a when those before it are,
 gives (1 - a**(G + 1)) / (1 - a) tokens (Leviathan et al., 2023, equation 1) and takes as long as

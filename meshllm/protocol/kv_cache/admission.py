@@ -1,4 +1,4 @@
-"""Which generations may begin on an entry, and in which order the others wait; computes nothing.
+"""Which generations may begin on an entry, and in which order the others wait.
 
 Theory of operation
 -------------------

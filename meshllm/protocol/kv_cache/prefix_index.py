@@ -1,4 +1,4 @@
-"""Which finished sessions a rank keeps, for those that begin alike; holds no caches itself.
+"""Which finished sessions a rank keeps, for those that begin alike.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""What the whole mesh agreed on, and its bytes; knows not how a ring is chosen by it.
+"""What the whole mesh agreed on, and its bytes.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Messages of mesh links to bytes and back, with every limit; knows not when one is sent.
+"""Messages of mesh links to bytes and back, with every limit.
 
 A message is one version byte, one kind byte and fields. The version is the major one of the
 protocol: within it kinds are added, and fields behind those that are known. A message of an unknown

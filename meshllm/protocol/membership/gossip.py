@@ -1,4 +1,4 @@
-"""Signed items and which of two is kept; knows not what they say, nor who is linked to whom.
+"""Signed items and which of two is kept.
 
 Each item stands in a slot, and of two items for one slot the higher rank is kept, so that stores
 that saw the same items in any order are equal. A node has one slot for its profile, one for its

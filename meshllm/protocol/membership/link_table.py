@@ -1,4 +1,4 @@
-"""The links of one node: who is heard, how far away, which of two stays; knows nothing of items.
+"""The links of one node: who is heard, how far away, which of two stays.
 
 Races, and who wins:
   two dials cross                the link dialled by the lower id stays, on both sides

@@ -1,4 +1,4 @@
-"""Who is here: one node's view of its mesh and what it tells; knows no transport and no plan.
+"""Who is here: one node's view of its mesh and what it tells.
 
 Theory of operation
 -------------------

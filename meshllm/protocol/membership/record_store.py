@@ -1,4 +1,4 @@
-"""Which items are believed, and what they say; knows nothing about links and no clock.
+"""Which items are believed, and what they say.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""What nodes tell of themselves, its bytes, and who is alive by it; knows not who signed it.
+"""What nodes tell of themselves, its bytes, and who is alive by it.
 
 A record is a version byte and fields in a fixed order; a later version only adds fields behind
 them, which are not read here. Where it is decoded, every count, text and

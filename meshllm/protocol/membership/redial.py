@@ -1,4 +1,4 @@
-"""Whom to dial, and when; knows nothing about links that stand.
+"""Whom to dial, and when.
 
 The lower of two node ids dials at once and the higher a moment later, so that two dials rarely
 cross. Each dial that leads to nothing doubles the pause. Its jitter is a hash, which is different

@@ -1,4 +1,4 @@
-"""What one node tells of itself, takes from others and passes on; knows nothing about links.
+"""What one node tells of itself, takes from others and passes on.
 
 Every item that was taken is passed on once, to the peers that its author does not name among its
 links. Shared with a peer that asks is what the mesh agreed on, and what nodes said that are alive:

@@ -1,4 +1,4 @@
-"""How long a prompt takes in chunks of so many rows, and which are best; knows no tokens.
+"""How long a prompt takes in chunks of so many rows, and which are best.
 
 Theory of operation: the ranks of a ring work on different chunks of a prompt at once. Short chunks
 are soon round the ring, long ones read the weights less often, so some sizes are tried against what

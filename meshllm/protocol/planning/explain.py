@@ -1,4 +1,4 @@
-"""Why a node stands by, and why a model does not fit, in words; decides nothing."""
+"""Why a node stands by, and why a model does not fit, in words."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

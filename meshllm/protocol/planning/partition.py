@@ -1,4 +1,4 @@
-"""Layers over nodes in a given order, at the least cost; knows nothing about policies."""
+"""Layers over nodes in a given order, at the least cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What goes into a plan and what comes out of it; knows not how a plan is chosen.
+"""What goes into a plan and what comes out of it.
 
 Every node computes the plan from the same offers and compares the digest, so the bytes under the
 digest are defined here to the last one. How long things take is not among them.

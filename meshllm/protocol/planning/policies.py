@@ -1,4 +1,4 @@
-"""What makes one plan better than another, by name; knows nothing about sessions.
+"""What makes one plan better than another, by name.
 
 A policy is a row of `POLICIES`: its name travels as text, and a node that does not have it stands
 by. What a row must have is an objective; one without a solver gets the best of the likeliest rings.

@@ -1,4 +1,4 @@
-"""How long a plan takes per token and to the first one, beside other plans; decides nothing."""
+"""How long a plan takes per token and to the first one, beside other plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What every node can hold and how long it takes, in whole numbers; knows nothing about policies.
+"""What every node can hold and how long it takes, in whole numbers.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Short round trips through places, given the way between each two; knows not what places are."""
+"""Short round trips through places, given the way between each two."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise, permutations

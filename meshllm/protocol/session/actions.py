@@ -1,4 +1,4 @@
-"""What an entry is asked for, and what it asks its driver for; decides nothing."""
+"""What an entry is asked for, and what it asks its driver for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

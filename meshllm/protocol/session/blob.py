@@ -1,4 +1,4 @@
-"""A tensor's bytes, sealed: header, limits and keyed hash; knows nothing about tensors.
+"""A tensor's bytes, sealed: header, limits and keyed hash.
 
 The hash is keyed per session: a plain hash of an activation would confirm a guessed prompt to
 anyone who sees it.

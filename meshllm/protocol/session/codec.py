@@ -1,4 +1,4 @@
-"""Messages to bytes and back, with every limit of the wire; knows nothing about rings.
+"""Messages to bytes and back, with every limit of the wire.
 
 A message is one version byte, one kind byte and a fixed little-endian layout; only a tensor,
 tallies or a text follows it. A tensor is all of the rest; behind anything else a later version may

@@ -1,4 +1,4 @@
-"""One neighbour on one connection: is it ours, is it there, how far away; knows no sessions.
+"""One neighbour on one connection: is it ours, is it there, how far away.
 
 Theory of operation
 -------------------

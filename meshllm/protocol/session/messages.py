@@ -1,4 +1,4 @@
-"""What travels between ring neighbours; knows nothing about bytes on the wire.
+"""What travels between ring neighbours.
 
 Data messages go from rank to rank round the ring and come back to the entry with the hidden state
 after the last layer. Everything else is small and rare.

@@ -1,4 +1,4 @@
-"""How a generation is fed to a ring; decides nothing."""
+"""How a generation is fed to a ring."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A rank behind the entry: the sessions it serves, row by row; knows nothing about tokens.
+"""A rank behind the entry: the sessions it serves, row by row.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Sealed messages of one direction of one channel, and their keys; knows no link and no node.
+"""Sealed messages of one direction of one channel, and their keys.
 
 Theory of operation
 -------------------

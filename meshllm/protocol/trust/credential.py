@@ -1,4 +1,4 @@
-"""Who belongs to a mesh: certificates, and keys removed for ever; knows nothing about links.
+"""Who belongs to a mesh: certificates, and keys removed for ever.
 
 A mesh id is the hash of its founder's key and a salt, so whoever knows the id can tell who founded
 it, and no authority is asked. The founder is a member by that alone; every other member holds a

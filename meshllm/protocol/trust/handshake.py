@@ -1,4 +1,4 @@
-"""Who is at the other end, and may it enter: the first four messages of a link; knows no socket.
+"""Who is at the other end, and may it enter: the first four messages of a link.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Who a node is: its key, its signatures, and how its id is written; knows no mesh.
+"""Who a node is: its key, its signatures, and how its id is written.
 
 A node id is an Ed25519 public key. People see its base32 in eight groups of seven; each second
 group ends with a check digit of the thirteen before it, so one wrong letter, or two neighbours that

@@ -1,4 +1,4 @@
-"""Invitations: the text that is handed on, and the proof of knowing it; knows no clock.
+"""Invitations: the text that is handed on, and the proof of knowing it.
 
 A ticket names whom to ask, so its bearer can check that key before it proves that it knows the
 secret; the secret itself never travels again. It names no mesh: who finds a ticket that is over

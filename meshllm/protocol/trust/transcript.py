@@ -1,4 +1,4 @@
-"""All that was said in a handshake, and the keys that follow from it; knows not what is said.
+"""All that was said in a handshake, and the keys that follow from it.
 
 Each key is HKDF-SHA256 of the X25519 secret and a pre-shared key, salted with the hash of every
 byte said before, and labelled with who is to use it: two sides that did not hear the same have no

@@ -1,4 +1,4 @@
-"""How much may be under way: a congestion controller for paths that lose; knows nothing of routes.
+"""How much may be under way: a congestion controller for paths that lose.
 
 Theory of operation. A loss says little where radio loses at random, so this follows BBR
 (draft-ietf-ccwg-bbr): it measures what the path delivers and how long it takes, and keeps under way

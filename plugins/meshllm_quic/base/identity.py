@@ -1,4 +1,4 @@
-"""Who a node is towards TLS: a certificate made of its key; knows nothing about connections.
+"""Who a node is towards TLS: a certificate made of its key.
 
 Both sides show a certificate that nobody else signed: what counts is the key in it, of which TLS
 proves the possession. Names, dates and chains in it are not looked at.

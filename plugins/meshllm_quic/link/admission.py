@@ -1,4 +1,4 @@
-"""Who may begin a connection; knows nothing about what happens on one.
+"""Who may begin a connection.
 
 Theory of operation. What a stranger sends first costs a key exchange and some memory, so it is
 counted until it is known who it is: in all, for each host, and for each relay that it came through.

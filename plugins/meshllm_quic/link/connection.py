@@ -1,4 +1,4 @@
-"""One QUIC connection on the socket of an endpoint; knows nothing about what its messages mean."""
+"""One QUIC connection on the socket of an endpoint."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""The one socket of a process, and all that goes over it; knows nothing about messages."""
+"""The one socket of a process, and all that goes over it."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Leads one connection over the best way: does what `paths` decides; knows no sockets.
+"""Leads one connection over the best way: does what `paths` decides.
 
 The two sides tell each other where they may be reached only when neither is a stranger to the other
 any more: before that, an offer would show the addresses of a home to anybody, and could make us

@@ -1,4 +1,4 @@
-"""A link over one QUIC connection; knows nothing about how the connection came to be."""
+"""A link over one QUIC connection."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where links arrive; knows nothing about how one comes to be."""
+"""Where links arrive."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""aioquic's connection with what meshllm adds to it; knows nothing about sockets and messages.
+"""aioquic's connection with what meshllm adds to it.
 
 Everything of this package that touches a private part of aioquic is here (and in `congestion`); the
 version is pinned, and a test guards each of them. What is added:

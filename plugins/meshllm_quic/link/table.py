@@ -1,4 +1,4 @@
-"""Which connection a datagram is for; knows nothing of what is in it."""
+"""Which connection a datagram is for."""
 
 from collections.abc import Iterator
 

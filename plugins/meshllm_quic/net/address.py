@@ -1,4 +1,4 @@
-"""Addresses as people write them; knows nothing about links.
+"""Addresses as people write them.
 
 ``quic://HOST:PORT`` is where a node listens; ``quic://NODE@HOST:PORT`` is a node, and a relay that
 reaches it. NODE is its key as `meshllm id` prints it, without the dashes.

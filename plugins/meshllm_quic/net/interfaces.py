@@ -1,4 +1,4 @@
-"""The addresses of this machine; knows nothing of sockets that are open."""
+"""The addresses of this machine."""
 
 import socket
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What carries datagrams: the real network or one in memory; knows nothing of what is in them."""
+"""What carries datagrams: the real network or one in memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

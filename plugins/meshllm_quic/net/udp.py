@@ -1,4 +1,4 @@
-"""The real network: UDP on asyncio, in batches; knows nothing of what is in the datagrams.
+"""The real network: UDP on asyncio, in batches.
 
 One system call carries up to 64 datagrams where the kernel cuts and joins them (Linux: UDP_SEGMENT
 since 4.18, UDP_GRO since 5.0); elsewhere, one each. Nothing is fragmented: what is longer than the

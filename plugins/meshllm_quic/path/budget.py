@@ -1,4 +1,4 @@
-"""So much a second and so much at once, for one or for each host; knows nothing of what it is."""
+"""So much a second and so much at once, for one or for each host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

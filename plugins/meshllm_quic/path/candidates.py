@@ -1,4 +1,4 @@
-"""Where the other side may be reached, and when each address is tried; knows not what a probe is.
+"""Where the other side may be reached, and when each address is tried.
 
 An address is tried in series: at once, then after pauses that grow from 20 to 200 ms, for 10 s or
 until it has answered often enough. A series is at most `MAX_PROBES` probes, so that an address

@@ -1,4 +1,4 @@
-"""What finds the way of a connection, as the connection sees it; knows not how that is done."""
+"""What finds the way of a connection, as the connection sees it."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Which NAT this node is behind, from what others see; knows not how they are asked.
+"""Which NAT this node is behind, from what others see.
 
 An observer is another host, or another port of it, that tells as whom it sees this node's socket.
 Where two see the same, so will a third, and the other side of a connection can be told to send

@@ -1,4 +1,4 @@
-"""The way of one connection: found, proven, measured, chosen, given up; knows no sockets, no QUIC.
+"""The way of one connection: found, proven, measured, chosen, given up.
 
 Theory of operation
 -------------------

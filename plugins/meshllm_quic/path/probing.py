@@ -1,4 +1,4 @@
-"""Probes that only the other side can answer; knows not where to send them, or when.
+"""Probes that only the other side can answer.
 
 Both sides share the key of the path, and each direction has a key of its own made of it: a probe
 or an answer that comes back to who made it does not fit. A nonce is good for one answer, from the

@@ -1,4 +1,4 @@
-"""How long a datagram may be on one direct path; knows not how probes are sent.
+"""How long a datagram may be on one direct path.
 
 In rounds of 5 s, as RFC 8899 has it: the length in use is confirmed in each one, by up to three
 probes of that length, and where none is answered it falls back to what every path carries (a

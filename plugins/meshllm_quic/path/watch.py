@@ -1,4 +1,4 @@
-"""Does the route still work; knows neither probes nor where the route leads.
+"""Does the route still work.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""The relays that the owner of a node has named: found, and found again; knows no datagrams.
+"""The relays that the owner of a node has named: found, and found again.
 
 A name may not be known yet: a laptop starts before its network. And whoever runs the relay may move
 it. So a node starts without its relays, and looks for those that do not answer from time to time.

@@ -1,4 +1,4 @@
-"""How a node stays reachable through one relay; knows neither sockets nor what is relayed.
+"""How a node stays reachable through one relay.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Who is reached through us, and what is forwarded to whom; knows neither sockets nor clocks.
+"""Who is reached through us, and what is forwarded to whom.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Who may open a stream to a relay, and as whom the relay sees it; knows nothing of its packets."""
+"""Who may open a stream to a relay, and as whom the relay sees it."""
 
 from asyncio import BaseTransport, Transport
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A relay on sockets: UDP, the same over WebSocket, and an observer; decides nothing itself.
+"""A relay on sockets: UDP, the same over WebSocket, and an observer.
 
 One port number serves all: datagrams, and over TCP ``/relay`` (packets as binary messages),
 ``/metrics`` and ``/healthz``. A second UDP port, the next number where it is free, answers `Ask`

@@ -1,4 +1,4 @@
-"""A way to a relay where UDP is blocked: packets over a WebSocket; knows nothing of what they say.
+"""A way to a relay where UDP is blocked: packets over a WebSocket.
 
 Each binary message is one packet. As with UDP, what cannot be sent at once is lost, and so is what
 is sent while there is no connection: QUIC sends it again.

@@ -1,4 +1,4 @@
-"""The relays that reach this node, and what they tell about its network; knows nothing of QUIC.
+"""The relays that reach this node, and what they tell about its network.
 
 There are few places, so that who names relays in addresses that are dialled makes this node known
 to a few. What the owner has named stays. Another is for the links that go through it: it makes room

@@ -1,4 +1,4 @@
-"""Messages on two ordered streams, with credit; knows nothing about QUIC and sockets.
+"""Messages on two ordered streams, with credit.
 
 Theory of operation. Each channel is one stream of words. A word is its kind, one byte, the length
 of its body, four, and the body; most are messages, the others are between the two ends themselves.

@@ -1,4 +1,4 @@
-"""Where one side may be reached, as it tells the other inside QUIC; knows not how that is tried."""
+"""Where one side may be reached, as it tells the other inside QUIC."""
 
 from dataclasses import dataclass
 from typing import Self

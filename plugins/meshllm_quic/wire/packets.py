@@ -1,4 +1,4 @@
-"""The datagrams beside QUIC's own, on the same socket; knows nothing of who sends them, or why.
+"""The datagrams beside QUIC's own, on the same socket.
 
 QUIC sets bit 0x40 of the first byte (RFC 9000 section 17.2), and the protocols that share a port
 with it keep out of each other's ranges (RFC 9443 section 3); ours begin with 0x20 to 0x28. Numbers

@@ -1,4 +1,4 @@
-"""Where the datagrams of one connection go; knows not how it was found."""
+"""Where the datagrams of one connection go."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A slow network between namespaces, where the kernel has none (`netem`); knows only IP packets.
+"""A slow network between namespaces, where the kernel has none (`netem`).
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Who keeps to QUIC and to none of our rules; asserts nothing."""
+"""Who keeps to QUIC and to none of our rules."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""A node that listens, and a machine beside it; asserts nothing about them."""
+"""A node that listens, and a machine beside it."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Two nodes and a relay on an internet in memory; asserts nothing."""
+"""Two nodes and a relay on an internet in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
