@@ -80,7 +80,7 @@ def test_another_version_of_transformers_is_measured_again(
     tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(LlamaConfig(), folder=tmp_path)
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(module.transformers, "__version__", "5.99.0")  # type: ignore[attr-defined]  # imported
     check(LlamaConfig(), folder=tmp_path)
 
     assert len(counted) == 2
