@@ -16,7 +16,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from meshllm.node.compute.worker import Worker
+from meshllm.node.compute.worker import Worker, as_exception
 
 Job = TypeVar("Job")
 Run = Callable[[Sequence[Job]], Iterator[Sequence[Any]]]
@@ -90,9 +90,9 @@ class Batch(Generic[Job]):
             for tells, results in zip(phases, self._run([job for job, _ in waiting]), strict=True):
                 loop.call_soon_threadsafe(self._tell, tells, results)
                 told += 1
-        except Exception as error:  # of no job in particular: all of them end with it
+        except BaseException as error:  # of no job in particular: all of them end with it
             for tells in phases[told:]:
-                loop.call_soon_threadsafe(self._tell, tells, [error] * len(tells))
+                loop.call_soon_threadsafe(self._tell, tells, [as_exception(error)] * len(tells))
 
     def _tell(self, tells: Sequence[Tell], results: Sequence[Any]) -> None:
         for tell, result in zip(tells, results, strict=True):
@@ -108,8 +108,8 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns, or the exception that it raises: the end of one job only."""
     try:
         return function(*args)
-    except Exception as error:  # whoever waits for the job gets it
-        return error
+    except BaseException as error:  # the session of the job gets it, panics of Rust code too
+        return as_exception(error)
 
 
 def through(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:

@@ -25,6 +25,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def as_exception(error: BaseException) -> Exception:
+    """Return an error that a supervisor catches: a panic of Rust code (tokenizers) is none."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 class Worker:
     """Runs functions one after the other, off the event loop, in the order they were given."""
 
@@ -72,6 +79,10 @@ class Worker:
         self._at_work = begin, begin + max(hang_s, HANG_TIMES * longest_s)
         try:
             return function(*args)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise as_exception(error) from error
         finally:
             self._at_work = None
             self._longest_s[hang_s] = max(longest_s, time.monotonic() - begin)

@@ -106,3 +106,16 @@ async def test_to_load_may_take_longer(clock: Clock) -> None:
         assert await worker.run(take, LOAD_HANG_S - 1) == 0
         assert await worker.spare(0, take, LOAD_HANG_S - 1) == 0
         assert await asyncio.wrap_future(worker.start(take, HANG_S)) == HANG_S
+
+
+async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic("index out of bounds")
+
+    async with module.compute_thread() as worker:
+        with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
+            await worker.run(panic)
+        assert await worker.run(int) == 0
