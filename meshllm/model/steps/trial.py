@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import transformers
+from blake3 import blake3
 from torch import Tensor, nn
 
-import meshllm
 from meshllm.model.device import CPU, fetch, name_of, put
 from meshllm.model.json_cache import recall, remember
 from meshllm.model.kernels.jit import machine
@@ -84,7 +85,7 @@ class KeptTrial:
 
     @staticmethod
     def _key(shard: Shard, most: int) -> tuple[str | float, ...]:
-        """Name all that chooses kernels: shapes, versions, the machine and its threads."""
+        """Name all that chooses kernels: shapes, code, versions, the machine and its threads."""
         model = shard.model
         shapes = {name: [*each.shape, str(each.dtype)] for name, each in model.named_parameters()}
         return (
@@ -95,12 +96,20 @@ class KeptTrial:
             shard.quant,
             most,
             torch.get_num_threads(),
-            meshllm.__version__,
+            _code(),
             transformers.__version__,
             torch.__version__,
             name_of(shard.device),
             *machine(),
         )
+
+
+@cache
+def _code() -> str:
+    """Name the code that is tried: in a checkout it changes without a new version."""
+    root = Path(__file__).parents[1]
+    files = [(str(each.relative_to(root)), each.read_bytes()) for each in root.rglob("*.py")]
+    return blake3(repr(sorted(files)).encode()).hexdigest(16)
 
 
 @torch.inference_mode()

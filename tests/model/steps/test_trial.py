@@ -122,5 +122,7 @@ def test_a_trial_that_went_well_is_kept_for_this_part_on_this_machine(
     assert trial(whole, Stepped(whole, 1.1)) == ""  # it is not tried again
     assert trial(part, Stepped(part, 1.1)).startswith(bad)
     assert trial(whole, Stepped(whole, 1.1), TRIED + 1).startswith(bad)
-    monkeypatch.setattr("meshllm.model.steps.trial.machine", lambda: ("another",))
-    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)
+    for name, other in (("_code", "other code"), ("machine", ("another",))):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"meshllm.model.steps.trial.{name}", lambda other=other: other)
+            assert trial(whole, Stepped(whole, 1.1)).startswith(bad), name
