@@ -4,7 +4,7 @@ import httpx2
 import pytest
 
 from meshllm.api.app import application
-from tests.api.fake_node import FakeNode
+from tests.builders.fake_node import FakeNode
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from meshllm.errors import (
 from meshllm.node.requests.request_json import REQUEST_BYTES, event_from_json, request_to_json
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from meshllm.status import Change, MeshStatus, RingStatus, from_json, to_json
-from tests.api.fake_node import CHANGE, FakeNode
-from tests.cli.fake import answer_of
+from tests.builders.fake_node import CHANGE, FakeNode
+from tests.builders.fake_ring import answer_of
 
 ASKED = Request(raw="hi", sampling=Sampling(temperature=0.1), stop=("end",))
 

@@ -5,7 +5,7 @@ import pytest
 
 from meshllm.api.metrics import exposition
 from meshllm.status import RingState
-from tests.api.fake_node import FakeNode, told
+from tests.builders.fake_node import FakeNode, told
 from tests.builders.status import with_link, with_ring
 
 LINE = re.compile(

@@ -8,8 +8,8 @@ import pytest
 
 from meshllm.api import openai
 from meshllm.request import FinishReason, Request, Sampling
-from tests.api.fake_node import FakeNode
-from tests.cli.fake import answer_of
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
 
 PATH = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
@@ -128,7 +128,7 @@ async def test_an_answer_that_was_cut_says_so(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = replace(answer_of("x", 1), finish_reason=FinishReason.LENGTH)
-    monkeypatch.setattr("tests.api.fake_node.answer_of", lambda *_: cut)
+    monkeypatch.setattr("tests.builders.fake_node.answer_of", lambda *_: cut)
 
     said = (await client.post(PATH, json=BODY)).json()
 

@@ -17,7 +17,7 @@ from meshllm.api.unix import is_answered
 from meshllm.errors import UserError
 from meshllm.request import Piece
 from meshllm.status import Change, from_json, to_json
-from tests.api.fake_node import CHANGE, FakeNode
+from tests.builders.fake_node import CHANGE, FakeNode
 
 pytestmark = pytest.mark.socket
 
@@ -98,7 +98,7 @@ async def test_a_client_that_goes_cancels_its_generation(
 async def test_a_client_that_reads_nothing_and_goes_cancels_too(
     door: FakeNode, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.api.fake_node.Piece", lambda _: Piece("x" * (8 << 20)))
+    monkeypatch.setattr("tests.builders.fake_node.Piece", lambda _: Piece("x" * (8 << 20)))
     body = b'{"raw":"hi"}'
     async with serving(door, path), asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)

@@ -9,13 +9,13 @@ from itertools import product
 
 import torch
 
+from meshllm.bench.ring_table import random_model
 from meshllm.model.files.source import Source, resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.protocol.planning.plan import Ends
 from meshllm.request import Sampling
 from meshllm.testing.counting import CountingTransport
-from meshllm.testing.table1 import random_model
 from meshllm.transport.contract import Channel
 from meshllm_loopback import LoopbackTransport
 from tests.bench.report import Report, parser_of

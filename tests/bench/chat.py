@@ -18,10 +18,10 @@ from random import Random
 
 import torch
 
+from meshllm.bench.ring_table import DIMENSIONS, random_model
 from meshllm.model.files.source import Source, open_folder
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
-from meshllm.testing.table1 import DIMENSIONS, random_model
 from tests.bench.asking import ask
 from tests.bench.report import Report, counts, parser_of
 

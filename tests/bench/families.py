@@ -24,7 +24,7 @@ from meshllm.model.parity.compare import FULL, describe, measure
 from meshllm.model.parity.families import Table, read_table, text_types, tiny_config
 from meshllm.model.parity.verdict import Verdict, known_verdicts
 from meshllm.model.split.anatomy import PROBE_ERRORS
-from tests.model.odd_shapes import ODD_SHAPES, odd_model
+from tests.builders.odd_shapes import ODD_SHAPES, odd_model
 
 LIMIT = 120.0  # s for one type; the slowest takes 10 s of one core
 FOLDER = Path(__file__).parents[2] / "meshllm" / "model" / "parity"

@@ -19,7 +19,7 @@ from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.protocol.trust.handshake import Dialer, Listener, Own, State
 from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Side, Transcript
 from tests.bench.report import Report, parser_of
-from tests.protocol.members import (
+from tests.builders.handshakes import (
     AS_JOINER,
     AS_MEMBER,
     FOUNDED,

@@ -22,6 +22,7 @@ from itertools import product
 
 import torch
 
+from meshllm.bench.ring_table import DIMENSIONS, random_model
 from meshllm.model.files.source import Source, open_folder
 from meshllm.names import WireMode
 from meshllm.node.compute.gauge import Measured
@@ -29,11 +30,10 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.protocol.drafting.drafter import Drafter
 from meshllm.protocol.session.speculation import Speculation
-from meshllm.testing.oracle import Oracle
-from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.bench.asking import ask
 from tests.bench.report import Report, parser_of
+from tests.builders.oracle import Oracle
 
 PROMPT = [(7 * i + 3) % 500 for i in range(64)]
 SILENT = Oracle((), 0.0)

@@ -41,7 +41,7 @@ class Report:
         """Write dataclasses as JSON where that is wanted, beside what they are ``about``."""
         if self._where is None:
             return
-        from meshllm.testing.machine import machine  # torch is of no use before
+        from meshllm.bench.machine import machine  # torch is of no use before
 
         facts = {**about, "machine": machine(self._threads), "rows": [asdict(row) for row in rows]}
         text = json.dumps(facts, indent=2)

@@ -17,11 +17,11 @@ from time import perf_counter
 
 import torch
 
+from meshllm.bench.ring_table import DIMENSIONS, random_model
 from meshllm.model.files.source import Source, open_folder
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.request import Sampling
-from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.bench.report import Report, counts, parser_of
 

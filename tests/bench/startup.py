@@ -21,9 +21,9 @@ from unittest.mock import patch
 
 import torch
 
+from meshllm.bench.ring_table import DIMENSIONS, random_model
 from meshllm.model.files.source import resolve
 from meshllm.model.locate import BUILTIN
-from meshllm.testing.table1 import DIMENSIONS, random_model
 from tests.bench.growth import ask, client_of
 from tests.bench.report import Report, parser_of
 from tests.processes import fleet as fleets

@@ -25,6 +25,7 @@ from time import perf_counter
 
 import torch
 
+from meshllm.bench.ring_table import DIMENSIONS, random_model
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.timing import measure_speed
@@ -38,7 +39,6 @@ from meshllm.protocol.planning.plan import Links, Offer, Wire
 from meshllm.protocol.session.compression import PACKED, pays
 from meshllm.protocol.session.pace import Pace
 from meshllm.request import Sampling
-from meshllm.testing.table1 import DIMENSIONS, random_model
 from meshllm_loopback import LoopbackTransport, Shape
 
 CHUNK_ROWS = 64  # where that many are packed, all chunks are

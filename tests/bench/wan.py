@@ -31,11 +31,11 @@ from typing import Self
 
 import torch
 
+from meshllm.bench.fleet import Fleet, Site, open_fleet
+from meshllm.bench.ring_table import DIMENSIONS, NUMBER_TOKENS, WORD, random_model
 from meshllm.model.files.source import resolve
 from meshllm.model.locate import BUILTIN
 from meshllm.request import Answer, Request
-from meshllm.testing.fleet import Fleet, Site, open_fleet
-from meshllm.testing.table1 import DIMENSIONS, NUMBER_TOKENS, WORD, random_model
 from meshllm.transport.registry import Registry
 from tests.bench.far import changing, echo_ms, reason
 from tests.bench.report import Report, counts, parser_of

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from meshllm.bench.fleet import Fleet, open_fleet
+from meshllm.bench.ring_table import DIMENSIONS, WORD, random_model
 from meshllm.model.files.source import open_folder
 from meshllm.names import SESSION_ID_BYTES, Quant, SessionId
 from meshllm.node.compute.worker import Worker, compute_thread
@@ -29,8 +31,6 @@ from meshllm.protocol.session.blob import check, seal, session_key
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.cipher import KEY_BYTES, Seal, Unseal
 from meshllm.request import Answer, Request
-from meshllm.testing.fleet import Fleet, open_fleet
-from meshllm.testing.table1 import DIMENSIONS, WORD, random_model
 from tests.bench.report import Report, counts, parser_of
 
 PROMPT_TOKENS = 64

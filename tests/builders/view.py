@@ -10,8 +10,8 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.transport.contract import LinkStatistics, Network
-from tests.protocol.members import FOUNDED
-from tests.protocol.meshes import World, profile
+from tests.builders.handshakes import FOUNDED
+from tests.builders.snapshots import World, profile
 
 KEYS = sorted((NodeKey(bytes([n]) * 32) for n in range(4)), key=lambda key: key.node)
 A, B, C, D = (key.node for key in KEYS)

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from meshllm.cli.app import app
-from tests.cli.fake import FakeRing
+from tests.builders.fake_ring import FakeRing
 
 Invoke = Callable[..., Result]
 

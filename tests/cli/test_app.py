@@ -12,8 +12,8 @@ from meshllm.cli import app
 from meshllm.cli.app import RESTS, rest_soon
 from meshllm.cli.chat import chat
 from meshllm.errors import IntegrityFault, LinkLost, MeshError, ModelError, TimedOut
+from tests.builders.fake_ring import FakeRing
 from tests.cli.conftest import Invoke
-from tests.cli.fake import FakeRing
 
 HEAVY = {
     "torch", "transformers", "asyncio", "websockets", "aioquic", "rich", "prompt_toolkit", "numpy",

@@ -11,7 +11,7 @@ import pytest
 
 from meshllm.model.files.loader import INDEX
 from meshllm.testing.models import tiny_model
-from tests.hub import Hub, open_hub
+from tests.builders.hub import Hub, open_hub
 
 pytestmark = pytest.mark.socket
 

@@ -20,7 +20,7 @@ from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
 from meshllm.testing.models import stock_model, tiny_model
-from tests.model.gpu import GPU, ONCE, needs_gpu, pretended
+from tests.builders.fake_gpu import GPU, ONCE, needs_gpu, pretended
 
 PARTS = (Span(0, 1), Span(1, 6), Span(6, 6))
 Gpus = Callable[..., None]

@@ -21,7 +21,7 @@ from meshllm.model.steps.replay import SETTLED
 from meshllm.model.timing import LONGEST_S, MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
-from tests.model.gpu import OTHER_CPU, graphs_pretended
+from tests.builders.fake_gpu import OTHER_CPU, graphs_pretended
 
 KNOWN = Speed(((1, 0.5), (8, 0.75)), 0.25)
 

@@ -21,8 +21,8 @@ from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Event, Piece, Request
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.cli.fake import answer_of
-from tests.node.houses import House, Town, town
+from tests.builders.fake_ring import answer_of
+from tests.builders.mesh_members import House, Town, town
 
 REQUEST = Request(raw="what?")
 ANSWER: list[Event] = [Piece("a "), Piece("ring"), answer_of("a ring", 2)]

@@ -31,8 +31,8 @@ from meshllm.status import (
     SessionCounts,
     Unplaced,
 )
+from tests.builders.fake_ring import answer_of
 from tests.builders.view import CLIENT, KEYS, A, B, C, D, plan_of, view_of, with_state
-from tests.cli.fake import answer_of
 
 
 class Owned:

@@ -23,8 +23,8 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.identity import NodeKey, show
-from tests.node.wishes import node_options
-from tests.protocol.meshes import CONFIG, charter
+from tests.builders.node_options import node_options
+from tests.builders.snapshots import CONFIG, charter
 
 A, B, C = (NodeKey(bytes([n]) * 32).node for n in range(3))
 LONGEST = 1 << 20

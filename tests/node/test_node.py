@@ -31,7 +31,7 @@ from meshllm.request import Answer, Piece, Request
 from meshllm.status import RingState
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
-from tests.node.wishes import node_options
+from tests.builders.node_options import node_options
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
 PATIENCE_S = 40.0

@@ -14,7 +14,7 @@ from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import View
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
-from tests.protocol.meshes import World, profile
+from tests.builders.snapshots import World, profile
 
 A, B = (NodeKey(bytes([n]) * 32).node for n in range(2))
 

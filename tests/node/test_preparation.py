@@ -19,7 +19,7 @@ from meshllm.protocol.membership.records import ENDS, Profile
 from meshllm.protocol.session.messages import DType
 from meshllm.testing.clock import InlineExecutor
 from meshllm.testing.models import tiny_model
-from tests.node.wishes import node_options
+from tests.builders.node_options import node_options
 
 EMPTY = Profile("desk", "1", (), 0)
 

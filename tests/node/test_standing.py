@@ -18,8 +18,8 @@ from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
 from meshllm.testing.clock import run_virtual
-from tests.protocol.meshes import World, charter, profile
-from tests.protocol.nodes import A, B, C
+from tests.builders.offers import A, B, C
+from tests.builders.snapshots import World, charter, profile
 
 
 def agreed() -> tuple[Agreement, Plan]:

@@ -16,9 +16,9 @@ from meshllm.protocol.agreement.candidates import View
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.planning.policies import POLICIES
+from tests.builders.offers import A, B, C, D
+from tests.builders.snapshots import World, charter, profile, weights
 from tests.property import strategies
-from tests.protocol.meshes import World, charter, profile, weights
-from tests.protocol.nodes import A, B, C, D
 
 pytestmark = pytest.mark.property
 _ = strategies.nodes  # their module loads the house's profile of hypothesis

@@ -14,8 +14,7 @@ from meshllm.protocol.membership.codec import Items, Message, Unknown, Why, deco
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, Profile, State
-from tests.property.mesh_strategies import amendments, mesh_messages, profiles, states
-from tests.protocol.people import (
+from tests.builders.identities import (
     CHARTER,
     CREDENTIALS,
     FOUNDER,
@@ -27,6 +26,7 @@ from tests.protocol.people import (
     WALL,
     sign,
 )
+from tests.property.mesh_strategies import amendments, mesh_messages, profiles, states
 
 pytestmark = pytest.mark.property
 tails = st.binary(max_size=20)

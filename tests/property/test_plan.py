@@ -15,8 +15,8 @@ from meshllm.names import NodeId
 from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Shape, Terms
 from meshllm.protocol.planning.policies import POLICIES, SLACK, WORTH, make_plan
 from meshllm.protocol.planning.prediction import predict
+from tests.builders.offers import apart, model, offer
 from tests.property import strategies
-from tests.protocol.nodes import apart, model, offer
 
 pytestmark = pytest.mark.property
 names = strategies.nodes  # their module loads the house's profile of hypothesis

@@ -16,7 +16,7 @@ from meshllm.errors import MeshError, UserError
 from meshllm.names import Quant
 
 if TYPE_CHECKING:
-    from meshllm.testing import engine_table, table1
+    from meshllm.bench import engine_table, ring_table
 
 EXAMPLES = """\b
 Examples:
@@ -89,7 +89,7 @@ def bench(
         _refuse(invocation, _OF_RINGS)
         with render.Status(sys.stderr) as status:
             status.show("loading torch")
-            from meshllm.testing import engine_table
+            from meshllm.bench import engine_table
 
             device = _device(chosen.device, quants)
             if not quant and device == "cpu":
@@ -103,7 +103,7 @@ def bench(
     sizes = _sizes(nodes)
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
-        from meshllm.testing.table1 import Case, measure
+        from meshllm.bench.ring_table import Case, measure
 
         case = Case(
             model, sizes, prompt_tokens, new_tokens, rounds, threads,
@@ -148,8 +148,8 @@ def _quants(text: str) -> tuple[Quant, ...]:
     return tuple(quant for quant in Quant if quant in words)
 
 
-def _facts(case: "table1.Case | engine_table.Case", rows: Sequence[Any]) -> dict[str, Any]:
-    from meshllm.testing.machine import machine
+def _facts(case: "ring_table.Case | engine_table.Case", rows: Sequence[Any]) -> dict[str, Any]:
+    from meshllm.bench.machine import machine
 
     told = machine(case.threads, case.device)
     return {"machine": told, "rows": [asdict(row) for row in rows]}
@@ -179,7 +179,7 @@ def _save(path: Path, fields: dict[str, Any]) -> None:
         raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
 
 
-def _ring_table(rows: "Sequence[table1.Row]") -> str:
+def _ring_table(rows: "Sequence[ring_table.Row]") -> str:
     header = (
         "contestant", "first token ms", "ms per token", "tokens/s",
         "decode x", "decode x of fewest", "first token x", "ms per hop",

@@ -16,8 +16,8 @@ from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.cli.app import app
 from meshllm.cli.chat import backends, chat
-from tests.api.fake_node import FakeNode
-from tests.cli.fake import FakeRing
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import FakeRing
 
 pytestmark = pytest.mark.socket
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from meshllm.request import Event, Sampling
+from tests.builders.fake_ring import FakeRing
 from tests.cli.conftest import Invoke
-from tests.cli.fake import FakeRing
 
 ROOT = Path(__file__).parent.parent.parent
-FAKE = "import sys; from tests.cli.fake import main; main()"
+FAKE = "import sys; from tests.builders.fake_ring import main; main()"
 
 
 def test_stdout_is_the_answer_and_nothing_else(meshllm: Invoke) -> None:

@@ -6,7 +6,7 @@ import pytest
 from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation
 from meshllm.config import Settings
 from meshllm.errors import UserError
-from tests.cli.fake import answer_of
+from tests.builders.fake_ring import answer_of
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 FAKE = """
 import fcntl, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches this process
-from tests.cli.fake import main
+from tests.builders.fake_ring import main
 main()
 """
 PROMPT = ">>>"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshllm.bench import engine_table, ring_table
 from meshllm.names import Quant
-from meshllm.testing import engine_table, table1
 from tests.cli.conftest import Invoke
 
 RINGS = [
-    table1.Row("transformers", 0, Quant.NONE, 100.0, 20.0, 50.0, 1.0, 0.5, 1.0, 0.0),
-    table1.Row("ring of 1", 1, Quant.NONE, 50.0, 10.0, 100.0, 2.0, 1.0, 0.5, 2.5),
+    ring_table.Row("transformers", 0, Quant.NONE, 100.0, 20.0, 50.0, 1.0, 0.5, 1.0, 0.0),
+    ring_table.Row("ring of 1", 1, Quant.NONE, 50.0, 10.0, 100.0, 2.0, 1.0, 0.5, 2.5),
 ]
 STEPS = (
     engine_table.Row("prefill 32", "none", 1191.7, 100.0, 90.0, 320.0, 1.25, None, True),
@@ -23,15 +23,15 @@ EVERY = tuple(Quant)
 
 
 @pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> list[table1.Case]:
+def cases(monkeypatch: pytest.MonkeyPatch) -> list[ring_table.Case]:
     """What was measured of rings; the figures are always the same."""
-    cases: list[table1.Case] = []
+    cases: list[ring_table.Case] = []
 
-    def measure(case: table1.Case, _: object) -> list[table1.Row]:
+    def measure(case: ring_table.Case, _: object) -> list[ring_table.Row]:
         cases.append(case)
         return RINGS
 
-    monkeypatch.setattr(table1, "measure", measure)
+    monkeypatch.setattr(ring_table, "measure", measure)
     return cases
 
 
@@ -56,19 +56,19 @@ def engines(
     return cases
 
 
-def test_rings_are_measured_as_asked(meshllm: Invoke, cases: list[table1.Case]) -> None:
+def test_rings_are_measured_as_asked(meshllm: Invoke, cases: list[ring_table.Case]) -> None:
     words = "--model tiny --nodes 3,1,1 --prompt-tokens 8 --new-tokens 4 --rounds 2 --threads 1"
 
     text = meshllm("bench", *words.split()).stdout
 
-    assert cases == [table1.Case("tiny", (1, 3), 8, 4, 2, 1)]
+    assert cases == [ring_table.Case("tiny", (1, 3), 8, 4, 2, 1)]
     assert text.splitlines()[2].split() == [
         "ring", "of", "1", "50.00", "10.00", "100.00", "2.00", "1.00", "0.50", "2.50",
     ]  # fmt: skip
 
 
 def test_rings_hold_their_weights_in_several_ways(
-    meshllm: Invoke, cases: list[table1.Case]
+    meshllm: Invoke, cases: list[ring_table.Case]
 ) -> None:
     meshllm("bench", "--processes", "--quant", "int8,none,int8")
 
@@ -77,7 +77,7 @@ def test_rings_hold_their_weights_in_several_ways(
 
 
 def test_an_engine_is_measured_as_asked(
-    meshllm: Invoke, engines: list[engine_table.Case], cases: list[table1.Case]
+    meshllm: Invoke, engines: list[engine_table.Case], cases: list[ring_table.Case]
 ) -> None:
     words = "--engine --model tiny --quant int4 --rounds 2 --threads 1"
 
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
 
 @pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1"])
 def test_what_is_no_list_of_sizes_is_refused(
-    meshllm: Invoke, cases: list[table1.Case], nodes: str
+    meshllm: Invoke, cases: list[ring_table.Case], nodes: str
 ) -> None:
     result = meshllm("bench", "--nodes", nodes)
 
@@ -159,7 +159,7 @@ def test_what_is_no_list_of_sizes_is_refused(
 
 @pytest.mark.parametrize("quant", ["int9", "none,", "none;int8"])
 def test_unknown_ways_to_hold_weights_are_refused(
-    meshllm: Invoke, cases: list[table1.Case], quant: str
+    meshllm: Invoke, cases: list[ring_table.Case], quant: str
 ) -> None:
     result = meshllm("bench", "--quant", quant)
 
@@ -180,7 +180,7 @@ def test_unknown_ways_to_hold_weights_are_refused(
 def test_all_compute_where_a_node_would(
     meshllm: Invoke,
     monkeypatch: pytest.MonkeyPatch,
-    cases: list[table1.Case],
+    cases: list[ring_table.Case],
     engines: list[engine_table.Case],
     options: list[str],
     device: str,
@@ -193,14 +193,14 @@ def test_all_compute_where_a_node_would(
 
     told = json.loads(meshllm("bench", *options, "--json", "-").stdout)
 
-    measured: list[table1.Case | engine_table.Case] = [*cases, *engines]
+    measured: list[ring_table.Case | engine_table.Case] = [*cases, *engines]
     (case,) = measured
     assert (case.device, case.quants) == (device, quants)
     assert told["machine"]["device"] == ("cpu" if device == "cpu" else "cuda:0 Fake 100")
 
 
 def test_a_gpu_that_is_not_there_is_no_bench(
-    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, cases: list[table1.Case]
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, cases: list[ring_table.Case]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 

@@ -8,9 +8,9 @@ from meshllm.cli.doctor import checks
 from meshllm.cli.doctor.doctor import lay_out
 from meshllm.cli.doctor.finding import Finding
 from meshllm.errors import LinkLost, MeshError
+from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of
 from tests.cli.conftest import Invoke
-from tests.cli.fake_client import FakeClient
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import pytest
 from meshllm.cli.ring.members import find, lay_out
 from meshllm.errors import UserError
 from meshllm.status import Named, Removed, to_json
+from tests.builders.fake_client import FakeClient
 from tests.builders.status import NAMES, member, node_id
 from tests.cli.conftest import Invoke
-from tests.cli.fake_client import FakeClient
 
 
 @pytest.fixture

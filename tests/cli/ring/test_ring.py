@@ -14,9 +14,9 @@ import pytest
 from meshllm.cli.ring import watch
 from meshllm.errors import LinkLost
 from meshllm.status import MeshStatus, from_json, to_json
+from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_link
 from tests.cli.conftest import Invoke
-from tests.cli.fake_client import FakeClient
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 _WATCH = """
 import pytest
 from meshllm.cli.app import main
-from tests.cli.fake_client import FakeClient
+from tests.builders.fake_client import FakeClient
 FakeClient(pytest.MonkeyPatch())
 main()
 """

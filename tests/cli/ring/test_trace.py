@@ -6,9 +6,9 @@ from meshllm.cli.ring.trace import lay_out
 from meshllm.errors import PeerFault
 from meshllm.names import Span
 from meshllm.request import Answer, FinishReason, HopReport, Piece, Prefilled
+from tests.builders.fake_client import FakeClient
+from tests.builders.fake_ring import answer_of
 from tests.cli.conftest import Invoke
-from tests.cli.fake import answer_of
-from tests.cli.fake_client import FakeClient
 
 
 def traced(*, ms_per_token: float = 50.0, name: str = "desk") -> Answer:

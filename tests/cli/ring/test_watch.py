@@ -7,8 +7,8 @@ from meshllm.cli.ring import watch
 from meshllm.cli.shared.client import NodeClient
 from meshllm.errors import LinkLost
 from meshllm.status import MeshStatus
+from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_link, with_node
-from tests.cli.fake_client import FakeClient
 
 
 async def test_an_event_is_a_look_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

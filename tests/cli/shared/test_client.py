@@ -14,8 +14,8 @@ from meshllm.cli.shared.client import NodeClient, door_path, open_door, running
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
 from meshllm.request import Event, Piece, Prefilled, Request
-from tests.api.fake_node import CHANGE, FakeNode
-from tests.cli.fake import answer_of
+from tests.builders.fake_node import CHANGE, FakeNode
+from tests.builders.fake_ring import answer_of
 
 pytestmark = pytest.mark.socket
 

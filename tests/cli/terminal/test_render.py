@@ -7,7 +7,7 @@ import pytest
 
 from meshllm.cli.terminal import render
 from meshllm.errors import UserError
-from tests.cli.fake import answer_of
+from tests.builders.fake_ring import answer_of
 
 
 class Terminal(io.StringIO):

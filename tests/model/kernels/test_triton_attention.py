@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model.device import choose
-from tests.model.gpu import needs_gpu
+from tests.builders.fake_gpu import needs_gpu
 
 
 @needs_gpu

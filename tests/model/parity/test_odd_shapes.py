@@ -14,7 +14,7 @@ from meshllm.model.parity.check import Outcome, verify
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from meshllm.testing.models import stock_model
-from tests.model.odd_shapes import odd_model
+from tests.builders.odd_shapes import odd_model
 
 PROMPT = list(range(3, 10))
 SIZES = [7, 1, 1, 3]

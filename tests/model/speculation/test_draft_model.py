@@ -24,7 +24,7 @@ from meshllm.model.speculation.draft_model import (
     find_draft,
 )
 from meshllm.testing.models import stock_model, tiny_model
-from tests.model.small_tokenizers import byte_fallback, byte_level
+from tests.builders.small_tokenizers import byte_fallback, byte_level
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
 SURE = 64  # times the logits of random weights; a power of two, so greedy text stays as it is

@@ -25,7 +25,7 @@ from meshllm.model.steps.strategies import StockSteps
 from meshllm.model.steps.trace import Unfit
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
-from tests.model.gpu import GPU, OTHER_CPU, graphs_pretended, needs_gpu, pretended
+from tests.builders.fake_gpu import GPU, OTHER_CPU, graphs_pretended, needs_gpu, pretended
 
 LAYERS = 6
 STEPS = (2, 3, 5, 9, 17)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import UserError
 from meshllm.model.text.detokenizer import TextStream
-from tests.model.small_tokenizers import byte_fallback, byte_level, metaspace, word_piece
+from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace, word_piece
 
 UNICODE = st.text(st.characters(codec="utf-8"), max_size=24)
 FEW = st.text("ab é🙂", max_size=24)

@@ -9,7 +9,7 @@ import pytest
 from meshllm.errors import ModelError, UserError
 from meshllm.model.text.tokenizer import MAX_TEMPLATE_CHARS, Text, quieten
 from meshllm.request import Turn
-from tests.model.small_tokenizers import byte_fallback, byte_level
+from tests.builders.small_tokenizers import byte_fallback, byte_level
 
 TEMPLATE = (
     "{% for turn in messages %}"

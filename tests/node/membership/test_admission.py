@@ -30,7 +30,7 @@ from meshllm.protocol.trust.credential import (
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import Ticket, TicketProof
-from tests.protocol.members import GUEST, OTHER
+from tests.builders.handshakes import GUEST, OTHER
 
 T = TypeVar("T")
 

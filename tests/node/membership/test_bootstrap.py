@@ -19,7 +19,7 @@ from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role, check, remove
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.node.houses import House, Town, town
+from tests.builders.mesh_members import House, Town, town
 
 Story = Callable[[Town], Coroutine[Any, Any, None]]
 Run = Callable[[Story], None]

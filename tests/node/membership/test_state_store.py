@@ -18,7 +18,7 @@ from meshllm.node.membership import state_store as module
 from meshllm.node.membership.state_store import Invitation, Keyring
 from meshllm.protocol.trust.credential import Role, found
 from meshllm.protocol.trust.ticket import MAX_ADDRESSES
-from tests.protocol.members import FOUNDED, GUEST, HOST, OTHER
+from tests.builders.handshakes import FOUNDED, GUEST, HOST, OTHER
 
 SOMEBODY = OTHER.node
 

@@ -18,7 +18,7 @@ from meshllm.protocol.trust.ticket import TicketProof
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Link, Listener
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.protocol.members import AS_HOST, AS_MEMBER, GUEST, HOST, NOBODY, OTHER
+from tests.builders.handshakes import AS_HOST, AS_MEMBER, GUEST, HOST, NOBODY, OTHER
 
 
 class Open:

@@ -20,7 +20,7 @@ from meshllm.protocol.trust.handshake import Purpose
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.node.houses import House, Town, town
+from tests.builders.mesh_members import House, Town, town
 
 ASK = b"i" * 16
 Story = Callable[[Town], Coroutine[Any, Any, None]]

@@ -25,7 +25,7 @@ from meshllm.transport.contract import (
     Prompt,
 )
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.protocol.members import (
+from tests.builders.handshakes import (
     AS_HOST,
     AS_JOINER,
     AS_MEMBER,

@@ -38,7 +38,7 @@ from meshllm.node.requests.request_json import (
 )
 from meshllm.request import Event, FinishReason, Piece, Prefilled, Request, Sampling, Turn
 from meshllm.strict_json import WrongField
-from tests.cli.fake import answer_of
+from tests.builders.fake_ring import answer_of
 
 EVENTS: list[Event] = [Prefilled(1, 2), Piece("a\u2028\nb"), answer_of("hello", 2)]
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)

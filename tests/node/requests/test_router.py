@@ -18,7 +18,7 @@ from meshllm.protocol.membership.codec import Ask, Hush, Said
 from meshllm.protocol.ring.failover import ATTEMPTS
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.testing.clock import run_virtual
-from tests.cli.fake import answer_of
+from tests.builders.fake_ring import answer_of
 
 ME, ENTRY, OTHER = (NodeId(name * 32) for name in (b"m", b"e", b"o"))
 REQUEST = Request(raw="what?")

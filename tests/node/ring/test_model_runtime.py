@@ -20,7 +20,7 @@ from meshllm.protocol.session.codec import MAX_ROWS
 from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.testing.clock import InlineExecutor
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
-from tests.protocol.nodes import A, B, C, offer
+from tests.builders.offers import A, B, C, offer
 
 
 def plan_of(*spans: str, epoch: int = 1) -> Plan:

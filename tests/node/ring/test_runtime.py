@@ -25,7 +25,7 @@ from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor, run_virtual
 from meshllm.transport.contract import Channel, Link
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.protocol.nodes import A, B, C, offer
+from tests.builders.offers import A, B, C, offer
 
 NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c"}
 

@@ -4,8 +4,8 @@ from meshllm.names import Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.planning.plan import Ends, Plan, Stage
 from meshllm.protocol.trust.identity import short
-from tests.protocol.meshes import World, charter, profile, weights
-from tests.protocol.nodes import A, B, C
+from tests.builders.offers import A, B, C
+from tests.builders.snapshots import World, charter, profile, weights
 
 SLOW = Plan(5, "tiny", Ends.ENTRY, (Stage(A, Span(0, 4)),))
 

@@ -10,8 +10,8 @@ from meshllm.protocol.membership.records import Lifecycle, State
 from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, Stage, Standby
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.trust.identity import short
-from tests.protocol.meshes import World, charter, profile, weights
-from tests.protocol.nodes import A, B, C, D, model, node, spans
+from tests.builders.offers import A, B, C, D, model, node, spans
+from tests.builders.snapshots import World, charter, profile, weights
 
 ALONE = World({A: profile(4)})
 THREE = World({A: profile(2), B: profile(2), C: profile(2)})

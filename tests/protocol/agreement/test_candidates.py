@@ -12,8 +12,8 @@ from meshllm.protocol.agreement.candidates import (
 )
 from meshllm.protocol.membership.records import Lifecycle, Profile, State
 from meshllm.protocol.trust.identity import short
-from tests.protocol.meshes import World, charter, profile, weights
-from tests.protocol.nodes import A, B, C, D
+from tests.builders.offers import A, B, C, D
+from tests.builders.snapshots import World, charter, profile, weights
 
 OTHER = b"x" * 16
 ABSENT = bytes(16)

@@ -30,8 +30,8 @@ from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.identity import short
+from tests.builders.identities import CHARTER, SHAPE
 from tests.property.mesh_strategies import TEXTS, amendments, charters
-from tests.protocol.people import CHARTER, SHAPE
 
 A, B, C = (NodeId(name * 32) for name in (b"a", b"b", b"c"))
 AMENDED = replace(

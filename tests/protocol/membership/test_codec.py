@@ -30,8 +30,8 @@ from meshllm.protocol.membership.codec import (
     encode,
 )
 from meshllm.protocol.membership.gossip import Slot, summarise
+from tests.builders.identities import FOUNDER, STATE, sign
 from tests.property.mesh_strategies import mesh_messages
-from tests.protocol.people import FOUNDER, STATE, sign
 
 ITEM = sign(FOUNDER, STATE)
 ID = bytes(range(16))

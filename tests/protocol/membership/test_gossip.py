@@ -19,8 +19,8 @@ from meshllm.protocol.membership.gossip import (
     digest,
     summarise,
 )
+from tests.builders.identities import CHARTER, FOUNDER, LAST, MESH, MIDDLE, PROFILE, STATE, sign
 from tests.property.mesh_strategies import items
-from tests.protocol.people import CHARTER, FOUNDER, LAST, MESH, MIDDLE, PROFILE, STATE, sign
 
 ITEM = sign(FOUNDER, STATE)
 

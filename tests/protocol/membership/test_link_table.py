@@ -23,7 +23,7 @@ from meshllm.protocol.membership.link_table import (
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Role
-from tests.protocol.people import FOUNDED
+from tests.builders.identities import FOUNDED
 
 A, B, C = (NodeId(bytes([number]) * 32) for number in range(3))
 

@@ -26,7 +26,7 @@ from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.trust.credential import remove
 from meshllm.protocol.trust.identity import NodeKey, short
-from tests.protocol.people import (
+from tests.builders.identities import (
     CHARTER,
     CLIENT,
     CREDENTIALS,

@@ -18,7 +18,7 @@ from meshllm.protocol.membership.record_store import Census, ends_s
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.credential import Role, remove
 from meshllm.protocol.trust.identity import NodeKey
-from tests.protocol.people import (
+from tests.builders.identities import (
     CHARTER,
     CLIENT,
     CREDENTIALS,

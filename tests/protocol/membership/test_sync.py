@@ -12,7 +12,7 @@ from meshllm.protocol.membership.records import MAX_MEMBERS, State
 from meshllm.protocol.membership.sync import FORGET, Exchange
 from meshllm.protocol.trust.credential import Credential, Role, found, issue
 from meshllm.protocol.trust.identity import NodeKey
-from tests.protocol.people import (
+from tests.builders.identities import (
     CHARTER,
     CREDENTIALS,
     FOUNDED,

@@ -5,7 +5,7 @@ from math import inf
 
 from meshllm.errors import NotAuthorised
 from meshllm.protocol.membership.twin import TWIN_S, Twin
-from tests.protocol.nodes import A, B
+from tests.builders.offers import A, B
 
 
 def test_a_node_that_one_peer_takes_for_another_for_long_enough_has_a_twin() -> None:

@@ -25,7 +25,7 @@ from meshllm.protocol.session.codec import MAX_ROWS, encode
 from meshllm.protocol.session.messages import Data, DType, Flags
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import MAX_PENDING
-from tests.protocol.nodes import A, B, apart, model, offer
+from tests.builders.offers import A, B, apart, model, offer
 
 PAIR = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 2)), Stage(B, Span(2, 4))))
 NO_TIME = Wire(0.0)

@@ -17,7 +17,7 @@ from meshllm.protocol.planning.plan import (
     Wire,
 )
 from meshllm.protocol.session.messages import MAX_RANKS
-from tests.protocol.nodes import A, B, C, D, model, node
+from tests.builders.offers import A, B, C, D, model, node
 
 PLAN = Plan(7, "tiny", Ends.ENTRY, (Stage(B, Span(0, 3)), Stage(A, Span(3, 4))), (Standby(C, ""),))
 

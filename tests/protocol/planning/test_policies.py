@@ -16,8 +16,8 @@ from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Stage, Term
 from meshllm.protocol.planning.policies import Policy, make_plan
 from meshllm.protocol.planning.prediction import compare
 from meshllm.protocol.planning.problem import kv_rooms, pose, room_tokens
-from tests.protocol.meshes import World, charter, profile
-from tests.protocol.nodes import A, B, C, D, apart, model, node, offer, spans
+from tests.builders.offers import A, B, C, D, apart, model, node, offer, spans
+from tests.builders.snapshots import World, charter, profile
 
 NEAR = Links()
 EXACT_POLICIES = ["fastest", "throughput"]

@@ -7,7 +7,7 @@ from meshllm.protocol.drafting.window import GUESSES
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Ends, Links, Plan, Stage, Terms, Wire
 from meshllm.protocol.planning.prediction import compare, predict
-from tests.protocol.nodes import A, B, C, apart, model, offer
+from tests.builders.offers import A, B, C, apart, model, offer
 
 PAIR = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 3)), Stage(B, Span(3, 4))))
 ALONE = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 4)),))

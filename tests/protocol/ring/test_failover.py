@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshllm.errors import LinkLost, MeshError
 from meshllm.protocol.ring.failover import AGAIN_S, ATTEMPTS, Failover, Reported
 from meshllm.request import Event, Piece, Prefilled
-from tests.cli.fake import answer_of
+from tests.builders.fake_ring import answer_of
 
 TEXT = "the ring goes on"
 

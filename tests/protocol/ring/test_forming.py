@@ -22,7 +22,7 @@ from meshllm.protocol.ring.forming import (
 )
 from meshllm.protocol.session.link import SILENCE
 from meshllm.protocol.session.messages import Hello
-from tests.protocol.nodes import A, B, C
+from tests.builders.offers import A, B, C
 
 
 def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:

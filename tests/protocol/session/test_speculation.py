@@ -11,7 +11,7 @@ from meshllm.protocol.drafting.drafter import Drafter, Drafting
 from meshllm.protocol.drafting.window import GUESSES
 from meshllm.protocol.session.actions import Pick
 from meshllm.protocol.session.speculation import SURE, Speculation, Speculator, Steps
-from meshllm.testing.oracle import Oracle
+from tests.builders.oracle import Oracle
 
 TEXT = list(range(400))
 SILENT = Oracle((), 1.0)

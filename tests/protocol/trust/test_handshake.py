@@ -34,8 +34,7 @@ from meshllm.protocol.trust.transcript import (
     Transcript,
 )
 from tests.bench.handshake import fuzz
-from tests.protocol import handshake_vectors as vectors
-from tests.protocol.members import (
+from tests.builders.handshakes import (
     AS_HOST,
     AS_JOINER,
     AS_MEMBER,
@@ -57,6 +56,7 @@ from tests.protocol.members import (
     make_listener,
     said,
 )
+from tests.protocol import handshake_vectors as vectors
 
 PUBLISHED = json.loads(vectors.PATH.read_text())
 LOW_ORDER = (  # points of Curve25519 whose secrets are all zero (RFC 7748, 6.1; cr.yp.to/ecdh)

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from meshllm.bench.fleet import Fleet, open_fleet
 from meshllm.errors import UserError
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.locate import BUILTIN
@@ -31,7 +32,6 @@ from meshllm.node.compute.worker import compute_thread
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.request import Request, Sampling
-from meshllm.testing.fleet import Fleet, open_fleet
 
 TRANSFORMERS = "transformers"
 

@@ -20,8 +20,8 @@ from meshllm.status import (
     RingStatus,
     SessionCounts,
 )
+from tests.builders.fake_ring import answer_of
 from tests.builders.status import member, status_of, with_link, with_node, with_ring
-from tests.cli.fake import answer_of
 
 CHANGE = Change("changed", RingState.SERVING, 7, "0123456789ab", {"abc": NodeState.SERVING})
 

@@ -26,8 +26,8 @@ from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Ends, Plan, Stage
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor
-from tests.model.gpu import GPU, ONCE, OTHER_CPU, graphs_pretended, needs_gpu, pretended
-from tests.node.wishes import node_options
+from tests.builders.fake_gpu import GPU, ONCE, OTHER_CPU, graphs_pretended, needs_gpu, pretended
+from tests.builders.node_options import node_options
 
 FREE = 64 << 20
 SAMPLING = Sampling(temperature=0.8, seed=3)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from meshllm.bench.ring_table import TRANSFORMERS
 from meshllm.model.device import CPU, fetch, put
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity.cases import divide
@@ -28,7 +29,6 @@ from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import InvariantSteps, ReplayedSteps, Steps
 from meshllm.names import Quant, Span
 from meshllm.protocol.drafting.window import STEPS
-from meshllm.testing.table1 import TRANSFORMERS
 
 CONTEXT = 128  # tokens of each session before the first one that is decoded
 LAST = (

@@ -21,8 +21,8 @@ from meshllm.protocol.drafting.window import STEPS
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
-from meshllm.testing.oracle import Oracle
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.builders.oracle import Oracle
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
 TOKENS = 32

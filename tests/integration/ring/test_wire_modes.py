@@ -21,9 +21,9 @@ from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.counting import CountingTransport
 from meshllm.testing.models import tiny_model
-from meshllm.testing.oracle import Oracle
 from meshllm.transport.contract import Channel, Transport
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.builders.oracle import Oracle
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
 TOKENS = 16

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshllm.bench import engine_table
+from meshllm.bench.engine_table import Case, Rounds, measure, summarise, take_turns
+from meshllm.bench.engines import Contestant, Forward, Task
 from meshllm.names import Quant
-from meshllm.testing import engine_table
-from meshllm.testing.engine_table import Case, Rounds, measure, summarise, take_turns
-from meshllm.testing.engines import Contestant, Forward, Task
 
 PREFILL, DECODE = Task("prefill", 8), Task("decode", 2)
 TASKS = (PREFILL, Task("decode", 1), DECODE)

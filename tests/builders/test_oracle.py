@@ -1,4 +1,4 @@
-from meshllm.testing.oracle import Oracle
+from tests.builders.oracle import Oracle
 
 
 def wrong(acceptance: float, seed: int = 0) -> int:

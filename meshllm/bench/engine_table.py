@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshllm.bench.engines import Contestant, Forward, Task, line_up
+from meshllm.bench.ring_table import random_model
 from meshllm.model.device import CPU, fetch
 from meshllm.names import Quant
-from meshllm.testing.engines import Contestant, Forward, Task, line_up
-from meshllm.testing.table1 import random_model
 
 PROMPTS = (32, 256, 1024)
 """Tokens that are read at once."""

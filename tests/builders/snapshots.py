@@ -10,7 +10,7 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import ENDS, Lifecycle, Profile, State
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.messages import DType
-from tests.protocol.nodes import model
+from tests.builders.offers import model
 
 CONFIG = Digest(b"c" * 32)
 

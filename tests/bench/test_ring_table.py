@@ -1,8 +1,8 @@
 import pytest
 
+from meshllm.bench.ring_table import TRANSFORMERS, Case, Contestant, Run, measure, table
 from meshllm.errors import UserError
 from meshllm.names import Quant
-from meshllm.testing.table1 import TRANSFORMERS, Case, Contestant, Run, measure, table
 
 PLAIN, ONE, TWO = Contestant(), Contestant(1), Contestant(2)
 

@@ -1,0 +1,1 @@
+"""What `meshllm bench` measures: engines beside transformers, and rings of nodes."""
