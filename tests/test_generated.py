@@ -15,14 +15,14 @@ def test_pages_and_completions_are_up_to_date() -> None:
 
 def test_drift_is_found_and_mended(tmp_path: Path) -> None:
     manual.write(tmp_path)
-    (tmp_path / "man" / "meshllm-chat.1").write_text("old")
-    (tmp_path / "man" / "meshllm-gone.1").write_text("no such command any more")
+    (tmp_path / "man" / "man1" / "meshllm-chat.1").write_text("old")
+    (tmp_path / "man" / "man1" / "meshllm-gone.1").write_text("no such command any more")
     (tmp_path / "completions" / "_meshllm").unlink()
 
     behind = manual.stale(tmp_path)
     manual.write(tmp_path)
 
-    assert behind == ["completions/_meshllm", "man/meshllm-chat.1", "man/meshllm-gone.1"]
+    assert behind == ["completions/_meshllm", "man/man1/meshllm-chat.1", "man/man1/meshllm-gone.1"]
     assert manual.stale(tmp_path) == []
 
 
@@ -34,7 +34,7 @@ def test_check_exits_by_what_it_finds(
     codes = [manual.main([word]) for word in ("check", "write", "check", "bogus")]
 
     assert codes == [1, 0, 0, 2]
-    assert "man/meshllm-chat.1\n" in capsys.readouterr().out
+    assert "man/man1/meshllm-chat.1\n" in capsys.readouterr().out
 
 
 def test_pages_do_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ def test_the_number_of_model_types_is_that_of_the_table() -> None:
     assert equal >= 115
 
 
-def test_its_install_and_test_commands_are_those_of_the_gate() -> None:
-    for name in ("install", "test"):
+def test_its_two_commands_are_those_of_the_gate() -> None:
+    for name in ("try", "test"):
         block = README.partition(f"<!-- ci: {name} -->\n```sh\n")[2].partition("\n```")[0]
         assert block.count("\n") == 0
         assert block

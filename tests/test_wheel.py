@@ -37,8 +37,8 @@ def test_the_embedded_model_is_small_and_whole(wheel: ZipFile) -> None:
 def test_man_pages_and_completions_come_along(wheel: ZipFile) -> None:
     shared = {name.partition(".data/data/share/")[2] for name in wheel.namelist()} - {""}
 
-    pages = {f"man/man1/{page.name}" for page in (ROOT / "man").iterdir()}
-    assert "man/man1/meshllm.1" in pages
+    pages = {f"man/{page.parent.name}/{page.name}" for page in (ROOT / "man").glob("*/*")}
+    assert {"man/man1/meshllm.1", "man/man7/meshllm-concepts.7"} <= pages
     assert shared == pages | {
         "bash-completion/completions/meshllm",
         "zsh/site-functions/_meshllm",

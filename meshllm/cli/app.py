@@ -18,6 +18,8 @@ from meshllm.cli.chat.chat import chat
 from meshllm.cli.commands import config, model, transport
 from meshllm.cli.commands.bench import EXAMPLES as BENCH_EXAMPLES
 from meshllm.cli.commands.bench import bench
+from meshllm.cli.commands.help import EXAMPLES as HELP_EXAMPLES
+from meshllm.cli.commands.help import show_help
 from meshllm.cli.commands.identity import EXAMPLES as ID_EXAMPLES
 from meshllm.cli.commands.identity import identity
 from meshllm.cli.commands.relay import EXAMPLES as RELAY_EXAMPLES
@@ -96,6 +98,7 @@ app.add_typer(transport.app, name="transport")
 app.command(epilog=RELAY_EXAMPLES)(relay)
 app.add_typer(config.app, name="config")
 app.command(epilog=BENCH_EXAMPLES)(bench)
+app.command("help", epilog=HELP_EXAMPLES)(show_help)
 
 
 @app.callback(invoke_without_command=True)

@@ -13,6 +13,8 @@ from typing import Any
 import typer
 
 from meshllm.cli.app import app
+from meshllm.cli.commands.help import topics
+from meshllm.cli.roff import escape, page
 from meshllm.cli.shared.options import help_of
 from meshllm.cli.terminal.render import out, talk
 from meshllm.config import PROJECT_FILE, keys
@@ -81,8 +83,11 @@ complete --command meshllm --no-files --arguments "(__meshllm_complete get-args)
 def generate() -> dict[str, str]:
     """Make every page and completion, by its path under the repository."""
     tree: Any = typer.main.get_command(app)
-    pages = {"man/meshllm.1": _root_page(tree)}
-    pages |= {f"man/meshllm-{name}.1": _page(name, child) for name, child in tree.commands.items()}
+    pages = {"man/man1/meshllm.1": _root_page(tree)}
+    pages |= {
+        f"man/man1/meshllm-{name}.1": _page(name, child) for name, child in tree.commands.items()
+    }
+    pages |= {f"man/man7/meshllm-{name}.7": page(text, "7") for name, text in topics().items()}
     return pages | {f"completions/{name}": text for name, text in COMPLETIONS.items()}
 
 
@@ -104,7 +109,7 @@ def write(root: Path) -> None:
         if str(path.relative_to(root)) not in wanted:
             path.unlink()
     for name, text in wanted.items():
-        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
 
 
@@ -127,7 +132,7 @@ def main(words: list[str]) -> int:
 
 
 def _present(root: Path) -> list[Path]:
-    return [*root.glob("man/*"), *root.glob("completions/*")]
+    return [*root.glob("man/man*/*"), *root.glob("completions/*")]
 
 
 def _root_page(tree: Any) -> str:
@@ -146,7 +151,9 @@ def _root_page(tree: Any) -> str:
             "FILES": _list(_FILES),
             "EXIT STATUS": _list(EXIT_STATUS),
             "EXAMPLES": _examples(tree),
-            "SEE ALSO": _references(f"meshllm-{name}" for name in tree.commands),
+            "SEE ALSO": _references(
+                [*((f"meshllm-{name}", 1) for name in tree.commands), *_topic_references()]
+            ),
         },
     )
 
@@ -161,19 +168,19 @@ def _page(name: str, command: Any) -> str:
         ),
         "DESCRIPTION": _description(command),
         "COMMANDS": "".join(
-            f'.SS "{_roff(child)}"\n{_description(it)}\n{_options(it)}'
+            f'.SS "{escape(child)}"\n{_description(it)}\n{_options(it)}'
             for child, it in children.items()
         ),
         "OPTIONS": "" if children else _options(command),
         "EXAMPLES": "".join(_examples(it) for it in (command, *children.values())),
-        "SEE ALSO": _references(["meshllm"]) + "\nfor settings, files and exit status",
+        "SEE ALSO": _references([("meshllm", 1)]) + "\nfor settings, files and exit status",
     }
     return _lay_out(f"meshllm-{name}", command, sections)
 
 
 def _lay_out(name: str, command: Any, sections: dict[str, str]) -> str:
     summary = _summary(command).removesuffix(".")
-    parts = {"NAME": f"{_roff(name)} \\- {_roff(summary)}"} | sections
+    parts = {"NAME": f"{escape(name)} \\- {escape(summary)}"} | sections
     body = "".join(f".SH {title}\n{text.rstrip()}\n" for title, text in parts.items() if text)
     return f'.TH "{name.upper()}" "1" "" "meshllm" "meshllm manual"\n{body}'
 
@@ -186,11 +193,11 @@ def _synopsis(line: str, command: Any) -> str:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     words = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
     tail = ["COMMAND ..."] if getattr(command, "commands", None) else words
-    return f".B {_roff(line)}\n{_roff(' '.join(['[OPTIONS]', *tail]))}"
+    return f".B {escape(line)}\n{escape(' '.join(['[OPTIONS]', *tail]))}"
 
 
 def _description(command: Any) -> str:
-    return _roff(re.sub(r"\n[ \t]*\n", "\n.PP\n", str(command.help or "").strip()))
+    return escape(re.sub(r"\n[ \t]*\n", "\n.PP\n", str(command.help or "").strip()))
 
 
 def _options(command: Any) -> str:
@@ -212,22 +219,20 @@ def _meaning(parameter: Any) -> str:
 
 def _examples(command: Any) -> str:
     lines = [line.strip() for line in str(command.epilog or "").splitlines()]
-    text = _roff("\n".join(line for line in lines if line.startswith(("meshllm ", "echo "))))
+    text = escape("\n".join(line for line in lines if line.startswith(("meshllm ", "echo "))))
     return f".nf\n{text}\n.fi\n" if text else ""
 
 
-def _references(names: Iterable[str]) -> str:
-    return ",\n".join(f".BR {_roff(name)} (1)" for name in names)
+def _references(names: Iterable[tuple[str, int]]) -> str:
+    return ",\n".join(f".BR {escape(name)} ({section})" for name, section in names)
+
+
+def _topic_references() -> list[tuple[str, int]]:
+    return [(f"meshllm-{name}", 7) for name in sorted(topics())]
 
 
 def _list(entries: Iterable[tuple[str, str]]) -> str:
-    return "".join(f".TP\n.B {_roff(name)}\n{_roff(text)}\n" for name, text in entries)
-
-
-def _roff(text: str) -> str:
-    """Escape what groff would obey: backslashes, and dots and quotes that begin a line."""
-    escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("`", "\\`")
-    return re.sub(r"(?m)^(?=['.])(?!\.PP$)", r"\\&", escaped)
+    return "".join(f".TP\n.B {escape(name)}\n{escape(text)}\n" for name, text in entries)
 
 
 if __name__ == "__main__":

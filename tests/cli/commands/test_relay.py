@@ -252,7 +252,7 @@ def test_what_was_done_is_told_at_the_end(meshllm: Invoke, fake: FakeRelay) -> N
 
 
 def test_the_default_place_is_the_port_of_the_relay() -> None:
-    assert "[default: [::]:8790]" in generate()["man/meshllm-relay.1"].replace("\\-", "-")
+    assert "[default: [::]:8790]" in generate()["man/man1/meshllm-relay.1"].replace("\\-", "-")
 
 
 @pytest.mark.socket

@@ -1,0 +1,79 @@
+"""README and the pages of section 7 name commands, options, settings and benchmarks that exist."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from meshllm.cli.app import app
+from meshllm.cli.commands.help import topics
+from meshllm.config import keys
+
+ROOT = Path(__file__).parents[1]
+TEXTS = {"README": (ROOT / "README.md").read_text("utf-8"), **topics()}
+TREE: Any = typer.main.get_command(app)
+OTHERS = {"--unix-socket", "--help"}  # of curl; of every command
+
+
+def code(text: str) -> str:
+    """Join what is written as code: fences and spans."""
+    fences = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return "\n".join([*fences, *(" ".join(span.split()) for span in spans)])
+
+
+def commands(tree: Any, prefix: str = "meshllm") -> dict[str, Any]:
+    found = {prefix: tree}
+    for name, child in getattr(tree, "commands", {}).items():
+        found |= commands(child, f"{prefix} {name}")
+    return found
+
+
+def options_of_benchmarks(text: str) -> set[str]:
+    """Find the options of the benchmarks that a text names, in their sources."""
+    sources = [
+        Path(spec.origin).read_text("utf-8")
+        for name in re.findall(r"python -m (tests[\w.]+)", text)
+        if (spec := find_spec(name)) and spec.origin
+    ]
+    return {option for source in sources for option in re.findall(r'"(--[\w-]+)"', source)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_option_exists(name: str) -> None:
+    text = code(TEXTS[name])
+    known = {option for each in commands(TREE).values() for p in each.params for option in p.opts}
+
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+
+    assert named - known - options_of_benchmarks(text) - OTHERS == set()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_command_exists(name: str) -> None:
+    known = commands(TREE)
+
+    for words in re.findall(r"(?m)^(?:\.venv/bin/)?meshllm((?: [a-z]+)+)", code(TEXTS[name])):
+        first, *rest = words.split()
+        assert f"meshllm {first}" in known, words
+        if rest and f"meshllm {first} {rest[0]}" not in known:
+            assert not getattr(known[f"meshllm {first}"], "commands", {}), words
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_module_and_variable_exists(name: str) -> None:
+    text = code(TEXTS[name])
+    variables = {key.variable for key in keys().values()}
+
+    assert set(re.findall(r"\bMESHLLM_\w+", text)) <= variables
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert module == "venv" or find_spec(module), module
+
+
+@pytest.mark.parametrize("name", topics())
+def test_a_page_names_itself_and_fits_a_terminal(name: str) -> None:
+    assert TEXTS[name].startswith(f"# meshllm-{name}: ")
+    assert max(map(len, TEXTS[name].splitlines())) <= 100
