@@ -25,7 +25,7 @@ PLANTS = {
     "The model computes": ("meshllm/model/wire/payload.py", "import asyncio"),
     "The terminal": ("meshllm/node/compute/gauge.py", "import rich"),
     "Typer carries": ("meshllm/cli/app.py", "import click"),
-    "Plugins do not know": ("plugins/meshllm_loopback/pipe.py", "import meshllm_websocket.link"),
+    "Plugins do not know": ("plugins/meshllm_loopback/pipe.py", "import meshllm_websocket.frames"),
     "A plugin sees": ("plugins/meshllm_loopback/pipe.py", "import meshllm.protocol.session.blob"),
 }
 

@@ -17,9 +17,9 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from meshllm.errors import PeerFault
+from meshllm.transport.laned_link import LanedLink
+from meshllm.transport.lanes import PIECE_BYTES
 from meshllm_websocket.frames import FrameReader, frame
-from meshllm_websocket.lanes import PIECE_BYTES
-from meshllm_websocket.link import Link
 from meshllm_websocket.rate import delivery_rate
 
 BUFFER_BYTES = 256 * 1024
@@ -67,7 +67,7 @@ class Connection(asyncio.BufferedProtocol):
         self.address = address
         self.is_writable = True
         self.socket: asyncio.Transport
-        self.link: Link
+        self.link: LanedLink
         self._opening = opening
         self._is_client = isinstance(machine, ClientProtocol)
         self._loop = asyncio.get_running_loop()
@@ -94,7 +94,7 @@ class Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self.socket = transport
         self.address = self.address or "{}:{}".format(*transport.get_extra_info("peername")[:2])
-        self.link = Link(self, self.address)
+        self.link = LanedLink(self, self.address)
         self._reader = FrameReader(self.link, is_masked=not self._is_client)
         transport.set_write_buffer_limits(high=PIECE_BYTES)
         _prepare(transport.get_extra_info("socket"))

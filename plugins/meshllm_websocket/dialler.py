@@ -10,9 +10,9 @@ from websockets.client import ClientProtocol
 from websockets.http11 import Request, Response
 
 from meshllm.errors import LinkLost
+from meshllm.transport.laned_link import LanedLink
 from meshllm_websocket.address import parse
 from meshllm_websocket.connection import SILENT, Connection
-from meshllm_websocket.link import Link
 
 OPEN_S = 10.0
 """For the connection and the opening handshake."""
@@ -30,7 +30,7 @@ class Dialler:
         self._refusal: asyncio.Future[str] = self._loop.create_future()  # empty: it is open
         self._connection: Connection | None = None
 
-    async def dial(self) -> Link:
+    async def dial(self) -> LanedLink:
         """Open a link; raise `LinkLost`."""
         with ExitStack() as failed:
             failed.callback(self._abort)

@@ -12,7 +12,7 @@ from typing import Protocol
 from websockets.speedups import apply_mask
 
 from meshllm.errors import PeerFault
-from meshllm_websocket.lanes import FIRST, NUMBER_BYTES, PIECE_BYTES
+from meshllm.transport.lanes import FIRST, NUMBER_BYTES, PIECE_BYTES
 
 HEAD_BYTES = 1 + NUMBER_BYTES
 MAX_FRAME_BYTES = HEAD_BYTES + PIECE_BYTES

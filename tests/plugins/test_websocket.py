@@ -22,10 +22,10 @@ from meshllm.errors import LinkLost, UserError
 from meshllm.testing.links import read
 from meshllm.testing.transports import Terms, check_transport
 from meshllm.transport import contract
+from meshllm.transport.laned_link import LanedLink
+from meshllm.transport.lanes import CREDIT
 from meshllm.transport.registry import Registry
 from meshllm_websocket import WebsocketTransport, address, connection, dialler
-from meshllm_websocket.lanes import CREDIT
-from meshllm_websocket.link import Link
 from meshllm_websocket.transport import PORTS
 
 pytestmark = pytest.mark.socket
@@ -43,13 +43,13 @@ class Local(WebsocketTransport):
 
 
 @asynccontextmanager
-async def linked(through: str = "{}") -> AsyncIterator[tuple[Link, Link]]:
-    """Link two ends, and close them."""
+async def linked(through: str = "{}") -> AsyncIterator[tuple[LanedLink, LanedLink]]:
+    """LanedLink two ends, and close them."""
     transport = WebsocketTransport()
     async with transport.listen(ANY) as listener:
         dialling = asyncio.create_task(transport.dial(through.format(listener.address)))
         ends = await anext(aiter(listener.links())), await dialling
-    one, other = (end for end in reversed(ends) if isinstance(end, Link))
+    one, other = (end for end in reversed(ends) if isinstance(end, LanedLink))
     try:
         yield one, other
     finally:
@@ -149,12 +149,12 @@ async def test_a_slow_reader_bounds_the_memory_of_both_sides() -> None:
         sender.cancel()
 
 
-async def flood(link: Link) -> None:
+async def flood(link: LanedLink) -> None:
     while True:
         await link.send([bytes(64 * 1024)])
 
 
-def held(link: Link) -> int:
+def held(link: LanedLink) -> int:
     """Bytes of messages that an end holds."""
     lanes = link._incoming._lanes.values()
     return link.unsent + sum(len(message) for lane in lanes for message in lane.queue)

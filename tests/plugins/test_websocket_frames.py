@@ -10,8 +10,8 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import Protocol, Side
 
 from meshllm.errors import PeerFault
+from meshllm.transport.lanes import BACK, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket.frames import HEAD_BYTES, MAX_FRAME_BYTES, FrameReader, frame
-from meshllm_websocket.lanes import BACK, FIRST, NEXT, PIECE_BYTES
 
 SIZES = [0, 1, 120, 121, 125, 126, 65530, 65531, 65536, PIECE_BYTES]
 

@@ -13,11 +13,11 @@ from websockets.frames import Frame, Opcode
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.testing.links import read
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Listener
+from meshllm.transport.laned_link import LanedLink
+from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
 from meshllm_websocket.connection import Connection
 from meshllm_websocket.frames import MAX_FRAME_BYTES
-from meshllm_websocket.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
-from meshllm_websocket.link import Link
 from meshllm_websocket.listener import MAX_HALF_OPEN_PER_HOST
 
 pytestmark = pytest.mark.socket
@@ -68,13 +68,13 @@ async def connected(place: Listener) -> AsyncIterator[Streams]:
 
 
 @asynccontextmanager
-async def stranger(place: Listener) -> AsyncIterator[tuple[Streams, Link]]:
+async def stranger(place: Listener) -> AsyncIterator[tuple[Streams, LanedLink]]:
     """Shake hands, and take the link at the other side."""
     async with connected(place) as (reader, writer):
         writer.write(REQUEST)
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
         link = await anext(aiter(place.links()))
-        assert isinstance(link, Link)
+        assert isinstance(link, LanedLink)
         yield (reader, writer), link
         await link.close()
 
@@ -190,7 +190,7 @@ async def test_before_a_link_is_taken_nothing_is_read() -> None:
         await asyncio.sleep(0.05)
 
         link = await anext(aiter(place.links()))
-        assert isinstance(link, Link)
+        assert isinstance(link, LanedLink)
         assert link._incoming.pop() is None
         assert len((await link.receive())[1]) == CREDIT // 2
         await link.close()
@@ -275,6 +275,6 @@ async def test_garbage_ends_in_one_typed_error(seed: int) -> None:
                 await all_of(reader)
 
 
-async def drain(link: Link) -> None:
+async def drain(link: LanedLink) -> None:
     while True:
         await link.receive()

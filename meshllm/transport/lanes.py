@@ -60,7 +60,7 @@ class Outgoing:
 
     def give_back(self, channel: Channel, credit: int) -> None:
         """Queue credit for the other side."""
-        self._credits.append(_number(BACK | channel, credit))
+        self._credits.append(head(BACK | channel, credit))
 
     def take_back(self, channel: Channel, credit: int) -> None:
         """Take credit from the other side; raise `PeerFault` for more than is out."""
@@ -82,7 +82,7 @@ class Outgoing:
                 if not message.left:
                     lane.queue.popleft()
                 if is_first:
-                    return _number(FIRST | channel, message.size), body
+                    return head(FIRST | channel, message.size), body
                 return bytes((NEXT | channel,)), body
         return None
 
@@ -219,5 +219,6 @@ class _Receiving:
         return True
 
 
-def _number(kind: int, number: int) -> bytes:
+def head(kind: int, number: int) -> bytes:
+    """Encode the head of a piece that carries a number."""
     return bytes((kind,)) + number.to_bytes(NUMBER_BYTES, "big")

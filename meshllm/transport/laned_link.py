@@ -1,4 +1,4 @@
-"""A link over one WebSocket connection."""
+"""A link over one ordered stream: two channels, credit-based flow control, back-pressure."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Protocol
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
-from meshllm_websocket.lanes import BACK, Incoming, Outgoing
+from meshllm.transport.lanes import BACK, Incoming, Outgoing
 
 _Line = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
 
@@ -38,7 +38,7 @@ class Wire(Protocol):
         ...
 
 
-class Link:
+class LanedLink:
     """One end; `meshllm.transport.contract.Link` for the application, the rest for the wire."""
 
     def __init__(self, wire: Wire, address: str) -> None:

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from meshllm.errors import PeerFault
+from meshllm.transport import lanes
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel
-from meshllm_websocket import lanes
-from meshllm_websocket.lanes import (
+from meshllm.transport.lanes import (
     BACK,
     CREDIT,
     FIRST,

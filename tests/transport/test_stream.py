@@ -1,0 +1,103 @@
+"""Links over a byte stream keep the contract, also against a peer that does not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from meshllm.errors import LinkLost, PeerFault
+from meshllm.testing.transports import Terms, check_transport
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Link
+from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES, head
+from tests.transport.unix import UnixTransport
+
+
+@asynccontextmanager
+async def stranger(path: Path) -> AsyncIterator[tuple[asyncio.StreamWriter, Link]]:
+    """Connect a bare socket; yield it and the link at the other end."""
+    async with UnixTransport().listen(f"unix:{path}") as listener:
+        _, writer = await asyncio.open_unix_connection(path)
+        link = await anext(aiter(listener.links()))
+        yield writer, link
+        writer.close()
+        await link.close()
+
+
+async def drain(link: Link) -> None:
+    while True:
+        await link.receive()
+
+
+async def test_a_plugin_for_a_byte_stream_is_short_and_keeps_the_contract() -> None:
+    assert len((Path(__file__).parent / "unix.py").read_text("utf-8").splitlines()) < 80
+    await check_transport(UnixTransport, Terms())
+
+
+async def test_heads_and_bodies_may_arrive_byte_by_byte(tmp_path: Path) -> None:
+    async with stranger(tmp_path / "s") as (writer, link):
+        for byte in head(FIRST, 3) + b"abc" + head(FIRST | 1, 0):
+            writer.write(bytes((byte,)))
+            await writer.drain()
+            await asyncio.sleep(0)
+
+        messages = [(int(channel), bytes(it)) for channel, it in [await link.receive()]]
+        assert messages == [(0, b"abc")]
+        assert bytes((await link.receive())[1]) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        head(FIRST, MAX_MESSAGE_BYTES + 1),
+        head(BACK, 1),
+        bytes((NEXT,)),
+        bytes((7,)) + bytes(4),
+        head(FIRST, 2 * PIECE_BYTES) + bytes(PIECE_BYTES) + head(FIRST, 1),
+        (head(FIRST, 0)) * (CREDIT // 256 + 1),
+    ],
+    ids=["too long", "credit", "no message", "kind", "overlap", "flood"],
+)
+async def test_a_peer_that_breaks_the_rules_loses_its_link(tmp_path: Path, sent: bytes) -> None:
+    async with stranger(tmp_path / "s") as (writer, link):
+        writer.write(sent)
+
+        with pytest.raises(PeerFault, match="broke the rules"):
+            await asyncio.wait_for(drain(link), 10)
+
+
+async def test_a_peer_that_leaves_within_a_message_is_a_lost_link(tmp_path: Path) -> None:
+    async with stranger(tmp_path / "s") as (writer, link):
+        writer.write(head(FIRST, 10) + b"half")
+        writer.write_eof()
+
+        with pytest.raises(LinkLost):
+            await asyncio.wait_for(link.receive(), 10)
+
+
+async def test_a_listener_that_closes_before_it_accepts_is_a_lost_link(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    server = await asyncio.start_unix_server(lambda _, writer: writer.close(), path)
+
+    with pytest.raises(LinkLost, match="closed before it accepted"):
+        await UnixTransport().dial(f"unix:{path}")
+
+    server.close()
+
+
+async def test_a_cancelled_dial_leaves_no_stream(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_unix_server(serve, path)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(UnixTransport().dial(f"unix:{path}"), 0.05)
+
+    await asyncio.wait_for(gone.wait(), 10)
+    server.close()
