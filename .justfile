@@ -1,16 +1,33 @@
+quick := "tests/protocol tests/transport tests/api tests/cli tests/plugins/test_loopback.py tests/plugins/test_websocket.py tests/node/membership tests/node/net tests/node/requests tests/model/files tests/model/text tests/model/wire tests/test_map.py tests/test_contracts.py tests/test_generated.py tests/test_topics.py"
 export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
 
 # everything that must be green: format, lint, types, imports, generated files, tests
-check:
+check: lint
+    pytest -n 2 --dist worksteal --cov=meshllm.protocol --cov-report=term --cov-fail-under=100 tests/protocol
+    pytest -n 2 --dist worksteal --ignore=tests/protocol
+
+# what needs no test: format, lint, types, imports, generated files
+lint:
     ruff format --check .
     ruff check .
     mypy
     lint-imports --no-cache
     python -m meshllm.cli.manual check
-    pytest --cov --cov-report=term -n 2 --dist worksteal
-    coverage report --include='meshllm/protocol/**' --fail-under=100
 
-# mend what a machine can mend
+# the loop of a developer, under a minute: what loads no model and starts no process
+quick:
+    ruff check .
+    pytest -q -n 2 --dist worksteal {{quick}}
+
+# long schedules, whole prompts sets, training, processes in namespaces
+slow:
+    pytest -n 2 --dist worksteal -m slow
+
+# branch coverage of everything
+coverage:
+    pytest -n 2 --dist worksteal --cov --cov-report=term
+
+# repair what a machine can repair
 fix:
     ruff check --fix .
     ruff format .

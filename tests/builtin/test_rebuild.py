@@ -37,6 +37,7 @@ def test_every_conversation_is_asked_and_answered_in_turn(phase: int) -> None:
         assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
+@pytest.mark.slow
 def test_training_writes_a_model_that_transformers_loads(tmp_path: Path) -> None:
     train.train(tmp_path, seed=1, tokens=2 * train.STEP)
     first = load_file(tmp_path / "model" / "model.safetensors")
@@ -48,6 +49,7 @@ def test_training_writes_a_model_that_transformers_loads(tmp_path: Path) -> None
     assert any(not torch.equal(first[name], weight) for name, weight in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_the_shipped_weights_are_those_of_this_network() -> None:
     folder = resolve("builtin").folder
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

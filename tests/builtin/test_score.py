@@ -156,6 +156,7 @@ def test_an_empty_report_does_not_divide_by_zero() -> None:
     assert "0.0%" in render(none, verbose=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_builtin_model_reaches_its_score() -> None:
     results = evaluate(CASES, greedy(WEIGHTS))

@@ -71,8 +71,11 @@ def _plain_text(folder: Path, sampling: Sampling) -> list[int]:
     return asyncio.run(answer(resolve(str(folder)), None, sampling))[0]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("nodes", "sampling"),
+    [(1, SAMPLINGS[0]), (2, SAMPLINGS[1]), (3, SAMPLINGS[0]), (4, SAMPLINGS[1])],
+    ids=["1-greedy", "2-sampled", "3-greedy", "4-sampled"],
+)
 def test_a_text_is_the_same_with_good_and_bad_guesses(
     source: Source, sampling: Sampling, nodes: int
 ) -> None:
@@ -95,7 +98,7 @@ def test_a_text_of_any_family_is_the_same(name: str, tmp_path: Path) -> None:
     assert asyncio.run(answer(source, oracle, SAMPLINGS[1], nodes=3))[0] == text
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_delays_change_no_token(source: Source, seed: int) -> None:
     shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
     text = plain_text(source, SAMPLINGS[1])
@@ -142,7 +145,7 @@ def test_an_answer_ends_where_it_does_without_guesses(source: Source, nodes: int
         assert seen == tokens
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 17, 18])
+@pytest.mark.parametrize("most", [1, 2, 18])
 def test_an_answer_is_as_long_as_asked(source: Source, most: int) -> None:
     text = plain_text(source, SAMPLINGS[0])
     order = Order(PROMPT, SAMPLINGS[0], most, lambda _: False)

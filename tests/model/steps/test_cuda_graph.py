@@ -148,8 +148,18 @@ def try_all(runner: Runner) -> None:
 
 
 @pytest.mark.usefixtures("pretending")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("qwen3", torch.bfloat16),
+        ("gemma3_text", torch.float32),
+        ("gpt2", torch.float16),
+        ("qwen2", torch.bfloat16),
+        ("phi3", torch.float16),
+    ],
+    ids=str,
+)
 def test_a_row_is_the_same_in_any_company(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     try_all(whole(tiny_model(tmp_path, family), dtype=dtype))
 

@@ -97,3 +97,12 @@ def test_the_longest_text_is_found() -> None:
 
     assert found is not None
     assert found[1] == "b"
+
+
+def test_a_prefix_that_another_rank_has_lost_is_dropped() -> None:
+    prefixes = kept()
+
+    prefixes.forget(SessionId(b"a" * 16))
+    prefixes.forget(SessionId(b"a" * 16))
+
+    assert prefixes.find((*PROMPT, *MORE), 1.0) is None

@@ -169,3 +169,31 @@ def test_auto_reckons_with_what_packed_rows_take() -> None:
 
     assert not chooses_int8(worked(Known(2), chunk_s=(plain_s + packed_s) / 2))
     assert chooses_int8(worked(Known(2), chunk_s=packed_s * 0.99))
+
+
+@pytest.mark.parametrize(
+    ("mode", "rate", "is_packed"),
+    [
+        (WireMode.EXACT, 10 * MBIT, True),
+        (WireMode.EXACT, 10_000 * MBIT, False),
+        (WireMode.EXACT, None, False),
+        (WireMode.PLAIN, 10 * MBIT, False),
+    ],
+)
+def test_exact_rows_are_compressed_on_links_that_are_known_to_be_slow(
+    mode: WireMode, rate: float | None, is_packed: bool
+) -> None:
+    compression = Compression(mode)
+
+    compression.note(1000, CHUNK, rate, is_step=False)
+
+    assert compression.packs(CHUNK) is is_packed
+
+
+def test_a_decode_step_does_not_change_the_known_rate() -> None:
+    compression = Compression(WireMode.EXACT)
+
+    compression.note(1000, CHUNK, 10 * MBIT, is_step=False)
+    compression.note(1000, ROW, 10_000 * MBIT, is_step=True)
+
+    assert compression.packs(CHUNK)
