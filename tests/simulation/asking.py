@@ -1,4 +1,4 @@
-"""Requests to the nodes of a simulated world, and what is to come of them; causes no faults."""
+"""Requests to the nodes of a simulated world, and their expected outcome; causes no faults."""
 
 from collections.abc import Callable
 from contextlib import aclosing
@@ -16,17 +16,17 @@ MOST_TOKENS = 10
 
 @dataclass(eq=False)
 class Asked:
-    """A request and what became of it."""
+    """A request and its outcome."""
 
     serial: int
     number: int
     process: Process
     request: Request
     cancel_at: int | None
-    """After so many pieces."""
+    """Cancel after this number of pieces."""
     text: str = ""
     outcome: str = ""
-    """Empty while it is under way."""
+    """Empty while it is running."""
 
 
 def draw_request(random: Random) -> Request:
@@ -37,7 +37,7 @@ def draw_request(random: Random) -> Request:
 
 
 async def read(node: MeshNode, asked: Asked, fault: Callable[[str], None]) -> None:
-    """Read the answer of a node to its end, or to where it is cancelled."""
+    """Read the answer of a node until it ends or is cancelled."""
     try:
         asked.outcome = await _read(node, asked, fault)
     except MeshError as error:

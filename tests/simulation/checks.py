@@ -1,4 +1,4 @@
-"""What is to be true of a simulated world, all the time or in the end; changes nothing in it."""
+"""Invariants of a simulated world, at all times or in the end; changes nothing in it."""
 
 from collections import Counter
 from itertools import combinations
@@ -9,13 +9,13 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 15, 5, 8, 4  # of a node that is at rest
-FOLLOW_S = 5  # s at most that a plan is followed of which is known that it is over
-WRITES = 4  # to the disk at most, before a node tells what it follows now
+TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 15, 5, 8, 4  # of an idle node
+FOLLOW_S = 5  # s at most that a node follows a plan that it knows to be outdated
+WRITES = 4  # disk writes at most, before a node publishes which plan it follows
 
 
 class Checks:
-    """The judge of one world."""
+    """Checks the invariants of one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -23,7 +23,7 @@ class Checks:
         self._rivals_s: Counter[tuple[Process, Process]] = Counter()
 
     def look(self) -> None:
-        """Look, once a second, at what lasts only for a moment."""
+        """Check, once a second, the conditions that may hold only for a moment."""
         self._look_for_removed()
         for one, other in combinations(sorted(self._world.nodes), 2):
             ends = self._world.running[one].process, self._world.running[other].process
@@ -35,7 +35,7 @@ class Checks:
                 self._world.fault(f"{one} and {other} are linked, and follow two plans of an epoch")
 
     def _are_rivals(self, one: int, other: int) -> bool:
-        """Tell whether two nodes hear each other and follow two plans of one epoch."""
+        """Return whether two connected nodes follow two plans of one epoch."""
         world, nodes = self._world, self._world.nodes
         plan, rival = nodes[one].standing.plan, nodes[other].standing.plan
         if plan is None or rival is None or plan == rival or plan.epoch != rival.epoch:
@@ -46,7 +46,7 @@ class Checks:
         return all(hears) and world.network.is_open(one, other)
 
     def _look_for_removed(self) -> None:
-        """Look whether those that are removed are gone for whoever knows it."""
+        """Check that no node that knows of a removal still has the removed one."""
         for number, node in self._world.nodes.items():
             process = self._world.running[number].process
             removals = node.machine.removals
@@ -80,14 +80,14 @@ class Checks:
 
     @property
     def fits(self) -> bool:
-        """Whether the nodes that are here, and not excluded, can hold the model."""
+        """Whether the running nodes that are not excluded can hold the model."""
         charters = [node.machine.charter for node in self.here.values()]
         out = {each for charter in charters if charter for each in charter.exclude}
         usable = [number for number, node in self.here.items() if node.me not in out]
         return sum(self._world.capacity[number] for number in usable) >= LAYERS
 
     def unsettled(self) -> str | None:
-        """Say what is not yet as it is to be; None when all is well."""
+        """Return what is still wrong; None if all is well."""
         world = self._world
         if world.coming or len(world.nodes) < len(world.running):
             return "not all nodes have come back"

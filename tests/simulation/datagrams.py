@@ -1,4 +1,4 @@
-"""What goes over networks without sockets, and the addresses on it."""
+"""Datagrams and addresses of simulated networks."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +13,7 @@ Subnet = IPv4Network | IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class Datagram:
-    """A UDP datagram under way."""
+    """A UDP datagram in flight."""
 
     data: bytes
     source: Address
@@ -37,7 +37,7 @@ class Captured:
 
     time: float
     sender: str
-    """Name of the host that sent it, and where a NAT says that it is."""
+    """Name of the host that sent it, and its source address after NAT."""
     source: Address
     receiver: str
     to: Address
@@ -54,7 +54,7 @@ def address(host: str) -> IPv4Address | IPv6Address:
 
 
 def version(host: str) -> int:
-    """Return which IP a numeric host is of, 4 or 6."""
+    """Return the IP version of a numeric host, 4 or 6."""
     return address(host).version
 
 

@@ -1,4 +1,4 @@
-"""Sockets that listen, and a clock that never waits, for tests of networks."""
+"""Listening sockets and a virtual clock for tests of simulated networks."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 def virtual(test: Callable[P, Coroutine[None, None, None]]) -> Callable[P, None]:
-    """Run a test on a clock that never waits."""
+    """Run a test on a virtual clock."""
 
     @wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -24,7 +24,7 @@ def virtual(test: Callable[P, Coroutine[None, None, None]]) -> Callable[P, None]
 
 @dataclass
 class Ear:
-    """A socket, and what it heard."""
+    """A socket and the datagrams that it received."""
 
     socket: Socket
     batches: list[Sequence[tuple[bytes, Address]]] = field(default_factory=list)
@@ -55,7 +55,7 @@ async def ear(host: Network, port: int = 0, bound: str | None = None) -> Ear:
 
 
 async def seen_as(ears: Sequence[Ear], sender: Ear) -> list[Address]:
-    """Let one send to several, and return as whom they see it."""
+    """Let one send to several, and return the source address that they see."""
     for each in ears:
         sender.send(each.address)
     await asyncio.sleep(1)

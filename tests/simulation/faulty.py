@@ -1,12 +1,11 @@
-"""A bad network: links, cuts, machines without power.
+"""An unreliable network: links, partitions, machines without power.
 
 Theory of operation
 -------------------
-A link is reliable, as TCP is: while a direction is cut, what arrives there waits, and comes in
-order some time after the cut has ended. A process that is killed closes its links, as its kernel
-does; one that lost its power says nothing, and nobody answers at its address until it is back. The
-links of a paused process go on to take what arrives, up to a limit. Every draw comes from the given
-`Random`.
+A link is reliable, as TCP is: while a direction is cut, messages wait, and arrive in order some
+time after the cut has ended. A killed process closes its links, as its kernel does; a machine that
+lost its power is silent, and nothing answers at its address until it is back. The links of a paused
+process keep receiving, up to a limit. Every draw comes from the given `Random`.
 """
 
 import asyncio
@@ -25,13 +24,13 @@ from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Listener
 from tests.simulation.machines import Process
 
 QUEUE_MESSAGES = 256  # of one channel and direction: what sockets and transports hold
-KNOCK_S = 1.0  # s between two tries to connect to where no answer comes from
+KNOCK_S = 1.0  # s between two attempts to connect to a silent address
 INSTANT_S = 1e-6
-LATE_S = 0.5  # s at most until what waited for a cut is sent again
+LATE_S = 0.5  # s at most after a cut until waiting messages are sent again
 
 
 class Network:
-    """The machines and the ways between them."""
+    """The machines and the paths between them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, random: Random) -> None:
         self.loop = loop
@@ -49,11 +48,11 @@ class Network:
         self._serials = count()
 
     def seat(self, process: Process) -> "Seat":
-        """Return the network as a process sees it."""
+        """Return the network as seen by a process."""
         return Seat(self, process)
 
     def heal(self, *ways: tuple[int, int]) -> None:
-        """End cuts; what waited for that comes soon."""
+        """End cuts; messages that waited arrive soon."""
         self.cuts.difference_update(ways)
         for flow in sorted(self._flows, key=lambda flow: flow.serial):
             if flow.held and flow.way not in self.cuts:
@@ -61,7 +60,7 @@ class Network:
                 self.loop.call_later(late, flow.release, context=self.context)
 
     def kill(self, process: Process, *, silently: bool) -> None:
-        """Take a process from the network; what it still does reaches nobody."""
+        """Remove a process from the network; nothing that it still sends arrives."""
         process.is_gone = True
         for end in sorted(process.ends, key=lambda end: end.outgoing.serial):
             end.detach(silently=silently)
@@ -71,14 +70,14 @@ class Network:
         process.ends.clear()
 
     def reset(self, number: int) -> None:
-        """Let a machine that lost its power and is back refuse the links that it had."""
+        """Let a machine that is back after a power loss reset its old links."""
         for flow in sorted(self._flows, key=lambda flow: flow.serial):
             if flow.way[1] == number and flow.is_void:
                 flow.end()
                 flow.back.end()
 
     def is_open(self, one: int, other: int) -> bool:
-        """Tell whether two machines can connect."""
+        """Return whether two machines can connect."""
         is_cut = (one, other) in self.cuts or (other, one) in self.cuts
         return not is_cut and other not in self.dark
 
@@ -97,7 +96,7 @@ class Network:
         return End(one, out, back)
 
     def forget(self, flow: "_Flow") -> None:
-        """Drop a direction that carries nothing any more."""
+        """Drop a direction that is no longer in use."""
         self._flows.discard(flow)
 
 
@@ -125,13 +124,13 @@ class _Flow:
         self.serial = serial
         self.lanes = {channel: _Lane() for channel in Channel}
         self.held: list[Callable[[], None]] = []
-        """What arrived while the way was cut, in order."""
+        """Messages that arrived during a cut, in order."""
         self.is_sealed = False
-        """Nothing more can be sent."""
+        """Closed for sending."""
         self.is_ended = False
-        """Nothing more arrives."""
+        """Closed for receiving."""
         self.is_void = False
-        """Who received is gone without a word."""
+        """The receiver vanished silently."""
         self.reader: asyncio.Future[None] | None = None
         self.messages = self.bytes = 0
 
@@ -150,8 +149,8 @@ class _Flow:
 
     def _carry(self, lanes: Sequence[_Lane], event: Callable[[], None]) -> None:
         at = self.network.loop.time() + self.network.travel_s(self.way)
-        at = max(at, *(lane.last + INSTANT_S for lane in lanes))  # of two timers of one instant
-        for lane in lanes:  # either may ring first
+        at = max(at, *(lane.last + INSTANT_S for lane in lanes))  # timers due at the same time
+        for lane in lanes:  # either may fire first
             lane.last = at
         self.network.loop.call_at(at, self._here, event, context=self.network.context)
 
@@ -190,7 +189,7 @@ class _Flow:
             self.reader.set_result(None)
 
     def hang_up(self) -> None:
-        """Tell the receiver that nothing follows; after what is under way."""
+        """Signal the end to the receiver, after everything in flight."""
         self.seal()
         self._carry(tuple(self.lanes.values()), self._hung_up)
 
@@ -250,7 +249,7 @@ class End:
             self.incoming.wake()
 
     def detach(self, *, silently: bool) -> None:
-        """Cut off the process that has it."""
+        """Disconnect the process that holds it."""
         self._is_closed = True
         if silently:
             self.outgoing.seal()
@@ -267,7 +266,7 @@ class End:
 
 
 class _Listener:
-    """Links that arrived at a process."""
+    """Incoming links of a process."""
 
     def __init__(self, process: Process, address: str) -> None:
         self.process = process
@@ -286,7 +285,7 @@ class _Listener:
 
 
 class Seat:
-    """The network as one process sees it: a transport."""
+    """The network as seen by one process: a transport."""
 
     name: ClassVar[str] = "sim"
     schemes: ClassVar[tuple[str, ...]] = ("sim",)
@@ -319,7 +318,7 @@ class Seat:
             await asyncio.sleep(network.travel_s(way))
         listener = network.listeners.get(address)
         if listener is None or self._process.is_gone or not network.is_open(here, there):
-            raise LinkLost(f"Nobody listens at `{address}`")
+            raise LinkLost(f"Nothing listens at `{address}`")
         return network.connect(self._process, listener)
 
 
@@ -332,5 +331,5 @@ def number_of(address: str) -> int:
     """Return which machine listens at an address; raise `UserError` for anything else."""
     scheme, _, number = address.partition(":")
     if scheme != "sim" or not number.isdecimal():
-        raise UserError(f"`{address}` is no address of the simulation")
+        raise UserError(f"`{address}` is not an address of the simulation")
     return int(number)

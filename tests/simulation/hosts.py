@@ -25,7 +25,7 @@ class Host:
     name: str
     world: World
     interfaces: list[Interface] = field(default_factory=list)
-    """The first of the right IP version serves what is on no segment of its own."""
+    """The first interface of the right IP version is the default route."""
     is_udp_blocked: bool = False
     _sockets: list["Socket"] = field(default_factory=list)
     _loopback: Wire = field(init=False)
@@ -41,37 +41,37 @@ class Host:
     def join(
         self, lan: Lan, line: Line | None = None, versions: tuple[int, ...] | None = None
     ) -> Interface:
-        """Plug it into a segment, beside those that it is on; twice gives two addresses."""
+        """Plug it into another segment; plugging in twice gives two addresses."""
         has = tuple(subnet.version for subnet in lan.subnets)
         interface = lan.plug(self, line or Line(), versions or has)
         self.interfaces.append(interface)
         return interface
 
     def leave(self) -> None:
-        """Pull every plug; sockets stay open, and wait."""
+        """Unplug it from all segments; sockets stay open."""
         for interface in self.interfaces:
             interface.lan.unplug(interface)
         self.interfaces.clear()
 
     def move(self, lan: Lan, line: Line | None = None) -> None:
-        """Roam: from all segments to another one, with the sockets that are open."""
+        """Roam: move to another segment, keeping open sockets."""
         self.leave()
         self.join(lan, line)
 
     def block_udp(self, is_blocked: bool = True) -> None:
-        """Let no UDP in or out."""
+        """Block UDP in both directions."""
         self.is_udp_blocked = is_blocked
 
     def stop(self) -> None:
-        """Cut its power: its sockets are deaf and mute from now on, and nobody is told."""
+        """Cut its power: its sockets silently stop sending and receiving."""
         for each in list(self._sockets):
             each.close()
 
     async def open(self, host: str | None, port: int, receive: Receive) -> "Socket":
-        """Open a socket, as `meshllm_quic.net.network.Network` says."""
+        """Open a socket, see `meshllm_quic.net.network.Network`."""
         bound = None if host in ANY else host
         if bound is not None and bound not in (*self.hosts(), *LOOPBACK.values()):
-            raise OSError(errno.EADDRNOTAVAIL, f"`{bound}` is no address of `{self.name}`")
+            raise OSError(errno.EADDRNOTAVAIL, f"`{bound}` is not an address of `{self.name}`")
         taken = {each.port for each in self._sockets if None in (bound, each.host)}
         taken |= {each.port for each in self._sockets if each.host == bound}
         if port in taken:
@@ -88,7 +88,7 @@ class Host:
         try:
             version(host)
         except ValueError:
-            raise socket.gaierror(socket.EAI_NONAME, f"`{host}` is nobody's name") from None
+            raise socket.gaierror(socket.EAI_NONAME, f"`{host}` is not a known host") from None
         return [(host, port)]
 
     def close_socket(self, closed: "Socket") -> None:
@@ -97,7 +97,7 @@ class Host:
             self._sockets.remove(closed)
 
     def send(self, data: bytes, source: tuple[str | None, int], to: Address) -> None:
-        """Send a datagram; no source host is that of the interface; any other may be a lie."""
+        """Send a datagram; the source host defaults to the interface, any other may be spoofed."""
         self.world.attempt(lambda: self._send(data, source, to))
 
     def _send(self, data: bytes, source: tuple[str | None, int], to: Address) -> None:
@@ -125,7 +125,7 @@ class Host:
         return next((way for way in ways if way[0].lan.is_local(to)), ways[0])
 
     def arrive(self, datagram: Datagram) -> None:
-        """Give a datagram to the socket that it is for; raise `Dropped`."""
+        """Deliver a datagram to its socket; raise `Dropped`."""
         host, port = datagram.to
         if self.is_udp_blocked:
             raise Dropped("blocked")
@@ -151,11 +151,11 @@ class Socket:
     _is_closed: bool = False
 
     def hosts(self) -> list[str]:
-        """List the addresses at which it is reached."""
+        """List the addresses at which it can be reached."""
         return self.owner.hosts() if self.host is None else [self.host]
 
     def send(self, datagrams: Sequence[bytes], to: Address) -> None:
-        """Send datagrams as one batch of the kernel; fail the test when they are none."""
+        """Send datagrams as one GSO batch; fail the test if the kernel would refuse it."""
         sizes = [len(each) for each in datagrams]
         assert not sizes[1:] or {*sizes[:-1]} == {sizes[0]} >= {max(sizes)}, f"a batch of {sizes}"
         if self._is_closed:
@@ -164,13 +164,13 @@ class Socket:
             self.owner.send(bytes(data), (self.host, self.port), to)
 
     def take(self, datagram: Datagram) -> None:
-        """Take a datagram; those of one moment are given on together."""
+        """Receive a datagram; those of the same time are delivered together."""
         if not self._inbox:
             asyncio.get_running_loop().call_soon(self._give)
         self._inbox.append((datagram.data, datagram.source))
 
     def close(self) -> None:
-        """Close it; what came and was not given is lost."""
+        """Close it; datagrams that were not delivered are lost."""
         self._is_closed = True
         self.owner.close_socket(self)
 

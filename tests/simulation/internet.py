@@ -1,8 +1,8 @@
 """An internet in memory: homes, NATs, hosts and the public network.
 
-It runs on whatever event loop runs; on `meshllm.testing.clock.VirtualLoop` an hour of it takes no
-time, and the same seed gives the same capture. Each line draws from a source of its own, so that
-more traffic on one changes nothing on another.
+It runs on the current event loop; on `meshllm.testing.clock.VirtualLoop` an hour of it takes no
+time, and the same seed gives the same capture. Each line has its own random source, so more traffic
+on one changes nothing on another.
 
     internet = Internet(seed=1, delay_s=0.01)
     relay = internet.host("relay")
@@ -11,8 +11,8 @@ more traffic on one changes nothing on another.
     carrier = internet.nat(SYMMETRIC, subnet="100.64.0.0/10")
     phone = carrier.nat(FULL_CONE).host("phone")  # behind two NATs
 
-Homes use the same private addresses, as homes do: a candidate of one house may be another machine
-of the next, or the machine itself.
+All homes use the same private addresses, as real ones do: a candidate address of one home may
+belong to another machine in the next, or to the machine itself.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from tests.simulation.nat import KINDS, PORT_RESTRICTED, Kind, Table
 from tests.simulation.wires import Dropped, Line
 
 LAN_LINE = Line(delay_s=0.0002)
-# Not those for documentation: Python calls them private (`ipaddress`), and so may what is tested.
+# Not the documentation ranges: Python (`ipaddress`) and the code under test count them as private.
 PUBLIC = "20.0.0.0/16"
 PUBLIC_6 = "2600::/64"
 HOME = "192.168.1.0/24"
@@ -33,7 +33,7 @@ HOME_6 = "2600:0:0:{:x}::/64"
 
 
 class Place(Lan):
-    """A segment with a way to add to it."""
+    """A segment to which hosts and NATs can be added."""
 
     def host(
         self, name: str, line: Line | None = None, versions: tuple[int, ...] | None = None
@@ -46,11 +46,11 @@ class Place(Lan):
         return host
 
     def nat(self, kind: Kind, line: Line | None = None, *, subnet: str = HOME) -> "Nat":
-        """Add a router that translates, with a segment behind it."""
+        """Add a NAT router with a segment behind it."""
         return Nat(self, kind, line or Line(), subnet)
 
     def behind(self, name: str) -> "Place":
-        """Return a place behind a NAT of a kind of `KINDS`: with `none`, this one."""
+        """Return a place behind a NAT of a type of `KINDS`; `none` is this place."""
         kind = KINDS[name]
         return self if kind is None else self.nat(kind)
 
@@ -59,22 +59,22 @@ class Internet(Place):
     """The public network."""
 
     def __init__(self, seed: int = 0, delay_s: float = 0.01, *, is_dual: bool = False) -> None:
-        """Begin with nobody on it; `delay_s` is one way, and dual has IPv6 beside IPv4."""
+        """Start empty; `delay_s` is one way, and ``dual`` adds IPv6."""
         public = subnets(PUBLIC, PUBLIC_6) if is_dual else subnets(PUBLIC)
         super().__init__("internet", World(seed), public, Line(delay_s=delay_s))
 
     @property
     def capture(self) -> list[Captured]:
-        """What arrived at hosts, in order."""
+        """Datagrams that arrived at hosts, in order."""
         return self.world.capture
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many datagrams ended under way, by why."""
+        """Number of dropped datagrams by reason."""
         return self.world.dropped
 
     def seen(self, sender: Host, receiver: Host, since: float = 0.0) -> list[Captured]:
-        """List what arrived at one host from another, through no third."""
+        """List what arrived at one host directly from another."""
         names = sender.name, receiver.name
         return [
             each
@@ -85,7 +85,7 @@ class Internet(Place):
 
 @dataclass(slots=True)
 class Traffic:
-    """What passed."""
+    """Traffic counters."""
 
     datagrams: int = 0
     bytes: int = 0
@@ -124,23 +124,23 @@ class Nat(Place):
         return self.interface.hosts[0]
 
     def reboot(self, *, renumber: bool = False) -> None:
-        """Forget every mapping, and come back with another address if asked."""
+        """Reboot: forget every mapping, and change the address if asked."""
         if renumber:
             self.outer.renumber(self.interface)
         self._forget()
 
     def block_udp(self, is_blocked: bool = True) -> None:
-        """Let no UDP in or out, as the networks of some offices."""
+        """Block UDP in both directions, as some office networks do."""
         self.is_udp_blocked = is_blocked
 
     def own(self, host: str, interface: Interface) -> None:
-        """Send what is for an address to an interface; those of IPv6 lead here from outside."""
+        """Route an address to an interface; IPv6 addresses are routed here from outside."""
         super().own(host, interface)
         if version(host) == 6:
             self.outer.own(host, self.interface)
 
     def leave(self, datagram: Datagram) -> None:
-        """Let a datagram out, or back in when it is for the router's own address."""
+        """Let a datagram out, or back in (hairpin) if it is for the router's own address."""
         if self.is_udp_blocked:
             raise Dropped("blocked")
         table = self._tables[version(datagram.to[0])]
@@ -156,7 +156,7 @@ class Nat(Place):
             self.outer.enter(self.interface, datagram)
 
     def arrive(self, datagram: Datagram) -> None:
-        """Let a datagram in, if it may."""
+        """Let a datagram in, if the filter allows it."""
         if self.is_udp_blocked:
             raise Dropped("blocked")
         table = self._tables[version(datagram.to[0])]

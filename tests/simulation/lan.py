@@ -1,4 +1,4 @@
-"""Networks without sockets: segments, what is plugged into them, and the time things take."""
+"""Simulated local networks: segments, the devices on them, and delays."""
 
 import asyncio
 import heapq
@@ -15,24 +15,24 @@ from tests.simulation.wires import Dropped, Line, Wire
 
 
 class Device(Protocol):
-    """What can be plugged into a segment."""
+    """A device that can be plugged into a segment."""
 
     name: str
 
     def arrive(self, datagram: Datagram) -> None:
-        """Take a datagram; raise `Dropped` for one that ends here."""
+        """Receive a datagram; raise `Dropped` if it is dropped here."""
         ...
 
 
 class World:
-    """What all segments of one internet share."""
+    """State shared by all segments of one internet."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.serials = count(1)
         self.capture: list[Captured] = []
         self.dropped: Counter[str] = Counter()
-        """Why datagrams ended under way: the texts of `Dropped`."""
+        """Number of dropped datagrams by reason: the text of `Dropped`."""
         self.hosts_by_name: dict[str, Callable[[], list[str]]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._orders = count()
@@ -40,17 +40,17 @@ class World:
 
     @property
     def now(self) -> float:
-        """Seconds of the event loop that runs."""
+        """Seconds on the running event loop."""
         return asyncio.get_running_loop().time()
 
     def random(self, name: str) -> Random:
-        """Return a source of its own for everything that draws."""
+        """Return a separate random source for each name."""
         return Random(f"{self.seed}/{name}")
 
     def through(
         self, wire: Wire, line: Line, datagram: Datagram, then: Callable[[Datagram], None]
     ) -> None:
-        """Send a datagram through a wire, and do with it what comes then; raise `Dropped`."""
+        """Send a datagram through a wire, then run the next step; raise `Dropped`."""
         now = self.now
         for arrival in wire.arrivals(line, datagram.size, now):
             step = partial(then, datagram)
@@ -60,7 +60,7 @@ class World:
                 self._at(arrival, step)
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Do one step of a way; count it when it is the last."""
+        """Run one step of a path; count the datagram if it is dropped."""
         try:
             step()
         except Dropped as drop:
@@ -86,7 +86,7 @@ class World:
 
 @dataclass(eq=False, slots=True)
 class Interface:
-    """Where a device is plugged into a segment, and by which line."""
+    """The attachment of a device to a segment, and its line."""
 
     lan: "Lan"
     device: Device
@@ -98,7 +98,7 @@ class Interface:
 
 @dataclass(eq=False)
 class Lan:
-    """A segment: who is on it reaches each other; the rest goes to the router, if there is one."""
+    """A segment: its devices reach each other; the rest goes to the router, if there is one."""
 
     name: str
     world: World
@@ -122,21 +122,21 @@ class Lan:
         return interface
 
     def unplug(self, interface: Interface) -> None:
-        """Pull the plug; its addresses are never given again."""
+        """Unplug it; its addresses are never reused."""
         self.interfaces.remove(interface)
         for host, owner in list(self._owners.items()):
             if owner is interface:
                 del self._owners[host]
 
     def renumber(self, interface: Interface) -> None:
-        """Give an interface new addresses; the old ones are never given again."""
+        """Give an interface new addresses; the old ones are never reused."""
         for index, host in enumerate(interface.hosts):
             del self._owners[host]
             interface.hosts[index] = self._address(version(host))
             self.own(interface.hosts[index], interface)
 
     def own(self, host: str, interface: Interface) -> None:
-        """Send what is for an address to an interface."""
+        """Route an address to an interface."""
         self._owners[host] = interface
 
     def line_between(self, one: Device, other: Device, line: Line) -> None:
@@ -144,12 +144,12 @@ class Lan:
         self._between[frozenset((one.name, other.name))] = line
 
     def enter(self, interface: Interface, datagram: Datagram) -> None:
-        """Take a datagram from a device; raise `Dropped`."""
+        """Accept a datagram from a device; raise `Dropped`."""
         cross = partial(self._cross, interface.device.name)
         self.world.through(interface.up, interface.line, datagram, cross)
 
     def is_local(self, host: str) -> bool:
-        """Tell whether an address belongs to this segment, used or not."""
+        """Return whether an address belongs to this segment, used or not."""
         return host in self._owners or any(
             subnet.version == version(host) and address(host) in subnet for subnet in self.subnets
         )
@@ -159,7 +159,7 @@ class Lan:
         raise Dropped("unreachable")
 
     def descend(self, datagram: Datagram) -> None:
-        """Take a datagram from the router, for a device of this segment."""
+        """Accept a datagram from the router, for a device of this segment."""
         self._cross(self.name, datagram)
 
     def _cross(self, sender: str, datagram: Datagram) -> None:

@@ -1,7 +1,7 @@
 """Processes of several machines in one event loop: paused and resumed.
 
-A paused process runs none of its code: callbacks and timers of tasks that it began wait for it.
-Every machine has a time of day of its own, which may be wrong and may jump.
+A paused process runs no code: callbacks and timers of its tasks wait for it. Every machine has its
+own wall clock, which may be wrong and may jump.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from meshllm.testing.clock import VirtualLoop
 if TYPE_CHECKING:
     from tests.simulation.faulty import End
 
-START_S = 1_800_000_000.0  # time of day of a machine whose clock is right
+START_S = 1_800_000_000.0  # wall clock of a machine whose clock is right
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -29,16 +29,16 @@ _OWNER: ContextVar["Process | None"] = ContextVar("owner", default=None)
 
 @dataclass(eq=False)
 class Process:
-    """One run of a program: what its tasks do, they do in its context."""
+    """One run of a program; its tasks run in its context."""
 
     number: int
     """Of the machine it runs on."""
     is_paused: bool = False
     is_gone: bool = False
-    """The network knows it no more."""
+    """It was removed from the network."""
     context: Context = field(default_factory=copy_context)
     backlog: list[Handle] = field(default_factory=list)
-    """What it has to do when it runs again."""
+    """Callbacks to run when it is resumed."""
     ends: set["End"] = field(default_factory=set)
     """Its ends of links."""
     begun: WeakSet[asyncio.Task[object]] = field(default_factory=WeakSet)
@@ -53,12 +53,12 @@ class Process:
 
 
 def process_here() -> Process | None:
-    """Return the process whose code runs now."""
+    """Return the process whose code is running."""
     return _OWNER.get()
 
 
 def time_of_day() -> float:
-    """Tell the time of day as the machine sees it whose code runs now."""
+    """Return the wall clock of the machine whose code is running."""
     owner = _OWNER.get()
     if owner is None:
         return real_time()
@@ -73,18 +73,18 @@ class Machines(VirtualLoop):
     def __init__(self) -> None:
         super().__init__()
         self.ahead_s: defaultdict[int, float] = defaultdict(float)
-        """By how much the time of day of a machine is wrong."""
+        """Error of the wall clock of each machine."""
         self.most_ahead_s: defaultdict[int, float] = defaultdict(float)
-        """By how much it ever was too late."""
+        """Largest error so far of a clock that was ahead."""
         self.set_task_factory(_begin)
 
     def jump(self, number: int, seconds: float) -> None:
-        """Let the time of day of a machine jump."""
+        """Let the wall clock of a machine jump."""
         self.ahead_s[number] += seconds
         self.most_ahead_s[number] = max(self.most_ahead_s[number], self.ahead_s[number])
 
     def latest_s(self, number: int) -> float:
-        """Return a time of day that a machine has not seen yet."""
+        """Return a time that the wall clock of a machine has not reached yet."""
         return START_S + self.time() + self.most_ahead_s[number]
 
     def call_soon(
@@ -93,7 +93,7 @@ class Machines(VirtualLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> Handle:
-        """Run a callback, once its process runs."""
+        """Run a callback, once its process is not paused."""
         owner = _OWNER.get() if context is None else context.get(_OWNER)
         if owner is None or not owner.is_paused:
             return super().call_soon(callback, *args, context=context)
@@ -108,7 +108,7 @@ class Machines(VirtualLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> TimerHandle:
-        """Run a callback at a time, or when its process runs again after that."""
+        """Run a callback at a time, or later when its process is resumed."""
         owner = _OWNER.get() if context is None else context.get(_OWNER)
         if owner is None:
             return super().call_at(when, callback, *args, context=context)
@@ -123,10 +123,10 @@ class Machines(VirtualLoop):
         return handle
 
     def resume(self, process: Process) -> None:
-        """Let a process run again; what it missed happens at once."""
+        """Resume a process; callbacks that it missed run at once."""
         process.is_paused = False
         for handle in process.backlog:
-            self._add_callback(handle)  # type: ignore[attr-defined]  # how asyncio does it
+            self._add_callback(handle)  # type: ignore[attr-defined]  # as asyncio does
         process.backlog.clear()
 
 
@@ -136,7 +136,7 @@ def _begin(
     *,
     context: Context | None = None,
 ) -> asyncio.Task[T]:
-    """Make a task, and note whose it is."""
+    """Create a task and record its process."""
     task = asyncio.Task(work, loop=loop, context=context)
     owner = _OWNER.get() if context is None else context.get(_OWNER)
     if owner is not None:

@@ -1,4 +1,4 @@
-"""Who is a member of the simulated mesh, as only one who sees everything knows it."""
+"""Membership of the simulated mesh, with global knowledge."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from tests.simulation.mesh_world import member
 
 @dataclass(eq=False)
 class Ticket:
-    """An invitation, and who came with it."""
+    """An invitation, and the keys that joined with it."""
 
     text: str
     inviter: int
@@ -30,14 +30,14 @@ class Ticket:
     holders: set[int] = field(default_factory=set)
     """Machines whose nodes start with it."""
     guests: set[NodeId] = field(default_factory=set)
-    """The keys that it let in."""
+    """Keys that were admitted with it."""
 
     def is_late(self, now_s: float) -> bool:
-        """Tell whether it has expired."""
+        """Return whether it has expired."""
         return 0 < parse_ticket(self.text).expires_s <= now_s
 
     def let_in(self, guest: NodeId, now_s: float) -> str | None:
-        """Note that it let a key in; say what is wrong with that."""
+        """Record that it admitted a key; return what is wrong with that."""
         self.guests.add(guest)
         if self.uses is not None and len(self.guests) > self.uses:
             return f"a ticket for {self.uses} lets in {len(self.guests)} keys"
@@ -52,17 +52,17 @@ class Members:
     ) -> None:
         self._home = home
         self._fault = fault
-        self._latest_s = latest_s  # the time of day that a machine has seen
+        self._latest_s = latest_s  # the latest wall clock time that a machine has seen
         self.tickets: dict[int, Ticket] = {}
-        """The last one that a machine was given."""
+        """The last ticket that a machine got."""
         self.credentials: dict[int, Credential] = {}
         self.remover: int | None = None
         """The machine that removed another."""
         self.removals: Removals = {}
-        """All that were ever made, whether anybody still knows them or not."""
+        """All removals ever made, whether or not a node still knows them."""
 
     def settle(self, number: int, others: list[int]) -> None:
-        """Make a machine a member that knows where others are."""
+        """Make a machine a member that knows the addresses of others."""
         credential = member(number)[1]
         peers = {member(other)[0].node.hex(): [address_of(other)] for other in others}
         content = {"credential": credential.encode().hex(), "peers": peers}
@@ -71,7 +71,7 @@ class Members:
         self.credentials[number] = credential
 
     def invite(self, number: int, ticket: Ticket) -> None:
-        """Give a ticket to a machine, whose folder holds nothing but its key."""
+        """Give a ticket to a machine, whose state folder holds only its key."""
         if number not in self.tickets:
             self._key(number)
         self.tickets[number] = ticket
@@ -79,7 +79,7 @@ class Members:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at whom the nodes let in that run in the context."""
+        """Check the keys that nodes admit in the context."""
         judge = Gate.judge
 
         async def judging(
@@ -112,7 +112,7 @@ class Members:
         return self._home / str(number)
 
     def is_out(self, number: int, removals: Removals | None = None) -> bool:
-        """Tell whether removals, by default all that were made, shut a member out."""
+        """Return whether a member is excluded by removals, by default all that were made."""
         removals = self.removals if removals is None else removals
         if not removals or number not in self.credentials:
             return False
@@ -124,7 +124,7 @@ class Members:
         return False
 
     def out(self, removals: Removals) -> dict[NodeId, int]:
-        """Return whom removals shut out."""
+        """Return the members excluded by removals."""
         return {
             member(number)[0].node: number
             for number in self.credentials
@@ -132,7 +132,7 @@ class Members:
         }
 
     def may_be_refused(self, number: int) -> bool:
-        """Tell whether a node may end because it is no member."""
+        """Return whether a node may end because it is not a member."""
         if self.is_out(number):
             return True
         ticket = self.tickets.get(number)

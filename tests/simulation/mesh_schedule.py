@@ -1,12 +1,12 @@
-"""Meshes of machines on a bad network with a manual clock; everything follows from one seed.
+"""Meshes of machines on an unreliable network with a manual clock; one seed determines everything.
 
     python -m tests.simulation.mesh_schedule --schedules 1000000 --seed 7
 
-A schedule starts some nodes and lets them fail in every way for a while: they crash with and
-without a word, pause, leave, come back (also with a lost count), lose links, are cut off in one
-direction or both, hear things twice and late, see the time of day jump, change the charter at the
-same time, and remove each other. Then the network heals, and within `BOUND` seconds all living
-nodes must know the same, be linked to each other and name nobody else.
+A schedule starts some nodes and injects all kinds of faults for a while: nodes crash with and
+without notice, pause, leave, restart (also with a lost incarnation), lose links, are partitioned in
+one direction or both, get duplicates and late messages, see their wall clock jump, change the
+charter concurrently, and remove each other. Then the network heals, and within `BOUND` seconds all
+living nodes must agree, be linked to each other and list no other node.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from tests.simulation.mesh_world import Network, Node, World, disagreement, reme
 BOUND = 90.0  # s from the last fault to agreement: two dials at the longest pause, and some
 
 Hook = Callable[[World, Node], None]
-"""What is called at each Changed of a machine."""
+"""Callback for each Changed of a machine."""
 
 
 class Schedule:
-    """One world, what goes wrong in it, and whether it came right."""
+    """One world, its faults, and whether it recovered."""
 
     def __init__(self, seed: int, on_changed: Hook | None = None) -> None:
         self.world = World(seed, on_changed)
@@ -35,7 +35,7 @@ class Schedule:
         self.has_removed = False
 
     def run(self) -> str | None:
-        """Run it all; return what is wrong at the end."""
+        """Run the schedule; return what is wrong at the end."""
         world, random = self.world, self.random
         for number in range(self.nodes):
             world.at(random.uniform(0, 2), partial(world.start, number))
@@ -94,7 +94,7 @@ class Schedule:
             self.world.pause(node, self.random.uniform(0.1, 8))
 
     def _cut(self, _: Node) -> None:
-        """Part the nodes in two, in one direction or both."""
+        """Partition the nodes into two halves, in one direction or both."""
         network = self.world.network
         here = set(self.random.sample(range(self.nodes), self.random.randint(1, self.nodes - 1)))
         both = self.random.random() < 0.7

@@ -1,4 +1,4 @@
-"""Machines of a mesh, what drives them, and a bad network, by a manual clock; causes no faults.
+"""Machines of a mesh, their drivers, and an unreliable network on a manual clock; causes no faults.
 
 Every message goes through the codec.
 """
@@ -32,9 +32,9 @@ TERMS: dict[str, tuple[Any, ...]] = {
     "members": (None, 1, 2, 3),
     "policy": ("auto", "throughput"),
 }
-"""What nodes change in the charter."""
+"""Terms of the charter that nodes change."""
 START_S = 1_800_000_000.0  # time of day
-DIAL_S = 10.0  # s after which a dial that nobody answers is given up
+DIAL_S = 10.0  # s until an unanswered dial times out
 SHAPE = Shape("toy", (100,) * 4, (1,) * 4, 10, 10, tied=False, hidden_size=8, itemsize=4, context=8)
 CONFIG = Digest(blake3(b"toy").digest())
 MANIFEST = (CONFIG[:DIGEST_PART_BYTES],) * (SHAPE.layers + ENDS)
@@ -63,7 +63,7 @@ def remembered_signatures() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Pipe:
-    """One connection; what it carries arrives in order, unless the network duplicates it."""
+    """One connection; messages arrive in order, unless the network duplicates them."""
 
     ends: tuple["Node", "Node"]
     arrived: dict[NodeId, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Pipe:
 
 @dataclass(eq=False)
 class Node:
-    """One process: a machine and what a driver does for it."""
+    """One process: a machine and its driver."""
 
     number: int
     incarnation: int
@@ -95,10 +95,10 @@ class Node:
 
 @dataclass
 class Network:
-    """How badly messages travel."""
+    """Faults of the network."""
 
     loss: dict[tuple[int, int], float] = field(default_factory=dict)
-    """From one node to another: the share that is lost; 1 is a cut."""
+    """Loss rate from one node to another; 1 is a cut."""
     duplicates: float = 0.0
     slowest_s: float = 0.05
 
@@ -119,7 +119,7 @@ class World:
         self.counts: dict[int, int] = {}
         """The incarnation that each state folder remembers."""
         self.wishes: dict[str, list[tuple[Node, object]]] = {}
-        """Who changed a term of the charter, and to what."""
+        """Changes of charter terms: the node and the value."""
         self._on_changed = on_changed or (lambda *_: None)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -130,7 +130,7 @@ class World:
 
     @property
     def members(self) -> list[Node]:
-        """The living nodes that are to find each other."""
+        """The living nodes, which must find each other."""
         removed = {node for at in self.living for node in at.mesh.removals}
         return [node for node in self.living if node.id not in removed]
 
@@ -138,7 +138,7 @@ class World:
         heappush(self._events, (self.now + delay, next(self._order), event))
 
     def run(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         end = self.now + seconds
         while self._events and self._events[0][0] <= end:
             self.now, _, event = heappop(self._events)
@@ -148,7 +148,7 @@ class World:
     # What happens to nodes
 
     def start(self, number: int, *, forgets: bool = False) -> None:
-        """Start a node, or start it again; a state folder that forgets begins to count anew."""
+        """Start or restart a node; a lost state folder restarts the incarnation."""
         if number in self.nodes and self.nodes[number].is_up:
             return
         self.counts[number] = 1 if forgets else self.counts.get(number, 0) + 1
@@ -161,7 +161,7 @@ class World:
             "1",
             (f"sim:{number}",),
             MEMORY,
-            ((1, 50.0 * (1 + number)),),  # s; round trips are noise beside it
+            ((1, 50.0 * (1 + number)),),  # s; round trips are small in comparison
             model=SHAPE.name,
             weights=MANIFEST,
         )
@@ -216,7 +216,7 @@ class World:
     # The driver of every node
 
     def act(self, node: Node, actions: list[Action]) -> None:
-        """Do what a machine asks for."""
+        """Execute the actions of a machine."""
         for action in actions:
             match action:
                 case Send(peer, message):
@@ -273,7 +273,7 @@ class World:
             self.act(node, node.mesh.receive(peer, decode(data), self.now))
 
     def _close(self, node: Node, pipe: Pipe) -> None:
-        """Close one end; the other notices after what was sent, if anything reaches it."""
+        """Close one end; the other notices after all sent messages, if anything reaches it."""
         other = pipe.other(node)
         del node.pipes[other.id]
         if self.network.carries(node.number, other.number):
@@ -288,7 +288,7 @@ class World:
     def _remember(self, node: Node) -> None:
         """Dial a node that the state folder or the ticket knows: often while alone, else rarely.
 
-        Two halves of a mesh that never met know of each other in no other way.
+        Two halves of a mesh that never met can find each other only in this way.
         """
         if not node.is_up or self.nodes[node.number] is not node:
             return
@@ -303,7 +303,7 @@ class World:
         self.at(2 * self._delay(), partial(self._answer, node, peer))
 
     def _answer(self, node: Node, peer: NodeId) -> None:
-        """Let the side that listens take the link, or nobody."""
+        """Let the listening side accept the link, if it can."""
         other = next((node for node in self.living if node.id == peer), None)
         is_there = other is not None and not other.is_paused and node.is_up
         if other is None or not is_there or not self._is_open(node, other):
@@ -311,7 +311,7 @@ class World:
             self.at(wait, partial(self._to, node, partial(self._refused, node, peer)))
             return
         pipe, delay = Pipe((node, other)), self._delay()
-        pipe.arrived[node.id] = self.now + delay  # nothing on the new link overtakes its beginning
+        pipe.arrived[node.id] = self.now + delay  # no message on the new link overtakes its opening
         self.at(delay, partial(self._to, node, partial(self._link, node, pipe, True)))
         self._link(other, pipe, False)
 
@@ -344,7 +344,7 @@ class World:
 
 
 def disagreement(world: World) -> str | None:
-    """Say in what way the living members do not know the same; None where they do."""
+    """Return how the living members disagree; None if they agree."""
     members = world.members
     here = frozenset(node.id for node in members)
     for node in members:
@@ -363,7 +363,7 @@ def disagreement(world: World) -> str | None:
 
 
 def lost_term(world: World) -> str | None:
-    """Name a term of the charter that one node alone changed, and that is not as it wrote it."""
+    """Return a charter term that only one node changed and that lacks its value."""
     for name, wishes in world.wishes.items():
         node, value = wishes[0]
         is_alone = len(wishes) == 1 and node in world.members
@@ -373,7 +373,7 @@ def lost_term(world: World) -> str | None:
 
 
 def known(node: Node, here: frozenset[NodeId]) -> tuple[object, ...]:
-    """Return all that a node knows of these nodes and of the mesh."""
+    """Return everything that a node knows about these nodes and the mesh."""
     mesh = node.mesh
     records = [(mesh.profiles[node], mesh.states[node]) for node in sorted(here)]
     return mesh.digest, mesh.charter, dict(mesh.removals), records

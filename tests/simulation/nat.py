@@ -1,18 +1,18 @@
-"""What a NAT remembers and lets through, in the words of RFC 4787.
+"""NAT behaviour in the terms of RFC 4787: mapping and filtering.
 
 Theory of operation
 -------------------
 Mapping (section 4.1) says when two datagrams from one inside endpoint leave with the same outside
 endpoint: always (endpoint-independent, EIM), to the same host (address-dependent, ADM), or to the
 same host and port (address and port-dependent, APDM). Filtering (section 5) says who may send to
-such an outside endpoint: anybody (EIF), the hosts to which something went out by it (ADF), or
+such an outside endpoint: any host (EIF), the hosts to which it has sent something (ADF), or
 those hosts and ports (APDF). The two are independent; the old names of RFC 3489 are pairs of them.
 
-A *session* is one mapping and one remote endpoint. Only what goes out makes it or keeps it (section
-4.3: a stranger cannot hold a mapping open); it lives longer once an answer came, as in Linux. A
+A *session* is one mapping and one remote endpoint. Only outbound traffic creates or refreshes it
+(section 4.3: a stranger cannot hold a mapping open), and an answer extends it, as in Linux. A
 mapping lives as long as one of its sessions. Two mappings never share an outside port.
 
-A table without a public host translates nothing, and filters all the same: the firewall of an IPv6
+A table without a public host does not translate, but still filters: the firewall of an IPv6
 router (RFC 6092 section 3.3).
 """
 
@@ -28,33 +28,33 @@ Scope = tuple[str | int, ...]
 
 
 class Behaviour(Enum):
-    """On how much of a remote endpoint something depends; the value is how many parts."""
+    """Parts of a remote endpoint that matter; the value is their number."""
 
     ENDPOINT_INDEPENDENT = 0
     ADDRESS_DEPENDENT = 1
     ADDRESS_AND_PORT_DEPENDENT = 2
 
     def scope(self, remote: Address) -> Scope:
-        """Return the part of a remote endpoint on which it depends."""
+        """Return the parts of a remote endpoint that matter."""
         return remote[: self.value]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What one make of NAT does."""
+    """Behaviour of one type of NAT."""
 
     mapping: Behaviour
     filtering: Behaviour
     is_hairpin: bool = False
     """Insiders reach each other by their outside endpoints (section 6)."""
     keeps_ports: bool = True
-    """The outside port is the inside one where that is free, else one drawn."""
+    """Preserve the inside port if it is free; else draw an outside port."""
     ports: range = range(1024, 65536)
-    """Those that it draws from."""
+    """Ports to draw from."""
     unreplied_s: float = 30.0
-    """Life of a session after the last datagram out, as in Linux (nf_conntrack_udp_timeout)."""
+    """Timeout after the last outbound datagram, as in Linux (nf_conntrack_udp_timeout)."""
     replied_s: float = 120.0
-    """The same when an answer came (nf_conntrack_udp_timeout_stream)."""
+    """The same after an answer (nf_conntrack_udp_timeout_stream)."""
 
 
 _INDEPENDENT, _ADDRESS, _PORT = Behaviour
@@ -102,7 +102,7 @@ class Table:
         self._by_outside: dict[Address, _Mapping] = {}
 
     def outbound(self, inside: Address, remote: Address, now: float) -> Address:
-        """Return as whom an insider sends to a remote endpoint; raise `Dropped`."""
+        """Return the outside endpoint of an insider for a remote endpoint; raise `Dropped`."""
         key = inside, self.kind.mapping.scope(remote)
         mapping = self._by_inside.get(key)
         if mapping is None or not self._is_alive(mapping, now):
@@ -114,7 +114,7 @@ class Table:
         return mapping.outside
 
     def inbound(self, source: Address, outside: Address, now: float) -> Address:
-        """Return the insider who gets what a remote endpoint sends; raise `Dropped`."""
+        """Return the insider that receives from a remote endpoint; raise `Dropped`."""
         mapping = self._by_outside.get(outside)
         if mapping is None or not self._is_alive(mapping, now):
             raise Dropped("no mapping")
@@ -132,7 +132,7 @@ class Table:
     def _map(self, key: tuple[Address, Scope], now: float) -> _Mapping:
         inside, _ = key
         mapping = _Mapping(inside, self._free(inside, now))
-        if taken := self._by_outside.get(mapping.outside):  # one that died
+        if taken := self._by_outside.get(mapping.outside):  # an expired one
             self._by_inside = {k: each for k, each in self._by_inside.items() if each is not taken}
         self._by_inside[key] = self._by_outside[mapping.outside] = mapping
         return mapping

@@ -1,14 +1,14 @@
-"""Whole nodes on a bad network in virtual time; everything follows from one seed.
+"""Whole nodes on an unreliable network in virtual time; one seed determines everything.
 
     python -m tests.simulation.node_world --schedules 1000000 --seed 7
 
-A schedule starts some nodes, lets others join with tickets that they make, asks them for texts at
-random times, and lets them fail in every way for a while: they are killed, lose their power, pause,
-leave, come back with their key, are cut off in one direction or both, are far from each other, see
-the time of day jump, meet a bug, and are removed. Then all faults end, and within
-`schedule.BOUND` every request has ended in the right text or in an error of ours, all members
-follow one plan, its ring stands, nothing is left of what was, and each node answers a fresh
-request. What is to be true all the time is told in `plans` and `checks`.
+A schedule starts some nodes, lets others join with tickets, sends requests at random times, and
+injects all kinds of faults for a while: nodes are killed, lose power, pause, leave, restart with
+their key, are partitioned in one direction or both, get long delays, see their wall clock jump, hit
+a bug, and are removed. Then all faults end, and within `schedule.BOUND` every request has ended in
+the right text or in a `MeshError`, all members follow one plan, its ring is formed, nothing old is
+left over, and each node answers a fresh request. Invariants at all times are in `plans` and
+`checks`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PART = 50  # schedules between two lines of progress
 
 
 class Ear(logging.Handler):
-    """Takes what nodes log into the history; bugs that they caught are faults."""
+    """Adds the logs of nodes to the history; bugs that they caught are failures."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Ear(logging.Handler):
 
 @contextmanager
 def shortcuts() -> Iterator[None]:
-    """Leave out what takes time and changes nothing: to verify twice, and to wait for the disk."""
+    """Skip what takes time and changes nothing: repeated verification and fsync."""
     with (
         patch("meshllm.protocol.membership.gossip.verify", lru_cache(8192)(verify)),
         patch("meshllm.protocol.trust.credential.verify", lru_cache(8192)(verify)),
@@ -63,7 +63,7 @@ def shortcuts() -> Iterator[None]:
 
 
 def simulate(seed: int) -> World:
-    """Run one schedule; the world tells what went wrong."""
+    """Run one schedule; the world records what went wrong."""
 
     async def run() -> World:
         world = World(seed, Path(home))

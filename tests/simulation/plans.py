@@ -1,20 +1,20 @@
-"""Every plan of a history: who computed it from what, who followed it, who served under it.
+"""Every plan of a history: which nodes computed it from what, followed it, and served under it.
 
 Theory of operation
 -------------------
-Nobody hands out epochs: parts of a mesh that do not hear each other count alike, so a plan is named
-by epoch and digest, and the links of a ring compare both. What must hold of every history:
+No authority assigns epochs: partitioned parts of a mesh count alike, so a plan is identified by
+epoch and digest, and the links of a ring compare both. Invariants of every history:
 
-- of nodes that know the same, each computes the same plan;
-- a plan that nobody follows yet has an epoch above each that its maker knows of, so there are two
-  of one epoch only where their makers did not hear each other, and never while nothing goes wrong;
+- nodes with the same knowledge compute the same plan;
+- a new plan has an epoch above each that its maker knows of, so two of one epoch exist only if
+  their makers were not connected, and never without faults;
 - no plan names a node that its maker knows to be removed;
-- a node never goes back to a plan that ranks below one that it followed in the same run;
-- the spans of every plan that is followed are all layers, each once;
-- an answer was made by the nodes, in the order and by the spans of one plan, that each of them
-  followed at some time while it was made.
+- a node never goes back to a plan of lower precedence than one that it followed in the same run;
+- the spans of every followed plan tile the layers;
+- an answer was computed by the nodes, in the order and with the spans of one plan, which each of
+  them followed at some time meanwhile.
 
-That each row went through each layer once, in order, is looked at in `toy`.
+`toy` checks that each row went through each layer once, in order.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ from tests.simulation.toy import LAYERS
 
 
 def tiles(spans: list[Span]) -> bool:
-    """Tell whether spans are all layers, each once, in order."""
+    """Return whether spans tile the layers, in order."""
     layers = [layer for span in spans for layer in range(span.start, span.stop)]
     return layers == [*range(LAYERS)]
 
 
 def know_same(view: View) -> Hashable:
-    """Return what is equal for nodes that know the same."""
+    """Return what is equal for nodes with the same knowledge."""
     profiles, states = frozenset(view.profiles.items()), frozenset(view.states.items())
     return view.charter, view.author, profiles, states, frozenset(view.removed), view.alive()
 
@@ -64,17 +64,17 @@ class Plans:
         self._by_view: dict[Hashable, Plan | None] = {}
         self._last: dict[Process, Plan] = {}
         self._until: dict[tuple[NodeId, bytes], float] = {}
-        """When a node ceased to follow a plan."""
+        """Time when a node stopped following a plan."""
         self._of_epoch: defaultdict[int, set[bytes]] = defaultdict(set)
 
     @property
     def rivals(self) -> dict[int, int]:
-        """Count the plans that were followed of each epoch of which there are several."""
+        """Count the followed plans of each epoch that has several."""
         return {epoch: len(plans) for epoch, plans in self._of_epoch.items() if len(plans) > 1}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at every plan of the nodes that run in the context."""
+        """Check every plan that nodes compute in the context."""
         agree: Callable[[View, Agreement | None], Agreement] = vars(planner)["agree"]
         generate = RingBackend.generate
         follow = RingRuntime.follow

@@ -1,4 +1,4 @@
-"""Entry and stages joined by a bad network with a manual clock; everything follows from one seed.
+"""Entry and stages on an unreliable network with a manual clock; one seed determines everything.
 
 The toy layers answer a row with a hash of the whole cached prefix, so a stale, missing or reordered
 row on any rank changes the tokens. Every hop goes through the codec.
@@ -85,7 +85,7 @@ def unpack(session: SessionId, blob: Blob) -> list[int]:
 
 @dataclass(frozen=True)
 class Weather:
-    """How bad the network is: chances per message."""
+    """Faults of the network: probabilities per message."""
 
     drop: float = 0.0
     repeat: float = 0.0
@@ -93,22 +93,22 @@ class Weather:
     lag: float = 1.0
     """Longest delay of Data, s; control takes up to 1."""
     cancels: float = 0.3
-    """Chance per session."""
+    """Probability per session."""
     patience_s: tuple[float, ...] = (4.0, 12.0)
     """A trip takes up to 8 s and more, so the shorter one restarts for nothing."""
     idle_s: float = END
     guesses: int = 3
-    """At most, in a step; some are right."""
+    """Most draft tokens in a step; some are right."""
     steps: int = 1
-    """With guesses, in flight at most; several need links that lose and reorder nothing."""
+    """Most draft steps in flight; several need links that neither lose nor reorder."""
     follow: float = 0.6
-    """Chance that another session goes on from one that ended."""
+    """Probability that another session resumes a finished one."""
     misses: float = 0.05
-    """Chance that a rank cannot go on from what it kept."""
+    """Probability that a rank cannot resume from its kept cache."""
     tokens: int = 8
     """Of an answer, at most."""
     poison: bool = False
-    """Rows of an older gen turn to garbage on the way, as rejected drafts would be."""
+    """Rows of an older gen become garbage in flight, like rejected drafts."""
 
 
 QUIET = Weather(cancels=0.0, patience_s=(END,), guesses=0, follow=0.0)
@@ -123,7 +123,7 @@ FLOOD = Weather(repeat=0.3, reorder=0.5, lag=8.0)
 
 @dataclass
 class Generation:
-    """What the driver of rank 0 knows of one session."""
+    """State of one session in the driver of rank 0."""
 
     task: Task
     pace: Pace
@@ -169,9 +169,9 @@ class Simulation:
             for rank in range(1, self.ring)
         }
         self.kept: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
-        self.missing: set[tuple[int, SessionId]] = set()  # whose base could not be had
+        self.missing: set[tuple[int, SessionId]] = set()  # whose base was unavailable
         self.reused = 0
-        self.flights: Counter[int] = Counter()  # steps in flight, whenever one came back
+        self.flights: Counter[int] = Counter()  # steps in flight at each returned one
         self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
         self.busy_until = [0.0] * self.ring
         self.told: list[Counter[SessionId]] = [Counter() for _ in range(self.ring)]
@@ -214,7 +214,7 @@ class Simulation:
         return generation
 
     def follow(self, one: Generation) -> None:
-        """Go on from a session that ended, once or twice: behind some of it, with other texts."""
+        """Resume a finished session once or twice: after a prefix of it, with other texts."""
         draw, kept = self.random, one.entry.kept
         cache = self.caches[0].pop(one.task.session)
         for left in reversed(range(draw.randint(1, 2))):
@@ -235,7 +235,7 @@ class Simulation:
         heappush(self.events, event)
 
     def run(self) -> None:
-        """Run until nothing is due any more; the idle limit of the stages comes last."""
+        """Run until nothing is due; the idle timeout of the stages comes last."""
         for generation in self.generations.values():
             self.drive(generation, generation.entry.open(0.0))
         while any(one.entry.state is not State.CLOSED for one in self.generations.values()):
@@ -250,7 +250,7 @@ class Simulation:
         assert not any(self.kept), "what was kept outlived its own"
 
     def step(self, before: float) -> bool:
-        """Do what is due next, an event or a deadline; False when nothing is, in time."""
+        """Run the next event or deadline; return False if none is due in time."""
         due: list[tuple[float | None, Callable[[], None]]] = [
             (one.entry.deadline, partial(self.expire_entry, one))
             for one in self.generations.values()
@@ -335,7 +335,7 @@ class Simulation:
             del (self.caches if session in self.caches[rank] else self.kept)[rank][session]
 
     def keep(self, rank: int, session: SessionId) -> None:
-        is_missing = (rank, session) in self.missing  # and it ended before anybody noticed
+        is_missing = (rank, session) in self.missing  # and it ended unnoticed
         self.missing.discard((rank, session))
         self.kept[rank][session] = [] if is_missing else self.caches[rank].pop(session)
 
@@ -431,7 +431,7 @@ class Simulation:
         self.drive(one, one.entry.picked(tokens, self.now, self.steps(one, pick, tokens)))
 
     def steps(self, one: Generation, pick: Pick, tokens: list[int]) -> list[tuple[int, ...]]:
-        """Say what may follow; nothing, what is right, or anything."""
+        """Draft nothing, the right tokens, or any tokens."""
         draw, flying = self.random, pick.flying(tokens)
         sizes = [draw.randint(0, self.weather.guesses)]
         if self.weather.steps > 1:

@@ -1,4 +1,4 @@
-"""What goes wrong in one simulated world, and when; everything follows from its seed."""
+"""Faults of one simulated world and their times, determined by its seed."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from tests.simulation.world import TIMERS, World
 
 BOUND = 120.0  # s from the last fault until all is well
 LEAVE_S = 10.0  # s for all to leave
-FRESH_S = 30.0  # s for a request of each of five nodes: ten trips of 0.6 s each, one by one
+FRESH_S = 30.0  # s for one request to each of five nodes: ten trips of 0.6 s each, one by one
 LOOK_S = 1.0
-BEACON_S = 30.0  # s from the last fault until nodes hear where all others are, and again
-TICKETS_S = (None, 3600.0, 1.5)  # s that a ticket lasts: some are late when they are used
+BEACON_S = 30.0  # s from the last fault until nodes learn all addresses, and again
+TICKETS_S = (None, 3600.0, 1.5)  # s until a ticket expires: some are used too late
 ROUGH = 8  # faults more, in some worlds
 JUMPS_S = (1.0, 90.0, 3600.0, 3 * 86400.0)  # to both sides
 
 
 class Schedule:
-    """One world and what happens in it."""
+    """One world and its events."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -36,7 +36,7 @@ class Schedule:
             for one in range(self.count):
                 for other in range(self.count):
                     world.network.delay_s[one, other] = random.choice((0.001, 0.02, 0.1))
-        self.people = people = Random(f"{seed} people")  # they spoil no draw of the network
+        self.people = people = Random(f"{seed} people")  # apart from the draws of the network
         self.has_jumps = people.random() < 0.4
         self.has_removal = people.random() < 0.4
         if people.random() < 0.4:
@@ -50,13 +50,13 @@ class Schedule:
         self.is_healed = False
 
     def _trouble(self, bugs: Random) -> None:
-        """Let nodes plan and write slowly, meet a bug, and call themselves alike."""
+        """Let nodes plan and write slowly, hit a bug, and use the same name."""
         world = self.world
         self.has_bug = bugs.random() < 0.3
         self.has_hang = bugs.random() < 0.4
         world.think_s = bugs.choice((0.0, 0.0, 0.05, 0.6))
         world.disk_s = bugs.choice((0.0, 0.0, 0.02, 1.5))
-        if max(world.think_s, world.disk_s) > SETTLE_S:  # nodes follow what others do not know yet
+        if max(world.think_s, world.disk_s) > SETTLE_S:  # nodes follow plans unknown to others
             world.is_calm = False
         if bugs.random() < 0.3:
             world.names = {each: bugs.choice(("a", "b", "c")) for each in range(self.count)}
@@ -64,7 +64,7 @@ class Schedule:
             world.exclude = bugs.choice((None, ("c", "nobody either")))
 
     async def run(self) -> None:
-        """Run it all."""
+        """Run the schedule."""
         world, random, loop = self.world, self.random, self.world.loop
         looking = loop.create_task(self._look())
         for number in range(self.count):
@@ -124,7 +124,7 @@ class Schedule:
             self.world.start(number)
 
     def _join(self, number: int) -> None:
-        """Start a node with a ticket of one that runs, or that another has too."""
+        """Start a node with a ticket of a running node, or one shared with another."""
         world, people = self.world, self.people
         inviters = [each for each in self._awake() if not world.members.is_out(each)]
         if self.is_healed:
@@ -159,7 +159,7 @@ class Schedule:
                 world.loop.call_later(people.uniform(0, 4), self._harm, self._crash, number)
 
     def _awake(self) -> list[int]:
-        """Name the nodes of which a person gets an answer."""
+        """Return the nodes that a user can reach."""
         running = self.world.running
         return [each for each in sorted(self.world.nodes) if not running[each].process.is_paused]
 
@@ -236,23 +236,23 @@ class Schedule:
             world.loop.call_later(BEACON_S, self._tell_places)
 
     def _bring_back(self) -> None:
-        """Start those without whom the others cannot go on, if need be again."""
+        """Start, or restart, the nodes that the others depend on."""
         world = self.world
         if not any(node.machine.charter for node in world.nodes.values()):
             world.start(0)
         if world.members.remover is not None:
-            world.start(world.members.remover)  # maybe nobody else has heard of that
+            world.start(world.members.remover)  # perhaps no other node knows of that
         for number in sorted(world.members.tickets.keys() - world.members.credentials.keys()):
             self._help(number)
 
     def _tell_places(self) -> None:
-        """Help those who were invited by one that is gone."""
+        """Help nodes whose inviter is gone."""
         if not self.world.is_over:
             self.world.acquaint()
             self.world.loop.call_later(BEACON_S, self._tell_places)
 
     def _help(self, number: int) -> None:
-        """Bring back the node that invited this one, or give that up."""
+        """Restart the inviter of this node, or give up."""
         world, inviter = self.world, self.world.members.tickets[number].inviter
         if world.members.is_out(inviter):
             del world.members.tickets[number]

@@ -1,4 +1,4 @@
-"""The internet in memory does what kernels and cables do."""
+"""The simulated internet behaves like real kernels and networks."""
 
 import asyncio
 import errno
@@ -34,7 +34,7 @@ async def test_homes_share_their_private_addresses() -> None:
 
 @pytest.mark.parametrize(("version", "longest"), [(4, 1472), (6, 1452)])
 @virtual
-async def test_what_is_too_large_is_lost_and_nobody_is_told(version: int, longest: int) -> None:
+async def test_oversized_packets_are_silently_dropped(version: int, longest: int) -> None:
     internet = Internet(is_dual=True)
     one, two = [await ear(internet.host(name, versions=(version,))) for name in ("one", "two")]
 
@@ -47,7 +47,7 @@ async def test_what_is_too_large_is_lost_and_nobody_is_told(version: int, longes
 
 
 @virtual
-async def test_the_narrowest_line_counts() -> None:
+async def test_the_smallest_mtu_counts() -> None:
     internet = Internet()
     tunnel = internet.nat(FULL_CONE, Line(mtu=1400))
     one, two = await ear(tunnel.host("one")), await ear(internet.host("two"))
@@ -60,7 +60,7 @@ async def test_the_narrowest_line_counts() -> None:
 
 
 @virtual
-async def test_who_roams_keeps_the_socket_and_has_another_address() -> None:
+async def test_roaming_keeps_the_socket_and_changes_the_address() -> None:
     internet = Internet()
     home, cafe = internet.nat(PORT_RESTRICTED), internet.nat(SYMMETRIC)
     laptop = home.host("laptop")
@@ -80,7 +80,7 @@ async def test_who_roams_keeps_the_socket_and_has_another_address() -> None:
 
 
 @virtual
-async def test_what_is_on_the_last_cable_does_not_follow_who_roams() -> None:
+async def test_packets_in_flight_do_not_follow_a_roaming_host() -> None:
     internet = Internet(delay_s=0.1)
     laptop = internet.host("laptop", Line(delay_s=0.1))
     one, server = await ear(laptop), await ear(internet.host("server"))
@@ -95,7 +95,7 @@ async def test_what_is_on_the_last_cable_does_not_follow_who_roams() -> None:
 
 
 @virtual
-async def test_without_a_segment_one_sends_to_nobody() -> None:
+async def test_a_host_without_a_segment_cannot_send() -> None:
     internet = Internet()
     laptop, server = internet.host("laptop"), await ear(internet.host("server"))
     one = await ear(laptop)
@@ -171,7 +171,7 @@ async def test_a_relay_with_two_addresses_answers_from_the_first() -> None:
 
 
 @virtual
-async def test_a_host_on_two_segments_reaches_each_by_its_own() -> None:
+async def test_a_host_on_two_segments_uses_the_right_interface() -> None:
     internet = Internet()
     home = internet.nat(FULL_CONE)
     printer = await ear(home.host("printer"))
@@ -197,7 +197,7 @@ async def test_a_machine_reaches_itself_with_large_datagrams() -> None:
 
 
 @virtual
-async def test_what_is_bound_to_one_address_sends_from_no_other() -> None:
+async def test_a_bound_socket_sends_from_its_own_address() -> None:
     internet = Internet(is_dual=True)
     host, server = internet.host("host"), internet.host("server")
     ipv4, ipv6 = server.hosts()
@@ -213,7 +213,7 @@ async def test_what_is_bound_to_one_address_sends_from_no_other() -> None:
 
 
 @virtual
-async def test_a_port_is_given_once() -> None:
+async def test_a_port_is_allocated_once() -> None:
     host = Internet().host("host")
     (own,) = host.hosts()
     first = await ear(host, PORT, own)
@@ -223,7 +223,7 @@ async def test_a_port_is_given_once() -> None:
         with pytest.raises(OSError, match="in use") as caught:
             await ear(host, PORT, bound)
         assert caught.value.errno == errno.EADDRINUSE
-    with pytest.raises(OSError, match="no address of `host`"):
+    with pytest.raises(OSError, match="not an address of `host`"):
         await ear(host, 0, "20.0.99.99")
     for each in (first, beside):
         each.socket.close()
@@ -261,7 +261,7 @@ async def test_datagrams_of_one_moment_come_together_and_in_order() -> None:
 
 @pytest.mark.parametrize("batch", [[b"a", b"bb"], [b"aa", b"b", b"b"]])
 @virtual
-async def test_a_batch_that_no_kernel_would_cut_so_fails_the_test(batch: list[bytes]) -> None:
+async def test_an_invalid_gso_batch_fails_the_test(batch: list[bytes]) -> None:
     one = await ear(Internet().host("one"))
 
     with pytest.raises(AssertionError, match="batch"):
@@ -269,11 +269,11 @@ async def test_a_batch_that_no_kernel_would_cut_so_fails_the_test(batch: list[by
 
 
 @virtual
-async def test_a_closed_socket_gives_nothing_on() -> None:
+async def test_a_closed_socket_delivers_nothing() -> None:
     internet = Internet(delay_s=0)
     one, two = await ear(internet.host("one")), await ear(internet.host("two"))
 
-    one.send(two.address)  # it is there, and waits for the loop
+    one.send(two.address)  # it has arrived, and waits for the event loop
     two.socket.close()
     two.socket.close()
     await asyncio.sleep(1)
@@ -283,7 +283,7 @@ async def test_a_closed_socket_gives_nothing_on() -> None:
 
 
 @virtual
-async def test_the_way_between_two_may_be_cut_or_long() -> None:
+async def test_the_path_between_two_hosts_may_be_cut_or_slow() -> None:
     internet = Internet(delay_s=0.01)
     home, other = internet.nat(FULL_CONE), internet.nat(FULL_CONE)
     one, two = await ear(home.host("one")), await ear(other.host("two"), PORT)
@@ -329,7 +329,7 @@ async def test_the_capture_tells_direct_from_relayed() -> None:
 
 
 async def talk(seed: int, is_busy: bool = False) -> Internet:
-    """Let two homes talk over a bad line, and perhaps others too."""
+    """Let two homes talk over a lossy line, and perhaps others too."""
     internet = Internet(seed)
     bad = Line(delay_s=0.01, jitter_s=0.02, loss=0.2, duplicate=0.1)
     one = await ear(internet.nat(SYMMETRIC, bad).host("one"))
@@ -351,7 +351,7 @@ def test_the_same_seed_gives_the_same_capture() -> None:
     assert first.capture != other.capture
 
 
-def test_the_traffic_of_others_changes_no_draw() -> None:
+def test_unrelated_traffic_does_not_change_random_draws() -> None:
     alone, among = (run_virtual(talk(1, is_busy)) for is_busy in (False, True))
 
     assert alone.capture == [each for each in among.capture if each.sender == "one"]

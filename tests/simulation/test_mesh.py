@@ -1,4 +1,4 @@
-"""Meshes on a bad network: whatever went wrong, the living agree in the end; seeds are printed.
+"""Meshes on an unreliable network: living nodes agree in the end; seeds are printed.
 
 The mutants at the end show that these tests can fail.
 """
@@ -27,9 +27,9 @@ from tests.simulation.mesh_world import (
     remembered_signatures,
 )
 
-BLOCK = 190  # schedules, in parts that run side by side
+BLOCK = 190  # schedules, in parts that run in parallel
 BLOCKS = [*range(3), *(pytest.param(block, marks=pytest.mark.slow) for block in range(3, 10))]
-ON_THE_WAY = 0.3  # s: what was sent before, what is told after, and the gap between two tellings
+ON_THE_WAY = 0.3  # s: messages sent before, gossip after, and the interval between two rounds
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _fast() -> Iterator[None]:
 
 
 class Followers:
-    """What a node does about plans: it agrees, and follows at once."""
+    """How a node handles plans: it agrees, and follows at once."""
 
     def __init__(self) -> None:
         self.agreements: dict[Node, Agreement] = {}
@@ -144,7 +144,7 @@ def test_a_node_whose_streams_close_is_gone_at_once() -> None:
     assert all(victim.id not in node.mesh.alive for node in world.living)
 
 
-def test_a_pause_shorter_than_the_silence_harms_nobody() -> None:
+def test_a_pause_shorter_than_the_silence_does_no_harm() -> None:
     world = settled(3)
 
     world.pause(world.nodes[1], SILENCE - 2 * BEAT)
@@ -164,7 +164,7 @@ def test_the_loss_of_one_link_leaves_all_alive() -> None:
     assert world.nodes[1].id not in world.nodes[0].mesh.links
 
 
-def test_halves_of_a_mesh_that_parted_for_an_hour_find_each_other() -> None:
+def test_a_partition_of_an_hour_heals() -> None:
     world = settled(4)
     ways = {(a, b): 1.0 for a in range(4) for b in range(4) if (a < 2) != (b < 2)}
 
@@ -180,12 +180,12 @@ def test_halves_of_a_mesh_that_parted_for_an_hour_find_each_other() -> None:
 
 
 def newest(amendments: Mapping[NodeId, Amendments]) -> dict[NodeId, Amendments]:
-    """Keep what was changed last, as if a charter were one register."""
+    """Last writer wins for the whole charter, as if it were one register."""
     last = max(amendments, key=lambda node: (amendments[node].version, node), default=None)
     return {last: amendments[last]} if last else {}
 
 
-def test_halves_of_a_mesh_that_amend_the_charter_keep_the_terms_of_both() -> None:
+def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
     world = settled(4)
     world.act(world.nodes[0], world.nodes[0].mesh.publish(charter=toy_charter(), now=world.now))
     world.run(2)
@@ -222,7 +222,7 @@ def test_a_broken_machine_is_found(mutant: tuple[str, object]) -> None:
         assert any(Schedule(seed).run() for seed in range(60))
 
 
-def test_a_state_is_told_to_the_last_field() -> None:
+def test_a_state_is_gossiped_to_the_last_field() -> None:
     world = settled(2)
     node, other = world.nodes[0], world.nodes[1]
 

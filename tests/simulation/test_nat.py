@@ -1,4 +1,4 @@
-"""NATs do what RFC 4787 says of their kind."""
+"""NATs behave as RFC 4787 defines for their type."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,7 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize("kind", COMBINATIONS)
 @virtual
-async def test_mappings_depend_on_what_their_kind_says(kind: Kind) -> None:
+async def test_mapping_behaviour_matches_the_nat_type(kind: Kind) -> None:
     internet = Internet()
     server, other = internet.host("server"), internet.host("other")
     ears = [await ear(server), await ear(server), await ear(other)]
@@ -50,7 +50,7 @@ async def test_mappings_depend_on_what_their_kind_says(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", COMBINATIONS)
 @virtual
-async def test_filters_depend_on_what_their_kind_says(kind: Kind) -> None:
+async def test_filtering_behaviour_matches_the_nat_type(kind: Kind) -> None:
     internet = Internet()
     server = internet.host("server")
     asked, same_host, other_host = (
@@ -70,7 +70,7 @@ async def test_filters_depend_on_what_their_kind_says(kind: Kind) -> None:
 
 
 @virtual
-async def test_nobody_reaches_an_insider_who_said_nothing() -> None:
+async def test_unsolicited_packets_are_dropped() -> None:
     internet = Internet()
     home = internet.nat(FULL_CONE)
     inside = await ear(home.host("inside"), PORT)
@@ -83,7 +83,7 @@ async def test_nobody_reaches_an_insider_who_said_nothing() -> None:
     assert internet.dropped == {"no mapping": 1}
 
 
-# What two hosts reach of each other when both send to where a third saw them.
+# Whether two hosts reach each other when both send to the address that a third saw.
 REACHES = {
     ("none", "symmetric"): True,
     ("full cone", "symmetric"): True,
@@ -102,7 +102,7 @@ REACHES = {
 
 @pytest.mark.parametrize(("kinds", "expected"), REACHES.items())
 @virtual
-async def test_two_homes_punch_where_their_nats_allow_it(
+async def test_hole_punching_works_if_the_nats_allow_it(
     kinds: tuple[str, str], expected: bool
 ) -> None:
     internet = Internet()
@@ -121,7 +121,7 @@ async def test_two_homes_punch_where_their_nats_allow_it(
     assert all(b"answer" in end.said for end in ends) == expected
 
 
-def test_a_mapping_lives_as_long_as_something_goes_out() -> None:
+def test_outbound_traffic_keeps_a_mapping_alive() -> None:
     table = Table(RESTRICTED, "20.0.0.2", Random(1))
     outside = table.outbound(INSIDE, SERVER, now=0)
 
@@ -131,7 +131,7 @@ def test_a_mapping_lives_as_long_as_something_goes_out() -> None:
         table.inbound(SERVER, outside, now=29 + 120)
 
 
-def test_without_an_answer_it_lives_shorter() -> None:
+def test_an_unanswered_mapping_expires_sooner() -> None:
     table = Table(FULL_CONE, "20.0.0.2", Random(1))
     outside = table.outbound(INSIDE, SERVER, now=0)
 
@@ -141,7 +141,7 @@ def test_without_an_answer_it_lives_shorter() -> None:
         table.inbound(SERVER, outside, now=30)
 
 
-def test_what_comes_in_keeps_nothing_open() -> None:
+def test_inbound_traffic_does_not_refresh_a_mapping() -> None:
     table = Table(PORT_RESTRICTED, "20.0.0.2", Random(1))
     outside = table.outbound(INSIDE, SERVER, now=0)
 
@@ -152,7 +152,7 @@ def test_what_comes_in_keeps_nothing_open() -> None:
         table.inbound(SERVER, outside, now=120)
 
 
-def test_a_filter_closes_while_the_mapping_lives_on() -> None:
+def test_a_filter_expires_while_the_mapping_lives_on() -> None:
     table = Table(PORT_RESTRICTED, "20.0.0.2", Random(1))
     outside = table.outbound(INSIDE, SERVER, now=0)
 
@@ -163,7 +163,7 @@ def test_a_filter_closes_while_the_mapping_lives_on() -> None:
     assert table.inbound(OTHER, outside, now=31) == INSIDE
 
 
-def test_a_session_that_died_begins_anew_while_the_mapping_lives_on() -> None:
+def test_an_expired_session_restarts_while_the_mapping_lives_on() -> None:
     table = Table(PORT_RESTRICTED, "20.0.0.2", Random(1))
     outside = table.outbound(INSIDE, SERVER, now=0)
     table.inbound(SERVER, outside, now=1)
@@ -177,7 +177,7 @@ def test_a_session_that_died_begins_anew_while_the_mapping_lives_on() -> None:
         table.inbound(SERVER, outside, now=180)
 
 
-def test_the_lives_of_a_kind_are_its_own() -> None:
+def test_timeouts_depend_on_the_nat_type() -> None:
     table = Table(replace(FULL_CONE, unreplied_s=1, replied_s=2), "20.0.0.2", Random(1))
     outside = table.outbound(INSIDE, SERVER, now=0)
 
@@ -188,7 +188,7 @@ def test_the_lives_of_a_kind_are_its_own() -> None:
         table.inbound(OTHER, outside, now=2)
 
 
-def test_a_mapping_that_died_comes_back_with_another_port() -> None:
+def test_an_expired_mapping_gets_another_port() -> None:
     table = Table(SYMMETRIC, "20.0.0.2", Random(1))
 
     old, new = (table.outbound(INSIDE, SERVER, now) for now in (0, 30))
@@ -198,7 +198,7 @@ def test_a_mapping_that_died_comes_back_with_another_port() -> None:
         table.inbound(SERVER, old, now=30)
 
 
-def test_a_port_that_is_taken_is_kept_for_who_has_it() -> None:
+def test_a_taken_port_stays_with_its_owner() -> None:
     table = Table(FULL_CONE, "20.0.0.2", Random(1))
     neighbour = ("192.168.1.3", PORT)
 
@@ -211,7 +211,7 @@ def test_a_port_that_is_taken_is_kept_for_who_has_it() -> None:
     assert table.inbound(SERVER, second, now=2) == neighbour
 
 
-def test_the_port_of_a_dead_mapping_is_free() -> None:
+def test_the_port_of_an_expired_mapping_is_free() -> None:
     table = Table(FULL_CONE, "20.0.0.2", Random(1))
     neighbour = ("192.168.1.3", PORT)
     table.outbound(INSIDE, SERVER, now=0)
@@ -237,7 +237,7 @@ def test_a_nat_without_a_free_port_drops() -> None:
 
 @pytest.mark.parametrize("is_hairpin", [False, True])
 @virtual
-async def test_insiders_meet_outside_only_where_the_router_lets_them(is_hairpin: bool) -> None:
+async def test_hairpinning_depends_on_the_nat_type(is_hairpin: bool) -> None:
     internet = Internet()
     home = internet.nat(replace(PORT_RESTRICTED, is_hairpin=is_hairpin))
     one, two = await ear(home.host("one")), await ear(home.host("two"))
@@ -308,7 +308,7 @@ async def test_nats_nest() -> None:
 
 
 @virtual
-async def test_behind_an_ipv6_router_one_is_reached_where_one_sent_to() -> None:
+async def test_an_ipv6_firewall_admits_only_solicited_packets() -> None:
     internet = Internet(is_dual=True)
     home = internet.nat(FULL_CONE)
     inside, server = home.host("inside"), internet.host("server")
@@ -327,7 +327,7 @@ async def test_behind_an_ipv6_router_one_is_reached_where_one_sent_to() -> None:
 
 
 @virtual
-async def test_an_ipv6_host_behind_two_routers_leaves_both() -> None:
+async def test_ipv6_works_through_two_routers() -> None:
     internet = Internet(is_dual=True)
     carrier = internet.nat(SYMMETRIC, subnet="100.64.0.0/10")
     inside, server = carrier.nat(FULL_CONE).host("inside"), internet.host("server")

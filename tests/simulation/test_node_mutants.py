@@ -1,4 +1,4 @@
-"""Nodes that are broken on purpose: each thing that is to be true is seen when it is not."""
+"""Nodes that are broken on purpose: every invariant is found to be violated."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -25,17 +25,17 @@ from tests.simulation.machines import process_here
 from tests.simulation.node_world import shortcuts, simulate
 from tests.simulation.toy import ToyModel
 
-MOST = 60  # schedules until a mutant is to be found
+MOST = 60  # schedules within which a mutant must be found
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is replaced, and what is to be said of it."""
+    """What is replaced, and the expected failure."""
 
     patches: dict[str, object]
     fault: str
     first: int = 0
-    """The seed to begin with: the first that finds it."""
+    """The first seed to try: the first that finds it."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def change(found: Agreement, change: Callable[[Plan], Plan]) -> Agreement:
 
 
 def agree_on_machine_0(view: View, before: Agreement | None = None) -> Agreement:
-    """Let the first two nodes of a ring change places, where this machine thinks of it."""
+    """Swap the first two nodes of a ring in the plans of this machine."""
 
     def swap(plan: Plan) -> Plan:
         if len(plan.stages) < 2:
@@ -95,7 +95,7 @@ def tell_layer_0(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
 
 
 def one_node_for_each(texts: Iterable[str], profiles: Mapping[NodeId, Profile]) -> Names:
-    """Raise what a command would tell its user."""
+    """Raise an error that is meant for the user of a command."""
     names = resolve_names(texts, profiles)
     if names.ambiguous:
         raise UserError("several nodes are called so")

@@ -1,4 +1,4 @@
-"""Whole nodes through all that happens to them; a failure prints its seed.
+"""Whole nodes under all kinds of faults; a failure prints its seed.
 
 That these tests can fail is shown in `test_node_mutants`.
 """
@@ -15,16 +15,16 @@ from tests.simulation.machines import Machines, Process
 from tests.simulation.node_world import shortcuts, simulate
 from tests.simulation.world import World
 
-BLOCK = 15  # schedules, in parts that run side by side
+BLOCK = 15  # schedules, in parts that run in parallel
 BLOCKS = [*range(4), *(pytest.param(block, marks=pytest.mark.slow) for block in range(4, 20))]
 FOUND = (
-    143,  # a ring took links that the other side had given up, in turn for ever
+    143,  # a ring accepted links that the other side had given up, in turn without end
     151,  # links for an earlier plan stayed open
-    247,  # a removal, told by nobody
+    247,  # a removal that was never announced
     367,  # a node that fails late
     392,  # a link for the last plan of a mesh that has none
-    106452,  # a plan of a moment ago, followed late by a node that slept
-    102186,  # a peer that slept takes a restarted node for its former self, long after another did
+    106452,  # an outdated plan, followed late by a node that was suspended
+    102186,  # a suspended peer takes a restarted node for its former self, long after another did
 )
 
 
@@ -39,7 +39,7 @@ def told(world: World) -> str:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_whatever_went_wrong_all_is_well_in_the_end(block: int) -> None:
+def test_the_mesh_recovers_from_every_fault(block: int) -> None:
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         world = simulate(seed)
 
@@ -47,14 +47,14 @@ def test_whatever_went_wrong_all_is_well_in_the_end(block: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_what_was_found_stays_mended(seed: int) -> None:
+def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
     world = simulate(seed)
 
     assert not world.wrong, told(world)
 
 
 @pytest.mark.parametrize(("seed", "what"), [(5, "answered"), (35, "has a ticket"), (3, "removes")])
-def test_a_seed_is_a_history(seed: int, what: str) -> None:
+def test_a_seed_reproduces_a_history(seed: int, what: str) -> None:
     histories = [simulate(seed).history for _ in range(2)]
 
     assert histories[0] == histories[1]
@@ -83,7 +83,7 @@ def test_a_paused_process_does_nothing_and_goes_on_where_it_was() -> None:
         assert runner.run(main()) == ["0 at 1", "1 at 4", "2 at 6"]
 
 
-def test_a_layer_in_another_place_or_twice_changes_the_text() -> None:
+def test_a_misplaced_or_repeated_layer_changes_the_text() -> None:
     request = Request(raw="abc", sampling=Sampling(), max_tokens=8)
     text = toy.reference(request)[0]
     through = toy._through

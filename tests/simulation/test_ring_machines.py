@@ -1,4 +1,4 @@
-"""Rings of machines on a bad network: the tokens are right or absent.
+"""Rings of machines on an unreliable network: tokens are right or absent.
 
 The mutants at the end show that these tests can fail.
 """
@@ -38,14 +38,14 @@ SEEDS = 300
     [CALM, RUSH, CROWD, DOZE, STORM, NAPS, FLOOD],
     ids=["calm", "rush", "crowd", "doze", "storm", "naps", "flood"],
 )
-def test_tokens_are_right_or_absent_in_any_weather(weather: Weather) -> None:
+def test_tokens_are_right_or_absent_on_any_network(weather: Weather) -> None:
     ends = sum((play(seed, weather) for seed in range(SEEDS)), Counter[str]())
 
     assert ends[FinishReason.LENGTH] > 5 * ends["failed"]
     assert ends[FinishReason.CANCELLED] > 0
 
 
-def test_a_quiet_ring_spends_one_message_per_hop_and_none_is_wasted() -> None:
+def test_a_reliable_ring_sends_one_message_per_hop() -> None:
     for seed in range(SEEDS):
         simulation = Simulation(seed, QUIET)
         simulation.run()
@@ -60,7 +60,7 @@ def test_a_quiet_ring_spends_one_message_per_hop_and_none_is_wasted() -> None:
         assert simulation.sent == Counter({Data: hops * rounds, Close: closes})
 
 
-def test_several_steps_are_in_flight_and_given_up_and_come_back() -> None:
+def test_steps_are_pipelined_cancelled_and_returned() -> None:
     flights, cancels = Counter[int](), 0
     for seed in range(SEEDS // 3):
         simulation = Simulation(seed, CROWD)
@@ -73,7 +73,7 @@ def test_several_steps_are_in_flight_and_given_up_and_come_back() -> None:
     assert cancels > 50
 
 
-def test_most_of_what_was_kept_is_found_again() -> None:
+def test_most_kept_prefixes_are_reused() -> None:
     reused = asked = 0
     for seed in range(SEEDS):
         simulation = Simulation(seed, CALM)
@@ -87,7 +87,7 @@ def test_most_of_what_was_kept_is_found_again() -> None:
 
 
 class Eager(Stage):
-    """Does not look at gen."""
+    """Ignores gen."""
 
     def _queue(self, state: Any, data: Data, compute: Compute) -> list[stage.Action]:
         state.gen = 0
@@ -95,7 +95,7 @@ class Eager(Stage):
 
 
 class Careless(Stage):
-    """Does not look for gaps."""
+    """Does not check for gaps."""
 
     def _queue(self, state: Any, data: Data, compute: Compute) -> list[stage.Action]:
         state.kv_len = max(state.kv_len, data.pos)
@@ -111,7 +111,7 @@ class Forgetful(Stage):
 
 
 class Generous(Stage):
-    """Keeps what it does not have."""
+    """Keeps positions that it does not have."""
 
     def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[stage.Action]:
         if keep and session in self._sessions:
@@ -128,7 +128,7 @@ class Hasty(Entry):
 
 
 class Trusting(Entry):
-    """Takes results of any gen."""
+    """Accepts results of any gen."""
 
     def receive(self, message: SessionMessage, now: float) -> list[actions.Action]:
         if isinstance(message, Data):
@@ -137,7 +137,7 @@ class Trusting(Entry):
 
 
 class Gullible(Entry):
-    """Goes on in the same gen when a guess was wrong."""
+    """Stays in the same gen after a rejected guess."""
 
     def _raise_gen(self, *, is_told: bool) -> list[actions.Action]:
         actions = super()._raise_gen(is_told=is_told)
@@ -146,7 +146,7 @@ class Gullible(Entry):
 
 
 class Steadfast(Entry):
-    """Leaves in flight what follows a step, whatever that says."""
+    """Keeps later steps in flight whatever a step yields."""
 
     def _go_on(self, flying: tuple[int, ...] | None) -> list[actions.Action]:
         known = len(self._tokens)
@@ -154,7 +154,7 @@ class Steadfast(Entry):
 
 
 class Attached(Entry):
-    """Looks at what came back of a flight that was given up."""
+    """Picks results of a cancelled flight."""
 
     def _raise_gen(self, *, is_told: bool) -> list[actions.Action]:
         back = dict(self._back)
@@ -164,7 +164,7 @@ class Attached(Entry):
 
 
 class Repeating(Entry):
-    """Takes a result twice."""
+    """Accepts a result twice."""
 
     def _result(self, data: Data, now: float) -> list[actions.Action]:
         self._done = 0

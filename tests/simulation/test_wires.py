@@ -1,4 +1,4 @@
-"""What comes out of a wire, and when."""
+"""Simulated wires: rate, queue, loss, jitter and duplicates."""
 
 from collections.abc import Sequence
 from random import Random
@@ -26,7 +26,7 @@ def test_packets_leave_one_after_the_other_and_the_queue_ends() -> None:
     assert arrivals(line, [500] * 4, pause_s=0.5) == [1.5, 2.0, 2.5, 3.0]
 
 
-def test_a_packet_that_waits_for_nobody_passes_a_queue_of_nothing() -> None:
+def test_a_queue_of_size_zero_passes_a_packet_that_need_not_wait() -> None:
     assert arrivals(Line(bytes_per_s=1000, queue_bytes=0), [500, 500]) == [0.5, "queue full"]
 
 
@@ -36,7 +36,7 @@ def test_packets_are_lost_as_often_as_asked() -> None:
     assert 150 < lost < 250  # of 1000, 0.2 each: four standard deviations
 
 
-def test_what_is_lost_on_the_way_has_taken_its_time_at_the_entrance() -> None:
+def test_lost_packets_still_use_bandwidth() -> None:
     times = arrivals(Line(bytes_per_s=1000, loss=0.5), [10] * 100)
 
     assert [time for time in times if time != "lost"] == [
@@ -44,7 +44,7 @@ def test_what_is_lost_on_the_way_has_taken_its_time_at_the_entrance() -> None:
     ]
 
 
-def test_jitter_lets_packets_overtake_and_none_is_early() -> None:
+def test_jitter_reorders_packets_and_none_is_early() -> None:
     times = arrivals(Line(delay_s=1, jitter_s=0.5), [100] * 100, pause_s=0.01)
 
     assert times != sorted(times, key=float)

@@ -1,8 +1,8 @@
-"""A model of whole numbers, exact and cheap, in the place of a real one.
+"""An integer model, exact and cheap, that replaces a real one.
 
-Each layer writes the sum of what it has seen, in its own way, into each row: another order of
-layers, a layer left out or run twice, a row lost, repeated or out of place change all that follows.
-A row between two spans also tells through how many layers it went, and is refused anywhere else.
+Each layer writes the sum of its inputs so far, in its own way, into each row: another order of
+layers, a layer left out or run twice, a row lost, repeated or misplaced change all that follows. A
+row between two spans also carries the number of layers it went through, and is refused elsewhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,7 +63,7 @@ MANIFEST = (CONFIG[:DIGEST_PART_BYTES],) * (LAYERS + ENDS)
 
 
 class ToyCache:
-    """What the layers of a span have seen: the sum after each row."""
+    """Cache of a span: the sum of each layer after each row."""
 
     def __init__(self, span: Span) -> None:
         self.sums = {layer: [1 + layer] for layer in range(span.start, span.stop)}

@@ -1,4 +1,4 @@
-"""One direction of a cable: when what enters it comes out."""
+"""One direction of a simulated line: rate, queue, delay, loss and duplicates."""
 
 from dataclasses import dataclass
 from math import inf
@@ -6,7 +6,7 @@ from random import Random
 
 
 class Dropped(Exception):
-    """A datagram ends here; its text says why, in a word or two."""
+    """A datagram is dropped; the text is the reason, in a word or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +15,17 @@ class Line:
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
-    """Up to so much later, drawn for each datagram: they overtake one another."""
+    """Maximum extra delay, drawn for each datagram, so that they are reordered."""
     loss: float = 0.0
     """Share that is lost, 1 for a line that is cut."""
     duplicate: float = 0.0
-    """Share that comes twice."""
+    """Share that is duplicated."""
     bytes_per_s: float = inf
     """Of IP packets."""
     queue_bytes: float = 512 * 1024
-    """What may wait for the rate, with the one that leaves just now; more is dropped."""
+    """Queue limit, including the packet being sent; more is dropped."""
     mtu: int = 1500
-    """Longest IP packet in bytes; a longer one is dropped, and nobody is told (RFC 8899)."""
+    """Longest IP packet in bytes; a longer one is silently dropped (RFC 8899)."""
 
 
 class Wire:
@@ -36,7 +36,7 @@ class Wire:
         self._free_at = 0.0
 
     def arrivals(self, line: Line, size: int, now: float) -> list[float]:
-        """Tell when an IP packet of so many bytes comes out, mostly once; raise `Dropped`."""
+        """Return when an IP packet of this size arrives, mostly once; raise `Dropped`."""
         if size > line.mtu:
             raise Dropped("too large")
         begin = max(now, self._free_at)

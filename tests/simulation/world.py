@@ -27,23 +27,23 @@ from tests.simulation.toy import ToyPreparation, memory_for
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_S = 2.0  # s; what takes longer hangs
-OUT_S = 12  # s at most that others follow a plan with a node that hangs; plans and disks are slow
+LONG_S = 2.0  # s; a job that takes longer hangs
+OUT_S = 12  # s at most that others follow a plan with a hung node; plans and disks are slow
 TIMERS = ("_expire", "_stir")
-BUG_S = 3  # s at most that a node runs on after a bug
+BUG_S = 3  # s at most that a node keeps running after a bug
 
 
 class Bug(Exception):
-    """One that was put in on purpose."""
+    """A bug that was injected on purpose."""
 
 
 def meet_bug() -> None:
-    """Take the place of a callback."""
+    """Replace a callback."""
     raise Bug
 
 
 class ToyWorker(Worker):
-    """A compute thread for which each job takes a while, in virtual time."""
+    """A compute thread whose jobs take a while in virtual time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(InlineExecutor())
@@ -75,12 +75,12 @@ class ToyWorker(Worker):
         )
 
     def hang(self) -> None:
-        """Do nothing from now on."""
+        """Hang from now on."""
         self._goes_on.clear()
         self._since = asyncio.get_running_loop().time()
 
     def go_on(self) -> None:
-        """Do what was to be done."""
+        """Run the waiting jobs."""
         self._goes_on.set()
         held, self._held = self._held, []
         for each in held:
@@ -98,17 +98,17 @@ class Running:
     """None until it is a member."""
     asked: "list[asyncio.Task[None]]" = field(default_factory=list)
     buggy_s: int | None = None
-    """For how long it has run with a bug; None is without."""
+    """How long it has run after a bug; None without a bug."""
     hung_s: int | None = None
-    """For how long its compute thread has hung; None is not at all."""
+    """How long its compute thread has hung; None if it does not."""
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call as a part of this process."""
+        """Call in the context of this process."""
         return self.process.context.copy().run(function, *args, **kwargs)
 
 
 class World:
-    """What there is, and its history."""
+    """The simulated world and its history."""
 
     def __init__(self, seed: int, home: Path) -> None:
         self.random = Random(seed)
@@ -119,13 +119,13 @@ class World:
         self.members = Members(home, self.fault, loop.latest_s)
         self.plans = Plans(self.fault)
         self.capacity: dict[int, int] = {}
-        """Layers for which a machine has room; every machine is named here."""
+        """Layers for which a machine has room; lists every machine."""
         self.newcomers: set[int] = set()
-        """Machines that are no members before a ticket makes them."""
+        """Machines that join with a ticket."""
         self.policy: str | None = None
         self.ring_size: int | None = None
         self.names: dict[int, str] = {}
-        """How nodes call themselves; several may do so alike."""
+        """Names of nodes; several may be equal."""
         self.prefer: tuple[str, ...] | None = None
         self.exclude: tuple[str, ...] | None = None
         self.think_s = 0.0
@@ -136,13 +136,13 @@ class World:
         self.asked: list[Asked] = []
         self.history: list[str] = []
         self.coming = 0
-        """Nodes that are to come back."""
+        """Nodes that will be restarted."""
         self.is_calm = True
-        """No node ended, stood still or was removed yet, and no message was held up."""
+        """No node has ended, hung or been removed, and no message was delayed."""
         self.is_over = False
-        """No node starts any more."""
+        """No more nodes are started."""
         self.wrong: list[str] = []
-        """What should never be."""
+        """Violated invariants."""
 
     def note(self, text: str) -> None:
         self.history.append(f"{self.loop.time():8.3f} {text}")
@@ -152,7 +152,7 @@ class World:
         self.wrong.append(text)
 
     def unhandled(self, _: object, told: dict[str, Any]) -> None:
-        """Hear of an error that nobody waits for, as the last of all."""
+        """Handle an exception that no task awaits, as the last handler."""
         if not isinstance(told.get("exception"), Bug):
             self.fault(f"unhandled: {told}")
 
@@ -160,7 +160,7 @@ class World:
     def nodes(self) -> dict[int, MeshNode]:
         return {number: at.node for number, at in self.running.items() if at.node}
 
-    # How nodes begin and end
+    # Start and end of nodes
 
     def start(self, number: int) -> None:
         """Start a node, or start it again with its key."""
@@ -206,7 +206,7 @@ class World:
             self._refused(number, error)
         except Bug:
             self._forsake(self.running[number])
-        except Exception as error:  # a bug that nobody put in
+        except Exception as error:  # a bug that was not injected
             self.fault(f"{number} ended: {error!r}")
         if self.running[number].process is process:
             self.note(f"{number} has ended")
@@ -241,7 +241,7 @@ class World:
                 one.outcome = one.outcome or "its ingress died"
 
     def crash(self, number: int, *, silently: bool) -> None:
-        """Kill a node, or take its power."""
+        """Kill a node, or cut its power."""
         if number not in self.running:
             return
         at, self.is_calm = self.running.pop(number), False
@@ -261,7 +261,7 @@ class World:
             self.fault(f"{at.process.number} was killed, and leaves {at.process.tasks}")
 
     def leave(self, number: int) -> None:
-        """Tell a node to finish and go."""
+        """Let a node finish and leave."""
         at = self.running.get(number)
         if at and at.node and not at.process.is_paused:
             self.is_calm = False
@@ -269,7 +269,7 @@ class World:
             at.call(at.node.leave)
 
     def break_(self, number: int, name: str) -> None:
-        """Let a timer of a node meet a bug, which is to end it."""
+        """Let a timer of a node hit a bug, which must end it."""
         at = self.running.get(number)
         if at and at.node and at.buggy_s is None:
             self.is_calm, at.buggy_s = False, 0
@@ -278,7 +278,7 @@ class World:
             at.call(at.node.changed)
 
     def look_for_bugs(self) -> None:
-        """Look, once a second, whether a node runs on after a bug."""
+        """Check, once a second, whether a node keeps running after a bug."""
         for number, at in self.running.items():
             if at.buggy_s is not None and not at.process.is_paused:
                 at.buggy_s += 1
@@ -286,7 +286,7 @@ class World:
                     self.fault(f"{number} met a bug, and goes on")
 
     def hang(self, number: int, seconds: float) -> None:
-        """Let the compute thread of a node stand still for a while."""
+        """Let the compute thread of a node hang for a while."""
         at = self.running.get(number)
         if at and at.node and at.hung_s is None:
             self.is_calm, at.hung_s = False, 0
@@ -295,14 +295,14 @@ class World:
             self.loop.call_later(seconds, self.go_on, at)
 
     def go_on(self, at: Running) -> None:
-        """Let a compute thread go on."""
+        """Let a compute thread continue."""
         if at.hung_s is not None:
             self.note(f"{at.process.number} hangs no more")
             at.hung_s = None
             at.call(at.worker.go_on)
 
     def look_for_hangs(self) -> None:
-        """Look, once a second, whether others wait for a node that hangs."""
+        """Check, once a second, whether others wait for a hung node."""
         for number, at in self.running.items():
             if at.hung_s is None or at.process.is_paused or self.network.cuts:
                 continue
@@ -314,7 +314,7 @@ class World:
                 if at.hung_s > OUT_S and plan and plan.rank(key) is not None and is_awake:
                     self.fault(f"{number} hangs, and {other} follows a plan with it")
 
-    # Who is a member
+    # Membership
 
     def invite(self, inviter: int, *, lasts_s: float | None, uses: int | None) -> Ticket:
         """Let a node make a ticket."""
@@ -334,16 +334,16 @@ class World:
         self.members.removals = dict(at.node.machine.removals)
 
     def acquaint(self) -> None:
-        """Tell each node where the others are, as a beacon does."""
+        """Send each node the addresses of the others, as a beacon does."""
         for at in self.running.values():
             for other in self.nodes:
                 if at.node is not None and other != at.process.number:
                     at.call(at.node.links.hint, member(other)[0].node, [address_of(other)])
 
-    # What goes wrong
+    # Faults
 
     def pause(self, number: int, seconds: float) -> None:
-        """Let a process not run for a while."""
+        """Pause a process for a while."""
         at = self.running.get(number)
         if at and not at.process.is_paused:
             self.is_calm = False
@@ -352,13 +352,13 @@ class World:
             self.loop.call_later(seconds, self.resume, at.process)
 
     def resume(self, process: Process) -> None:
-        """Let a process run again, if it does not."""
+        """Resume a process, if it is paused."""
         if process.is_paused:
             self.note(f"{process.number} goes on")
             self.loop.resume(process)
 
     def cut(self, ways: list[tuple[int, int]], seconds: float) -> None:
-        """Let nothing through for a while."""
+        """Cut paths for a while."""
         self.is_calm = False
         self.note(f"cut {ways} for {seconds:.1f} s")
         self.network.cuts.update(ways)
@@ -369,7 +369,7 @@ class World:
         self.network.heal(*ways)
 
     def jump(self, number: int, seconds: float) -> None:
-        """Let the time of day of a machine jump."""
+        """Let the wall clock of a machine jump."""
         self.note(f"the clock of {number} jumps by {seconds:.0f} s")
         self.loop.jump(number, seconds)
 

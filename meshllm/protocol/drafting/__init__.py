@@ -1,1 +1,1 @@
-"""Drafts of speculative decoding: who makes them, and how many tokens are worth it."""
+"""Drafting for speculative decoding: the interface of drafters, and how many tokens to draft."""

@@ -1,27 +1,27 @@
-"""Ports of whatever guesses at the next tokens: a lookup or a draft model."""
+"""Interface of drafters for speculative decoding: an n-gram lookup or a draft model."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Drafter(Protocol):
-    """Guesses at what follows one text; used on one thread."""
+    """Drafts the continuation of one text; used on one thread."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take what follows the text so far."""
+        """Append tokens to the text."""
 
     def look(self) -> int | None:
-        """Say how sure the next guess is, from 0 to 3; None is no guess."""
+        """Return the confidence in the next draft token, from 0 to 3; None if there is none."""
 
     def guess(self, most: int) -> tuple[int, ...]:
-        """Guess at up to ``most`` tokens."""
+        """Draft up to ``most`` tokens."""
 
 
 class Drafting(Protocol):
     """Makes drafters, and learns from finished texts."""
 
     def begin(self) -> Drafter:
-        """Start a text."""
+        """Start a drafter for a new text."""
 
     def keep(self, tokens: Sequence[int]) -> None:
         """Remember a finished text, prompt included."""

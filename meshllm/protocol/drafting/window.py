@@ -1,29 +1,29 @@
-"""How many tokens to guess, in how many steps at a time.
+"""Draft length of speculative decoding, and the number of steps in flight.
 
-Theory of operation: a step of G guesses, each right with probability a when those before it are,
-gives (1 - a**(G + 1)) / (1 - a) tokens (Leviathan et al., 2023, equation 1) and takes as long as
-1 + G rows take, and what the guesses themselves take. All three are measured while the ring works:
-a for each confidence of a drafter, the time of a step for each number of rows, the time of a guess
-for each drafter, looks that led to none included. The G with the most tokens per second is taken,
-which may be none. A session begins with what those before it learnt, and trusts itself more with
-every guess. What has not been tried for long is tried again, as texts and rings change, and times
-of steps that have become old are what those of others make likely; a drafter that takes time is not
-even looked at in between.
+Theory of operation: a step with G draft tokens (guesses), each accepted with probability a if those
+before it are, gives (1 - a**(G + 1)) / (1 - a) tokens (Leviathan et al., 2023, equation 1). It
+takes the time of 1 + G rows plus the time of drafting. All three are measured while the ring works:
+a per confidence of a drafter, step time per number of rows, drafting time per token of a drafter,
+including attempts that gave none. The G with the most tokens per second is chosen, which may be 0.
+A session starts with the statistics of earlier ones and gives its own more weight with every draft
+token. A G that was not tried for long is tried again, as texts and rings change, and old step times
+are replaced by an estimate from other numbers of rows; between trials, a drafter that takes time is
+not even queried.
 
-Where trips take long, further steps of guesses may follow one that is on its way. A text goes on
-until a guess is wrong, for 1 / (1 - a) tokens. Behind the first step of these p / (1 - p) more are
-all right, where p = a**(G + 1), as the token behind a step has to be the first one of the next.
-One at a time each takes a trip of T seconds. Of D steps in flight one is back every T / D seconds,
-or as fast as the slowest rank or way lets them pass, which is their pulse. So a run takes
+If round trips are long, further steps of draft tokens may follow one that is in flight. A run lasts
+until the first rejection, for 1 / (1 - a) tokens. After its first step p / (1 - p) more are fully
+accepted, with p = a**(G + 1), as the token after a step has to be the first one of the next.
+One at a time, each takes a round trip of T seconds. With D in flight, one returns every T / D
+seconds, or as fast as the slowest rank or link lets them pass: their interval. So a run takes
 
-    T + max(pulse, T / D) * p / (1 - p) + pulse
+    T + max(interval, T / D) * p / (1 - p) + interval
 
-seconds, the last pulse for what is computed in vain after a wrong guess; for one step at a time it
-is the equation above. What T and the pulse are with several steps in flight is measured as parts of
-a trip that has the ring to itself, and fades to what is likely while there are none. Where ranks
-share a processor, the first of D steps is late by what was computed of the others meanwhile, which
-is counted as theirs. The G and D that give the most are taken; several steps only where they are
-worth what they waste.
+seconds, the last interval for the work wasted after a rejection; for one step at a time it is the
+equation above. T and the interval with several steps in flight are measured relative to a trip
+that has the ring to itself, and decay to their prior while single steps run. If ranks share a
+processor, the first of D steps is delayed by the work on the others, which is charged to those. The
+G and D with the highest throughput are chosen; several steps only if they are worth what they
+waste.
 """
 
 from bisect import bisect_left
@@ -33,46 +33,46 @@ from math import inf
 from operator import attrgetter
 
 GUESSES = (0, 1, 2, 4, 8, 11, 16)
-"""What is chosen from: few numbers, so that each is measured soon.
+"""Draft lengths to choose from: few, so that each is measured soon.
 
-With AVX-512, 12 rows are one pass over the weights, see `meshllm.model.kernels.gemm_bf16`."""
+With AVX-512, 12 rows take one pass over the weights, see `meshllm.model.kernels.gemm_bf16`."""
 STEPS = tuple(1 + guesses for guesses in GUESSES if guesses)
-"""Rows of a step with guesses."""
+"""Rows of a step with draft tokens."""
 MAX_CONFIDENCE = 3
-"""Of a drafter in its next guess, from 0 on."""
+"""Of a drafter in its next token; the lowest is 0."""
 MAX_STEP_ROWS = max(STEPS)
 DEPTHS = (1, 2, 4, 8)
-"""Steps in flight that are chosen from; a stage lets twice as many wait."""
+"""Numbers of steps in flight to choose from; a stage queues twice as many."""
 MAX_DEPTH = max(DEPTHS)
 
-_PRIOR = (0.3, 0.5, 0.7, 0.8)  # acceptance by confidence, until it is measured
-_FAITH = 2.0  # guesses as which the ring's acceptance counts in a new session, at most
-_FIRST = 4.0  # guesses at most in a new ring; twice as many each time that all were right
-_DECAY = 0.9  # of what a session learnt, per guess: the last ten count most
-_LONG_DECAY = 0.99  # of what it trusts many steps to: all of their guesses count, a hundred or more
-_SLOW_DECAY = 0.95  # the same of what a ring learnt, from texts of many kinds
-_SLOPE = 0.02  # of the time of one row, per further row, until it is measured
-_STEEP = 1.0  # the same where rows are computed one by one
-_MEMORY = 0.2  # of a new time in the mean
-_FRESH = 256  # steps until what others of so many rows took is forgotten
-_JUMP = 2.0  # a time is counted as at most so many times the mean: others use the machine too
-_REST = 64  # tokens without a guess until one is tried, small
+_PRIOR = (0.3, 0.5, 0.7, 0.8)  # acceptance rate by confidence, until it is measured
+_FAITH = 2.0  # weight of the ring's acceptance rate in a new session, in draft tokens, at most
+_FIRST = 4.0  # draft tokens at most in a new ring; doubled each time that all were accepted
+_DECAY = 0.9  # of a session's statistics, per draft token: the last ten count most
+_LONG_DECAY = 0.99  # the same for several steps in flight, which hold a hundred tokens or more
+_SLOW_DECAY = 0.95  # the same of a ring's statistics, from texts of many kinds
+_SLOPE = 0.02  # time of each further row relative to the first, until it is measured
+_STEEP = 1.0  # the same if rows are computed one by one
+_MEMORY = 0.2  # weight of a new time in the moving average
+_FRESH = 256  # steps after which a time that was not measured again is dropped
+_JUMP = 2.0  # a time is clipped to this factor of the mean: other programs use the machine too
+_REST = 64  # tokens without a draft until a small one is tried
 _TRIAL = 2
-_PATIENCE = 4  # looks that led to no guess, until there is no look before the next trial
-_LEAST = 0.05  # acceptance below which guesses are worth less than what they take, if anything
-_CERTAIN = 0.99  # acceptance at most: no text repeats itself for ever
-_WASTE = 1.1  # times as fast several steps have to be: what is computed in vain is others' power
-_DRIFT = 0.01  # to what is likely, of what is known of several steps in flight, per trip of one
+_PATIENCE = 4  # queries that led to no draft, until there is none before the next trial
+_LEAST = 0.05  # acceptance rate below which drafts are not worth their time, if they take any
+_CERTAIN = 0.99  # acceptance rate at most: no text repeats itself without end
+_WASTE = 1.1  # speed-up that several steps must give: wasted work costs other people's power
+_DRIFT = 0.01  # of pipelined times towards their prior, per step that had the ring to itself
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What may be in flight at a time."""
+    """Draft tokens and steps in flight at a time."""
 
     guesses: int
-    """Of a step, behind its first token."""
+    """Draft tokens of a step, after its first token."""
     depth: int = 1
-    """Steps."""
+    """Steps in flight."""
 
     @property
     def rows(self) -> int:
@@ -81,13 +81,13 @@ class Window:
 
     @property
     def length(self) -> int:
-        """Guesses of all steps: only the first token of the first one is known."""
+        """Draft tokens of all steps: only the first token of the first step is known."""
         return self.depth * self.rows - 1
 
     def cut(self, tokens: Sequence[int], *, is_open: bool) -> tuple[tuple[int, ...], ...]:
-        """Cut guesses into steps, the last ones shorter where there are few.
+        """Split draft tokens into steps, the last ones shorter if there are few.
 
-        ``is_open`` is that the first ones go with a token that is known.
+        ``is_open`` means that a known token precedes the first ones.
         """
         steps: list[tuple[int, ...]] = []
         at = -1 if is_open else 0
@@ -99,25 +99,25 @@ class Window:
 
 
 class StepTimes:
-    """What a step of so many rows takes in one ring, in seconds; shared by its sessions."""
+    """Step times of one ring in seconds, by number of rows; shared by its sessions."""
 
     def __init__(self, *, together: bool = True, ring: int = 2) -> None:
-        """Know nothing yet but whether rows are computed ``together``, and how many ranks are."""
+        """Start with a prior: whether rows are computed ``together``, and the number of ranks."""
         self._slope = _SLOPE if together else _STEEP
         self._means: dict[int, float] = {}
         self._steps = 0
-        self._noted: dict[int, int] = {}  # at which step, by rows
+        self._noted: dict[int, int] = {}  # step of the last measurement, by rows
         self._ring = ring
-        self._first: float | None = None  # times `of`, with several steps in flight
+        self._first: float | None = None  # relative to `of`, with several steps in flight
         self._pulse: float | None = None
 
     def note(self, rows: int, seconds: float) -> None:
-        """Count a step that had the ring to itself."""
+        """Record a step that had the ring to itself."""
         self._steps += 1
         self._noted[rows] = self._steps
         means = self._means | {rows: _blend(self._means.get(rows), seconds)}
         least, oldest = min(means), self._steps - _FRESH
-        # The fewest are not forgotten: where they seem too fast they are tried, see `of`.
+        # The fewest rows are not dropped: if they seem too fast they are tried, see `of`.
         self._means = {at: means[at] for at in means if at == least or self._noted[at] > oldest}
         if self._first:
             self._first += _DRIFT * (1 - self._first)
@@ -125,27 +125,27 @@ class StepTimes:
             self._pulse += _DRIFT * (1 / self._ring - self._pulse)
 
     def note_first(self, rows: int, seconds: float) -> None:
-        """Count the first of several steps that left one behind the other."""
+        """Record the round trip of the first of several steps sent back to back."""
         if mean := self.of(rows):
             self._first = _blend(self._first, seconds / mean)
 
     def note_next(self, rows: int, seconds: float) -> None:
-        """Count how long after the one before it the next of them was back."""
+        """Record how long after the previous one the next of them returned."""
         if mean := self.of(rows):
             self._pulse = _blend(self._pulse, seconds / mean)
 
     def first(self, rows: int) -> float:
-        """Estimate the trip of a step that others follow."""
+        """Estimate the round trip of a step that others follow."""
         return (self._first or 1) * self.of(rows)
 
     def pulse(self, rows: int) -> float:
-        """Estimate how long after a step the one behind it is back."""
+        """Estimate the interval between the returns of two such steps."""
         return (self._pulse or 1 / self._ring) * self.of(rows)
 
     def of(self, rows: int) -> float:
-        """Estimate a step from what was measured of fewer rows and of more.
+        """Estimate the time of a step from measurements of fewer and of more rows.
 
-        One of fewer rows takes no longer: where several are always guessed, it is not measured.
+        Fewer rows take no longer, which counts where only steps of many rows were measured.
         """
         more = (mean for at, mean in self._means.items() if at > rows)
         return min([self._likely(rows), *more])
@@ -159,7 +159,7 @@ class StepTimes:
         if at == 0:
             return means[known[0]] / (1 + self._slope * (known[0] - rows))
         slope = means[known[0]] * self._slope
-        if len(known) > 1:  # between the nearest two, or as it was between the last
+        if len(known) > 1:  # interpolate the nearest two, or extrapolate the last two
             low, high = known[at - 1 : at + 1] if at < len(known) else known[-2:]
             slope = max(0.0, (means[high] - means[low]) / (high - low))
         return means[known[at - 1]] + slope * (rows - known[at - 1])
@@ -173,10 +173,10 @@ def _blend(mean: float | None, value: float) -> float:
 
 
 class Acceptance:
-    """Which share of the guesses was right, by confidence; what is old fades."""
+    """Acceptance rate of draft tokens, by confidence; old samples decay."""
 
     def __init__(self, ring: "Acceptance | None" = None, decay: float = _DECAY) -> None:
-        """Count for a ring; with one, for a session that begins with what the ring saw."""
+        """Count for a ring or, if one is given, for a session that starts with its rates."""
         self._decay = _SLOW_DECAY
         self._tried = [1.0 for _ in _PRIOR]
         self._right = list(_PRIOR)
@@ -186,46 +186,46 @@ class Acceptance:
             self._right = [ring.share(at) * tried for at, tried in enumerate(self._tried)]
 
     def share(self, confidence: int) -> float:
-        """Tell the share at this confidence."""
+        """Return the acceptance rate at this confidence."""
         return self._right[confidence] / self._tried[confidence]
 
     def note(self, confidence: int, tried: int, right: int) -> None:
-        """Count guesses of which the first ``right`` ones were right."""
+        """Count ``tried`` draft tokens, of which the first ``right`` were accepted."""
         faded = self._decay**tried
         self._right[confidence] = self._right[confidence] * faded + right
         self._tried[confidence] = self._tried[confidence] * faded + tried
 
 
 class Experience:
-    """What the sessions of one ring have learnt of one drafter."""
+    """Statistics of one drafter over all sessions of one ring."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Start empty."""
         self.acceptance = Acceptance()
         self.is_known = False
-        """Whether any guess was checked."""
+        """Whether any draft token was verified."""
         self.rested = _REST
-        """Steps without a guess of the session that spoke last; at first, one is due."""
+        """Steps without a draft of the session that reported last; at first, one is due."""
         self.vain = 0
-        """Looks of it that led to none, one after the other."""
+        """Consecutive queries of that session that led to no draft."""
         self._seconds, self._guesses = 0.0, 1.0
 
     @property
     def price(self) -> float:
-        """Seconds of one guess, looks in vain included."""
+        """Seconds per draft token, fruitless queries included."""
         return self._seconds / max(self._guesses, 1.0)
 
     def pay(self, guesses: int, seconds: float) -> None:
-        """Count what a look took, and the guesses that it led to."""
+        """Record the time of a query, and the draft tokens that it gave."""
         self._seconds = self._seconds * _DECAY + seconds
         self._guesses = self._guesses * _DECAY + guesses
 
 
 class Lookahead:
-    """Chooses for one session and one drafter."""
+    """Chooses the `Window` of one session and one drafter."""
 
     def __init__(self, times: StepTimes, ring: Experience | None = None) -> None:
-        """Begin with what the ring learnt, which learns from this session."""
+        """Start with the statistics of the ring, which this session updates."""
         self._times = times
         self._ring = ring = ring or Experience()
         self._own = Acceptance(ring.acceptance)
@@ -235,13 +235,13 @@ class Lookahead:
 
     @property
     def is_resting(self) -> bool:
-        """Whether a look, if it takes time, is not worth it now."""
+        """Whether a query, if it takes time, is not worth it now."""
         return self._vain >= _PATIENCE and self._rested < _REST
 
     def choose(self, confidence: int, room: int, *, depth: int = 1, reach: float = inf) -> Window:
-        """Say how many tokens to guess, ``room`` at most, in how many steps at a time.
+        """Choose the draft length, ``room`` at most, and the number of steps in flight.
 
-        There are ``depth`` of them at most, and with several ``reach`` guesses at most in all.
+        There are at most ``depth`` steps and, if several, ``reach`` draft tokens in all of them.
         """
         allowed = [
             Window(guesses, steps)
@@ -267,12 +267,12 @@ class Lookahead:
         return max([best, *many], key=lambda window: self._gain(share, window))
 
     def note(self, confidence: int, guesses: int, right: int) -> None:
-        """Count a step with so many guesses, of which the first ``right`` ones were right."""
+        """Record a step with ``guesses`` draft tokens, the first ``right`` of them accepted."""
         self._rested = 0 if guesses else self._rested + 1
         self._ring.rested = self._rested
         if not guesses:
             return
-        # Once a guess was wrong, what is measured is enough.
+        # After the first rejection, the measured rate alone limits the draft length.
         self._most = 2 * self._most if right == guesses else inf
         self._ring.vain = self._vain = 0 if right else self._vain
         self._ring.is_known = True
@@ -288,6 +288,6 @@ class Lookahead:
         seconds = trip * (1 + further)
         if window.depth > 1:
             first, pulse = self._times.first(window.rows), self._times.pulse(window.rows)
-            pulse += max(0.0, first - trip) / (window.depth - 1)  # what the others took from it
+            pulse += max(0.0, first - trip) / (window.depth - 1)  # delay by the other steps
             seconds = _WASTE * (first + max(pulse, first / window.depth) * further + pulse)
         return 1 / (1 - share) / seconds if seconds else inf

@@ -1,4 +1,4 @@
-"""Which generations may begin on an entry, and in which order the others wait.
+"""Admission control of an entry: which generations may start, and in which order the others wait.
 
 Theory of operation
 -------------------
@@ -8,11 +8,12 @@ Theory of operation
      '--else--> waiting --its turn--> admitted
                    '-----leave------> gone
 
-A generation is admitted when no other waits, fewer than ``most`` run, and what it may grow to fits
-beside them on every rank. Else it waits, first come, first served: a short one does not overtake a
-long one, which could wait without end. Where nothing runs, the first that waits is admitted, as one
-that fits on no empty ring is refused at once; so somebody is always served. A full queue refuses,
-and the client may ask again. Each `leave` says who is admitted for it.
+A generation is admitted if the queue is empty, fewer than ``most`` run, and the largest KV cache it
+may need fits on every rank along with theirs. Else it waits in FIFO order: a short generation does
+not overtake a long one, which could starve. When nothing runs, the head of the queue is always
+admitted, because a generation that does not fit on an empty ring is rejected at once; so there is
+always progress. A full queue rejects, and the client may retry. Each `leave` returns the
+generations that it lets in.
 """
 
 from meshllm.errors import Busy, UserError
@@ -20,39 +21,39 @@ from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 
 MAX_WAITING = 64
-"""Generations that wait; the last of them waits for 8 rounds of 8."""
+"""Length of the queue; its last generation waits for 8 rounds of 8."""
 
 
 class Admission:
-    """The generations of one entry; ids name them."""
+    """The running and waiting generations of one entry."""
 
     def __init__(self, budget: KvBudget, most: int, waiting: int = MAX_WAITING) -> None:
         self._budget = budget
         self._most = most
         self._most_waiting = waiting
         self._admitted: set[SessionId] = set()
-        self._waiting: dict[SessionId, int] = {}  # tokens, the first come first
+        self._waiting: dict[SessionId, int] = {}  # tokens, in order of arrival
 
     def ask(self, session: SessionId, tokens: int) -> bool:
-        """Ask for a generation that may come to so many tokens; tell whether it may begin now.
+        """Request admission of up to ``tokens`` tokens; return whether to start now, else wait.
 
         Raises:
-            UserError: there is no room for it, ever.
-            Busy: too many wait already.
+            UserError: they would not fit on an empty ring.
+            Busy: the queue is full.
         """
         if not self._budget.holds(tokens):
             raise self._too_long(tokens)
         if len(self._waiting) >= self._most_waiting:
             raise Busy(
-                f"{len(self._admitted)} answers are being made and {len(self._waiting)} wait,"
-                f" which are the most",
-                hint="ask again later",
+                f"The queue is full: {len(self._admitted)} generations are running and"
+                f" {len(self._waiting)} are waiting",
+                hint="retry later",
             )
         self._waiting[session] = tokens
         return session in self._admit()
 
     def leave(self, session: SessionId) -> list[SessionId]:
-        """End a generation, or its wait; return those that may begin for it."""
+        """Remove a running or waiting generation; return those that may start now."""
         self._waiting.pop(session, None)
         self._admitted.discard(session)
         self._budget.release(session)
@@ -73,8 +74,8 @@ class Admission:
         room = max(self._budget.rooms, key=lambda each: each.cost(tokens).held - each.total)
         cost = room.cost(tokens)
         return UserError(
-            f"The prompt and its answer may come to {tokens} tokens, and there is room for"
-            f" {self._budget.tokens}: one node would need {cost.held + cost.growth} bytes for their"
-            f" cache and has {max(0, room.total)}",
+            f"The prompt and its answer may take {tokens} tokens, and the KV cache has room for"
+            f" {self._budget.tokens}: one node would need {cost.held + cost.growth} bytes and has"
+            f" {max(0, room.total)}",
             hint="use a shorter prompt, a smaller `--max-tokens`, more memory or more nodes",
         )

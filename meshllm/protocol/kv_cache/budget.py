@@ -1,25 +1,25 @@
-"""The bytes that the KV caches of a ring may take, and which sessions hold how many of them.
+"""KV cache budget of a ring in bytes, and how much of it each session holds.
 
 Theory of operation
 -------------------
 The planner gives a rank a span of layers that fits its memory; what the weights leave of it is the
-rank's `Room` for caches, see `meshllm.protocol.planning.problem.kv_rooms`. Admission counts against
-exactly that number, so what is planned is what is admitted. A stage counts its own room. The entry
-computes the room of every rank from the same signed offers and reserves in all of them at once, so
-that the tightest rank decides and a stage need not refuse what an entry of ours sends.
+rank's `Room` for KV caches, see `meshllm.protocol.planning.problem.kv_rooms`. Admission counts
+against exactly that number, so what is planned is what is admitted. A stage counts its own room.
+The entry computes the room of every rank from the same signed offers and reserves in all of them at
+once, so the tightest rank decides and a stage need not reject what an entry of ours sends.
 
-A session that runs *reserves*. On the entry it reserves, before it begins, the positions it may
-come to have: prompt and answer. A stage cannot know that number, as no message carries it, and
-reserves what the rows at hand need, each time before they are computed. The bytes of so many tokens
-are what `Room.cost` says: what the cache allocates, not what a token needs. Growing copies the keys
-and values of one layer at a time, so the largest such copy is counted once beside all sessions.
+A running session *reserves*. The entry reserves all positions that a session may reach, prompt and
+answer, before it starts. A stage cannot know that number, as no message carries it, and reserves
+what each message of rows needs just before they are computed. `Room.cost` converts tokens to bytes:
+what the cache allocates, not what a token needs. Growing copies the keys and values one layer at a
+time, so the largest such copy is counted once on top of all sessions.
 
-A session that ended may be *kept* for prompts that begin alike. What is kept never stands in the
-way of a session: `fits` ignores it, and `meshllm.protocol.kv_cache.prefix_index` evicts the oldest
-while `is_over`.
+A finished session may be *kept* for prompts with the same prefix. Kept sessions never block a
+running one: `fits` ignores them, and `meshllm.protocol.kv_cache.prefix_index` evicts the least
+recently used while `is_over`.
 
-Invariant: the reservations alone are always within every room. With what is kept, they are again as
-soon as the shelf has evicted, which it does before any of the rows at hand are computed.
+Invariant: the reservations alone always fit in every room. Together with the kept sessions they fit
+again once the prefix index has evicted, which happens before the new rows are computed.
 """
 
 from bisect import bisect_left
@@ -38,20 +38,20 @@ class Cost(NamedTuple):
 
     held: int
     growth: int
-    """Beside that, while it grows: the largest layer once more."""
+    """Extra bytes while it grows: a second copy of the largest layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one rank has for caches."""
+    """Memory of one rank for KV caches."""
 
     total: int
     """Bytes."""
     measure: Callable[[int], tuple[int, int]]
-    """Gives a `Cost` for tokens; never falls as these rise."""
+    """Returns the fields of a `Cost` for a number of tokens; monotonic."""
 
     def cost(self, tokens: int) -> Cost:
-        """Tell what the cache of a session of so many tokens takes."""
+        """Return what the cache of a session of ``tokens`` tokens takes."""
         return Cost(*self.measure(tokens))
 
 
@@ -63,25 +63,25 @@ class _Charge:
 
 
 class KvBudget:
-    """The rooms of one rank or more, and the sessions in them."""
+    """The rooms of one or more ranks, and the sessions in them."""
 
     def __init__(self, rooms: Sequence[Room]) -> None:
         self.rooms = rooms
-        """The first is that of this rank."""
+        """By rank, beginning with this one."""
         self._reserved: dict[SessionId, _Charge] = {}
         self._kept: dict[SessionId, _Charge] = {}
 
     def holds(self, tokens: int) -> bool:
-        """Tell whether a session fits where nothing else is."""
+        """Return whether a session fits on its own."""
         return self._is_within([self._charge(tokens)])
 
     def fits(self, tokens: int, session: SessionId | None = None) -> bool:
-        """Tell whether a session fits beside the others that run."""
+        """Return whether a session fits together with the other running ones."""
         others = (charge for each, charge in self._reserved.items() if each != session)
         return self._is_within([self._charge(tokens), *others])
 
     def reserve(self, session: SessionId, tokens: int) -> bool:
-        """Let a session have so many tokens, if they fit; it keeps what it had before."""
+        """Reserve ``tokens`` tokens if they fit; if not, the session keeps its old reservation."""
         if tokens <= self.reserved(session):
             return True
         is_fit = self.fits(tokens, session)
@@ -90,44 +90,44 @@ class KvBudget:
         return is_fit
 
     def reserved(self, session: SessionId) -> int:
-        """Count the tokens that a session may have."""
+        """Return the tokens that a session has reserved."""
         charge = self._reserved.get(session)
         return charge.tokens if charge else 0
 
     def release(self, session: SessionId) -> None:
-        """Forget a session that ran."""
+        """Release the reservation of a session."""
         self._reserved.pop(session, None)
 
     def keep(self, session: SessionId, tokens: int) -> None:
-        """Count a session that ended."""
+        """Count a finished session as kept."""
         self._kept[session] = self._charge(tokens)
 
     def drop(self, session: SessionId) -> None:
-        """Forget a session that was kept."""
+        """Stop counting a kept session."""
         self._kept.pop(session, None)
 
     @property
     def is_over(self) -> bool:
-        """Whether the sessions that run leave too little room for all that are kept."""
+        """Whether running and kept sessions together exceed the budget."""
         return not self._is_within(self._reserved.values(), self._kept.values())
 
     @property
     def tokens(self) -> int:
-        """Count the tokens of the longest session that fits where nothing else is."""
+        """Tokens of the longest session that fits on its own."""
         return self._most(self.holds)
 
     def left(self, session: SessionId) -> int:
-        """Count the tokens that a session can have beside the others that run."""
+        """Return the tokens that a session can have next to the other running ones."""
         return self._most(lambda tokens: self.fits(tokens, session))
 
     @property
     def live_bytes(self) -> int:
-        """Count the bytes that sessions which run reserve on this rank."""
+        """Bytes that running sessions have reserved on this rank."""
         return sum(charge.costs[0].held for charge in self._reserved.values())
 
     @property
     def kept_bytes(self) -> int:
-        """Count the bytes that are kept on this rank."""
+        """Bytes of the kept sessions on this rank."""
         return sum(charge.costs[0].held for charge in self._kept.values())
 
     def _charge(self, tokens: int) -> _Charge:
@@ -144,6 +144,6 @@ class KvBudget:
 
     @staticmethod
     def _most(is_fit: Callable[[int], bool]) -> int:
-        """Find the most tokens for which a claim holds that fails for all above them."""
+        """Return the largest number of tokens for which the monotonic ``is_fit`` holds."""
         blocks = range(1, MAX_TOKENS // BLOCK + 1)
         return bisect_left(blocks, True, key=lambda count: not is_fit(count * BLOCK)) * BLOCK

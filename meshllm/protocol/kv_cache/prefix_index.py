@@ -1,17 +1,17 @@
-"""Which finished sessions a rank keeps, for those that begin alike.
+"""Prefix cache of one rank: which finished sessions are kept for prompts with the same prefix.
 
 Theory of operation
 -------------------
-The entry alone knows tokens. It remembers the texts of finished sessions, and for a new prompt it
-finds the one with which most of it is shared. A `Resume` goes ahead of the first rows and names
-that session and how many positions of it are wanted; every rank crops what it kept of it. Sessions
-have random names, so what is kept says nothing about a text: the hash of a text would let whoever
-sees it test guesses at the text.
+Only the entry knows tokens. It remembers the texts of finished sessions, and for a new prompt it
+finds the one with the longest common prefix. A `Resume` precedes the first rows and names that
+session and the number of positions to reuse; every rank crops the cache that it kept. Session ids
+are random and reveal nothing about a text: the hash of a text would let anyone who sees it test
+guesses at the text.
 
-Each rank keeps what its budget has room for beside the sessions that run, the latest first, and
-says so in the Close that goes round: what one of them does not keep is of no use to the entry. When
-a session needs the room, the oldest are evicted. What is lost shows when it is asked for: the first
-rows meet a gap, the entry begins at 0, and forgets that text.
+Each rank keeps what its budget has room for besides the running sessions (LRU), and reports it in
+the Close that goes round the ring: a session that one rank does not keep is useless to the entry.
+When a running session needs the room, the least recently used are evicted. A loss is found on
+reuse: the first rows meet a gap, the entry restarts at position 0 and forgets that text.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 
 MAX_KEPT = 64
-"""Sessions, however short."""
+"""Kept sessions, however short."""
 MAX_STATES = 8
-"""Sessions of a model with recurrent states: each of these is as large as many positions."""
+"""The same for a model with recurrent state, which is as large as many positions."""
 IDLE_S = 1800.0
-"""Nobody owes memory to a chat that was left."""
+"""Seconds until an unused session is evicted, so that an abandoned chat holds no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a prompt shares with a session that was kept."""
+    """The prefix that a prompt shares with a kept session."""
 
     session: SessionId
     length: int
-    """Positions; less than the prompt has, as its last token gives the row that is picked from."""
+    """Positions; fewer than the prompt has, as its last token gives the row that is sampled."""
     whole: bool
-    """Nobody else will want that session."""
+    """Take over the cache instead of copying it: no other prompt will want that session."""
     reach: int = 0
-    """Positions for which its cache has room, where it is taken whole."""
+    """Positions for which the cache has room, if it is taken over."""
 
 
 class Shelf:
-    """The sessions that one rank keeps; times are seconds on the driver's clock."""
+    """Eviction policy of one rank's prefix cache; times are seconds on the driver's clock."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Shelf:
         most: int = MAX_KEPT,
         idle_s: float = IDLE_S,
     ) -> None:
-        """Keep up to ``most`` sessions of up to ``most_bytes`` in all, as the budget has room."""
+        """Keep up to ``most`` sessions of up to ``most_bytes`` in total, as the budget allows."""
         self.budget = budget
         self._most_bytes = most_bytes
         self._most = most
@@ -73,7 +73,7 @@ class Shelf:
     def put(self, session: SessionId, length: int, reach: int, now: float) -> list[SessionId]:
         """Keep ``length`` positions of a cache with room for ``reach``.
 
-        Return the sessions that have to go for it, or itself where it has no room.
+        Return the sessions to evict: older ones, or this one if there is no room for it.
         """
         if length <= 0 or not (self.keeps and self.budget.fits(reach)):
             return [session]
@@ -86,9 +86,9 @@ class Shelf:
         return self.make_room()
 
     def make_room(self, spare: SessionId | None = None) -> list[SessionId]:
-        """Evict the oldest until the sessions that run have their room; return what goes.
+        """Evict the least recently used until the budget is met; return the evicted sessions.
 
-        ``spare`` stays, whatever happens.
+        ``spare`` is never evicted.
         """
         gone = []
         for session in [each for each in self._items if each != spare]:
@@ -100,9 +100,9 @@ class Shelf:
         return gone
 
     def take(self, session: SessionId, length: int, now: float, *, whole: bool) -> int:
-        """Return the positions for which a kept cache has room; 0 where it holds too few.
+        """Return the positions for which a kept cache has room; 0 if it holds too few.
 
-        ``whole`` takes it away.
+        ``whole`` removes it from the index.
         """
         item = self._items.get(session)
         if item is None or item.length < length:
@@ -120,7 +120,7 @@ class Shelf:
         return next((item.used + self._idle_s for item in self._items.values()), None)
 
     def expire(self, now: float) -> list[SessionId]:
-        """Return the sessions that nobody asked for in a while; they have to go."""
+        """Evict the sessions that were not used in a while; return them."""
         gone = [key for key, item in self._items.items() if now >= item.used + self._idle_s]
         for session in gone:
             self._drop(session)
@@ -135,5 +135,5 @@ class Shelf:
 
 
 def shelf_for(budget: KvBudget, most_bytes: int | None, slack: int | None) -> Shelf:
-    """Make the shelf of a rank, for a model whose caches can go back by ``slack`` positions."""
+    """Make the index of a rank for a model whose caches can be cropped by ``slack`` positions."""
     return Shelf(budget, most_bytes, most=MAX_STATES if slack == 0 else MAX_KEPT)

@@ -1,7 +1,7 @@
-"""Prefix matching on the entry: which finished text a prompt goes on from, and whether by a copy.
+"""Prefix matching on the entry: which finished text a prompt continues, and whether by a copy.
 
-Whole texts are compared, token by token; what the other ranks need is only the name of a session,
-see `meshllm.protocol.kv_cache.prefix_index`.
+Texts are compared token by token; the other ranks only need the id of a session, see
+`meshllm.protocol.kv_cache.prefix_index`.
 """
 
 from array import array
@@ -14,8 +14,8 @@ from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.prefix_index import Base, Shelf
 
 MIN_SHARED = 16
-"""Tokens; every chat of a model begins with a few of the same."""
-_TURN = 6  # tokens at the end of a prompt that the next turn may write in another way
+"""Tokens; all chats of a model begin with the same few."""
+_TURN = 6  # tokens at the end of a prompt that the next turn may render differently
 
 Cache = TypeVar("Cache")
 
@@ -28,20 +28,20 @@ class _Text(Generic[Cache]):
 
 
 class Prefixes(Generic[Cache]):
-    """The texts that an entry keeps, with its caches; times are seconds on the caller's clock."""
+    """Finished texts of an entry and their caches; times are seconds on the caller's clock."""
 
     def __init__(self, shelf: Shelf, slack: int | None) -> None:
-        """Keep on ``shelf``; a cache can go back by ``slack`` tokens, None is any number."""
+        """Keep what ``shelf`` allows; caches can be cropped by ``slack`` tokens, None is any."""
         self.shelf = shelf
         self._slack = slack
         self._texts: dict[SessionId, _Text[Cache]] = {}  # the newest last
 
     def find(self, prompt: Sequence[int], now: float) -> tuple[Base, Cache] | None:
-        """Find the text that shares most with a prompt, and its cache; None is a fresh start.
+        """Find the text with the longest common prefix, and its cache; None is a fresh start.
 
-        The next turn of a chat takes the cache of the turn before; where much of it would be thrown
-        away, it is to be copied if there is room. The session has reserved its room by now: what is
-        in its way is evicted, and what it goes on from last.
+        The next turn of a chat takes over the cache of the previous one; if much of the cache would
+        be thrown away, it is copied instead, provided there is room. The session has reserved its
+        room before: sessions in its way are evicted, the one that it continues last.
         """
         wanted = array("i", prompt)
         shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
@@ -68,7 +68,7 @@ class Prefixes(Generic[Cache]):
         reach: int,
         now: float,
     ) -> None:
-        """Keep the cache of a session that ended, of which the first ``prompt`` tokens were asked.
+        """Keep the cache of a finished session, of which the first ``prompt`` tokens were a prompt.
 
         It holds ``tokens`` and perhaps more, and has room for ``reach``.
         """
@@ -76,12 +76,12 @@ class Prefixes(Generic[Cache]):
         self._drop(self.shelf.put(session, len(tokens), reach, now))
 
     def forget(self, session: SessionId) -> None:
-        """Drop what another rank has lost."""
+        """Drop a text whose cache another rank has lost."""
         if self.shelf.take(session, 0, 0.0, whole=True):
             self._drop([session])
 
     def expire(self, now: float) -> None:
-        """Drop what nobody asked for in a while."""
+        """Drop the texts that were not used in a while."""
         self._drop(self.shelf.expire(now))
 
     def _drop(self, sessions: Sequence[SessionId]) -> None:
@@ -89,7 +89,7 @@ class Prefixes(Generic[Cache]):
             del self._texts[session]
 
     def _shared(self, prompt: "array[int]", text: _Text[Cache]) -> int:
-        """Count the tokens at which a prompt can begin; the last one gives the first row."""
+        """Count the tokens that a prompt can reuse; never its last, which gives the first row."""
         most = min(len(prompt) - 1, len(text.tokens))
         shared = _common(prompt, text.tokens, most)
         is_far = self._slack is not None and len(text.tokens) - shared > self._slack
@@ -97,7 +97,7 @@ class Prefixes(Generic[Cache]):
 
 
 def _common(one: "array[int]", other: "array[int]", most: int) -> int:
-    """Count the first tokens, at most ``most``, that two texts have in common."""
+    """Return the length of the common prefix of two texts, at most ``most``."""
     a, b = memoryview(one).cast("B"), memoryview(other).cast("B")
     size = one.itemsize
 

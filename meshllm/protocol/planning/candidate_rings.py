@@ -1,8 +1,8 @@
-"""Which rings are worth a look: sets of nodes and their orders; chooses none of them.
+"""Candidate rings: sets of nodes and their orders, of which a policy chooses one.
 
-Of up to `EXACT` nodes it is every set, in every order where it is small and in the order of the
-shortest trip where it is not. Of more it is what is left when the node that is missed least is
-dropped, again and again: good, but not proven best.
+For up to `EXACT` nodes, every set is a candidate: small ones in every order, larger ones in the
+order of the shortest tour. For more, the node whose loss costs least is dropped repeatedly, and
+every remainder is a candidate: good, but not proven optimal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,15 @@ from meshllm.protocol.planning.partition import Filling
 from meshllm.protocol.planning.problem import Problem
 from meshllm.protocol.planning.tours import Trip, all_trips, good_trip, shortest_trips
 
-ANY_ORDER = 6  # nodes of which every order is tried: 415 trips
+ANY_ORDER = 6  # nodes of which every order is tried: 415 tours
 EXACT = 12  # nodes of which every set is tried: 24,576 rings with every entry, half a second
-_MANY = 64  # the roomiest of more, where thinning out begins
-_THIN = 9  # nodes where it ends
-_ENTRIES = 3  # fastest nodes that are tried as the entry of more
+_MANY = 64  # of more nodes, those with the most room, from which nodes are dropped
+_THIN = 9  # nodes that are left at the end
+_ENTRIES = 3  # of more nodes, the fastest that are tried as the entry
 
 
 def rings(problem: Problem, filling: Filling) -> Iterator[tuple[int, int, Trip]]:
-    """Yield rings within the terms: a lower bound of the time per token, the size, the nodes."""
+    """Yield rings that satisfy the terms: lower bound of the token time, size, nodes."""
     for trip in filter(problem.allows, _trips(problem, filling)):
         for entry in filling.entries:
             if entry in trip:
@@ -30,7 +30,7 @@ def rings(problem: Problem, filling: Filling) -> Iterator[tuple[int, int, Trip]]
 
 
 def _trips(problem: Problem, filling: Filling) -> Iterator[Trip]:
-    """Yield the round trips worth a look, each from one of its nodes."""
+    """Yield candidate tours, each from one of its nodes."""
     if len(filling.holders) <= EXACT:
         clients = filling.entries if problem.client else []
         yield from _every_trip(problem, [*clients, *filling.holders])
@@ -51,7 +51,7 @@ def _trips(problem: Problem, filling: Filling) -> Iterator[Trip]:
 
 
 def _every_trip(problem: Problem, nodes: Sequence[int]) -> Iterator[Trip]:
-    """Yield trips through every set of nodes, each from the first of them; the client is in all."""
+    """Yield tours through every set of nodes, each from its first node; all include the client."""
     for at, start in enumerate(nodes[:1] if problem.client else nodes):
         others = nodes[at + 1 :]
         if len(others) < ANY_ORDER:
@@ -61,7 +61,7 @@ def _every_trip(problem: Problem, nodes: Sequence[int]) -> Iterator[Trip]:
 
 
 def _without_one(problem: Problem, filling: Filling, trip: Trip) -> Trip:
-    """Drop the node that is missed least; return nothing when few are left."""
+    """Drop the node whose loss costs least; return an empty tour when few are left."""
     if len(trip) <= max(_THIN, problem.members or 0):
         return ()
     gone = [node for node in trip[1:] if node not in problem.required]

@@ -1,4 +1,4 @@
-"""Why a node stands by, and why a model does not fit, in words."""
+"""Explanations for people: why a node stands by, and why a model does not fit."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,7 +13,7 @@ _UNITS = "KiB", "MiB", "GiB"
 
 
 def standby_reasons(problem: Problem, ring: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Say of each node outside a ring why it is not in it."""
+    """Yield each node outside a ring, and the reason."""
     filling = Filling(problem)
     for node in range(len(problem.nodes)):
         if node not in ring:
@@ -21,27 +21,27 @@ def standby_reasons(problem: Problem, ring: Sequence[int]) -> Iterator[tuple[int
 
 
 def refusal(problem: Problem, shape: Shape) -> ModelError:
-    """Say what a ring lacks to hold a model."""
+    """Return an error that says how much memory is missing for a model."""
     usable = sum(max(0, memory) for memory in problem.memory)
     takes = (
-        f"`{shape.name}` takes {in_words(problem.sizes[-1])} in {problem.layers} layers with their"
-        f" caches and {in_words(problem.ends_bytes)} at its ends, and of what the nodes offer"
-        f" {in_words(usable)} are for that"
+        f"`{shape.name}` needs {in_words(problem.sizes[-1])} for {problem.layers} layers with KV"
+        f" caches and {in_words(problem.ends_bytes)} for embedding and head, and the nodes have"
+        f" {in_words(usable)} of usable memory"
     )
     lacking = _lacking(problem)
     if lacking <= 0:
         return ModelError(
             f"No ring was found that holds `{shape.name}` in whole layers: {takes}",
-            hint="add a node, bind less, or leave room for a shorter context",
+            hint="add a node, fix fewer spans or members, or reduce the context",
         )
     return ModelError(
         f"The ring lacks {in_words(lacking)}: {takes}",
-        hint="add a node, or leave room for a shorter context",
+        hint="add a node or reduce the context",
     )
 
 
 def in_words(size: int) -> str:
-    """Write a number of bytes in the largest unit, up to GiB, that it reaches."""
+    """Format a number of bytes in the largest unit, up to GiB, that it reaches."""
     power = min((max(size, 1).bit_length() - 1) // 10, len(_UNITS))
     return f"{size / (1 << 10 * power):.1f} {_UNITS[power - 1]}" if power else f"{size} B"
 
@@ -51,31 +51,31 @@ def _barred(problem: Problem, ring: Sequence[int], node: int) -> str | None:
         return "it is excluded"
     if not problem.room(node, entry=False):
         layer, usable = in_words(_smallest(problem)), in_words(problem.memory[node])
-        return f"a layer takes {layer} and it has {usable} to use"
+        return f"a layer takes {layer} and it has {usable} of usable memory"
     if len(ring) - problem.client == problem.layers:
-        return f"each of the {problem.layers} layers has its node"
+        return f"each of the {problem.layers} layers has its own node"
     if len(ring) == problem.members:
-        return f"the ring is bound to {problem.members} nodes"
+        return f"the ring is limited to {problem.members} nodes"
     return None
 
 
 def _change(problem: Problem, filling: Filling, ring: Sequence[int], node: int) -> str:
-    """Compare the ring with itself plus a node at its best place."""
+    """Compare the ring with the same ring plus a node at its best place."""
     places = range(1, len(ring) + 1)
     grown = min(length(problem.hops, (*ring[:at], node, *ring[at:])) for at in places)
     added = (grown - length(problem.hops, ring)) / MILLISECOND
-    if added >= MAX_SECONDS * 1e3:  # what is not measured counts as the longest way
+    if added >= MAX_SECONDS * 1e3:  # an unmeasured link counts as the slowest possible
         return "no link from it to the ring is measured yet"
     before, after = filling.compute(ring), filling.compute((*ring, node))
     if before is None or after is None:
-        return "the bound spans leave it no layer"
+        return "the fixed spans leave it no layer"
     saved = (before - after) / MILLISECOND
     layers = f"save {saved:.1f} ms" if saved >= 0 else f"cost {-saved:.1f} ms"
     return f"its link adds {added:.1f} ms and its layers {layers}"
 
 
 def _lacking(problem: Problem) -> int:
-    """Count the bytes that do not fit, with the entry that misses fewest."""
+    """Return the bytes that do not fit, with the entry that lacks least."""
     layer = 0 if problem.client else _smallest(problem)
     nodes = range(len(problem.nodes))
     held = [_held(problem, node, entry=False) for node in nodes]
@@ -91,7 +91,7 @@ def _lacking(problem: Problem) -> int:
 
 
 def _held(problem: Problem, node: int, *, entry: bool) -> int:
-    """Count the bytes of the largest span that a node can hold."""
+    """Return the bytes of the largest span that a node can hold."""
     starts = range(problem.layers)
     spans = ((start, problem.stops(node, start, entry=entry)) for start in starts)
     return max(

@@ -1,4 +1,4 @@
-"""Layers over nodes in a given order, at the least cost."""
+"""Optimal partition of the layers over nodes in a given order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from meshllm.protocol.planning.problem import Problem
 from meshllm.protocol.planning.tours import length
 
 Weigh = Callable[[int, Span], int]
-"""Cost of a span on a node; a division costs the sum."""
+"""Cost of a span on a node; a partition costs the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Division:
 
 
 def divide(problem: Problem, order: tuple[int, ...], weigh: Weigh) -> Division | None:
-    """Give every node its span so that the cost is least; None where it cannot be done.
+    """Partition the layers at the least cost, by dynamic programming; None if impossible.
 
-    Of equal divisions it is the one with the shorter last span, then second last, and so on.
+    Ties go to the shorter last span, then the shorter second last, and so on.
     """
-    costs = {0: 0}  # by the layers given away so far
-    # For each rank: where its span starts, by where it stops.
+    costs = {0: 0}  # by the number of layers assigned so far
+    # For each rank: the start of its span, by its stop.
     steps: list[dict[int, int]] = [{0: 0}] if problem.client else []
     for node in order[len(steps) :]:
         grown: dict[int, int] = {}
@@ -49,23 +49,23 @@ def divide(problem: Problem, order: tuple[int, ...], weigh: Weigh) -> Division |
 
 
 def token_time(problem: Problem, division: Division) -> int:
-    """Add up the time of a token: layers, the way round, and the head."""
+    """Return the time of a token: layers, hops and head."""
     layers = zip(division.order, division.spans, strict=True)
     compute = sum(problem.time(node, span) for node, span in layers)
     return compute + length(problem.hops, division.order) + problem.head[division.order[0]]
 
 
 def stage_time(problem: Problem, division: Division) -> int:
-    """Return the time of the slowest stage, which bounds prompts and many sessions at once."""
+    """Return the time of the slowest stage, which bounds prefill and concurrent sessions."""
     layers = zip(division.order, division.spans, strict=True)
     entry, *others = (problem.time(node, span) for node, span in layers)
     return max(entry + problem.head[division.order[0]], *others, 0)
 
 
 class Filling:
-    """How fast a ring can be at best: members get one layer each, then the fastest are filled.
+    """Lower bound of a ring's time: each member gets one layer, then the fastest are filled.
 
-    That is exact where layers are alike and no span is bound, and a lower bound elsewhere.
+    It is exact if all layers are alike and no span is fixed.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -81,13 +81,13 @@ class Filling:
         self._layer = min(high - low for low, high in pairwise(problem.works))
 
     def rooms(self, entry: int) -> list[int]:
-        """Return the most work that each node can hold in the ring of an entry."""
+        """Return the most work that each node can hold if ``entry`` is rank 0."""
         rooms = self._rooms.copy()
         rooms[entry] = self._entry_rooms[entry]
         return rooms
 
     def token(self, ring: Sequence[int], *, every: bool = True) -> int | None:
-        """Return the time of a token round this ring; None where the model does not fit.
+        """Return the time of a token on this ring; None if the model does not fit.
 
         Without ``every``, members may be left without a layer.
         """
@@ -97,7 +97,7 @@ class Filling:
         return compute + length(self._problem.hops, ring) + self._problem.head[ring[0]]
 
     def compute(self, ring: Sequence[int], *, every: bool = True) -> int | None:
-        """Return the part of it that goes into layers."""
+        """Return the part of `token` that is spent in layers."""
         problem, rooms = self._problem, self.rooms(ring[0])
         spare, time = problem.works[-1], 0
         if every:

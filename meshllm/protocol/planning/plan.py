@@ -1,7 +1,7 @@
-"""What goes into a plan and what comes out of it.
+"""Input and output of the planner: offers, links, model shape, terms, and the plan.
 
-Every node computes the plan from the same offers and compares the digest, so the bytes under the
-digest are defined here to the last one. How long things take is not among them.
+Every node computes the plan from the same offers and compares the digest, so the bytes that are
+hashed are defined here to the last one. They contain no measured times.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,50 +19,52 @@ from meshllm.names import NODE_ID_BYTES, Digest, NodeId, Span
 from meshllm.protocol.session.messages import MAX_RANKS
 
 MAX_NAME_BYTES = 512  # of UTF-8; a Hugging Face name has at most 96 characters on each side of `/`
-MAX_EPOCH = (1 << 32) - 1  # what the messages of a ring can say
-MAX_SECONDS = 3600.0  # of one layer or one hop; what is slower is no member of a ring
+MAX_EPOCH = (1 << 32) - 1  # largest value of the field in ring messages
+MAX_SECONDS = 3600.0  # of one layer or one hop; a slower node cannot join a ring
 
 _MAGIC = b"meshllm plan 1\n"
 _HEAD = Struct("<QBHHH")
-"""Epoch, place of the ends, bytes of the model's name, stages, standbys."""
+"""Epoch, whether the client holds the ends, bytes of the model's name, stages, standbys."""
 _STAGE = Struct(f"<{NODE_ID_BYTES}sII")
 
 
 class Ends(StrEnum):
-    """Who holds embedding, final norm and head."""
+    """Which node holds the ends: embedding, final norm and head."""
 
     ENTRY = "entry"
-    """Rank 0, beside its layers."""
+    """Rank 0, in addition to its layers."""
     CLIENT = "client"
-    """Rank 0, which is the node that asks and holds no layers; the others see no token."""
+    """Rank 0, which is the requesting node and holds no layers; the others see no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one node brings: memory and measured speed."""
+    """What one node offers: memory and measured speed."""
 
     node: NodeId
     memory_bytes: int
-    """Memory it gives to models, in bytes."""
+    """Memory for models, in bytes."""
     layer_s: tuple[tuple[int, float], ...]
-    """Seconds that one mean layer takes for so many rows: ``((1, 0.004), (8, 0.005))``."""
+    """Seconds of one average layer by number of rows: ``((1, 0.004), (8, 0.005))``."""
     head_s: float
-    """Seconds that the final norm and head take for one row."""
+    """Seconds of the final norm and head for one row."""
     reserve_bytes: int = 0
     """Part of the memory that layers, caches and ends must leave free."""
 
     def __post_init__(self) -> None:
         rows = [0, *(count for count, _ in self.layer_s)]
         if not self.layer_s or any(low >= high for low, high in pairwise(rows)):
-            raise UserError(f"Cost table of node `{self.node.hex()[:12]}` has rows {rows[1:]}")
+            raise UserError(
+                f"Cost table of node `{self.node.hex()[:12]}` needs rising rows, not {rows[1:]}"
+            )
         for _, seconds in self.layer_s:
             _check_seconds(seconds)
             if seconds == 0:
-                raise UserError(f"A layer takes no time on node `{self.node.hex()[:12]}`")
+                raise UserError(f"Node `{self.node.hex()[:12]}` offers layers that take 0 s")
         _check_seconds(self.head_s)
 
     def layer_seconds(self, rows: int) -> float:
-        """Seconds of one mean layer for ``rows`` rows, on straight lines between those measured."""
+        """Interpolate the seconds of one average layer; proportional to rows above the table."""
         low_rows, low = 0, self.layer_s[0][1]
         for high_rows, high in self.layer_s:
             if rows <= high_rows:
@@ -73,7 +75,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The way from one node to another."""
+    """One direction between two nodes."""
 
     latency_s: float
     """One way, in seconds: half of a round trip."""
@@ -82,52 +84,54 @@ class Wire:
     def __post_init__(self) -> None:
         _check_seconds(self.latency_s)
         if not self.bytes_per_s > 0:
-            raise UserError(f"`{self.bytes_per_s}` is no bandwidth in bytes per second")
+            raise UserError(f"Invalid bandwidth of `{self.bytes_per_s}` bytes per second")
 
     def seconds(self, size: int) -> float:
-        """Seconds until ``size`` bytes have arrived."""
+        """Return the seconds until ``size`` bytes have arrived."""
         return self.latency_s + size / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The ways between all pairs of nodes."""
+    """The wires between all pairs of nodes."""
 
     wires: Mapping[tuple[NodeId, NodeId], Wire] = field(default_factory=dict)
-    """From the first node to the second; also the way back, unless that one is given too."""
+    """From the first node to the second; also used for the way back unless that is given."""
     default: Wire = field(default_factory=lambda: Wire(0.0))
-    """The way between nodes that are not in ``wires``."""
+    """Between nodes that are not in ``wires``."""
 
     def between(self, here: NodeId, there: NodeId) -> Wire:
-        """Return the way from one node to another."""
+        """Return the wire from one node to another."""
         back = self.wires.get((there, here), self.default)
         return self.wires.get((here, there), back)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model matters for a plan."""
+    """Sizes of a model, as far as planning needs them."""
 
     name: str
     layer_bytes: tuple[int, ...]
     """Weights of each layer, in bytes."""
     kv_bytes_per_token: tuple[int, ...]
-    """Cache that each layer keeps per token of a session, in bytes."""
+    """KV cache of each layer per token of a session, in bytes."""
     embed_bytes: int
     head_bytes: int
-    """Final norm and head, in bytes, without what the head shares with the embedding."""
+    """Final norm and head, in bytes, without weights that the head shares with the embedding."""
     tied: bool
-    """Whether it shares the embedding's weights."""
+    """Whether the head shares the weights of the embedding."""
     hidden_size: int
     itemsize: int
     """Bytes per element of the hidden state on the wire."""
     context: int
-    """Tokens of one session for which there is to be room."""
+    """Tokens of one session for which the caches need room."""
 
     def __post_init__(self) -> None:
         counts = len(self.layer_bytes), len(self.kv_bytes_per_token)
         if counts[0] != counts[1] or min(self.layer_bytes, default=0) < 1:
-            raise UserError(f"`{self.name}` has {counts[0]} layers and {counts[1]} caches")
+            raise UserError(
+                f"`{self.name}` has {counts[0]} layers and {counts[1]} caches, or an empty layer"
+            )
 
     @property
     def layers(self) -> int:
@@ -136,7 +140,7 @@ class Shape:
 
     @property
     def ends_bytes(self) -> int:
-        """Bytes of the ends where they are held."""
+        """Bytes of embedding, final norm and head."""
         return self.embed_bytes + self.head_bytes
 
     @property
@@ -147,24 +151,24 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What binds a plan, whatever the policy."""
+    """Constraints on a plan, whatever the policy."""
 
     ends: Ends = Ends.ENTRY
-    """Who holds embedding and head."""
+    """Which node holds embedding and head."""
     entry: NodeId | None = None
-    """The node of rank 0; the policy chooses one when it is not given."""
+    """The node of rank 0; chosen by the policy if not given."""
     sessions: int = 1
-    """Sessions of full context for which there is to be room."""
+    """Sessions of full context for which the caches need room."""
     members: int | None = None
-    """Nodes of the ring, rank 0 included; the policy chooses when it is not given."""
+    """Nodes of the ring, rank 0 included; chosen by the policy if not given."""
     spans: Mapping[NodeId, Span] = field(default_factory=dict)
-    """Nodes that hold exactly this span."""
+    """Nodes that must hold exactly this span."""
     exclude: Collection[NodeId] = ()
-    """Nodes that hold no span."""
+    """Nodes that must not hold a span."""
     prefer: Collection[NodeId] = ()
-    """Nodes that hold a span if one layer fits, even where the ring is slower for it."""
+    """Nodes that get a span if one layer fits, even if the ring is slower for it."""
     memory: Mapping[NodeId, int] = field(default_factory=dict)
-    """Bytes that a node gives at most, where that is less than it offers."""
+    """Upper limits in bytes, for nodes that offer more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +181,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A node of the mesh without a span, and why."""
+    """A node of the mesh without a span."""
 
     node: NodeId
     reason: str = field(compare=False)
-    """For people: half a sentence that has the node as its subject."""
+    """For people: a clause about the node, which it calls "it"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who holds which layers, in rank order, for one epoch.
+    """Which node holds which layers, in rank order, for one epoch.
 
     Raises:
-        UserError: the spans do not follow each other from layer 0, one is empty, or a node is named
-            twice.
+        UserError: the spans are not contiguous from layer 0, one is empty, or a node occurs twice.
     """
 
     epoch: int
@@ -206,12 +209,12 @@ class Plan:
         stop = 0
         for stage in holders:
             if stage.span.start != stop or not stage.span:
-                raise UserError(f"Span `{stage.span}` does not go on from layer {stop}")
+                raise UserError(f"Span `{stage.span}` is empty or does not start at layer {stop}")
             stop = stage.span.stop
         if len(holders) < len(self.stages) and self.stages[0].span:
-            raise UserError(f"The client holds no layers, not `{self.stages[0].span}`")
+            raise UserError(f"The client cannot hold layers `{self.stages[0].span}`")
         if not holders or len(self.stages) > MAX_RANKS or len(set(nodes)) < len(nodes):
-            raise UserError(f"{len(self.stages)} stages on {len(set(nodes))} nodes are no ring")
+            raise UserError(f"Invalid ring: {len(self.stages)} stages, {len(set(nodes))} nodes")
         if len(self.model.encode()) > MAX_NAME_BYTES:
             raise UserError(f"The name of a model is at most {MAX_NAME_BYTES} bytes long")
 
@@ -222,16 +225,16 @@ class Plan:
 
     @property
     def digest(self) -> Digest:
-        """Hash what `encode` writes: equal on two nodes that hold the same plan."""
+        """Hash of `encode`: equal on two nodes that hold the same plan."""
         return Digest(blake3(self.encode()).digest())
 
     @property
     def precedence(self) -> tuple[int, Digest]:
-        """Rank plans that are followed at the same time: the highest is followed by all."""
+        """Order of conflicting plans: every node follows the highest."""
         return self.epoch, self.digest
 
     def encode(self) -> bytes:
-        """Write the plan, without the reasons of standbys, as the same bytes on every machine."""
+        """Encode the plan, without the reasons of standbys; the same bytes on every machine."""
         name = self.model.encode()
         places = len(self.stages), len(self.standbys)
         return b"".join(
@@ -246,19 +249,19 @@ class Plan:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what `encode` wrote; standbys come without their reasons.
+        """Decode the output of `encode`; standbys come without their reasons.
 
         Raises:
-            PeerFault: it is anything else, or its epoch is above `MAX_EPOCH`.
+            PeerFault: the bytes are anything else, or the epoch is above `MAX_EPOCH`.
         """
         head = len(_MAGIC) + _HEAD.size
         if len(data) < head:
-            raise PeerFault(f"A plan of {len(data)} bytes")
+            raise PeerFault(f"Plan of {len(data)} bytes; its header takes {head}")
         epoch, client, length, stages, standbys = _HEAD.unpack_from(data, len(_MAGIC))
         first = head + length
         last = first + stages * _STAGE.size
         if len(data) != last + standbys * NODE_ID_BYTES or epoch > MAX_EPOCH:
-            raise PeerFault(f"A plan of epoch {epoch} in {len(data)} bytes")
+            raise PeerFault(f"Invalid length or epoch of a plan: {len(data)} bytes, epoch {epoch}")
         try:
             plan = cls(
                 epoch,
@@ -274,17 +277,17 @@ class Plan:
                 ),
             )
         except (UnicodeDecodeError, UserError) as error:
-            raise PeerFault(f"A plan that is none: {error}") from None
+            raise PeerFault(f"Invalid plan: {error}") from None
         if plan.encode() != data:
-            raise PeerFault("A plan that is written in another way")
+            raise PeerFault("Plan with a non-canonical encoding")
         return plan
 
     def rank(self, node: NodeId) -> int | None:
-        """Return the rank of a node; None for one without a stage."""
+        """Return the rank of a node; None if it has no stage."""
         ranks = (rank for rank, stage in enumerate(self.stages) if stage.node == node)
         return next(ranks, None)
 
 
 def _check_seconds(seconds: float) -> None:
     if not (isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
-        raise UserError(f"`{seconds}` is no time between 0 and {MAX_SECONDS:.0f} s")
+        raise UserError(f"Invalid time of `{seconds}` s; allowed are 0 to {MAX_SECONDS:.0f} s")

@@ -1,27 +1,27 @@
-"""What makes one plan better than another, by name.
+"""Placement policies: what makes one plan better than another.
 
-A policy is a row of `POLICIES`: its name travels as text, and a node that does not have it stands
-by. What a row must have is an objective; one without a solver gets the best of the likeliest rings.
+A policy is a row of `POLICIES`: its name travels as text, and a node that does not know it stands
+by. A row needs an objective; without a solver, the best of the most promising rings is taken.
 
 Theory of operation
 -------------------
-`fastest` is one session's time per token: the sum of all stages, the way round, and the head. It
-takes a lower bound of every ring worth a look, and divides the layers exactly in the order of the
-bounds until no bound is below the best division. Where layers are alike the bound is exact, and
-with up to twelve nodes every set of them is looked at: nothing is faster.
+`fastest` minimises one session's time per token: the sum of all stages, the hops, and the head. It
+takes a lower bound of every candidate ring, and partitions the layers exactly in the order of the
+bounds until no bound is below the best partition. If all layers are alike the bound is exact, and
+with up to twelve nodes every set of them is a candidate: the result is optimal.
 
-`auto` takes that ring and shares its layers out anew: a token may take `SLACK` longer where that
-makes the slowest stage faster by `WORTH` times that, for prompts, which go through all stages at
-once, and for many sessions. Times are measured, and two machines that are alike never measure
-alike: `fastest` gives one of them all layers but one. Where one is much slower it stays so.
+`auto` takes that ring and redistributes its layers: a token may take `SLACK` longer if that makes
+the slowest stage faster by `WORTH` times as much, for prefill, which keeps all stages busy at once,
+and for concurrent sessions. Times are measured, and two equal machines never measure the same:
+`fastest` gives one of them all layers but one. If one is much slower, that stays so.
 
-`throughput` is `fastest` under a limit: the least time in which the slowest stage can be done.
+`throughput` is `fastest` under a limit: the shortest possible time of the slowest stage.
 
 `proportional` is the paper's Algorithm 1, repaired. As printed it gives a node no layers (3 layers
 on 4 nodes), or -5 of them (28 layers, memories 100 and 9 x 1), or the smallest node the most (10
-and 3 x 9.9), because the last one takes what rounding leaves. Here the squared distance from the
-proportional share is least, within what each node holds and with one layer at least: the method of
-the largest remainder, where no capacity binds.
+and 3 x 9.9), because the last node takes what rounding leaves. Here the squared distance from the
+proportional share is minimised, within the capacity of each node and with at least one layer each:
+the largest remainder method, if no capacity binds.
 """
 
 from bisect import bisect_left
@@ -38,14 +38,14 @@ from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Stage, Sta
 from meshllm.protocol.planning.problem import NANOSECOND, Problem, pose
 
 SLACK = 20
-"""A token may take 1/20 longer than the fastest: twins under load measure up to a fifth apart."""
+"""A token may take 1/20 longer: equal machines under load measure up to a fifth apart."""
 
 WORTH = 4
-"""How much the slowest stage must gain, as a part of it, for what a token loses of its time."""
+"""Relative gain of the slowest stage, at least, per relative loss of the token time."""
 
-_TRIES = 64  # rings that are divided for a policy without a solver
-_LIMITS = 64  # to be tried for the slowest stage, from that of `fastest` down
-_LOOSEN = 16  # a limit that unequal layers cannot keep grows by 1/16
+_TRIES = 64  # rings that are partitioned for a policy without a solver
+_LIMITS = 64  # of the slowest stage that are tried, as fractions of that of `fastest`
+_LOOSEN = 16  # a limit that unequal layers cannot meet grows by 1/16
 _EVEN = 1 << 32  # more than the sum of squares of the spans of any model
 
 UNBOUND = Terms()
@@ -54,19 +54,19 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a plan is to be good at."""
+    """What a plan optimises."""
 
     objective: Callable[[Problem, Division], int]
-    """What is to be small, from 0 in whole numbers: they are the same on every machine."""
+    """What to minimise: an integer from 0 on, hence the same on every machine."""
     solve: Callable[[Problem], Division | None] | None = None
-    """Finds the ring."""
+    """Finds the best ring."""
     takes_spans: bool = True
-    """Nodes may ask for the span that they hold."""
+    """The terms may fix the span of a node."""
     is_timed: bool = True
-    """The objective is a time; else a change is worth the layers that it moves."""
+    """The objective is a time; else the gain of a change is the share of layers that it moves."""
 
     def find(self, problem: Problem) -> Division | None:
-        """Find the best ring; None where there is none."""
+        """Find the best ring; None if the model does not fit."""
         if self.solve is not None:
             return self.solve(problem)
         likeliest = islice(sorted(rings(problem, Filling(problem))), _TRIES)
@@ -79,7 +79,7 @@ def find_policy(name: str) -> Policy:
     """Return the policy of this name.
 
     Raises:
-        UserError: there is none.
+        UserError: the name is unknown.
     """
     if name not in POLICIES:
         names = ", ".join(f"`{each}`" for each in POLICIES)
@@ -96,18 +96,18 @@ def make_plan(
     epoch: int = 1,
     terms: Terms = UNBOUND,
 ) -> Plan:
-    """Choose who holds which layers; the order of the offers does not matter.
+    """Choose which node holds which layers; the order of the offers does not matter.
 
     Raises:
-        ModelError: the model does not fit; the message names what is missing.
-        UserError: the offers or the terms contradict each other, or there is no such policy.
+        ModelError: the model does not fit; the message says how much is missing.
+        UserError: the offers or the terms contradict each other, or the policy is unknown.
     """
     offers = sorted(offers, key=lambda offer: offer.node)
     if len({offer.node for offer in offers}) < len(offers):
-        raise UserError("A node makes one offer")
+        raise UserError("A node made more than one offer")
     chosen = find_policy(policy)
     if terms.spans and not chosen.takes_spans:
-        raise UserError(f"`{policy}` takes no bound spans", hint="use `fastest`")
+        raise UserError(f"Policy `{policy}` does not support fixed spans", hint="use `fastest`")
     problem = pose(offers, links, shape, terms)
     division = chosen.find(problem)
     if division is None:
@@ -126,7 +126,7 @@ def make_plan(
 
 
 def fastest(problem: Problem) -> Division | None:
-    """Find the ring with the least time per token; among equals the smallest and most even."""
+    """Find the ring with the least time per token; ties go to the smallest and most even."""
     filling = Filling(problem)
     best: tuple[int, Division] | None = None
     for bound, _, ring in sorted(rings(problem, filling)):
@@ -142,10 +142,10 @@ def fastest(problem: Problem) -> Division | None:
 
 
 def auto(problem: Problem) -> Division | None:
-    """Take the ring of `fastest`; of its divisions within `SLACK`, one with a fast slowest stage.
+    """Take the ring of `fastest` and, within `SLACK`, a partition with a fast slowest stage.
 
-    None has a faster one by more than 1/64 of that of `fastest`, which stays where it is not worth
-    another.
+    The best one is faster by at most 1/64 of the slowest stage of `fastest`, whose partition is
+    kept if no other is worth it.
     """
     best = fastest(problem)
     if best is None:
@@ -166,9 +166,9 @@ def auto(problem: Problem) -> Division | None:
 
 
 def throughput(problem: Problem) -> Division | None:
-    """Find the ring with the fastest slowest stage; among those the `fastest`.
+    """Find the ring with the fastest slowest stage; ties go to the `fastest`.
 
-    Nothing has a faster one where `fastest` is exact; elsewhere it may be 1/16 slower than found.
+    It is optimal where `fastest` is exact; elsewhere the stage may be 1/16 slower than the best.
     """
     if fastest(problem) is None:
         return None
@@ -206,14 +206,14 @@ def _share(problem: Problem, order: Sequence[int]) -> Callable[[int, Span], int]
 
 
 def _divide_evenly(problem: Problem, ring: tuple[int, ...]) -> Division | None:
-    """Divide so that a token takes the least time, and among equals so that spans are alike."""
+    """Partition for the least time per token; ties go to the most even spans."""
     return divide(
         problem, ring, lambda node, span: problem.time(node, span) * _EVEN + len(span) ** 2
     )
 
 
 def _least_limit(problem: Problem) -> int:
-    """Return the least time, in whole nanoseconds, in which there is room for all layers."""
+    """Return the smallest limit, in whole nanoseconds, under which all layers have room."""
     slowest = max(problem.layer_ns) * problem.works[-1] + max(problem.head)
     limits = range(0, slowest + 2 * NANOSECOND, NANOSECOND)
     at = bisect_left(limits, 1, key=lambda limit: _has_room(problem.limited(limit)))
@@ -234,7 +234,7 @@ def _has_room(problem: Problem) -> bool:
 
 
 def _unevenness(problem: Problem, division: Division) -> int:
-    """Return how far a division is from the shares of `proportional`."""
+    """Return the distance of a partition from the shares of `proportional`."""
     distance = _share(problem, division.order)
     holders = zip(division.order, division.spans, strict=True)
     return sum(distance(node, span) for node, span in holders if span)

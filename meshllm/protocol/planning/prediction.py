@@ -1,4 +1,4 @@
-"""How long a plan takes per token and to the first one, beside other plans."""
+"""Predicted time per token and time to first token of plans, and a comparison of policies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,39 +15,39 @@ PROMPT = 256  # tokens
 
 @dataclass(frozen=True, slots=True)
 class PredictedHop:
-    """What one rank and its way to the next add to a token."""
+    """What one rank and its hop to the next add to a token."""
 
     node: NodeId
     span: Span
     compute_s: float
-    """Its layers for one row; the head is not among them."""
+    """Its layers for one row, without the head."""
     wire_s: float
     """One row to the next rank; 0 in a ring of one."""
     bytes_per_token: int
-    """The message to the next rank."""
+    """Size of the message to the next rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """What guesses at tokens make of a ring."""
+    """Speculative decoding on a ring."""
 
     guesses: int
-    """In each trip; 0 where none gain anything."""
+    """Draft tokens in each step; 0 if none gain anything."""
     seconds_per_token: float
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How a ring will perform for one session."""
+    """Predicted performance of a ring for one session."""
 
     hops: tuple[PredictedHop, ...]
     head_s: float
     chunk: int
-    """Rows of the prompt that go round at a time."""
+    """Rows of a prefill chunk."""
     ttft_s: float
-    """From the prompt at the entry to the first token."""
+    """Time to first token, from the prompt at the entry."""
     steps: tuple[tuple[int, float], ...]
-    """Numbers of guesses, and the time of a trip with so many, computed together."""
+    """Draft lengths, and the time of a step with each, its rows computed together."""
 
     @property
     def seconds_per_token(self) -> float:
@@ -56,14 +56,14 @@ class Prediction:
 
     @property
     def slowest_stage_s(self) -> float:
-        """Time of the stage that bounds many sessions at once."""
+        """Time of the slowest stage, which bounds concurrent sessions."""
         entry, *others = (hop.compute_s for hop in self.hops)
         return max(entry + self.head_s, *others, 0.0)
 
     def guessing(self, acceptance: float) -> Guessing:
-        """Find the best number of guesses, each right with this probability if those before are.
+        """Find the best draft length if each token is accepted with this probability.
 
-        A trip with G of them gives 1 + a + ... + a**G tokens (Leviathan et al., 2023, equation 1).
+        A step with G of them gives 1 + a + ... + a**G tokens (Leviathan et al., 2023, equation 1).
         """
         return min(
             (
@@ -76,11 +76,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What a policy would do with the same nodes."""
+    """The plan of one policy for the same nodes."""
 
     policy: str
     plan: Plan | None
-    """None where the policy finds no ring."""
+    """None if the policy finds no ring."""
     prediction: Prediction | None
     reason: str
     """One sentence."""
@@ -89,7 +89,7 @@ class Alternative:
 def predict(
     plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape, *, prompt_tokens: int = PROMPT
 ) -> Prediction:
-    """Add up what the offers and links say about a plan; the prompt goes round in the best chunks.
+    """Predict the times of a plan from offers and links; the prompt is sent in the best chunks.
 
     Raises:
         UserError: a node of the plan made no offer.

@@ -1,14 +1,14 @@
-"""What every node can hold and how long it takes, in whole numbers.
+"""The planning problem: what every node can hold and how long it takes, in integers.
 
 Theory of operation
 -------------------
 Two nodes that plan from the same offers must reach the same plan, so nothing here depends on the
 order of additions: seconds are rounded to whole nanoseconds once, and all that follows is exact.
-Layers may differ in size. The time of one is taken to be proportional to its weights, which
-decoding reads once per token: ``work`` counts in millionths of a mean layer, so that nanoseconds
+Layers may differ in size. The time of a layer is taken to be proportional to its weights, which
+decoding reads once per token: ``work`` counts millionths of an average layer, so that nanoseconds
 per layer times work are femtoseconds, the unit of every time here.
 
-Nodes are numbers here, in order of their ids.
+Nodes are numbered in order of their ids.
 """
 
 from bisect import bisect_right
@@ -21,10 +21,10 @@ from meshllm.errors import UserError
 from meshllm.names import NodeId, Span
 from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Shape, Terms
 
-HEADROOM_PERCENT = 20  # of a node's memory: activations, fragments, what its offer did not see
+HEADROOM_PERCENT = 20  # of a node's memory: activations, fragmentation, what its offer missed
 NANOSECOND = 10**6  # in the unit of time
 MILLISECOND = 10**12
-_WORK = 10**6  # of a mean layer
+_WORK = 10**6  # of an average layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Problem:
     memory: Sequence[int]
     """Usable bytes of each node."""
     ends_bytes: int
-    """What rank 0 holds beside its layers."""
+    """Bytes that rank 0 holds in addition to its layers."""
     sizes: Sequence[int]
     """Bytes of the first 0, 1, ... layers with their caches."""
     works: Sequence[int]
     """Work of the first 0, 1, ... layers."""
     layer_ns: Sequence[int]
-    """Nanoseconds of a mean layer on each node, for one row."""
+    """Nanoseconds of an average layer on each node, for one row."""
     head: Sequence[int]
     """Time of the head on each node, for one row."""
     hops: Sequence[Sequence[int]]
@@ -55,7 +55,7 @@ class Problem:
     members: int | None
     pins: Mapping[int, Span]
     limit: int | None = None
-    """Longest time of a stage; None is no limit."""
+    """Upper limit of a stage's time; None is no limit."""
 
     @property
     def layers(self) -> int:
@@ -63,23 +63,23 @@ class Problem:
         return len(self.sizes) - 1
 
     def limited(self, limit: int) -> Self:
-        """Return the same problem with a longest time of a stage."""
+        """Return the same problem with an upper limit of a stage's time."""
         return replace(self, limit=limit)
 
     def allows(self, ring: Collection[int]) -> bool:
-        """Tell whether a ring has the members that it must have."""
+        """Return whether a ring has the required nodes, and the required number of them."""
         return self.required.issubset(ring) and self.members in {None, len(ring)}
 
     def usable(self, node: int, *, entry: bool) -> int:
-        """Bytes for layers on a node; negative where it cannot hold the ends."""
+        """Return the bytes for layers on a node; negative if it cannot hold the ends."""
         return self.memory[node] - (self.ends_bytes if entry else 0)
 
     def time(self, node: int, span: Span) -> int:
-        """Time of a span on a node, for one row."""
+        """Return the time of a span on a node, for one row."""
         return self.layer_ns[node] * (self.works[span.stop] - self.works[span.start])
 
     def stops(self, node: int, start: int, *, entry: bool) -> range:
-        """Return every ``stop`` that a span of the node from ``start`` on may have."""
+        """Return every valid ``stop`` of a span of the node that begins at ``start``."""
         last = self._reach(node, start, entry=entry)
         pin = self.pins.get(node)
         if pin is None:
@@ -88,18 +88,18 @@ class Problem:
         return range(pin.stop, pin.stop + fits)
 
     def is_client(self, node: int) -> bool:
-        """Tell whether the node is the client, which holds no layers."""
+        """Return whether the node is the client, which holds no layers."""
         return self.client and node in self.entries
 
     def can_enter(self, node: int) -> bool:
-        """Tell whether the node can hold the ends, and a layer unless it is the client."""
+        """Return whether the node can hold the ends, and a layer unless it is the client."""
         if not self.client:
             return self.room(node, entry=True) > 0
         in_time = self.limit is None or self.head[node] <= self.limit
         return in_time and self.usable(node, entry=True) >= 0
 
     def room(self, node: int, *, entry: bool) -> int:
-        """Return the most work that one span of the node can be; 0 where no layer fits."""
+        """Return the most work of any span that the node can hold; 0 if no layer fits."""
         if entry and self.client:
             return 0
         work = 0
@@ -119,7 +119,7 @@ class Problem:
 
 
 def pose(offers: Sequence[Offer], links: Links, shape: Shape, terms: Terms) -> Problem:
-    """Turn offers, in order of node id, into a problem.
+    """Build the problem from offers in order of node id.
 
     Raises:
         UserError: the terms contradict each other or name a node that made no offer.
@@ -156,16 +156,16 @@ def _work(size: int, shape: Shape) -> int:
 
 
 def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
-    """Tell the bytes that each rank of a plan has for caches: what its weights leave of its memory.
+    """Return the bytes of each rank of a plan for KV caches: what the weights leave free.
 
-    In a plan that was made of these offers, its sessions of full context have room at least.
+    A plan made from these offers has room for at least its sessions of full context.
 
     Raises:
         UserError: a node of the plan made no offer.
     """
     by_node = {offer.node: offer for offer in offers}
     if missing := [stage.node for stage in plan.stages if stage.node not in by_node]:
-        raise UserError(f"Node `{_short(missing[0])}` is in the plan and offers nothing")
+        raise UserError(f"Node `{_short(missing[0])}` is in the plan but made no offer")
     rooms = []
     for rank, stage in enumerate(plan.stages):
         weights = sum(shape.layer_bytes[stage.span.start : stage.span.stop])
@@ -175,9 +175,9 @@ def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
 
 
 def room_tokens(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int | None]:
-    """Tell the tokens of all sessions for which each rank of a plan has room.
+    """Return the tokens, of all sessions together, for which each rank of a plan has room.
 
-    None is a rank whose layers keep nothing, or that has none.
+    None is a rank without layers, or whose layers keep no cache.
 
     Raises:
         UserError: a node of the plan made no offer.
@@ -189,7 +189,7 @@ def room_tokens(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int |
 
 
 def usable_bytes(offer: Offer, most: int | None = None) -> int:
-    """Tell the bytes of an offer that weights and caches may take; ``most`` binds it further."""
+    """Return the bytes that weights and caches may take; ``most`` limits the offered memory."""
     memory = offer.memory_bytes if most is None else min(most, offer.memory_bytes)
     return max(0, memory - offer.reserve_bytes) * (100 - HEADROOM_PERCENT) // 100
 
@@ -218,23 +218,23 @@ def _time(seconds: float) -> int:
 def _check(terms: Terms, numbers: Mapping[NodeId, int], shape: Shape) -> None:
     for node in {*terms.spans, *filter(None, [terms.entry])}:
         if node not in numbers or node in terms.exclude:
-            raise UserError(f"Node `{_short(node)}` is bound to the ring and offers nothing")
+            raise UserError(f"Node `{_short(node)}` is required but excluded, or made no offer")
     _check_counts(terms, shape)
     _check_spans(terms, shape)
     if terms.ends is Ends.CLIENT:
         if terms.entry is None or terms.entry in terms.spans:
-            raise UserError("The client that keeps the ends is the entry and holds no span")
+            raise UserError("The client that holds the ends must be the entry, without a span")
     elif terms.entry is not None:
         for node, span in terms.spans.items():
             if (span.start == 0) != (node == terms.entry):
                 raise UserError(
-                    f"Node `{_short(node)}` is bound to `{span}`; the entry has layer 0"
+                    f"Node `{_short(node)}` cannot hold `{span}`: layer 0 is on the entry"
                 )
 
 
 def _check_counts(terms: Terms, shape: Shape) -> None:
     if terms.sessions < 1:
-        raise UserError(f"{terms.sessions} sessions need no ring")
+        raise UserError(f"Cannot plan for {terms.sessions} sessions")
     if terms.members is None:
         return
     if not 1 <= terms.members - (terms.ends is Ends.CLIENT) <= shape.layers:

@@ -1,35 +1,35 @@
-"""Short round trips through places, given the way between each two."""
+"""Short closed tours through places (travelling salesman), given all pairwise costs."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise, permutations
 
 Ways = Sequence[Sequence[int]]
-"""``ways[a][b]``: what it costs to go from place ``a`` to place ``b``."""
+"""``ways[a][b]``: cost of the hop from place ``a`` to place ``b``."""
 
 Trip = tuple[int, ...]
-"""Places in order; from the last one it goes back to the first."""
+"""Places in order; the last hop leads back to the first one."""
 
 
 def length(ways: Ways, trip: Sequence[int]) -> int:
-    """Sum the ways of a trip."""
+    """Return the cost of a closed tour."""
     return sum(ways[here][there] for here, there in zip(trip, (*trip[1:], trip[0]), strict=True))
 
 
 def all_trips(start: int, others: Collection[int]) -> Iterator[Trip]:
-    """Yield every trip from ``start`` through some of the others: 326 for five."""
+    """Yield every order of every subset of the others, from ``start``: 326 for five."""
     for count in range(len(others) + 1):
         for rest in permutations(others, count):
             yield (start, *rest)
 
 
 def shortest_trips(ways: Ways, start: int, others: Sequence[int]) -> Iterator[Trip]:
-    """Yield the shortest trip from ``start`` through each set of the others: 2048 for eleven.
+    """Yield the shortest tour from ``start`` through each subset of the others: 2048 for eleven.
 
     Held and Karp, 1962: the shortest path through a set to ``last`` is a shortest path through the
-    set without ``last``, and one more way.
+    set without ``last``, and one more hop.
     """
     paths: list[list[tuple[int, Trip]]] = [[(0, (start,))]]
-    # For each set, a bit for each place: the shortest path through it to each of its places.
+    # By set, a bit mask of places: the shortest path through it to each of its places.
     for places in range(1, 1 << len(others)):
         paths.append([])
         for bit, last in enumerate(others):
@@ -42,7 +42,7 @@ def shortest_trips(ways: Ways, start: int, others: Sequence[int]) -> Iterator[Tr
 
 
 def good_trip(ways: Ways, start: int, others: Collection[int]) -> Trip:
-    """Return a short trip from ``start`` through all others: nearest insertion, then 2-opt."""
+    """Return a short tour from ``start`` through all others: nearest insertion, then 2-opt."""
     trip = [start]
     waiting = set(others)
     while waiting:
@@ -54,7 +54,7 @@ def good_trip(ways: Ways, start: int, others: Collection[int]) -> Trip:
 
 
 def _uncrossed(ways: Ways, trip: list[int]) -> list[int]:
-    """Turn the part of the trip that gains most, until none gains."""
+    """Reverse the section whose reversal gains most, until none gains (2-opt)."""
     turns = [(low, high) for high in range(3, len(trip) + 1) for low in range(1, high - 1)]
     while turns:
         ring = [*trip, trip[0]]

@@ -1,1 +1,1 @@
-"""Sessions on a ring: messages, links, entry and stages as pure machines."""
+"""Sessions on a ring: messages, links, entry and stages as pure state machines."""

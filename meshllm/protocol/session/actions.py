@@ -1,4 +1,4 @@
-"""What an entry is asked for, and what it asks its driver for."""
+"""The task of an entry, and the actions that it requests of its driver."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class Task:
     context: int
     """Most tokens that the model takes, prompt included."""
     slack: int | None = None
-    """How many positions a cache can go back; None is any number. To 0 all can."""
+    """Positions by which a cache can be cropped; None is any number. All can be cropped to 0."""
     keep_from: int | None = None
-    """Positions from which on it is worth keeping what a session leaves; None is never."""
+    """Fewest positions that are worth keeping when the session ends; None keeps nothing."""
 
     @property
     def limit(self) -> int:
-        """Count the positions that the session may come to have.
+        """Most positions that the session may reach.
 
         Raises:
-            UserError: the prompt is empty or leaves no room in the context, or no token is asked.
+            UserError: the prompt is empty or leaves no room in the context, or no token is wanted.
         """
         context = min(self.context, MAX_POSITION)
         if not 0 < len(self.prompt) < context:
@@ -42,52 +42,52 @@ class Task:
                 hint="shorten the prompt or the chat",
             )
         if self.max_tokens < 1:
-            raise UserError(f"An answer of at most {self.max_tokens} tokens is none")
+            raise UserError(f"Invalid answer length: at most {self.max_tokens} tokens")
         return min(len(self.prompt) + self.max_tokens, context)
 
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """Crop the local cache to ``pos``, embed, run the local layers; answer ``computed``."""
+    """Crop the local cache to ``pos``, embed, run the local layers; then call ``computed``."""
 
     gen: int
     pos: int
     tokens: tuple[int, ...]
     guesses: int = 0
-    """How many of the last tokens are guesses behind one that is known, or will be when this comes
-    back. Alone in the ring, the rows of the guesses and the one before them stay for a Pick; in a
-    larger one all rows are handed back."""
+    """How many of the last tokens are guesses, after one that is known, or will be when this comes
+    back. In a ring of one, the rows of the guesses and the one before them stay for a Pick; in a
+    larger ring all rows are returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Norm, head and sampling of the tokens from position ``pos`` on; answer ``picked``.
+    """Final norm, head and sampling of the tokens from ``pos`` on; then call ``picked``.
 
-    The digest of the blob is not checked yet: hashing belongs on the thread that computes.
+    The digest of the blob is not checked yet: hashing belongs on the compute thread.
     """
 
     gen: int
     pos: int
     blob: Blob | None
-    """``[1, 1 + G, D]``; None stands for the last rows of the last Embed."""
+    """``[1, 1 + G, D]``; None means the last rows of the last Embed."""
     guesses: tuple[int, ...]
-    """G tokens that were guessed for ``pos`` and behind it."""
+    """G draft tokens from ``pos`` on."""
     limit: int
-    """Position that no token of the answer may have, nor a guess."""
+    """First position beyond the answer, for tokens and guesses."""
     ahead: tuple[int, ...] = ()
-    """Tokens that were guessed behind those, and are in flight."""
+    """Draft tokens in flight after those."""
     reach: int = MAX_POSITION
-    """Most guesses in flight at a time."""
+    """Most draft tokens in flight at a time."""
 
     def right(self, tokens: Sequence[int]) -> int:
-        """Count the guesses that were right, given the tokens that were sampled."""
+        """Count the guesses that equal the sampled ``tokens``, up to the first that does not."""
         pairs = zip(tokens, (*self.guesses, *self.ahead), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def flying(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the guesses that stay in flight behind these tokens.
+        """Return the guesses that stay in flight after these tokens.
 
-        None is that the last token is not in flight itself: it is yet to be embedded.
+        None means that the last token is not in flight itself and is yet to be embedded.
         """
         is_right = self.right(tokens) == len(tokens) > len(self.guesses)
         return (*self.guesses, *self.ahead)[len(tokens) :] if is_right else None
@@ -95,14 +95,14 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """This token is part of the answer, for good."""
+    """A token of the answer, which is final."""
 
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """So many tokens of the prompt have been all round the ring."""
+    """Prefill progress: ``done`` tokens of the prompt have been all round the ring."""
 
     done: int
     total: int
@@ -117,7 +117,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There is no more answer to come, and why."""
+    """The generation ended with an error."""
 
     code: FaultCode
     text: str
@@ -126,10 +126,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The session is over on every rank that can be reached; free the local cache. Comes last."""
+    """The session has ended on every reachable rank; free the local cache. The last action."""
 
     tallies: tuple[Tally, ...]
-    """Of rank 1, 2, and so on; empty when Close did not come back."""
+    """Of rank 1, 2, and so on; empty if Close did not come back."""
 
 
 Action = Embed | Pick | Emit | Forward | Progress | Done | Failed | Closed

@@ -1,4 +1,4 @@
-"""A tensor's bytes, sealed: header, limits and keyed hash.
+"""Tensors on the wire: header, limits and keyed hash.
 
 The hash is keyed per session: a plain hash of an activation would confirm a guessed prompt to
 anyone who sees it.
@@ -42,28 +42,28 @@ def seal(key: SessionKey, dtype: DType, shape: tuple[int, ...], payload: Buffer)
 
 
 def check(key: SessionKey, blob: Blob) -> None:
-    """Accept a blob whose bytes are what its hash says.
+    """Verify a blob.
 
     Raises:
-        IntegrityFault: they are not.
+        IntegrityFault: the bytes do not match the hash.
         PeerFault: the header breaks a limit or does not fit the payload; nothing was hashed.
     """
     check_shape(blob.dtype, blob.shape, len(blob.payload))
     if _hash(key, pack_header(blob.dtype, blob.shape), blob.payload) != blob.digest:
         raise IntegrityFault(
             f"Blob of {len(blob.payload)} bytes, shape {list(blob.shape)}, in session"
-            f" `{key.session.hex()[:8]}` is not what its hash says"
+            f" `{key.session.hex()[:8]}` does not match its hash"
         )
 
 
 def check_shape(dtype: DType, shape: tuple[int, ...], length: int) -> None:
-    """Raise `PeerFault` unless ``shape`` keeps the limits and can make ``length`` bytes."""
+    """Raise `PeerFault` unless ``shape`` is within the limits and can take ``length`` bytes."""
     if not 1 <= len(shape) <= MAX_DIMS:
         raise PeerFault(f"Blob with {len(shape)} dimensions; allowed are 1 to {MAX_DIMS}")
     if not all(1 <= dim <= MAX_DIM for dim in shape):
         raise PeerFault(f"Blob of shape {list(shape)}; each dimension is 1 to {MAX_DIM}")
     if length not in (sizes := dtype.sizes(shape)):
-        least, most = sizes.start, sizes.stop - 1  # len() of as many as a header can claim raises
+        least, most = sizes.start, sizes.stop - 1  # len() overflows at sizes a header can claim
         few = "" if least == most else f"{least} to "
         raise PeerFault(
             f"Blob of shape {list(shape)} {dtype.name.lower()} is {few}{most} bytes, not {length}"
@@ -71,12 +71,12 @@ def check_shape(dtype: DType, shape: tuple[int, ...], length: int) -> None:
 
 
 def pack_header(dtype: DType, shape: tuple[int, ...]) -> bytes:
-    """Write dtype and shape in the layout of `HEADER`."""
+    """Encode dtype and shape in the layout of `HEADER`."""
     return HEADER.pack(dtype, len(shape), *shape, *(MAX_DIMS - len(shape)) * (0,))
 
 
 def unpack_header(header: Buffer) -> tuple[DType, tuple[int, ...]]:
-    """Read dtype and shape; raise `PeerFault` for what `pack_header` would not write."""
+    """Decode dtype and shape; raise `PeerFault` for what `pack_header` would not write."""
     code, dims, *sizes = HEADER.unpack(header)
     if dims > MAX_DIMS or any(sizes[dims:]):
         raise PeerFault(f"Blob with {dims} dimensions of sizes {sizes}")
@@ -87,5 +87,5 @@ def unpack_header(header: Buffer) -> tuple[DType, tuple[int, ...]]:
 
 
 def _hash(key: SessionKey, header: bytes, payload: Buffer) -> Digest:
-    # One thread, blake3's default: the cores belong to the model, and a pool would spin beside it.
+    # One thread, blake3's default: the model needs the cores, and idle pool threads would spin.
     return Digest(blake3(header, key=key.secret, max_threads=1).update(payload).digest())

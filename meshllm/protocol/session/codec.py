@@ -1,8 +1,8 @@
-"""Messages to bytes and back, with every limit of the wire.
+"""Wire format of the ring messages, with all its limits.
 
 A message is one version byte, one kind byte and a fixed little-endian layout; only a tensor,
-tallies or a text follows it. A tensor is all of the rest; behind anything else a later version may
-have fields, which are not read. A message of an unknown kind is `Unknown`. Nothing larger than the
+tallies or a text follows it. A tensor takes all the rest; after anything else a later version may
+append fields, which are ignored. A message of an unknown kind is `Unknown`. Nothing larger than the
 input is ever allocated. A number without a limit of its own is bounded by the width of its field.
 """
 
@@ -38,8 +38,8 @@ from meshllm.protocol.session.messages import (
 
 MAX_ROWS = 4096  # rows of one Data message; 64 MiB of 8192 bf16 values
 MAX_POSITION = 1 << 24  # tokens of one session; the longest context published is 10 million
-MAX_TALLY = 512  # bytes of a tally, with what later versions count
-MAX_TEXT = 512  # bytes of UTF-8 in a Fault; longer text is cut when it is sent
+MAX_TALLY = 512  # bytes of a tally, with fields of later versions
+MAX_TEXT = 512  # bytes of UTF-8 in a Fault; longer text is truncated when it is sent
 
 
 class _Kind(IntEnum):
@@ -56,16 +56,16 @@ class _Kind(IntEnum):
     LOGITS = 9
 
 
-_LAYOUTS = {  # each begins with version and kind, and goes on with the fields of its message
+_LAYOUTS = {  # version and kind, then the fields of the message
     _Kind.HELLO: Struct("<BB 32s I 32s"),
     _Kind.BEAT: Struct("<BB Q Q Q"),
-    _Kind.DATA: Struct("<BB 16s I I I I B"),  # and a blob: its header, digest and payload
+    _Kind.DATA: Struct("<BB 16s I I I I B"),  # then a blob: its header, digest and payload
     _Kind.GAP: Struct("<BB 16s I I I"),
     _Kind.CANCEL: Struct("<BB 16s I I"),
-    _Kind.CLOSE: Struct("<BB 16s I I H"),  # and so many tallies
-    _Kind.FAULT: Struct("<BB 16s I B B"),  # and a text
+    _Kind.CLOSE: Struct("<BB 16s I I H"),  # then this number of tallies
+    _Kind.FAULT: Struct("<BB 16s I B B"),  # then a text
     _Kind.RESUME: Struct("<BB 16s I 16s I B"),
-    _Kind.LOGITS: Struct("<BB 16s I I I"),  # and a blob
+    _Kind.LOGITS: Struct("<BB 16s I I I"),  # then a blob
 }
 _TALLY = Struct("<Q Q Q I Q I")
 _FAULTS = {int(code): code for code in FaultCode}
@@ -74,7 +74,7 @@ _BLOB_BYTES = HEADER.size + DIGEST_BYTES
 
 
 def encode(message: Message) -> list[Buffer]:
-    """Write a message as parts to be sent one after the other; a payload is not copied."""
+    """Encode a message as parts to be sent in order; a payload is not copied."""
     match message:
         case Data():
             return _pack_data(message)
@@ -95,16 +95,16 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def size(message: Data) -> int:
-    """Count the bytes that ``encode`` makes of a Data message."""
+    """Return the encoded size of a Data message."""
     blob = message.blob
     return _DATA_BYTES + (0 if blob is None else _BLOB_BYTES + len(blob.payload))
 
 
 def decode(buffer: Buffer) -> Message:
-    """Read one whole message; a payload is a view into ``buffer``, not a copy.
+    """Decode one whole message; a payload is a view into ``buffer``, not a copy.
 
     Raises:
-        PeerFault: a message of another major version, or of a known kind and beyond the limits.
+        PeerFault: the message has another major version, or a known kind and breaks a limit.
     """
     view = memoryview(buffer)
     if len(view) < 2:
@@ -234,5 +234,5 @@ def _pack_tally(tally: Tally) -> bytes:
 
 
 def _cut(text: str) -> bytes:
-    # "ignore" drops the half character that the cut may leave, and lone surrogates.
+    # "ignore" drops a character that the cut splits, and lone surrogates.
     return text.encode(errors="ignore")[:MAX_TEXT].decode(errors="ignore").encode()

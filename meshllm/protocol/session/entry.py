@@ -1,4 +1,4 @@
-"""Rank 0's side of one generation: what to inject, what to accept; the only place with tokens.
+"""Rank 0's side of one generation: what to inject and what to accept; only the entry sees tokens.
 
 Theory of operation
 -------------------
@@ -10,49 +10,50 @@ Theory of operation
 The entry holds the tokens: the prompt, then one more for every row that came back and was sampled.
 Positions below ``done`` have been all round the ring, positions below ``injected`` have left this
 rank; ``done <= injected <= len(tokens)``. One rule drives both prefill and decode: while fewer than
-``window`` chunks are in flight, embed the next chunk of tokens that are known. Only the chunk with
-the last known token asks for a row, so a prompt costs one row on the way back, and a decode step is
-a chunk of one.
+``window`` chunks are in flight, embed the next chunk of known tokens. Only the chunk with the last
+known token requests a row, so a prompt costs one row on the way back, and a decode step is a chunk
+of one.
 
-Behind that one token a decode step may carry guesses at what follows it; then all rows come back.
-Each row says what stands behind it: as long as that is the guess, the next row was computed from
-the right prefix and counts too (Leviathan et al., 2023, with equality for the test, as sampling is
-a function of the position). A wrong guess raises the gen, and the next step begins where it stood:
-crop on write undoes its rows. Guesses are never known tokens, so nothing else changes.
+For speculative decoding, draft tokens (guesses) may follow that token in a decode step; then all
+rows come back. As long as the token sampled from a row equals the next guess, the next row was
+computed from the right prefix and is accepted too (Leviathan et al., 2023, with equality as the
+test, as sampling is a function of the position). A rejected guess raises the gen, and the next step
+starts at its position: crop on write undoes its rows. Guesses are never known tokens, so nothing
+else changes.
 
-While a step is on its way, further ones may follow it that hold guesses only, as if all guesses
+While a step is in flight, further steps that hold only guesses may follow it, as if all guesses
 before them were right::
 
     known: a b c          in flight: [c d e] [f g h] [i j k]
-    [c d e] comes back and says d e f    ->  known: a b c d e f    in flight: [f g h] [i j k]
-    [f g h] comes back and says g X      ->  known: .. f g X       in flight: nothing; next: [X ..]
+    [c d e] comes back and gives d e f   ->  known: a b c d e f    in flight: [f g h] [i j k]
+    [f g h] comes back and gives g X     ->  known: .. f g X       in flight: nothing; next: [X ..]
 
-What comes back is looked at in order. Where it says what the next step begins with, that step has
-become one like the first: a token that is known, and guesses. Else all that is in flight is wrong:
-the gen is raised, a Cancel runs ahead, and the next step begins behind what is known. Each look may
-add steps behind those in flight; steps that were not injected by then are guessed anew.
+Results are picked in order. If one gives the first token of the next step, that step has become
+like the first one: a known token and guesses. Otherwise everything in flight is wrong: the gen is
+raised, a Cancel runs ahead, and the next step starts at the last known token. Each Pick may add
+steps behind those in flight; it replaces steps that were not injected by then.
 
-A prompt that begins like a text before it goes on from what the ranks kept of that one: the first
-Embed starts behind it, and a Resume runs ahead. A rank that has lost it reports a Gap like any
-other. What came all round the ring by the end is kept in the same way for the next prompt.
+A prompt that shares a prefix with an earlier text continues from the caches that the ranks kept:
+the first Embed starts after the prefix, and a Resume runs ahead. A rank that has lost it reports a
+Gap like any other. What has been all round the ring by the end is kept likewise for later prompts.
 
-Only results of the current gen count, and only those that end beyond ``done``: late
-and repeated ones are dropped without a word. When a rank reports a Gap, or nothing came back for
-``patience_s`` (doubled each time), the gen is raised and the tokens are injected again from the
-first position that some rank may lack: crop on write makes that safe at any time. A Cancel runs
-ahead so that stale chunks are not computed. Tokens once emitted never change (I5).
+Only results of the current gen count, and only those that end beyond ``done``: late and repeated
+ones are silently dropped. When a rank reports a Gap, or nothing came back for ``patience_s``
+(doubled on each retry), the gen is raised and the tokens are injected again from the first position
+that some rank may lack: crop on write makes that safe at any time. A Cancel runs ahead so that
+stale chunks are not computed. Tokens once emitted never change (I5).
 
-The driver does one job at a time for a session, `Embed` or `Pick`, and answers it; what comes back
-meanwhile waits. While it says what it picked, it may already embed what follows: the next Embed
-asks for it, unless the answer ends or the races below have it otherwise. So an Embed goes first
-after a Pick, and a Pick after an Embed. Races:
+The driver runs one job at a time for a session, `Embed` or `Pick`, and answers it; results wait
+meanwhile. While it reports the tokens of a Pick, it may already embed what follows: the next Embed
+asks for it, unless the answer ends or a race below intervenes. So an Embed has priority after a
+Pick, and a Pick after an Embed. Races:
 
-- A restart against a running Embed: the restart. The output is of an older gen and is dropped; the
-  next Embed crops the local cache. Where that cannot go back so far, `missed` begins at 0.
-- A restart against a running Pick: both. Its rows were accepted before, so the tokens hold; chunks
-  are injected again after them.
-- The end against everything: the end. Close goes out once; answers to jobs, results and gaps that
-  come later find a state that no longer listens. If Close is lost, ``close_s`` ends the wait.
+- Restart against a running Embed: the restart wins. The output is of an older gen and is dropped;
+  the next Embed crops the local cache. If that cannot be cropped so far, `missed` restarts at 0.
+- Restart against a running Pick: both count. Its rows were accepted before, so the tokens hold;
+  chunks are injected again after them.
+- The end against everything: the end wins. Close is sent once; later answers to jobs, results and
+  gaps find a state that ignores them. If Close is lost, ``close_s`` ends the wait.
 """
 
 from collections import deque
@@ -92,7 +93,7 @@ from meshllm.request import FinishReason
 
 
 class State(Enum):
-    """How far a generation is."""
+    """State of a generation."""
 
     IDLE = auto()
     PREFILL = auto()
@@ -105,37 +106,37 @@ class Entry:
     """One generation; times are seconds on the driver's clock."""
 
     def __init__(self, task: Task, pace: Pace) -> None:
-        """Prepare a task; raise `UserError` where its limit does."""
+        """Prepare a task; raise `UserError` if its limit is invalid."""
         self.state = State.IDLE
         self._task = task
         self._pace = pace
         self._limit = task.limit
         self._tokens = list(task.prompt)
         self._gen = 0
-        self._done = 0  # positions that came back in this gen or are known to be everywhere
-        self._kept = 0  # positions that are there for others once the session is closed
-        self._best = 0  # known tokens that ever came back: what counts as progress
+        self._done = 0  # positions that came back in this gen or are known to be on every rank
+        self._kept = 0  # positions that every rank keeps once the session is closed
+        self._best = 0  # known tokens that ever came back: the measure of progress
         self._injected = 0
-        self._flight: deque[int] = deque()  # where each chunk or step in flight ends
-        self._back: dict[int, Blob | None] = {}  # rows of those that wait for a Pick, by end
+        self._flight: deque[int] = deque()  # end position of each chunk or step in flight
+        self._back: dict[int, Blob | None] = {}  # rows that wait for a Pick, by end position
         self._job: Embed | Pick | None = None
-        self._ahead: tuple[int, ...] = ()  # guesses behind the last known token, in flight
-        self._steps: deque[tuple[int, ...]] = deque()  # guesses behind those, to be injected
+        self._ahead: tuple[int, ...] = ()  # guesses in flight after the last known token
+        self._steps: deque[tuple[int, ...]] = deque()  # guesses after those, to be injected
         self._tries = 0
         self._base: Base | None = None
-        self._waiting = 0.0  # since when: the last injection, result or Close
+        self._waiting = 0.0  # time of the last injection, result or Close
         self.reused = 0
-        """Positions of the prompt that were not computed again."""
+        """Positions of the prompt that came from the prefix cache."""
         self.reach = 0
         """Positions for which the caches have room."""
 
     @property
     def kept(self) -> list[int]:
-        """The tokens, of a closed session, at the positions that are kept."""
+        """Tokens of a closed session at the positions that are kept."""
         return self._tokens[: self._kept]
 
     def open(self, now: float, base: Base | None = None) -> list[Action]:
-        """Begin, behind ``base`` if it is given; the first Embed is among the actions."""
+        """Start, after the prefix ``base`` if given; the actions include the first Embed."""
         self.state, self._waiting = State.PREFILL, now
         task, self._base = self._task, base
         if base is None:
@@ -146,7 +147,7 @@ class Entry:
         return [*([Forward(resume)] if task.ring > 1 else []), *self._pump()]
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
-        """Take a message of this session that came all round the ring."""
+        """Handle a message of this session that has been all round the ring."""
         if message.epoch != self._task.epoch:
             return []
         match self.state, message:
@@ -162,7 +163,7 @@ class Entry:
                 return []
 
     def computed(self, blob: Blob | None, now: float) -> list[Action]:
-        """Take the output of the Embed: ``[1, keep, D]``, or None when nothing was to be kept."""
+        """Handle the output of the Embed: ``[1, keep, D]``, or None if no row was to be kept."""
         job, self._job = self._job, None
         if not self._is_live or not isinstance(job, Embed):
             return []
@@ -183,10 +184,10 @@ class Entry:
         *,
         stop: bool = False,
     ) -> list[Action]:
-        """Take what was sampled: every guess that was right and one token more.
+        """Handle the sampled tokens: every accepted guess and one token more.
 
-        ``steps`` are guesses behind what `Pick.flying` says, step by step; where that is None, the
-        first ones go with the last of ``tokens``. ``stop`` ends the answer with these tokens.
+        ``steps`` are guesses after those of `Pick.flying`, step by step; if that is None, the first
+        ones follow the last of ``tokens``. ``stop`` ends the answer with these tokens.
         """
         job, self._job = self._job, None
         if not self._is_live or not isinstance(job, Pick):
@@ -195,7 +196,7 @@ class Entry:
         self._tokens += tokens
         emitted: list[Action] = [Emit(token) for token in tokens]
         is_full = len(self._tokens) >= self._limit
-        if job.gen == self._gen:  # no restart meanwhile: what was right is everywhere
+        if job.gen == self._gen:  # no restart meanwhile: accepted rows are on every rank
             self._done = len(self._tokens) - 1
             self._steps = deque(steps)
             if stop or is_full:
@@ -207,16 +208,16 @@ class Entry:
         return [*emitted, *(self._inject() or self._look())]
 
     def missed(self, now: float) -> list[Action]:
-        """Begin again at 0: the local cache is not what the Embed was to go on from."""
+        """Restart at 0: the local cache cannot be cropped to where the Embed starts."""
         self._job = None
         return self._restart(0, now) if self._is_live else []
 
     def failed(self, code: FaultCode, text: str, now: float) -> list[Action]:
-        """End the generation because this rank cannot go on with it."""
+        """End the generation because this rank cannot continue it."""
         return self._fail(Failed(code, text, 0), now) if self._is_live else []
 
     def finish(self, reason: FinishReason, now: float) -> list[Action]:
-        """End the answer where it is; also the way to cancel it, at any time."""
+        """End the answer where it is; also cancels it, at any time."""
         return [Done(reason), *self._leave(now, self._complete)] if self._is_live else []
 
     @property
@@ -229,7 +230,7 @@ class Entry:
         return None
 
     def expire(self, now: float) -> list[Action]:
-        """Do what is due: another try, or the end of waiting for Close."""
+        """Do what is due: a retry, or the end of the wait for Close."""
         if self.deadline is None or now < self.deadline:
             return []
         return self._closed(()) if self.state is State.CLOSING else self._restart(self._done, now)
@@ -243,7 +244,7 @@ class Entry:
         return self._look() or self._inject()
 
     def _look(self) -> list[Action]:
-        """Start the Pick of the step that is next to come back, if it has."""
+        """Start the Pick of the first step in flight, if it has come back."""
         if self._job or not self._flight or self._flight[0] not in self._back:
             return []
         self._done = end = self._flight.popleft()
@@ -255,7 +256,7 @@ class Entry:
         return [*self._progress(known), self._job]
 
     def _inject(self) -> list[Action]:
-        """Start the next Embed, if there is something to inject and room in flight."""
+        """Start the next Embed, if there are tokens to inject and the window has room."""
         pos, known = self._injected, len(self._tokens)
         is_step = pos >= max(known - 1, len(self._task.prompt))
         guesses = self._steps[0] if is_step and self._steps else ()
@@ -271,7 +272,7 @@ class Entry:
         return [self._job]
 
     def _go_on(self, flying: tuple[int, ...] | None) -> list[Action]:
-        """Leave in flight what may be right; where it is not, begin again behind the last token."""
+        """Keep the steps in flight if they may be right; else inject from the last token on."""
         self._ahead = flying or ()
         if flying is not None or self._injected == self._done:
             return []
@@ -279,7 +280,7 @@ class Entry:
         return self._raise_gen(is_told=bool(self._flight))
 
     def _raise_gen(self, *, is_told: bool) -> list[Action]:
-        """Give up all that is in flight."""
+        """Discard everything in flight."""
         self._gen += 1
         self._flight.clear()
         self._back.clear()
@@ -297,17 +298,17 @@ class Entry:
     def _result(self, data: Data, now: float) -> list[Action]:
         end, known = data.pos + data.rows, len(self._tokens)
         if end <= self._done or end in self._back:
-            return []  # it came before: who says it again and again would be waited for
+            return []  # a repetition, which must not renew the patience
         before = (each for each in self._flight if each < end)
         rows = end - max(self._done, known - 1, *before)
         has_rows = data.blob is not None and data.blob.shape[:2] == (1, rows)
         if end not in self._flight or (end >= known and not has_rows):
-            text = f"The answer for positions {data.pos} to {end} is not what was asked"
+            text = f"Unexpected result for positions {data.pos} to {end}"
             return self._fail(Failed(FaultCode.RULES, text, self._task.ring - 1), now)
         return self._returned(end, data.blob, now)
 
     def _returned(self, end: int, blob: Blob | None, now: float) -> list[Action]:
-        """Note what came back; chunks that went before it have been all round the ring, too."""
+        """Record a result; chunks sent before it have been all round the ring, too."""
         known, self._waiting = len(self._tokens), now
         while self._flight and self._flight[0] <= min(end, known - 1):
             self._flight.popleft()
@@ -325,7 +326,7 @@ class Entry:
         return [Progress(min(done, total), total)] if before < total else []
 
     def _restart(self, start: int, now: float) -> list[Action]:
-        """Inject again from ``start`` or the first position that is not known to be everywhere."""
+        """Inject again from ``start`` or the first position that some rank may lack."""
         if self._tries == self._pace.retries:
             text = f"No progress past position {self._best} after {self._tries} retries"
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
@@ -342,11 +343,11 @@ class Entry:
 
     @property
     def _complete(self) -> int:
-        """Positions that every rank has, can go back to, and that are worth it."""
+        """Positions that are worth keeping, and that every rank has and can crop its cache to."""
         known = min(self._done, len(self._tokens))
         least, slack, out = self._task.keep_from, self._task.slack, self._injected - known
         if self._base and not self._base.whole:
-            least = least and max(least, self._base.length + 1)  # else the base itself is there
+            least = least and max(least, self._base.length + 1)  # the base itself is still kept
         is_reached = slack is None or out <= min(slack, 1)
         return known if is_reached and least is not None and known >= least else 0
 
@@ -360,6 +361,6 @@ class Entry:
         return [Forward(Close(self._task.session, self._task.epoch, keep))]
 
     def _closed(self, tallies: tuple[Tally, ...], keep: int = 0) -> list[Action]:
-        """End; only what every rank said that it keeps is kept here too."""
+        """End; only what every rank has confirmed to keep is kept here too."""
         self.state, self._kept = State.CLOSED, min(self._kept, keep)
         return [Closed(tallies)]

@@ -1,4 +1,4 @@
-"""One neighbour on one connection: is it ours, is it there, how far away.
+"""Ring link to one neighbour: handshake, liveness and round trip of a connection.
 
 Theory of operation
 -------------------
@@ -7,19 +7,19 @@ Theory of operation
     DIALING --Hello--> OPEN --silence--> GONE
        '------silence or a fault----------^
 
-Each side sends its Hello at once, without waiting for the other's; hearing one opens this end.
+Each side sends its Hello at once, without waiting for the other's; receiving one opens this end.
 Messages are in order, so the first one of an honest neighbour is its Hello: anything else while
 dialing is a fault, and so is a second Hello. A Hello for another epoch or plan is refused here, so
-nothing above ever sees a message of a ring that is not its own.
+the layers above never see a message of another ring.
 
-Every message proves that the neighbour is there, one of an unknown kind too. A side that sends
-nothing for `BEAT` sends a Beat, and one each `MEASURE` however busy the link is, because only beats
-measure the round trip: the other side returns my stamp and how long it held it (as RTP does, RFC
-3550 section 6.4.1).
+Every message proves that the neighbour is alive, even one of an unknown kind. A side that sends
+nothing for `BEAT` sends a Beat (keep-alive), and one each `MEASURE` however busy the link is,
+because only beats measure the round trip: the other side returns the last stamp and how long it
+held it (as RTP does, RFC 3550 section 6.4.1).
 
 `SILENCE` without a message is loss. A message that has arrived but was not read races with that
-deadline, and wins: when ``expire`` is called late it was this side that slept, and the neighbour
-gets one `BEAT` more.
+deadline, and wins: when ``expire`` is called late, this side was suspended, and the neighbour gets
+one more `BEAT`.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.session.messages import Beat, Hello, Message, SessionMessage, Unknown
 
-BEAT = 0.5  # s; six chances to be heard before SILENCE
+BEAT = 0.5  # s; six beats within SILENCE
 MEASURE = 5.0  # s; ten beats: a path that moves from relay to direct shows within seconds
 SILENCE = 3.0  # s; long enough for a retransmission on a bad radio
 _GAIN = 1 / 8  # of a new round trip in the smoothed one (RFC 6298, alpha)
 
 
 class State(Enum):
-    """How far a link is."""
+    """State of a link."""
 
     DIALING = auto()
     OPEN = auto()
@@ -80,19 +80,19 @@ class Link:
     def __init__(self, hello: Hello, *, peer: NodeId | None = None) -> None:
         self.state = State.DIALING
         self.peer = peer
-        """Who is there; given where only one node will do, else learned from its Hello."""
+        """The neighbour's id; given if only one node is acceptable, else learned from its Hello."""
         self.round_trip_us = 0
         """Smoothed round trip; 0 until it is measured."""
         self.is_met = False
         """The neighbour has our Hello: it sent a Beat, which only an open side does. Messages of
-        sessions wait for it, because channels of a link do not wait for each other."""
+        sessions wait for it, because the channels of a link are not ordered among each other."""
         self._hello = hello
         self._is_begun = False
         self._heard = self._sent = self._beaten = 0.0
-        self._echo: tuple[int, float] | None = None  # their last stamp, and when it was heard
+        self._echo: tuple[int, float] | None = None  # their last stamp, and when it was received
 
     def open(self, now: float) -> list[Action]:
-        """Begin, once the connection stands; a second call does nothing."""
+        """Start, once the connection is established; a second call does nothing."""
         if self._is_begun:
             return []
         self._is_begun = True
@@ -100,7 +100,7 @@ class Link:
         return [Send(self._hello)]
 
     def receive(self, message: Message, now: float) -> list[Action]:
-        """Take one message from the neighbour; raise `PeerFault` when it does not fit the state."""
+        """Handle a message from the neighbour; raise `PeerFault` if it does not fit the state."""
         if self.state is State.GONE:
             return []
         state, self.state = self.state, State.GONE
@@ -122,7 +122,7 @@ class Link:
                 return [Deliver(message)]
 
     def sent(self, now: float) -> None:
-        """Note that something was sent to the neighbour, which makes a beat needless."""
+        """Note that something was sent to the neighbour, which postpones the next beat."""
         self._sent = now
 
     @property
@@ -141,7 +141,7 @@ class Link:
             self._heard = max(self._heard, now + BEAT - SILENCE)
         if now >= self._heard + SILENCE:
             self.state = State.GONE
-            return [Lost(f"No word from the neighbour for {now - self._heard:.1f} s")]
+            return [Lost(f"No message from the neighbour for {now - self._heard:.1f} s")]
         return [self._beat(now)] if self.state is State.OPEN else []
 
     @property
@@ -163,13 +163,13 @@ class Link:
                 f" `{ours.plan.hex()[:12]}`, both at epoch {ours.epoch}"
             )
         if self.peer not in {None, theirs.node}:
-            raise PeerFault(f"Node `{theirs.node.hex()[:12]}` answered in place of another")
+            raise PeerFault(f"Unexpected node `{theirs.node.hex()[:12]}` at the other end")
         self.peer = theirs.node
 
     def _measure(self, beat: Beat, now: float) -> None:
         self._echo = (beat.stamp, now)
         sample = _micros(now) - beat.echo - beat.held
-        # Nothing to return yet, or a stamp that is not ours: longer than silence no beat takes.
+        # No echo yet, or of a stamp that is not ours: no beat takes longer than SILENCE.
         if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
             return
         smoothed = self.round_trip_us or sample

@@ -1,7 +1,7 @@
-"""What travels between ring neighbours.
+"""Messages between ring neighbours.
 
 Data messages go from rank to rank round the ring and come back to the entry with the hidden state
-after the last layer. Everything else is small and rare.
+after the last layer. All others are small and rare.
 """
 
 from dataclasses import dataclass
@@ -11,42 +11,42 @@ from math import prod
 from meshllm.names import Digest, NodeId, SessionId
 
 PROTOCOL_VERSION = 2
-"""The major version, and the first byte of every message; a node refuses any other. Within it,
-messages, fields, records and names are added only, and skipped where they are not known."""
+"""The major version, and the first byte of every message; a node rejects any other. Within it,
+messages, fields, records and names are only added, and unknown ones are skipped."""
 
 PROTOCOL_MINOR = 0
-"""Counts what was added; only told, for people."""
+"""Counts additions within the major version; for people only."""
 
 MAX_RANKS = 256
 """Ranks of one ring: more hops than any model has layers to share."""
 
 INT8_BLOCK = 32
-"""Values of a row that share a scale, where they travel as 8-bit integers; the last block of a row
-may be shorter."""
+"""Values of a row that share a scale when they are sent as int8; the last block of a row may be
+shorter."""
 
 INT8_SCALE_BYTES = 2
-"""Of a bfloat16."""
+"""The scale is a bfloat16."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 class DType(IntEnum):
-    """Element types, and how they travel; the number is the code on the wire."""
+    """Element types and their encodings; the number is the code on the wire."""
 
     FLOAT32 = 1
     BFLOAT16 = 2
     FLOAT16 = 3
     FLOAT32_INT8 = 4
-    """8-bit integers, with a scale for each block of a row; they become the type before it."""
+    """Quantised to int8, with a scale per block of a row; decoded to the type named first."""
     BFLOAT16_INT8 = 5
     FLOAT16_INT8 = 6
     FLOAT32_PACKED = 7
-    """The same values in fewer bytes: one byte of each is deflated, the others are as they were."""
+    """Lossless compression: one byte of each value is deflated, the others are unchanged."""
     BFLOAT16_PACKED = 8
     FLOAT16_PACKED = 9
 
     def sizes(self, shape: tuple[int, ...]) -> range:
-        """Tell how many bytes a tensor may have; the last dimension of ``shape`` is a row's."""
+        """Return the possible sizes in bytes of a tensor; the last dimension is that of a row."""
         count = prod(shape)
         match self:
             case DType.FLOAT32_INT8 | DType.BFLOAT16_INT8 | DType.FLOAT16_INT8:
@@ -62,14 +62,14 @@ class DType(IntEnum):
 
 
 class Flags(IntFlag):
-    """What the entry wants of a Data message; bits that are not known go on to the next rank."""
+    """What the entry requests with a Data message; unknown bits are passed on."""
 
     PREFILL = auto()
     """The rows are a chunk of the prompt."""
     NEED_ROW = auto()
-    """Rows are to come back: the last one of a chunk, each of a decode step; else none does."""
+    """Return rows to the entry: the last one of a chunk, all of a decode step; else none."""
     HELP = auto()
-    """The last rank may send its part of the logits, too, behind the row of a step of one."""
+    """The last rank may also send its part of the logits, after the row of a step of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message in each direction of a link: who speaks, and for which plan."""
+    """The first message in each direction of a link: the sender and its plan."""
 
     node: NodeId
     epoch: int
@@ -94,14 +94,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """I am here; ``echo`` returns the ``stamp`` of the last beat heard, for the round trip."""
+    """Keep-alive; ``echo`` returns the ``stamp`` of the last beat received, for the round trip."""
 
     stamp: int
     """Microseconds on the sender's clock."""
     echo: int
     """The other side's last stamp, or 0."""
     held: int
-    """Microseconds between hearing that stamp and sending this beat."""
+    """Microseconds between receiving that stamp and sending this beat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +115,15 @@ class Data:
     rows: int
     flags: Flags
     blob: Blob | None
-    """``[1, rows, D]`` from rank to rank; what comes back to the entry is ``[1, 1, D]`` for a chunk
-    with NEED_ROW, None for one without."""
+    """``[1, rows, D]`` from rank to rank; back to the entry, ``[1, 1, D]`` for a chunk with
+    NEED_ROW, None for one without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The last rank's part of the logits of the row at ``pos``, right behind that row.
+    """The last rank's part of the logits of the row at ``pos``, sent right after that row.
 
-    Nothing is owed: an entry that has to wait too long computes them itself.
+    They are optional: an entry that has to wait too long computes them itself.
     """
 
     session: SessionId
@@ -136,9 +136,9 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A session begins behind the first ``length`` positions that are kept of another one.
+    """Start a session with the first ``length`` positions of a kept one.
 
-    Goes ahead of its first Data; a rank that lacks the ``base`` answers that Data with a Gap.
+    Precedes its first Data; a rank that lacks the ``base`` answers that Data with a Gap.
     """
 
     session: SessionId
@@ -146,12 +146,12 @@ class Resume:
     base: SessionId
     length: int
     whole: bool
-    """Nobody else will want the base: no copy of it has to be made."""
+    """Take over the cache of the base instead of copying it: no other session will want it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A rank was asked to write at a position that it has not reached; goes on to the entry."""
+    """The rows of a Data message start beyond the cache of a rank; passed on to the entry."""
 
     session: SessionId
     epoch: int
@@ -161,7 +161,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Results below ``gen`` are not wanted any more; out of band, may be lost."""
+    """Results below ``gen`` are no longer wanted; out of band, may be lost."""
 
     session: SessionId
     epoch: int
@@ -170,7 +170,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Where the time of jobs on one rank went, in microseconds."""
+    """Time spent by jobs on one rank, in microseconds."""
 
     compute_us: int
     """In the model."""
@@ -188,20 +188,20 @@ class Spent:
 
     @property
     def total_us(self) -> int:
-        """All of it: the parts do not overlap."""
+        """The sum: the parts do not overlap."""
         return self.compute_us + self.serialise_us + self.queue_us
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What one rank did for a session."""
+    """Work of one rank for a session."""
 
     spent: Spent
     """On decode steps."""
     steps: int
     """Decode steps counted in ``spent``."""
     bytes_sent: int
-    """Bytes of those steps that left for the next rank."""
+    """Bytes of those steps that were sent to the next rank."""
     round_trip_us: int
     """Round trip of the link to the next rank; 0 when not measured."""
 
@@ -213,26 +213,26 @@ class Close:
     session: SessionId
     epoch: int
     keep: int = 0
-    """Positions that others may go on from, where there is room to keep them; the rest is freed."""
+    """Positions to keep for other sessions, if there is room; the rest is freed."""
     tallies: tuple[Tally, ...] = ()
     """The tallies of rank 1, 2, and so on."""
 
 
 class FaultCode(IntEnum):
-    """Why a session cannot go on."""
+    """Why a session cannot continue."""
 
     OTHER = 0
-    """For a reason of a later version."""
+    """A reason of a later version."""
     BUSY = 1
     """No room for another session's cache."""
     INTEGRITY = 2
-    """A blob is not what its hash says."""
+    """A blob does not match its hash."""
     MODEL = 3
     """The model raised."""
     EPOCH = 4
     """The rank serves another epoch."""
     RULES = 5
-    """A rank sent what the rules forbid."""
+    """A rank broke the protocol."""
     LOST = 6
     """A neighbour is gone."""
     TIMED_OUT = 7
@@ -241,7 +241,7 @@ class FaultCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A rank gave up on a session; goes on to the entry, which ends it with a typed error."""
+    """A rank ended a session; passed on to the entry, which raises a typed error."""
 
     session: SessionId
     epoch: int
@@ -252,25 +252,25 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A message of a later version, which proves that its sender is there, and nothing else."""
+    """A message of a later version, which only proves that its sender is alive."""
 
     kind: int
     body: bytes
 
 
 SessionMessage = Data | Logits | Resume | Gap | Cancel | Close | Fault
-"""What goes from rank to rank, round the ring."""
+"""Messages that go from rank to rank, round the ring."""
 
 Message = Hello | Beat | SessionMessage | Unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """An action of every rank: send this to the next one."""
+    """Action of any rank: send this to the next one."""
 
     message: SessionMessage
 
     @property
     def control(self) -> bool:
-        """Whether it may overtake waiting Data; everything without rows may."""
+        """Whether it may overtake queued Data, as everything without rows may."""
         return not isinstance(self.message, Data | Logits)

@@ -1,4 +1,4 @@
-"""How a generation is fed to a ring."""
+"""Pacing of a generation: chunk size, window, and timeouts."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from meshllm.protocol.session.stage import MAX_PENDING
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a generation is fed to the ring."""
+    """Pacing of one generation on a ring."""
 
     chunk: int = 256
     """Rows of a prefill chunk; 128 to 256 is best on CPUs."""
     window: int = 4
     """Chunks in flight: one per stage keeps a ring of 4 busy."""
     patience_s: float = 600.0
-    """Wait for a result before the first retry. Links are reliable and notice silence themselves,
-    and a busy rank may queue for minutes: this is for what neither explains."""
+    """Wait for a result before the first retry. Links are reliable and detect silence themselves,
+    and a busy rank may queue for minutes: this timeout covers what neither explains."""
     retries: int = 3
     """Restarts without progress before the generation fails."""
     close_s: float = 3.0

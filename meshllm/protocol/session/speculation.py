@@ -1,4 +1,4 @@
-"""Speculation control of one generation: who drafts, how many guesses, and what they cost."""
+"""Speculative decoding of one generation: which drafter, how many tokens, and what they cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,42 +8,42 @@ from meshllm.protocol.drafting.window import MAX_DEPTH, Experience, Lookahead, S
 from meshllm.protocol.session.actions import Pick
 
 SURE = 2
-"""Confidence from which on a guess that costs nothing goes before that of a model."""
+"""Confidence from which on the free drafter is preferred to a model."""
 
 Steps = tuple[tuple[int, ...], ...]
-"""Guesses as they are injected, see `Entry.picked`."""
+"""Draft tokens by step, see `Entry.picked`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What the generations of one entry share; used on the compute thread."""
+    """State shared by the generations of one entry; used on the compute thread."""
 
     drafting: Drafting
-    """Who guesses in no time."""
+    """Source of free drafters, which take no time."""
     times: StepTimes = field(default_factory=StepTimes)
     experience: Experience = field(default_factory=Experience)
     draft: Drafting | None = None
-    """Who guesses better, but takes time: a model."""
+    """Source of better drafters that take time: a draft model."""
     draft_experience: Experience = field(default_factory=Experience)
     depth: int = MAX_DEPTH
-    """Steps in flight at most; 1 is that each waits for the one before it."""
+    """Steps in flight at most; with 1, each waits for the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What may be guessed."""
+    """Limits of the next draft."""
 
     flying: tuple[int, ...] | None
-    """Guesses in flight, see `Pick.flying`."""
+    """Draft tokens in flight, see `Pick.flying`."""
     room: int
-    """Most guesses behind the text, those in flight included."""
+    """Most draft tokens after the text, those in flight included."""
     reach: int
-    """The same, of what may be in flight at a time."""
+    """Most draft tokens in flight at a time."""
     depth: int
 
 
 class Speculator:
-    """Decides what is guessed behind one text."""
+    """Drafts the continuation of one text."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Speculator:
         clock: Callable[[], float],
         prepared: Callable[[], int] = int,
     ) -> None:
-        """Begin behind a prompt; ``clock`` tells seconds.
+        """Start after a prompt; ``clock`` returns seconds.
 
-        ``prepared`` tells how many steps took longer so far than others of their kind will.
+        ``prepared`` counts the warm-up steps so far, which took longer than later ones will.
         """
         self._speculation = shared = speculation
         self._clock, self._prepared = clock, prepared
@@ -64,16 +64,16 @@ class Speculator:
         if shared.draft:
             self._sources.append(_Source(shared.draft, shared.times, shared.draft_experience))
         self._since: float | None = None
-        self._before = 0  # what was prepared then
-        self._burst, self._place = 1, 0  # steps that left together, and which of them is next
-        self._is_clear = True  # nothing that was given up is still computed in front of them
+        self._before = 0  # result of `prepared` at that time
+        self._burst, self._place = 1, 0  # steps sent back to back, and which of them is next
+        self._is_clear = True  # no cancelled steps are still computed before them
 
     def after(
         self, tokens: Sequence[int], job: Pick, *, ends: bool = False, depth: int = 1
     ) -> Steps:
-        """Take what was sampled for a job; guess at what follows, unless the text ``ends``.
+        """Take the tokens sampled for a job; draft what follows, unless the text ``ends``.
 
-        There are ``depth`` steps in flight at most.
+        At most ``depth`` steps are in flight.
         """
         room = 0 if ends else job.limit - job.pos - len(tokens) - 1
         wish = _Wish(job.flying(tokens), room, job.reach, depth)
@@ -88,12 +88,12 @@ class Speculator:
         if wish.flying is None:
             self._burst, self._place = max(1, len(found)), 0
             self._is_clear = not job.ahead
-        self._since = self._clock()  # what guesses take is no part of a step: it has its own price
+        self._since = self._clock()  # drafting time is not part of a step: it is charged apart
         self._before = self._prepared()
         return found
 
     def keep(self, text: Sequence[int]) -> None:
-        """Remember a text for those to come."""
+        """Let drafters learn from a finished text."""
         for drafting in (self._speculation.drafting, self._speculation.draft):
             if drafting:
                 drafting.keep(text)
@@ -101,7 +101,7 @@ class Speculator:
     def _learn(self, job: Pick, right: int, seconds: float) -> None:
         times, rows = self._speculation.times, 1 + len(job.guesses)
         if self._prepared() > self._before:
-            pass  # it says nothing about those to come
+            pass  # a warm-up does not predict later steps
         elif self._place == 0 and self._burst > 1:
             times.note_first(rows, seconds)
         elif self._place == 0 and self._is_clear:
@@ -114,7 +114,7 @@ class Speculator:
             source.lookahead.note(source.confidence or 0, own, min(own, right))
 
     def _guess(self, wish: _Wish) -> Steps:
-        """Ask who costs nothing first where it is sure, and last where it is not."""
+        """Query the free drafter first if it is sure, and last if it is not."""
         sure = self._quick.look() or 0
         if wish.flying is not None:
             return self._quick.guess(wish)
@@ -126,9 +126,9 @@ class Speculator:
         return ()
 
     def _ask(self, model: "_Source", wish: _Wish) -> Steps:
-        """Count what a model takes; that it reads up on the text is no part of the price.
+        """Draft with a model and charge its time, but not for a query in which it only read text.
 
-        As its guesses take time, there are none while others are in flight.
+        As its drafts take time, no further steps follow them in flight.
         """
         begin = self._clock()
         if model.lookahead.is_resting or model.look() is None:
@@ -139,20 +139,20 @@ class Speculator:
 
 
 class _Source:
-    """A drafter, and how many of its guesses are wanted."""
+    """A drafter, and the choice of its draft length."""
 
     def __init__(self, drafting: Drafting, times: StepTimes, experience: Experience) -> None:
         self.drafter = drafting.begin()
         self.lookahead = Lookahead(times, experience)
-        self.confidence: int | None = None  # at the last look
+        self.confidence: int | None = None  # at the last query
 
     def look(self) -> int | None:
-        """Say how sure the next guess is; None is no guess."""
+        """Return the confidence in the next draft token; None if there is none."""
         self.confidence = self.drafter.look()
         return self.confidence
 
     def guess(self, wish: _Wish) -> Steps:
-        """Guess at as many tokens as are worth it, in steps of a few numbers of rows."""
+        """Draft as many tokens as are worth it, in steps whose rows are among `STEPS`."""
         if self.confidence is None:
             return ()
         window = self.lookahead.choose(
@@ -165,5 +165,5 @@ class _Source:
             return ()
         tokens = self.drafter.guess(len(flying) + count)
         if tokens[: len(flying)] != flying:
-            return ()  # what is in flight is looked at first
+            return ()  # it disagrees with the draft in flight, whose result comes first
         return window.cut(tokens[len(flying) :], is_open=is_open)

@@ -1,43 +1,43 @@
-"""A rank behind the entry: the sessions it serves, row by row.
+"""A stage, that is a rank after the entry, and the sessions that it serves.
 
 Theory of operation
 -------------------
-A session on a stage is (gen, kv_len, what runs, what waits). One rule moves it, crop on write::
+A session on a stage is (gen, kv_len, running rows, queue). One rule drives it, crop on write::
 
     Data, older epoch or gen     dropped
-    Data, newer epoch            Fault(EPOCH): this rank has not heard of that plan
+    Data, newer epoch            Fault(EPOCH): this rank does not know that plan yet
     Data, pos > kv_len           Gap(kv_len): rows before it never arrived
     Data, else                   crop the cache to pos, run the rows, kv_len = pos + rows, forward
 
     Data, beyond the context     Fault(BUSY): the session ends here, before anything is allocated
-    Data, no bytes for its rows  Fault(BUSY), likewise, see `meshllm.protocol.kv_cache.budget`
+    Data, beyond the budget      Fault(BUSY), likewise, see `meshllm.protocol.kv_cache.budget`
 
-So nothing is ever rolled back by message: a rejected or repeated row is undone by the next write at
-its position. Gap, Fault, Cancel, Resume and Close go on round the ring to the entry, which alone
-decides. What a Close says to keep waits on the shelf for a Resume, see
+So no message ever rolls back: a rejected or repeated row is undone by the next write at its
+position. Gap, Fault, Cancel, Resume and Close are passed on round the ring to the entry, which
+alone decides. What a Close asks to keep stays in the prefix cache until a Resume, see
 `meshllm.protocol.kv_cache.prefix_index`.
 
-The last rank may have a part of the head. Where a step of one row asks for help, its logits follow
-that row, as long as the step is not given up; that they never come is no fault.
+The last rank may hold a part of the head. If a step of one row asks for it, this part of the logits
+follows that row, unless the step is cancelled; it is not a fault if the logits never come.
 
-Invariant: while nothing runs, ``kv_len`` is what the driver's cache holds. While rows run it is
-where they are written; a session takes one `Compute` at a time and the driver answers each with
-``computed``, ``missed`` or ``failed``. The driver does its actions in order, `Free` and `Keep`
+Invariant: while nothing runs, ``kv_len`` is what the driver's cache holds. While rows run, it is
+where they are written; a session has one `Compute` at a time and the driver answers each with
+``computed``, ``missed`` or ``failed``. The driver runs the actions in order, `Free` and `Keep`
 after the `Compute` that they overtake.
 
-Races, and who wins:
+Races, and their outcome:
 
-- Cancel against waiting Data: Cancel. It raises gen, and stale rows are dropped before they run.
-- Cancel against running rows: both. They finish, ``kv_len`` says so, but they are not forwarded.
+- Cancel against queued Data: Cancel. It raises gen, and stale rows are dropped before they run.
+- Cancel against running rows: both. They finish and count in ``kv_len``, but are not forwarded.
 - Close against anything: Close. The cache is freed or kept at once, and the session is remembered
-  as closed so that Data which Close overtook cannot bring it back. Running rows find no session and
-  vanish; what they write stands behind all that is kept.
-- Resume against anything: it is for a session that was not heard of yet, else it says nothing.
+  as closed so that Data which Close overtook cannot revive it. Running rows find no session and
+  are discarded; they write after all kept positions.
+- Resume against anything: it only applies to a session that is still unknown.
 - A newer gen against its own repeated Data: the order of the link. As long as only committed tokens
-  are injected a row is the same in every gen, so even lost or reordered messages cannot make a
-  cache wrong. Guessed rows (drafts) need what a link promises: messages in order, or loss of the
-  link. Then a step that follows another one of its gen finds what that one wrote, and the first
-  step of a new gen begins where all that stands before it has been all round the ring.
+  are injected a row is the same in every gen, so even lost or reordered messages cannot corrupt a
+  cache. Draft rows need what a link guarantees: messages in order, or loss of the link. Then a step
+  that follows another one of its gen finds the rows of that one, and the first step of a new gen
+  starts at a position before which everything has been all round the ring.
 """
 
 from collections import deque
@@ -66,7 +66,7 @@ from meshllm.protocol.session.messages import (
     Tally,
 )
 
-MAX_PENDING = 16  # Data of one session that wait; an entry never has more in flight
+MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
 _ASKS = Flags.NEED_ROW | Flags.HELP
@@ -75,52 +75,52 @@ _NOTHING = Tally(Spent(0, 0, 0), 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Crop the session's cache to ``pos``, run the rows, answer ``computed`` or ``failed``.
+    """Crop the session's cache to ``pos``, run the rows, then call ``computed`` or ``failed``.
 
-    Where the cache cannot be cropped so, answer ``missed``. The digest of the blob is not checked
-    yet: hashing belongs on the thread that computes.
+    If the cache cannot be cropped to ``pos``, call ``missed``. The digest of the blob is not
+    checked yet: hashing belongs on the compute thread.
     """
 
     session: SessionId
     pos: int
     rows: int
     keep: int
-    """How many of the last output rows to hand back; 0 is none, and ``computed`` gets no blob."""
+    """How many of the last output rows to return; if 0, ``computed`` gets no blob."""
     blob: Blob
     """``[1, rows, D]``."""
     is_step: bool
-    """Rows of a decode step: each is to be computed as if it were alone."""
+    """Rows of a decode step, which must be row-invariant: each as if it were computed alone."""
     helps: int | None = None
-    """Generation of a step behind whose row this rank's part of the logits may follow, where it
-    has one: tell ``helped``, or nothing."""
+    """Gen of a step after whose row this rank's part of the logits may follow, if it has one: call
+    ``helped`` with it, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop the cache of a session, under way or kept."""
+    """Drop the cache of a session, running or kept."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Put the session's cache aside."""
+    """Move the session's cache to the prefix cache."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Begin the session's cache with the first ``length`` positions of what is kept of ``base``.
+    """Start the session's cache with the first ``length`` positions of the kept one of ``base``.
 
-    Nobody waits for an answer: where it cannot be done, the first rows find out.
+    No answer is expected: if it cannot be done, the first rows find out.
     """
 
     session: SessionId
     base: SessionId
     length: int
     whole: bool
-    """The kept cache itself, not a copy."""
+    """Take over the kept cache itself instead of copying it."""
 
 
 Action = Compute | Free | Keep | Adopt | Forward
@@ -128,7 +128,7 @@ Action = Compute | Free | Keep | Adopt | Forward
 
 @dataclass(slots=True)
 class _Session:
-    heard: float  # when it was made or last computed; what only meets gaps is idle
+    heard: float  # creation or last computation; a session that only meets gaps is idle
     gen: int = 0
     kv_len: int = 0
     reach: int = 0  # positions for which the cache has room
@@ -145,7 +145,7 @@ class _Session:
 class Stage:
     """The sessions of one rank; times are seconds on the driver's clock."""
 
-    def __init__(  # noqa: PLR0913 -- its place, and what bounds it
+    def __init__(  # noqa: PLR0913 -- its position and its limits
         self,
         rank: int,
         ring: int,
@@ -158,10 +158,10 @@ class Stage:
     ) -> None:
         """Serve sessions of up to ``context`` positions within the budget of the ``shelf``.
 
-        Finished ones are kept on it; None keeps none, and bounds none.
+        Finished ones are kept in it; None keeps none, and has no budget.
         """
         self.round_trip_us = 0
-        """Round trip to the next rank, for the tallies; the driver keeps it current."""
+        """Round trip to the next rank, for the tallies; updated by the driver."""
         self._rank = rank
         self._is_last = rank == ring - 1
         self.epoch = epoch
@@ -174,7 +174,7 @@ class Stage:
         self._closed: dict[SessionId, Tally] = {}
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
-        """Take one message from the rank before; one that breaks the rules ends its session."""
+        """Handle a message from the previous rank; one that breaks the rules ends its session."""
         if message.epoch < self.epoch:
             return []
         match message:
@@ -188,7 +188,7 @@ class Stage:
                 if session in self._sessions:
                     self._sessions[session].raise_gen(gen)
                 return [Forward(message)]
-            case Gap() | Fault() | Logits():  # only the last rank sends the latter, to the entry
+            case Gap() | Fault() | Logits():  # only the entry may receive Logits
                 return [] if isinstance(message, Logits) else [Forward(message)]
             case _:
                 assert_never(message)
@@ -196,7 +196,7 @@ class Stage:
     def computed(
         self, session: SessionId, blob: Blob | None, now: float, spent: Spent
     ) -> list[Action]:
-        """Take the output of the rows that ran, ``[1, keep, D]``, and the time they took."""
+        """Handle the output of the rows that ran, ``[1, keep, D]``, and the time they took."""
         state = self._sessions.get(session)
         if state is None or state.running is None:
             return []
@@ -210,7 +210,7 @@ class Stage:
         return [Forward(answer), *self._next(state)]
 
     def missed(self, session: SessionId) -> list[Action]:
-        """Ask for all rows: what the cache holds is not what those that ran were to go on from."""
+        """Request all rows again: the cache could not be cropped to where the rows start."""
         state = self._sessions.get(session)
         if state is None or state.running is None:
             return []
@@ -218,14 +218,14 @@ class Stage:
         return [_gap(missing, 0), *self._next(state)]
 
     def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
-        """End the session here because the rows that ran could not be computed."""
+        """End the session because its rows could not be computed."""
         state = self._sessions.get(session)
         if state is None or state.running is None:
             return []
         return [*self._end(session), self._fault(state.running, code, text)]
 
     def helped(self, logits: Logits) -> list[Action]:
-        """Take this rank's part of the logits of a step; what nobody waits for goes no further."""
+        """Forward this rank's part of the logits of a step, unless the step is outdated."""
         state = self._sessions.get(logits.session)
         return [Forward(logits)] if state and state.gen <= logits.gen else []
 
@@ -240,7 +240,7 @@ class Stage:
         return min(idle, default=None)
 
     def expire(self, now: float) -> list[Action]:
-        """Free the sessions that nobody has asked for in a while; a later Data meets a Gap."""
+        """Free the sessions that were not used in a while; a later Data meets a Gap."""
         idle = [
             session
             for session, state in self._sessions.items()
@@ -263,13 +263,14 @@ class Stage:
             text = broken if blob else f"Data of {data.rows} rows without a blob"
             return self._refuse(data, text, FaultCode.RULES)
         if data.pos + data.rows > self._context:
-            text = f"Positions {data.pos} to {data.pos + data.rows} of {self._context}"
+            stop = data.pos + data.rows
+            text = f"Positions {data.pos} to {stop} exceed the context of {self._context}"
             return self._refuse(data, text)
         if session not in self._sessions:
             if data.pos > 0:
                 return [_gap(data, 0)]
             if len(self._sessions) >= self._max_sessions:
-                text = f"{self._max_sessions} sessions are served already"
+                text = f"The limit of {self._max_sessions} sessions is reached"
                 return [self._fault(data, FaultCode.BUSY, text)]
             self._sessions[session] = _Session(now)
         compute = Compute(
@@ -307,7 +308,7 @@ class Stage:
             return []
         state.raise_gen(data.gen)
         if len(state.pending) >= MAX_PENDING:
-            text = f"Data at position {data.pos} while {MAX_PENDING} others wait"
+            text = f"Data at position {data.pos} while {MAX_PENDING} others are queued"
             return self._refuse(data, text, FaultCode.RULES)
         state.pending.append((data, compute))
         return self._next(state) if state.running is None else []
@@ -331,12 +332,12 @@ class Stage:
     def _no_room(self, session: SessionId, positions: int) -> str:
         others, left = len(self._sessions) - 1, self.budget.left(session)
         return (
-            f"No room for the cache of {positions} positions: beside {others} other sessions"
-            f" there is room for {left}"
+            f"No room for the cache of {positions} positions: {left} fit next to {others} other"
+            f" sessions"
         )
 
     def _refuse(self, data: Data, text: str, code: FaultCode = FaultCode.BUSY) -> list[Action]:
-        """End one session, for want of room or because its messages break the rules."""
+        """End one session, for lack of room or because its messages break the rules."""
         return [*self._end(data.session), self._fault(data, code, text)]
 
     def _keep(self, data: Data) -> int:
@@ -355,7 +356,7 @@ class Stage:
         return [*ended, Forward(replace(close, keep=keep, tallies=(*close.tallies, tally)))]
 
     def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[Action]:
-        """Forget a session; what is complete up to ``keep`` may go to the shelf."""
+        """Forget a session; its first ``keep`` positions, if complete, may be kept."""
         state = self._sessions.pop(session, None)
         self._closed.setdefault(session, state.tally if state else _NOTHING)
         if len(self._closed) > MAX_CLOSED:
@@ -372,11 +373,11 @@ class Stage:
 
 
 def _broken(data: Data, blob: Blob) -> str:
-    """Say which rule the rows of a message break; empty for none."""
+    """Return which rule the rows of a message break; empty if none."""
     if len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
         return f"Data of {data.rows} rows with a blob of shape {list(blob.shape)}"
     if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
-        return f"A step of {data.rows} rows; the most is {MAX_STEP_ROWS}"
+        return f"Step of {data.rows} rows; the limit is {MAX_STEP_ROWS}"
     return ""
 
 

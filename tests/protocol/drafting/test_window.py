@@ -1,4 +1,4 @@
-"""How many tokens to guess: as many as the measured times and hits pay for, and none otherwise."""
+"""Draft length and pipeline depth follow measured step times and acceptance rates."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def taught(table: StepTimes, right: int, guesses: int, ring: Experience | None =
 
 
 def wrong(lookahead: Lookahead, steps: int, confidence: int = 2) -> list[int]:
-    """Return how many guesses were chosen at each step, none of which was right."""
+    """Return the draft length chosen at each step, with every draft rejected."""
     chosen = []
     for _ in range(steps):
         chosen.append(0 if lookahead.is_resting else lookahead.choose(confidence, 99).guesses)
@@ -43,7 +43,7 @@ def wrong(lookahead: Lookahead, steps: int, confidence: int = 2) -> list[int]:
     return chosen
 
 
-def test_steps_between_and_beyond_what_was_measured_are_estimated() -> None:
+def test_unmeasured_step_times_are_interpolated_and_extrapolated() -> None:
     table = times(r1=0.1, r9=0.2)
 
     assert (table.of(1), table.of(9)) == (0.1, 0.2)
@@ -53,7 +53,7 @@ def test_steps_between_and_beyond_what_was_measured_are_estimated() -> None:
     assert 0.15 < times(r9=0.2).of(1) < 0.19
 
 
-def test_one_slow_step_says_little() -> None:
+def test_one_slow_step_changes_little() -> None:
     table = times(r1=0.1)
 
     table.note(1, 100.0)
@@ -76,14 +76,14 @@ def test_fewer_rows_take_no_longer() -> None:
     assert table.of(1) == table.of(2) == table.of(3) == 0.26
 
 
-def test_wrong_guesses_end_though_they_seem_to_cost_nothing() -> None:
+def test_rejected_drafts_stop_even_if_they_seem_free() -> None:
     chosen = wrong(Lookahead(times(r1=0.30, r3=0.26, r17=0.26)), 60)
 
     assert any(chosen[:20])
     assert not any(chosen[40:])
 
 
-def test_what_was_noted_long_ago_is_forgotten() -> None:
+def test_old_step_times_are_dropped() -> None:
     table = times(r1=0.25, r5=0.26, r9=0.9)
 
     for _ in range(127):
@@ -98,11 +98,11 @@ def test_what_was_noted_long_ago_is_forgotten() -> None:
     assert table.of(1) == 0.25
 
 
-def test_good_guesses_in_a_slow_ring_are_many() -> None:
+def test_good_drafts_in_a_slow_ring_are_long() -> None:
     assert taught(times(r1=0.250, r17=0.280), right=15, guesses=16).choose(2, 99).guesses == 16
 
 
-def test_a_new_ring_begins_with_few_guesses_and_doubles_them() -> None:
+def test_a_new_ring_starts_with_short_drafts_and_doubles_them() -> None:
     lookahead, chosen = Lookahead(times(r1=1.0, r17=1.0)), []
     for _ in range(4):
         chosen.append(lookahead.choose(3, 99).guesses)
@@ -111,7 +111,7 @@ def test_a_new_ring_begins_with_few_guesses_and_doubles_them() -> None:
     assert chosen == [4, 8, 16, 16]
 
 
-def test_where_rows_are_computed_one_by_one_a_few_guesses_are_tried_once() -> None:
+def test_a_few_drafts_are_tried_once_if_rows_are_computed_one_by_one() -> None:
     table, ring = StepTimes(together=False), Experience()
     table.note(1, 0.1)
     lookahead = Lookahead(table, ring)
@@ -123,7 +123,7 @@ def test_where_rows_are_computed_one_by_one_a_few_guesses_are_tried_once() -> No
     assert Lookahead(table, ring).choose(3, 99).guesses == 0
 
 
-def test_in_a_slow_ring_rows_one_by_one_are_worth_it() -> None:
+def test_rows_one_by_one_are_worth_it_in_a_slow_ring() -> None:
     table = StepTimes(together=False)
     table.note(1, 0.31)
     lookahead = Lookahead(table)
@@ -133,23 +133,23 @@ def test_in_a_slow_ring_rows_one_by_one_are_worth_it() -> None:
     assert lookahead.choose(3, 99).guesses > 2
 
 
-def test_bad_guesses_are_none() -> None:
+def test_no_drafts_at_low_acceptance() -> None:
     assert taught(times(r1=0.100, r2=0.105), right=0, guesses=2).choose(2, 99).guesses == 0
 
 
-def test_rows_that_cost_as_much_as_steps_are_not_worth_a_guess() -> None:
+def test_no_drafts_if_a_row_costs_as_much_as_a_step() -> None:
     table = times(r1=0.1, r2=0.2, r3=0.3, r5=0.5, r9=0.9, r17=1.7)
 
     assert taught(table, right=3, guesses=4).choose(2, 99).guesses == 0
 
 
-def test_fair_guesses_are_a_few() -> None:
+def test_short_drafts_at_fair_acceptance() -> None:
     table = times(r1=0.100, r2=0.105, r3=0.110, r5=0.120, r9=0.140, r17=0.180)
 
     assert 2 <= taught(table, right=1, guesses=2).choose(2, 99).guesses <= 8
 
 
-def test_what_was_given_up_is_tried_again_and_small() -> None:
+def test_drafting_is_tried_again_with_a_small_trial() -> None:
     lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
 
     chosen = []
@@ -161,7 +161,7 @@ def test_what_was_given_up_is_tried_again_and_small() -> None:
     assert max(chosen) == 2
 
 
-def test_a_second_session_does_not_learn_again_that_guesses_are_bad() -> None:
+def test_a_second_session_knows_a_low_acceptance() -> None:
     table, ring = times(r1=0.100, r2=0.105), Experience()
 
     first, second = (wrong(Lookahead(table, ring), 60) for _ in range(2))
@@ -170,14 +170,14 @@ def test_a_second_session_does_not_learn_again_that_guesses_are_bad() -> None:
     assert sum(second) <= 2  # one trial
 
 
-def test_a_second_session_does_not_learn_again_that_guesses_are_good() -> None:
+def test_a_second_session_knows_a_high_acceptance() -> None:
     table, ring = times(r1=0.250, r17=0.280), Experience()
     taught(table, 16, 16, ring)
 
     assert Lookahead(table, ring).choose(2, 99).guesses == 16
 
 
-def test_a_session_is_soon_its_own_whatever_others_found() -> None:
+def test_the_statistics_of_a_session_soon_outweigh_those_of_the_ring() -> None:
     table, ring = times(r1=0.100, r2=0.105), Experience()
     for _ in range(10):
         taught(table, 16, 16, ring)
@@ -187,7 +187,7 @@ def test_a_session_is_soon_its_own_whatever_others_found() -> None:
     assert lookahead.choose(2, 99).guesses == 0
 
 
-def test_many_short_sessions_of_bad_guesses_try_as_seldom_as_a_long_one() -> None:
+def test_many_short_sessions_try_bad_drafts_as_seldom_as_a_long_one() -> None:
     table, ring = times(r1=0.100, r2=0.105), Experience()
     wrong(Lookahead(table, ring), 60)
 
@@ -197,7 +197,7 @@ def test_many_short_sessions_of_bad_guesses_try_as_seldom_as_a_long_one() -> Non
     assert max(chosen) == 2
 
 
-def test_guesses_that_take_long_are_few_and_those_that_take_too_long_none() -> None:
+def test_drafting_time_shortens_drafts_or_stops_them() -> None:
     table, ring = times(r1=0.100, r17=0.110), Experience()
     lookahead = taught(table, right=15, guesses=16, ring=ring)
     chosen = []
@@ -211,7 +211,7 @@ def test_guesses_that_take_long_are_few_and_those_that_take_too_long_none() -> N
     assert chosen[2] == 0
 
 
-def test_looks_in_vain_raise_the_price() -> None:
+def test_fruitless_queries_raise_the_price() -> None:
     ring = Experience()
     ring.pay(4, 0.04)
     before = ring.price
@@ -220,7 +220,7 @@ def test_looks_in_vain_raise_the_price() -> None:
     assert 0 < before < ring.price
 
 
-def test_after_looks_in_vain_there_is_a_rest_and_then_a_trial() -> None:
+def test_after_fruitless_queries_there_is_a_pause_and_then_a_trial() -> None:
     ring = Experience()
     lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2, ring=ring)
 
@@ -235,7 +235,7 @@ def test_after_looks_in_vain_there_is_a_rest_and_then_a_trial() -> None:
     assert any(looked[60:80])
 
 
-def test_a_trial_that_was_right_ends_the_rest() -> None:
+def test_an_accepted_trial_ends_the_pause() -> None:
     lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
     wrong(lookahead, 20)
     assert lookahead.is_resting
@@ -245,7 +245,7 @@ def test_a_trial_that_was_right_ends_the_rest() -> None:
     assert not lookahead.is_resting
 
 
-def test_a_new_session_rests_when_the_others_do() -> None:
+def test_a_new_session_inherits_the_pause() -> None:
     table, ring = times(r1=0.100, r2=0.105), Experience()
     wrong(taught(table, 0, 2, ring), 20)
 
@@ -261,7 +261,7 @@ def test_a_step_is_cut_as_it_was_chosen() -> None:
     assert window.cut(range(6), is_open=False) == ((0, 1, 2), (3, 4, 5))
 
 
-def test_what_fills_no_step_is_cut_into_shorter_ones() -> None:
+def test_a_remainder_is_split_into_shorter_steps() -> None:
     window = Window(guesses=16, depth=8)
 
     assert [len(step) for step in window.cut(range(30), is_open=True)] == [16, 12, 2]
@@ -271,15 +271,15 @@ def test_what_fills_no_step_is_cut_into_shorter_ones() -> None:
     assert window.cut([], is_open=True) == ()
 
 
-def test_one_step_at_a_time_drops_what_does_not_fill_it() -> None:
+def test_a_single_step_drops_the_remainder() -> None:
     assert Window(guesses=4).cut(range(4), is_open=True) == ((0, 1, 2, 3),)
     assert Window(guesses=4).cut(range(3), is_open=True) == ((0, 1),)
 
 
 def certain(table: StepTimes, right: int = 16) -> Lookahead:
-    """Return who saw many steps of 16 guesses, of which the first ones were right."""
+    """Return a chooser after many steps of 16 guesses, of which the first ones were accepted."""
     lookahead = Lookahead(table)
-    lookahead.note(2, 1, 0)  # else it would begin with few
+    lookahead.note(2, 1, 0)  # otherwise it would start with few
     for _ in range(20):
         lookahead.note(2, 16, right)
     return lookahead
@@ -288,7 +288,7 @@ def certain(table: StepTimes, right: int = 16) -> Lookahead:
 LONG = {"r1": 0.300, "r17": 0.320}
 
 
-def test_where_nearly_all_is_right_and_trips_are_long_many_steps_are_in_flight() -> None:
+def test_many_steps_are_in_flight_at_high_acceptance_and_long_trips() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_next(17, 0.010)
@@ -299,7 +299,7 @@ def test_where_nearly_all_is_right_and_trips_are_long_many_steps_are_in_flight()
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 7])
-def test_where_guesses_are_wrong_now_and_then_one_step_is_enough(right: int) -> None:
+def test_one_step_is_enough_with_occasional_rejections(right: int) -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_next(17, 0.100)
@@ -307,7 +307,7 @@ def test_where_guesses_are_wrong_now_and_then_one_step_is_enough(right: int) -> 
     assert certain(table, right).choose(2, 999, depth=8).depth == 1
 
 
-def test_where_one_rank_is_all_of_a_trip_one_step_is_enough() -> None:
+def test_one_step_is_enough_if_one_rank_takes_the_whole_trip() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_next(17, 0.320)
@@ -315,7 +315,7 @@ def test_where_one_rank_is_all_of_a_trip_one_step_is_enough() -> None:
     assert certain(table).choose(2, 999, depth=8).depth == 1
 
 
-def test_as_many_steps_are_in_flight_as_the_slowest_rank_takes() -> None:
+def test_the_slowest_rank_limits_the_steps_in_flight() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_next(17, 0.080)
@@ -323,7 +323,7 @@ def test_as_many_steps_are_in_flight_as_the_slowest_rank_takes() -> None:
     assert certain(table).choose(2, 999, depth=8) == Window(16, 4)
 
 
-def test_where_a_flight_slows_down_its_first_step_there_is_none() -> None:
+def test_no_pipelining_if_it_slows_down_the_first_step() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_first(17, 3.0)
@@ -331,7 +331,7 @@ def test_where_a_flight_slows_down_its_first_step_there_is_none() -> None:
     assert certain(table).choose(2, 999, depth=8).depth == 1
 
 
-def test_a_good_run_between_wrong_guesses_is_no_reason_for_many_steps() -> None:
+def test_a_good_run_between_rejections_does_not_start_pipelining() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_next(17, 0.080)
@@ -346,7 +346,7 @@ def test_a_good_run_between_wrong_guesses_is_no_reason_for_many_steps() -> None:
     assert lookahead.choose(2, 999, depth=8).depth > 1
 
 
-def test_what_is_known_of_flights_fades_while_there_are_none() -> None:
+def test_pipelined_times_decay_to_their_prior() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_next(17, 0.320)
@@ -360,7 +360,7 @@ def test_what_is_known_of_flights_fades_while_there_are_none() -> None:
     assert certain(table).choose(2, 999, depth=8).depth > 1
 
 
-def test_windows_of_caches_bound_all_guesses_in_flight() -> None:
+def test_croppable_positions_limit_all_drafts_in_flight() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_next(17, 0.001)
@@ -371,7 +371,7 @@ def test_windows_of_caches_bound_all_guesses_in_flight() -> None:
     assert window.depth > 1
 
 
-def test_a_new_ring_begins_with_one_step_and_doubles_its_guesses() -> None:
+def test_a_new_ring_starts_with_one_step_and_doubles_its_drafts() -> None:
     table, chosen = times(**LONG), list[int]()
     for _ in range(20):
         table.note_next(17, 0.010)
@@ -386,7 +386,7 @@ def test_a_new_ring_begins_with_one_step_and_doubles_its_guesses() -> None:
     assert all(after <= 2 * before for before, after in pairwise(chosen))
 
 
-def test_times_that_are_nothing_are_no_trouble() -> None:
+def test_zero_times_are_handled() -> None:
     table = times(r1=0.0)
     table.note_first(1, 1.0)
     table.note_next(1, 1.0)
@@ -409,7 +409,7 @@ def test_times_that_are_nothing_are_no_trouble() -> None:
     st.integers(0, MAX_CONFIDENCE),
     st.integers(0, 40),
 )
-def test_a_choice_is_allowed_whatever_was_measured(
+def test_every_choice_respects_its_limits(
     steps: list[tuple[int, int, int, float, float]], confidence: int, room: int
 ) -> None:
     table, ring = StepTimes(), Experience()
@@ -429,5 +429,5 @@ def test_a_choice_is_allowed_whatever_was_measured(
         assert chosen.depth == 1 or chosen.length <= 31
 
 
-def test_a_stage_lets_all_that_is_in_flight_wait() -> None:
+def test_a_stage_can_queue_all_steps_in_flight() -> None:
     assert 2 * MAX_DEPTH <= MAX_PENDING

@@ -1,4 +1,4 @@
-"""Generations begin in the order in which they came, and none waits for what cannot be."""
+"""Admission control: FIFO order, and no generation waits without a chance."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def admission(blocks: int = 4, most: int = 8, waiting: int = 2) -> Admission:
     return Admission(KvBudget([room(9), room(blocks)]), most, waiting)
 
 
-def test_who_fits_begins_at_once_and_others_wait() -> None:
+def test_a_generation_that_fits_starts_at_once_and_others_wait() -> None:
     entry = admission()
 
     assert entry.ask(A, 3 * BLOCK)
@@ -33,7 +33,7 @@ def test_a_short_one_does_not_overtake() -> None:
     assert entry.leave(B) == [C]
 
 
-def test_several_begin_in_the_place_of_one() -> None:
+def test_several_can_start_when_one_leaves() -> None:
     entry = admission()
     entry.ask(A, 4 * BLOCK)
     entry.ask(B, 2 * BLOCK)
@@ -42,7 +42,7 @@ def test_several_begin_in_the_place_of_one() -> None:
     assert entry.leave(A) == [B, C]
 
 
-def test_no_more_than_the_most_run_however_short() -> None:
+def test_the_number_of_running_generations_is_limited() -> None:
     entry = admission(most=1)
     entry.ask(A, 1)
 
@@ -51,7 +51,7 @@ def test_no_more_than_the_most_run_however_short() -> None:
     assert entry.leave(B) == []
 
 
-def test_who_gives_up_waiting_lets_the_next_one_go() -> None:
+def test_leaving_the_queue_admits_the_next_one() -> None:
     entry = admission()
     entry.ask(A, 2 * BLOCK)
     entry.ask(B, 4 * BLOCK)
@@ -60,19 +60,21 @@ def test_who_gives_up_waiting_lets_the_next_one_go() -> None:
     assert entry.leave(B) == [C]
 
 
-def test_a_full_queue_refuses_until_one_has_gone() -> None:
+def test_a_full_queue_rejects_until_one_has_left() -> None:
     entry = admission(most=1, waiting=1)
     entry.ask(A, 1)
     entry.ask(B, 1)
 
-    with pytest.raises(Busy, match="1 answers are being made and 1 wait") as refused:
+    with pytest.raises(
+        Busy, match="queue is full: 1 generations are running and 1 are waiting"
+    ) as refused:
         entry.ask(C, 1)
-    assert refused.value.hint == "ask again later"
+    assert refused.value.hint == "retry later"
     entry.leave(A)
     assert not entry.ask(D, 1)
 
 
-def test_what_can_never_fit_is_refused_with_numbers() -> None:
+def test_a_generation_that_can_never_fit_is_rejected_with_numbers() -> None:
     entry = admission()
     entry.ask(A, 4 * BLOCK)
 
@@ -80,8 +82,8 @@ def test_what_can_never_fit_is_refused_with_numbers() -> None:
         entry.ask(B, 5 * BLOCK)
 
     assert str(refused.value) == (
-        "The prompt and its answer may come to 1280 tokens, and there is room for 1024: one node"
-        " would need 1280 bytes for their cache and has 1024"
+        "The prompt and its answer may take 1280 tokens, and the KV cache has room for 1024: one"
+        " node would need 1280 bytes and has 1024"
     )
     assert "--max-tokens" in str(refused.value.hint)
     assert not entry.ask(C, 4 * BLOCK)

@@ -1,4 +1,4 @@
-"""What sessions reserve never exceeds a room, and what is kept never stands in their way."""
+"""Reservations never exceed a room, and kept sessions never block them."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,14 +10,14 @@ A, B, C = (SessionId(name * 16) for name in (b"a", b"b", b"c"))
 
 
 def room(blocks: int, *, fixed: int = 0, growth: int = 0, per_token: int = 1) -> Room:
-    """Return a room for so many blocks of tokens, beside what is fixed and what growing takes."""
+    """Return a room for this number of blocks of tokens, plus fixed bytes and growth."""
     return Room(
         blocks * BLOCK * per_token,
         lambda tokens: (fixed + tokens * per_token, growth * tokens * per_token),
     )
 
 
-def test_a_session_is_let_in_when_it_fits_beside_the_others() -> None:
+def test_a_session_reserves_if_it_fits_next_to_the_others() -> None:
     budget = KvBudget([room(3)])
 
     assert budget.reserve(A, 2 * BLOCK)
@@ -26,7 +26,7 @@ def test_a_session_is_let_in_when_it_fits_beside_the_others() -> None:
     assert budget.live_bytes == 3 * BLOCK
 
 
-def test_what_is_released_is_there_for_others() -> None:
+def test_released_bytes_are_available_to_others() -> None:
     budget = KvBudget([room(2)])
     budget.reserve(A, 2 * BLOCK)
 
@@ -63,7 +63,7 @@ def test_a_state_of_fixed_size_counts_for_each_session() -> None:
     assert not budget.reserve(C, 1)
 
 
-def test_only_the_largest_copy_counts_beside_the_sessions() -> None:
+def test_only_the_largest_copy_counts_on_top_of_the_sessions() -> None:
     budget = KvBudget([room(6, growth=1)])
 
     assert budget.reserve(A, 2 * BLOCK)
@@ -71,7 +71,7 @@ def test_only_the_largest_copy_counts_beside_the_sessions() -> None:
     assert not budget.reserve(C, BLOCK)
 
 
-def test_what_is_kept_gives_way_to_a_session() -> None:
+def test_kept_sessions_never_block_a_running_one() -> None:
     budget = KvBudget([room(3)])
     over = []
     for step in (
@@ -88,7 +88,7 @@ def test_what_is_kept_gives_way_to_a_session() -> None:
     assert budget.kept_bytes == 0
 
 
-def test_the_room_left_is_told_in_tokens() -> None:
+def test_the_room_left_is_given_in_tokens() -> None:
     budget = KvBudget([room(5)])
     budget.reserve(A, 2 * BLOCK)
     budget.keep(B, BLOCK)
@@ -104,7 +104,7 @@ def test_weights_that_leave_nothing_leave_no_room() -> None:
     assert not budget.holds(1)
 
 
-def test_no_rank_is_no_bound() -> None:
+def test_without_ranks_there_is_no_limit() -> None:
     budget = KvBudget(())
 
     assert budget.reserve(A, MAX_TOKENS)
@@ -116,7 +116,7 @@ def test_no_rank_is_no_bound() -> None:
         st.tuples(st.sampled_from((A, B, C)), st.integers(0, 5 * BLOCK), st.sampled_from("rrrkdl"))
     )
 )
-def test_reservations_alone_are_always_within(steps: list[tuple[SessionId, int, str]]) -> None:
+def test_reservations_never_exceed_a_room(steps: list[tuple[SessionId, int, str]]) -> None:
     rooms = [room(7, growth=1), room(8, fixed=100)]
     budget = KvBudget(rooms)
 

@@ -1,4 +1,4 @@
-"""What is kept: the latest, within the room, and only for a while."""
+"""Prefix cache eviction: least recently used, over budget, or idle."""
 
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
@@ -12,7 +12,7 @@ def shelf_of(blocks: int, most_bytes: int | None = None, idle_s: float = 60.0) -
     return Shelf(KvBudget([room(blocks)]), most_bytes, idle_s=idle_s)
 
 
-def test_what_was_used_last_stays() -> None:
+def test_the_most_recently_used_stays() -> None:
     shelf = shelf_of(2)
     shelf.put(A, 4, 4, 0.0)
     shelf.put(B, 4, 4, 1.0)
@@ -22,7 +22,7 @@ def test_what_was_used_last_stays() -> None:
     assert shelf.take(A, 4, 4.0, whole=True)
 
 
-def test_nothing_goes_for_what_has_no_room_itself() -> None:
+def test_nothing_is_evicted_for_a_session_that_does_not_fit() -> None:
     shelf = shelf_of(1)
     shelf.put(A, 10, 10, 0.0)
 
@@ -31,7 +31,7 @@ def test_nothing_goes_for_what_has_no_room_itself() -> None:
     assert shelf.take(A, 10, 2.0, whole=False)
 
 
-def test_an_owner_may_bind_what_is_kept() -> None:
+def test_the_kept_bytes_can_be_limited() -> None:
     shelf = shelf_of(9, 2 * BLOCK)
     shelf.put(A, 1, 1, 0.0)
     shelf.put(B, 1, 1, 0.0)
@@ -41,7 +41,7 @@ def test_an_owner_may_bind_what_is_kept() -> None:
     assert shelf.budget.kept_bytes == 2 * BLOCK
 
 
-def test_a_shelf_of_nothing_keeps_nothing() -> None:
+def test_a_limit_of_0_bytes_keeps_nothing() -> None:
     shelf = shelf_of(9, 0)
 
     assert not shelf.keeps
@@ -49,7 +49,7 @@ def test_a_shelf_of_nothing_keeps_nothing() -> None:
     assert shelf_of(9).keeps
 
 
-def test_the_oldest_are_evicted_for_a_session() -> None:
+def test_the_oldest_are_evicted_for_a_running_session() -> None:
     shelf = shelf_of(4)
     for session in (A, B, C):
         shelf.put(session, 1, 1, 0.0)
@@ -60,7 +60,7 @@ def test_the_oldest_are_evicted_for_a_session() -> None:
     assert shelf.budget.kept_bytes == BLOCK
 
 
-def test_what_is_about_to_be_used_is_spared() -> None:
+def test_the_spared_session_is_not_evicted() -> None:
     shelf = shelf_of(2)
     shelf.put(A, 1, 1, 0.0)
     shelf.put(B, 1, 1, 0.0)
@@ -70,14 +70,14 @@ def test_what_is_about_to_be_used_is_spared() -> None:
     assert shelf.budget.is_over
 
 
-def test_there_is_a_most_of_sessions_however_short() -> None:
+def test_the_number_of_kept_sessions_is_limited() -> None:
     shelf = shelf_of(1 << 20)
     gone = [shelf.put(SessionId(number.to_bytes(16)), 1, 1, 0.0) for number in range(MAX_KEPT + 1)]
 
     assert gone == [[]] * MAX_KEPT + [[SessionId(bytes(16))]]
 
 
-def test_a_session_that_is_asked_for_lives_longer() -> None:
+def test_use_postpones_the_eviction() -> None:
     shelf = shelf_of(9)
     shelf.put(A, 1, 1, 0.0)
     shelf.put(B, 1, 1, 10.0)
@@ -94,7 +94,7 @@ def test_nothing_kept_has_no_deadline() -> None:
     assert shelf_of(9).deadline is None
 
 
-def test_no_more_is_given_than_is_there() -> None:
+def test_no_more_positions_are_returned_than_are_kept() -> None:
     shelf = shelf_of(1)
     shelf.put(A, 4, 9, 0.0)
 
@@ -105,7 +105,7 @@ def test_no_more_is_given_than_is_there() -> None:
     assert shelf.budget.kept_bytes == 0
 
 
-def test_states_are_few() -> None:
+def test_fewer_recurrent_states_are_kept() -> None:
     for slack, most in ((0, MAX_STATES), (32, MAX_KEPT), (None, MAX_KEPT)):
         shelf = shelf_for(KvBudget([room(1 << 20)]), None, slack)
         gone = [shelf.put(SessionId(number.to_bytes(16)), 1, 1, 0.0) for number in range(most + 1)]

@@ -1,4 +1,4 @@
-"""Which finished text a prompt goes on from, and what that evicts."""
+"""Which finished text a prompt continues, and what that evicts."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def kept(slack: int | None = None, *, prompt: int = 50) -> Prefixes[str]:
         (0, 39, 0),
     ],
 )
-def test_what_is_shared_has_to_be_worth_it_and_within_reach(
+def test_a_shared_prefix_must_be_long_and_croppable(
     slack: int | None, shared: int, found: int
 ) -> None:
     result = kept(slack).find((*PROMPT[:shared], *MORE), 1.0)
@@ -58,7 +58,7 @@ def test_the_next_turn_takes_the_cache_and_another_chat_copies_it(
     assert (prefixes.find((*PROMPT, *MORE), 1.0) is None) is whole
 
 
-def test_what_nobody_asks_for_goes() -> None:
+def test_unused_texts_are_dropped() -> None:
     prefixes = kept()
 
     prefixes.expire(IDLE_S)
@@ -67,7 +67,7 @@ def test_what_nobody_asks_for_goes() -> None:
     assert prefixes.shelf.deadline is None
 
 
-def test_a_session_evicts_what_is_in_its_way() -> None:
+def test_a_session_evicts_texts_in_its_way() -> None:
     prefixes = kept()
     assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
 
@@ -76,7 +76,7 @@ def test_a_session_evicts_what_is_in_its_way() -> None:
     assert prefixes.shelf.budget.kept_bytes == 0
 
 
-def test_where_there_is_no_room_for_a_copy_the_cache_itself_is_taken() -> None:
+def test_the_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
     prefixes = kept()
     assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
 
@@ -87,7 +87,7 @@ def test_where_there_is_no_room_for_a_copy_the_cache_itself_is_taken() -> None:
     assert not prefixes._texts
 
 
-def test_the_longest_text_is_found() -> None:
+def test_the_longest_prefix_is_found() -> None:
     prefixes: Prefixes[str] = Prefixes(shelf(), None)
     for name, length in (("a", 20), ("b", 35), ("c", 25)):
         session = SessionId(name.encode() * 16)

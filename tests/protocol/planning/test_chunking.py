@@ -1,4 +1,4 @@
-"""The best chunks of a prompt, with round numbers."""
+"""The best chunk sizes of a prompt, with round numbers."""
 
 from itertools import pairwise
 from math import inf
@@ -30,10 +30,10 @@ from tests.builders.offers import A, B, apart, model, offer
 PAIR = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 2)), Stage(B, Span(2, 4))))
 NO_TIME = Wire(0.0)
 STEEP = ((1, 1e-5), (1000, 1e-2))
-"""Ten microseconds for each row, in any company."""
+"""Ten microseconds per row, whatever the number of rows."""
 REAL = ((1, 2e-3), (32, 4e-3), (256, 2.9e-2), (1024, 0.17))
 FLAT = ((1, 1e-2), (1000, 2e-2))
-"""As if all the time went into reading the weights."""
+"""The same time for any number of rows, as if only the weights had to be read."""
 
 
 def ring(
@@ -42,12 +42,12 @@ def ring(
     way: Wire = NO_TIME,
     row_bytes: int = 0,
 ) -> RingTimes:
-    """Make a ring of ranks with so many layers each."""
+    """Make a ring of ranks with this number of layers each."""
     ranks = tuple(RankTimes(Offer(A, 0, table, 0.0), count, way) for count in layers)
     return RingTimes(ranks, 0.0, row_bytes, header_bytes=0)
 
 
-def test_a_row_takes_time_for_each_row_before_it() -> None:
+def test_attention_time_grows_with_the_rows_before() -> None:
     # Per row: 0.1 ms, and 0.2 us for each of those before it, which are half of 1000 on average.
     table = ((100, 100 * (1e-4 + 2e-7 * 50)), (1000, 1000 * (1e-4 + 2e-7 * 500)))
     rank = RankTimes(Offer(A, 0, table, 0.0), 2.0, Wire(0.0))
@@ -61,7 +61,7 @@ def test_a_row_takes_time_for_each_row_before_it() -> None:
 
 
 @pytest.mark.parametrize("table", [FLAT, ((1, 1e-3),)])
-def test_where_more_rows_are_not_dearer_those_before_cost_nothing(
+def test_attention_costs_nothing_if_more_rows_are_not_slower(
     table: tuple[tuple[int, float], ...],
 ) -> None:
     rank = RankTimes(Offer(A, 0, table, 0.0), 1.0, Wire(0.0))
@@ -69,7 +69,7 @@ def test_where_more_rows_are_not_dearer_those_before_cost_nothing(
     assert rank.compute_s(100, 10_000) == rank.compute_s(100)
 
 
-def test_ranks_work_on_different_chunks() -> None:
+def test_ranks_work_on_different_chunks_at_once() -> None:
     times = ring(1, 2, way=Wire(0.001))
 
     whole, parts = (times.first_token_s(1000, times.pace(chunk)) for chunk in (1000, 250))
@@ -87,8 +87,8 @@ def test_the_rest_of_a_prompt_is_a_short_chunk() -> None:
     assert seconds == pytest.approx([0.010, 0.010])
 
 
-def test_a_way_carries_one_chunk_after_the_other() -> None:
-    # 1 ms for a chunk of 100 rows on a rank, 10 ms on the way to the second one.
+def test_a_link_carries_one_chunk_after_the_other() -> None:
+    # 1 ms for a chunk of 100 rows on a rank, 10 ms on the link to the second one.
     times = ring(1, 1, way=Wire(0.0, 1e6), row_bytes=100)
 
     seconds = times.first_token_s(400, times.pace(100))
@@ -96,7 +96,7 @@ def test_a_way_carries_one_chunk_after_the_other() -> None:
     assert seconds == pytest.approx(0.001 + 4 * 0.010 + 0.001 + 0.0001)
 
 
-def test_bytes_of_a_message_are_those_that_are_sent() -> None:
+def test_message_sizes_match_the_codec() -> None:
     session = SessionId(b"s" * 16)
     blob = seal(session_key(session), DType.BFLOAT16, (1, 1, 4), bytes(8))
     parts = encode(Data(session, 1, 0, 9, 1, Flags.NEED_ROW, blob))
@@ -106,8 +106,8 @@ def test_bytes_of_a_message_are_those_that_are_sent() -> None:
     assert times.message_bytes(1) == sum(map(len, parts))
 
 
-def test_more_chunks_are_in_flight_where_the_way_is_long() -> None:
-    # A chunk of 100 rows takes 1 ms on each of 3 ranks; a way takes 0, 1 or 100 ms.
+def test_more_chunks_are_in_flight_on_links_with_latency() -> None:
+    # A chunk of 100 rows takes 1 ms on each of 3 ranks; a link takes 0, 1 or 100 ms.
     paces = [ring(1, 1, 1, way=Wire(way_s)).pace(100) for way_s in (0.0, 0.001, 0.1)]
 
     assert [pace.window for pace in paces] == [3, 6, MAX_PENDING]
@@ -150,7 +150,7 @@ def test_the_longest_chunk_that_is_nearly_best_is_chosen(
         assert chosen.chunk == max(size for size in seconds if seconds[size] <= near)
 
 
-def test_a_node_alone_takes_a_prompt_whole() -> None:
+def test_a_single_node_takes_a_prompt_whole() -> None:
     assert ring(1).best_pace(3000) == Pace(chunk=3000, window=1)
 
 
@@ -163,11 +163,11 @@ def test_equal_ranks_share_a_prompt() -> None:
     assert times.first_token_s(2000, pace) < 0.55 * times.first_token_s(2000, times.pace(2000))
 
 
-def test_where_reading_the_weights_takes_all_the_time_chunks_gain_nothing() -> None:
+def test_chunks_gain_nothing_if_reading_weights_dominates() -> None:
     assert ring(1, 1, table=FLAT).best_pace(500).chunk == 500
 
 
-def test_others_wait_for_a_second_at_most_and_who_comes_for_four() -> None:
+def test_a_chunk_stalls_other_sessions_for_a_second_and_new_ones_for_four() -> None:
     times = ring(200)  # 2 ms for each row
 
     assert 384 < STALL_S / 2e-3 < 512
@@ -176,7 +176,7 @@ def test_others_wait_for_a_second_at_most_and_who_comes_for_four() -> None:
     assert ring(1e6).best_pace(2000).chunk == LEAST_ROWS
 
 
-def test_beside_others_chunks_of_a_long_prompt_are_shorter_as_they_see_more() -> None:
+def test_chunks_of_a_longer_prompt_are_shorter_next_to_other_sessions() -> None:
     # Per row: 1 ms, and 1 us for each of those before it.
     table = ((100, 100 * (1e-3 + 1e-6 * 50)), (1000, 1000 * (1e-3 + 1e-6 * 500)))
 
@@ -185,7 +185,9 @@ def test_beside_others_chunks_of_a_long_prompt_are_shorter_as_they_see_more() ->
     assert [pace.chunk for pace in paces] == [600, 256, 128]
 
 
-def test_only_the_beginning_of_a_very_long_prompt_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_beginning_of_a_very_long_prompt_is_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tried: list[int] = []
 
     def first_token_s(_: RingTimes, prompt: int, __: Pace) -> float:
@@ -199,13 +201,13 @@ def test_only_the_beginning_of_a_very_long_prompt_is_tried(monkeypatch: pytest.M
     assert (pace.chunk, set(tried)) == (MAX_ROWS, {8192})
 
 
-def test_no_message_has_more_rows_than_it_may() -> None:
+def test_chunks_respect_the_row_limit() -> None:
     assert ring(1e-3).best_pace(10**6).chunk == MAX_ROWS
     assert ring(1e-3).best_pace(10**6, most=1000).chunk == 1000
     assert ring(1).best_pace(40, most=30).chunk == 30
 
 
-def test_layers_and_ways_are_those_of_the_plan() -> None:
+def test_layers_and_wires_follow_the_plan() -> None:
     offers = [offer(B, 4, ms=3), offer(A, 4, ms=2, head_ms=5)]
     shape = model(sizes=(80, 80, 80, 160))
 
@@ -217,7 +219,7 @@ def test_layers_and_ways_are_those_of_the_plan() -> None:
     assert (times.head_s, times.row_bytes) == (0.005, 8)
 
 
-def test_a_node_alone_goes_no_way() -> None:
+def test_a_single_node_has_no_hop() -> None:
     plan = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 4)),))
 
     times = ring_times(plan, [offer(A, 4)], apart({}, others=10), model(4))
@@ -225,12 +227,12 @@ def test_a_node_alone_goes_no_way() -> None:
     assert (times.wire_s(0, 100), times.ranks[0].way.bytes_per_s) == (0.0, inf)
 
 
-def test_a_plan_with_nodes_that_have_gone_has_no_times() -> None:
-    with pytest.raises(UserError, match="`626262626262` is in the plan and offers nothing"):
+def test_a_plan_with_a_missing_offer_is_refused() -> None:
+    with pytest.raises(UserError, match="`626262626262` is in the plan but made no offer"):
         ring_times(PAIR, [offer(A, 4)], Links(), model(4))
 
 
-def test_a_trip_with_more_rows_takes_what_they_take() -> None:
+def test_step_time_depends_on_the_rows() -> None:
     times = ring_times(PAIR, [offer(A, 4, ms=2, head_ms=5), offer(B, 4, ms=2)], Links(), model(4))
 
     assert times.step_s(1) == pytest.approx(0.005 + 4 * 0.002)

@@ -47,17 +47,17 @@ def test_the_bytes_of_a_plan_are_pinned() -> None:
         replace(PLAN, standbys=(Standby(D, ""),)),
     ],
 )
-def test_whatever_differs_shows_in_the_digest(other: Plan) -> None:
+def test_any_difference_changes_the_digest(other: Plan) -> None:
     assert other.digest != PLAN.digest
 
 
-def test_the_reason_of_a_standby_is_for_people_only() -> None:
+def test_the_reason_of_a_standby_is_not_hashed() -> None:
     other = replace(PLAN, standbys=(Standby(C, "it is slow"),))
 
     assert (other, other.digest) == (PLAN, PLAN.digest)
 
 
-def test_where_the_ends_are_shows_in_the_digest() -> None:
+def test_the_holder_of_the_ends_changes_the_digest() -> None:
     stages = (Stage(C, Span(0, 0)), Stage(B, Span(0, 4)))
     client = Plan(7, "tiny", Ends.CLIENT, stages)
 
@@ -128,7 +128,7 @@ def test_a_long_name_is_refused() -> None:
         replace(PLAN, model="m" * 513)
 
 
-def test_time_of_a_layer_lies_on_straight_lines_between_measured_rows() -> None:
+def test_layer_time_is_interpolated_between_measured_rows() -> None:
     offer = Offer(A, 1, ((2, 0.010), (4, 0.014)), 0.0)
 
     assert [offer.layer_seconds(rows) for rows in (1, 2, 3, 4, 8)] == pytest.approx(
@@ -137,21 +137,23 @@ def test_time_of_a_layer_lies_on_straight_lines_between_measured_rows() -> None:
 
 
 @pytest.mark.parametrize("table", [(), ((0, 1.0),), ((2, 1.0), (2, 1.0)), ((1, 0.0),), ((1, nan),)])
-def test_a_cost_table_has_rising_rows_and_real_times(table: tuple[tuple[int, float], ...]) -> None:
+def test_a_cost_table_needs_rising_rows_and_finite_times(
+    table: tuple[tuple[int, float], ...],
+) -> None:
     with pytest.raises(UserError):
         Offer(A, 1, table, 0.0)
 
 
 @pytest.mark.parametrize("head_s", [-1.0, inf, 3601.0])
-def test_the_head_takes_a_real_time(head_s: float) -> None:
-    with pytest.raises(UserError, match="no time between 0 and 3600 s"):
+def test_the_time_of_the_head_is_bounded(head_s: float) -> None:
+    with pytest.raises(UserError, match="allowed are 0 to 3600 s"):
         Offer(A, 1, ((1, 0.01),), head_s)
 
 
 @pytest.mark.parametrize(
     ("latency_s", "bytes_per_s"), [(-1.0, 1.0), (inf, 1.0), (0.0, 0.0), (0.0, nan)]
 )
-def test_a_wire_takes_a_real_time(latency_s: float, bytes_per_s: float) -> None:
+def test_invalid_latency_and_bandwidth_are_refused(latency_s: float, bytes_per_s: float) -> None:
     with pytest.raises(UserError):
         Wire(latency_s, bytes_per_s)
 
@@ -160,7 +162,7 @@ def test_a_wire_takes_its_latency_and_the_time_of_the_bytes() -> None:
     assert Wire(0.5, 100.0).seconds(50) == 1.0
 
 
-def test_the_way_back_is_the_way_there_unless_it_is_given() -> None:
+def test_wires_are_symmetric_unless_both_are_given() -> None:
     there, back, other = Wire(1.0), Wire(2.0), Wire(3.0)
     links = Links({(A, B): there, (C, D): there, (D, C): back}, other)
 

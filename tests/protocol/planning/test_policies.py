@@ -24,7 +24,7 @@ EXACT_POLICIES = ["fastest", "throughput"]
 POLICIES = [*EXACT_POLICIES, "auto", "proportional"]
 
 
-def test_one_node_that_holds_all_is_the_ring() -> None:
+def test_one_node_that_fits_the_model_is_the_ring() -> None:
     plan = make_plan([offer(A, 4)], NEAR, model(4), epoch=3)
 
     assert (plan.epoch, plan.model, plan.ends) == (3, "tiny", Ends.ENTRY)
@@ -52,7 +52,7 @@ def test_a_node_that_only_adds_latency_stands_by() -> None:
     ]
 
 
-def test_a_slower_node_stands_by_with_what_it_would_cost() -> None:
+def test_the_reason_of_a_slower_standby_is_its_cost() -> None:
     plan = make_plan([offer(A, 4, ms=1), offer(B, 4, ms=3)], apart({}), model(4))
 
     assert spans(plan) == {A: "0:4"}
@@ -72,9 +72,7 @@ TWO = Terms(members=2)
     ("slower", "expected"),
     [(1.0, [14, 14]), (1.05, [14, 14]), (1.1, [13, 15]), (1.2, [8, 20]), (2.0, [1, 27])],
 )
-def test_nodes_that_measure_nearly_alike_share_the_layers(
-    slower: float, expected: list[int]
-) -> None:
+def test_nearly_equal_nodes_share_the_layers(slower: float, expected: list[int]) -> None:
     offers = [offer(A, 35, ms=slower), offer(B, 35)]
 
     plan = make_plan(offers, apart({}, others=0), model(28), terms=TWO)
@@ -94,7 +92,7 @@ def test_the_head_counts_where_layers_are_shared() -> None:
     assert spans(plan) == {A: "0:10", B: "10:28"}
 
 
-def test_a_node_is_not_taken_in_to_share_the_layers() -> None:
+def test_no_node_is_added_to_share_the_layers() -> None:
     offers = [offer(A, 35), offer(B, 35)]
 
     plan = make_plan(offers, apart({}, others=0.01), model(28))
@@ -102,7 +100,7 @@ def test_a_node_is_not_taken_in_to_share_the_layers() -> None:
     assert [len(stage.span) for stage in plan.stages] == [28]
 
 
-def test_what_a_node_cannot_hold_it_does_not_share() -> None:
+def test_sharing_respects_the_memory_of_a_node() -> None:
     offers = [offer(A, 35, ms=1), offer(B, 5, ms=1.02)]
 
     plan = make_plan(offers, apart({}, others=0), model(28), terms=TWO)
@@ -110,7 +108,7 @@ def test_what_a_node_cannot_hold_it_does_not_share() -> None:
     assert sorted(len(stage.span) for stage in plan.stages) == [5, 23]
 
 
-def test_the_way_round_is_the_shortest() -> None:
+def test_the_ring_is_the_shortest_tour() -> None:
     offers = [offer(at, 1) for at in (A, B, C, D)]
     links = apart({(A, C): 1, (C, B): 1, (B, D): 1, (D, A): 1}, others=5)
 
@@ -132,7 +130,7 @@ def test_equal_nodes_get_even_spans() -> None:
         assert spans(plan) == {A: "0:3", B: "3:6", C: "6:8"}
 
 
-def test_a_bound_that_unequal_layers_cannot_reach_decides_nothing() -> None:
+def test_a_bound_that_unequal_layers_cannot_reach_is_not_trusted() -> None:
     # The quick nodes have room for 160 of 560 bytes each: only the slow one holds the last layer.
     offers = [offer(A, 3, ms=3), offer(B, 2, ms=2), offer(C, 2, ms=2)]
 
@@ -281,7 +279,7 @@ def test_large_layers_count_by_their_own_bytes(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_terms_bind_every_policy(policy: str) -> None:
+def test_every_policy_respects_the_terms(policy: str) -> None:
     offers = [offer(at, 9) for at in (A, B, C, D)]
     memory = {B: 100, C: 200, D: 300}
     terms = Terms(exclude=[A], prefer=[C, node(9)], entry=B, members=3, memory=memory)
@@ -293,7 +291,7 @@ def test_terms_bind_every_policy(policy: str) -> None:
     assert [(standby.node, standby.reason) for standby in plan.standbys] == [(A, "it is excluded")]
 
 
-def test_a_preferred_node_holds_a_span_even_where_that_is_slower() -> None:
+def test_a_preferred_node_holds_a_span_even_if_slower() -> None:
     offers = [offer(A, 4), offer(B, 4, ms=9)]
 
     plan = make_plan(offers, apart({}), model(4), terms=Terms(prefer=[B]))
@@ -308,7 +306,7 @@ def test_a_preferred_node_without_room_for_a_layer_stands_by() -> None:
 
 
 @pytest.mark.parametrize("policy", EXACT_POLICIES)
-def test_a_bound_span_stays_where_it_is(policy: str) -> None:
+def test_a_fixed_span_stays_on_its_node(policy: str) -> None:
     offers = [offer(at, 9) for at in (A, B, C)]
 
     plan = make_plan(offers, NEAR, model(6), policy=policy, terms=Terms(spans={B: Span(2, 3)}))
@@ -325,16 +323,16 @@ def test_the_node_of_layer_0_is_the_entry() -> None:
     assert spans(plan) == {B: "0:2", A: "2:6"}
 
 
-def test_spans_bound_to_others_leave_a_node_out() -> None:
+def test_fixed_spans_of_others_leave_a_node_out() -> None:
     terms = Terms(spans={A: Span(0, 2), B: Span(2, 4)})
 
     plan = make_plan([offer(at, 9) for at in (A, B, C)], NEAR, model(4), terms=terms)
 
     assert spans(plan) == {A: "0:2", B: "2:4"}
-    assert plan.standbys[0].reason == "the bound spans leave it no layer"
+    assert plan.standbys[0].reason == "the fixed spans leave it no layer"
 
 
-def test_an_entry_may_be_bound_beside_later_spans() -> None:
+def test_an_entry_may_be_given_with_fixed_later_spans() -> None:
     terms = Terms(entry=A, spans={B: Span(2, 4)})
 
     plan = make_plan([offer(at, 9) for at in (A, B)], NEAR, model(4), terms=terms)
@@ -351,18 +349,18 @@ GIB = 1 << 30
         (
             [1e-6],
             Terms(),
-            "1.0 KiB are for that",
+            "1.0 KiB of usable",
         ),
-        ([2e-9], Terms(), "2 B are for that"),
+        ([2e-9], Terms(), "2 B of usable"),
         (
             [],
             Terms(),
-            "The ring lacks 4.5 GiB: `tiny` takes 4.0 GiB in 4 layers with their caches and",
+            "The ring lacks 4.5 GiB: `tiny` needs 4.0 GiB for 4 layers with KV caches and",
         ),
         (
             [1.0, 2.0],
             Terms(),
-            "lacks 1.5 GiB: .* and 512.0 MiB at its ends, and of .* offer 3.0 GiB are for that",
+            "lacks 1.5 GiB: .* and 512.0 MiB for embedding .* have 3.0 GiB of usable memory",
         ),
         ([0.5, 8.0], Terms(entry=A), "lacks 1.0 GiB"),
         ([8.0, 8.0], Terms(exclude=[A, B]), "lacks 4.5 GiB"),
@@ -395,9 +393,9 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (Terms(entry=D), f"Node `{D.hex()[:12]}` is bound to the ring and offers nothing"),
-        (Terms(entry=A, exclude=[A]), "offers nothing"),
-        (Terms(spans={D: Span(0, 1)}), "offers nothing"),
+        (Terms(entry=D), f"Node `{D.hex()[:12]}` is required but excluded, or made no offer"),
+        (Terms(entry=A, exclude=[A]), "made no offer"),
+        (Terms(spans={D: Span(0, 1)}), "made no offer"),
         (
             Terms(spans={A: Span(0, 5)}),
             "Span `0:5` is empty, overlaps another, or ends above layer 4",
@@ -407,10 +405,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(
         (Terms(members=5), "`tiny` has 4 layers for a ring of 5 nodes"),
         (Terms(members=0), "`tiny` has 4 layers for a ring of 0 nodes"),
         (Terms(members=1, entry=A, ends=Ends.CLIENT), "for a ring of 1 nodes"),
-        (Terms(ends=Ends.CLIENT), "The client that keeps the ends is the entry"),
-        (Terms(ends=Ends.CLIENT, entry=A, spans={A: Span(0, 1)}), "holds no span"),
-        (Terms(entry=A, spans={B: Span(0, 1)}), "`626262626262` is bound to `0:1`; the entry"),
-        (Terms(entry=A, spans={A: Span(1, 2)}), "`616161616161` is bound to `1:2`; the entry"),
+        (Terms(ends=Ends.CLIENT), "The client that holds the ends must be the entry"),
+        (Terms(ends=Ends.CLIENT, entry=A, spans={A: Span(0, 1)}), "without a span"),
+        (Terms(entry=A, spans={B: Span(0, 1)}), "`626262626262` cannot hold `0:1`: layer 0"),
+        (Terms(entry=A, spans={A: Span(1, 2)}), "`616161616161` cannot hold `1:2`: layer 0"),
         (Terms(sessions=0), "0 sessions"),
     ],
 )
@@ -419,8 +417,8 @@ def test_terms_that_contradict_each_other_are_refused(terms: Terms, message: str
         make_plan([offer(A, 9), offer(B, 9)], NEAR, model(4), terms=terms)
 
 
-def test_proportional_takes_no_bound_spans() -> None:
-    with pytest.raises(UserError, match="takes no bound spans"):
+def test_proportional_refuses_fixed_spans() -> None:
+    with pytest.raises(UserError, match="does not support fixed spans"):
         make_plan(
             [offer(A, 9)],
             NEAR,
@@ -430,38 +428,40 @@ def test_proportional_takes_no_bound_spans() -> None:
         )
 
 
-def test_a_node_makes_one_offer() -> None:
-    with pytest.raises(UserError, match="one offer"):
+def test_two_offers_of_one_node_are_refused() -> None:
+    with pytest.raises(UserError, match="more than one offer"):
         make_plan([offer(A, 9), offer(A, 8)], NEAR, model(4))
 
 
-def test_a_node_without_room_says_how_much_a_layer_takes() -> None:
+def test_the_reason_of_a_small_standby_is_the_size_of_a_layer() -> None:
     shape = model(sizes=(GIB, GIB))
     offers = [offer(A, GIB / 20), offer(B, GIB / 200), offer(C, GIB / 20)]
 
     plan = make_plan(offers, NEAR, shape, terms=Terms(members=2))
 
     assert [standby.reason for standby in plan.standbys] == [
-        "a layer takes 1.0 GiB and it has 409.6 MiB to use"
+        "a layer takes 1.0 GiB and it has 409.6 MiB of usable memory"
     ]
 
 
-def test_a_node_that_keeps_all_its_memory_is_not_called_excluded() -> None:
+def test_a_node_that_reserves_all_memory_is_not_reported_as_excluded() -> None:
     greedy = replace(offer(B, 4), reserve_bytes=1000)
 
     plan = make_plan([offer(A, 4), greedy], NEAR, model(4))
 
-    assert plan.standbys[0].reason == "a layer takes 80 B and it has 0 B to use"
+    assert plan.standbys[0].reason == "a layer takes 80 B and it has 0 B of usable memory"
 
 
-def test_a_node_too_many_says_so() -> None:
+def test_a_surplus_node_has_a_reason() -> None:
     offers = [offer(at, 1) for at in (A, B, C)]
 
     full = make_plan(offers, NEAR, model(2))
     bound = make_plan([offer(at, 9) for at in (A, B, C)], NEAR, model(4), terms=Terms(members=2))
 
-    assert [standby.reason for standby in full.standbys] == ["each of the 2 layers has its node"]
-    assert [standby.reason for standby in bound.standbys] == ["the ring is bound to 2 nodes"]
+    assert [standby.reason for standby in full.standbys] == [
+        "each of the 2 layers has its own node"
+    ]
+    assert [standby.reason for standby in bound.standbys] == ["the ring is limited to 2 nodes"]
 
 
 def two_sites(count: int) -> tuple[list[Offer], Links]:
@@ -490,7 +490,7 @@ def test_throughput_takes_the_fastest_of_many_nodes() -> None:
     assert [stage.node[-1] % 5 for stage in plan.stages] == [0] * 4
 
 
-def test_more_nodes_than_are_looked_at_one_by_one_can_all_be_needed() -> None:
+def test_more_nodes_than_are_searched_exactly_can_all_be_needed() -> None:
     offers, links = two_sites(16)
 
     plan = make_plan(offers, links, model(32))
@@ -498,7 +498,7 @@ def test_more_nodes_than_are_looked_at_one_by_one_can_all_be_needed() -> None:
     assert len(plan.stages) == 16
 
 
-def test_of_more_nodes_than_layers_the_roomiest_are_a_ring() -> None:
+def test_of_more_nodes_than_layers_the_largest_form_a_ring() -> None:
     # Fourteen fast nodes hold one layer of fifteen each: dropping one by one ends with too many.
     offers = [offer(node(at), 1, ms=1) for at in range(14)]
     offers += [offer(node(at), 15, ms=90) for at in range(14, 16)]
@@ -520,7 +520,7 @@ def test_a_client_plans_with_many_nodes(members: int | None) -> None:
     assert len(plan.stages) == members or members is None
 
 
-def test_an_objective_in_the_table_is_all_that_a_policy_needs() -> None:
+def test_a_policy_needs_only_an_objective() -> None:
     offers = [offer(node, 4) for node in (A, B, C)]
     most = Policy(lambda _, division: 99 - len(division.order))
 
@@ -541,7 +541,7 @@ def test_an_objective_in_the_table_is_all_that_a_policy_needs() -> None:
     assert (asked.policy, asked.obstacle) == ("widest", "")
 
 
-def test_shares_in_proportion_are_what_proportional_makes_small() -> None:
+def test_proportional_minimises_its_objective() -> None:
     offers = [offer(A, 3), offer(B, 9), offer(C, 4, ms=9)]
     problem = pose(offers, NEAR, model(8), Terms())
     objective = policies.POLICIES["proportional"].objective
@@ -569,7 +569,7 @@ def test_an_unknown_policy_is_refused_with_the_names_of_the_others() -> None:
     assert caught.value.hint == "one of `auto`, `fastest`, `throughput`, `proportional`"
 
 
-def test_the_room_of_each_rank_is_what_its_weights_leave() -> None:
+def test_the_cache_room_of_a_rank_is_what_its_weights_leave() -> None:
     shape = model(4, ends=20, kv=4)
     plan = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 1)), Stage(B, Span(1, 4))))
     offers = [replace(offer(A, 0), memory_bytes=1000, reserve_bytes=500), offer(B, 1)]
@@ -579,12 +579,12 @@ def test_the_room_of_each_rank_is_what_its_weights_leave() -> None:
     stages = (Stage(A, Span(0, 0)), Stage(B, Span(0, 4)))
     empty = replace(plan, ends=Ends.CLIENT, stages=stages)
     assert room_tokens(empty, offers, shape)[0] is None
-    with pytest.raises(UserError, match="is in the plan and offers nothing"):
+    with pytest.raises(UserError, match="is in the plan but made no offer"):
         kv_rooms(plan, offers[:1], shape)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_planned_has_room(policy: str) -> None:
+def test_a_plan_has_room_for_its_sessions(policy: str) -> None:
     offers, terms = [offer(A, 20), offer(B, 30), offer(C, 9)], Terms(sessions=3)
     shape = model(4, ends=10, kv=2)
 

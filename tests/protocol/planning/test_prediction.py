@@ -38,7 +38,7 @@ def test_layers_take_time_in_proportion_to_their_weights() -> None:
     )
 
 
-def test_bytes_of_a_hop_are_those_of_its_message() -> None:
+def test_bytes_of_a_hop_match_its_message() -> None:
     prediction = predict(PAIR, OFFERS, Links({}, Wire(0.0, 1000.0)), model(4))
 
     bytes_per_token = ring_times(PAIR, OFFERS, Links(), model(4)).message_bytes(1)
@@ -46,7 +46,7 @@ def test_bytes_of_a_hop_are_those_of_its_message() -> None:
     assert prediction.hops[0].wire_s == bytes_per_token / 1000
 
 
-def test_a_prompt_goes_round_in_the_best_chunks() -> None:
+def test_a_prompt_is_sent_in_the_best_chunks() -> None:
     links = apart({}, others=10)
     times = ring_times(PAIR, OFFERS, links, model(4))
 
@@ -57,7 +57,7 @@ def test_a_prompt_goes_round_in_the_best_chunks() -> None:
     assert prediction.ttft_s == times.first_token_s(5000, pace)
 
 
-def test_guesses_share_a_trip() -> None:
+def test_draft_tokens_share_a_trip() -> None:
     # One trip takes 34 ms, and 2 % more for each guess in the layers and the head.
     prediction = predict(PAIR, OFFERS, apart({}, others=10), model(4))
 
@@ -68,9 +68,7 @@ def test_guesses_share_a_trip() -> None:
 
 
 @pytest.mark.parametrize(("acceptance", "guesses"), [(0.0, 0), (0.5, 4), (1.0, 16)])
-def test_the_best_number_of_guesses_depends_on_how_good_they_are(
-    acceptance: float, guesses: int
-) -> None:
+def test_the_best_draft_length_depends_on_the_acceptance(acceptance: float, guesses: int) -> None:
     prediction = predict(PAIR, OFFERS, apart({}, others=10), model(4))
 
     guessing = prediction.guessing(acceptance)
@@ -80,7 +78,7 @@ def test_the_best_number_of_guesses_depends_on_how_good_they_are(
     assert guessing.seconds_per_token == pytest.approx(dict(prediction.steps)[guesses] / tokens)
 
 
-def test_where_every_row_takes_its_time_nobody_guesses() -> None:
+def test_no_drafts_if_rows_are_computed_one_by_one() -> None:
     offers = [replace(each, layer_s=((1, 1e-3), (32, 32e-3))) for each in OFFERS]
 
     prediction = predict(PAIR, offers, Links(), model(4))
@@ -99,7 +97,7 @@ def test_a_client_computes_the_head_only() -> None:
     assert [prediction.head_s, prediction.slowest_stage_s] == pytest.approx([0.005, 0.012])
 
 
-def test_policies_are_compared_with_the_usual_one() -> None:
+def test_policies_are_compared_with_the_default() -> None:
     offers = [offer(A, 4, ms=1), offer(B, 4, ms=1)]
 
     found = compare(offers, apart({}, others=4), model(4))
@@ -119,15 +117,15 @@ def test_policies_are_compared_with_the_usual_one() -> None:
     ]
 
 
-def test_a_policy_without_a_ring_says_why() -> None:
+def test_a_policy_without_a_ring_has_a_reason() -> None:
     terms = Terms(spans={C: Span(0, 4)})
 
     *found, proportional = compare([offer(C, 4)], Links(), model(4), terms=terms)
 
     assert all(alternative.plan is not None for alternative in found)
     assert (proportional.plan, proportional.prediction) == (None, None)
-    assert proportional.reason == "`proportional` takes no bound spans"
+    assert proportional.reason == "Policy `proportional` does not support fixed spans"
 
 
-def test_where_there_is_no_ring_nobody_is_compared_with_it() -> None:
+def test_no_comparison_without_a_default_plan() -> None:
     assert {alternative.plan for alternative in compare([], Links(), model(4))} == {None}

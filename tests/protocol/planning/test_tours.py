@@ -7,20 +7,20 @@ _AT = [0, 12, 4, 20, 8, 24, 16]
 WAYS = [[min((a - b) % 28, (b - a) % 28) for b in _AT] for a in _AT]
 
 
-def test_a_trip_goes_back_to_where_it_began() -> None:
+def test_a_tour_is_closed() -> None:
     assert length(WAYS, (0, 2, 4)) == 4 + 4 + 8
 
 
-def test_a_trip_to_one_place_goes_nowhere() -> None:
+def test_a_tour_of_one_place_costs_nothing() -> None:
     assert length(WAYS, (3,)) == 0
 
 
-def test_all_trips_are_every_order_of_every_set() -> None:
+def test_all_tours_are_every_order_of_every_subset() -> None:
     assert list(all_trips(0, [1, 2])) == [(0,), (0, 1), (0, 2), (0, 1, 2), (0, 2, 1)]
     assert len(set(all_trips(0, range(1, 6)))) == 326
 
 
-def test_shortest_trips_are_the_shortest_of_every_set() -> None:
+def test_shortest_tours_are_optimal_for_every_subset() -> None:
     ways = [[(3 * a + 5 * b) % 11 * (a != b) for b in range(6)] for a in range(6)]
     shortest: dict[frozenset[int], int] = {}
     for trip in all_trips(5, range(5)):
@@ -33,7 +33,7 @@ def test_shortest_trips_are_the_shortest_of_every_set() -> None:
     assert {trip[0] for trip in found} == {5}
 
 
-def test_a_good_trip_has_no_crossing_to_undo() -> None:
+def test_a_short_tour_has_no_crossing() -> None:
     trip = good_trip(WAYS, 0, range(1, 7))
 
     assert sorted(trip) == list(range(7))
@@ -41,7 +41,7 @@ def test_a_good_trip_has_no_crossing_to_undo() -> None:
     assert length(WAYS, trip) == 28
 
 
-def test_a_good_trip_is_uncrossed_where_insertion_went_wrong() -> None:
+def test_two_opt_repairs_a_bad_insertion() -> None:
     points = [(0, 0), (9, 1), (3, 8), (7, 7), (1, 5), (8, 4), (2, 2), (5, 9), (4, 1), (6, 3)]
     ways = [[abs(a - c) + abs(b - d) for c, d in points] for a, b in points]
     best = min(length(ways, (0, *rest)) for rest in permutations(range(1, 8)))

@@ -53,7 +53,7 @@ def test_a_changed_blob_is_refused_with_its_session_and_numbers(blob: Blob) -> N
         check(KEY, blob)
 
 
-def test_the_key_of_another_session_opens_nothing() -> None:
+def test_the_key_of_another_session_does_not_verify() -> None:
     blob = seal(KEY, DType.FLOAT16, (4,), b"abcdefgh")
 
     with pytest.raises(IntegrityFault):
@@ -83,14 +83,14 @@ def test_a_shape_that_does_not_fit_is_refused_before_the_hash(
 
 
 @pytest.mark.parametrize("dtype", DType)
-def test_a_shape_of_more_bytes_than_can_be_counted_is_refused(dtype: DType) -> None:
+def test_a_shape_whose_size_overflows_is_refused(dtype: DType) -> None:
     blob = Blob(dtype, (MAX_DIM,) * 4, Digest(bytes(32)), b"abcde")
 
     with pytest.raises(PeerFault, match="bytes, not 5"):
         check(KEY, blob)
 
 
-def test_a_header_comes_back() -> None:
+def test_a_header_round_trips() -> None:
     assert unpack_header(pack_header(DType.FLOAT32, (1, 7, 64))) == (DType.FLOAT32, (1, 7, 64))
 
 
@@ -102,12 +102,12 @@ def test_a_header_comes_back() -> None:
         (HEADER.pack(1, 1, 4, 4, 0, 0), "1 dimensions of sizes"),
     ],
 )
-def test_a_header_that_nobody_writes_is_refused(header: bytes, words: str) -> None:
+def test_an_invalid_header_is_refused(header: bytes, words: str) -> None:
     with pytest.raises(PeerFault, match=words):
         unpack_header(header)
 
 
-def test_the_secret_does_not_show() -> None:
+def test_the_secret_is_not_in_the_repr() -> None:
     assert "secret" not in repr(KEY)
 
 
@@ -122,7 +122,7 @@ def test_the_secret_does_not_show() -> None:
         (DType.FLOAT16_INT8, 3 * 1088),
     ],
 )
-def test_rows_have_one_size_for_each_way_to_travel(dtype: DType, size: int) -> None:
+def test_rows_have_one_size_per_encoding(dtype: DType, size: int) -> None:
     check_shape(dtype, (1, 3, 1024), size)
 
     for other in (size - 1, size + 1):
@@ -143,9 +143,7 @@ def test_the_last_block_of_a_row_may_be_short(width: int, size: int) -> None:
         (DType.FLOAT16_PACKED, 3 * 1024 + 1, 3 * 2048 - 1),
     ],
 )
-def test_packed_rows_are_fewer_bytes_and_no_fewer_than_can_be(
-    dtype: DType, least: int, most: int
-) -> None:
+def test_packed_sizes_are_bounded_on_both_sides(dtype: DType, least: int, most: int) -> None:
     check_shape(dtype, (1, 3, 1024), least)
     check_shape(dtype, (1, 3, 1024), most)
 
@@ -155,6 +153,6 @@ def test_packed_rows_are_fewer_bytes_and_no_fewer_than_can_be(
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_nobody_packs_a_single_value(length: int) -> None:
+def test_a_single_value_cannot_be_packed(length: int) -> None:
     with pytest.raises(PeerFault, match="bfloat16_packed"):
         check_shape(DType.BFLOAT16_PACKED, (1, 1, 1), length)

@@ -1,4 +1,4 @@
-"""The wire: each message comes back, every limit holds, nothing is copied."""
+"""Ring codec: each message round-trips, every limit holds, nothing is copied."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
-def test_a_missing_byte_is_refused_and_fields_of_a_later_version_are_left(
+def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
     message: Message,
 ) -> None:
     encoded = packed(message)
@@ -92,7 +92,7 @@ def test_a_message_of_a_later_version_is_unknown() -> None:
     assert packed(Unknown(0x63, b"abc")) == b"\x02\x63abc"
 
 
-def test_flags_codes_and_tallies_of_a_later_version_do_no_harm() -> None:
+def test_unknown_flags_codes_and_tally_fields_are_tolerated() -> None:
     data = packed(Data(SESSION, 0, 0, 0, 1, Flags(128 | Flags.HELP), None))
     fault = packed(FAULT)
     fault[22] = 99
@@ -123,7 +123,7 @@ def test_the_header_of_data_leaves_room_in_the_budget() -> None:
     assert len(head) == size(DATA) - 16 == 85
 
 
-def test_another_version_is_refused_with_a_way_out() -> None:
+def test_another_version_is_refused_with_a_hint() -> None:
     with pytest.raises(PeerFault, match=r"version 3.*speaks 2") as caught:
         decode(b"\x03" + packed(DATA)[1:])
 
@@ -164,12 +164,12 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
         (packed(Close(SESSION, 0))[:26] + b"\x01\x00\xff\xff", "65535 bytes"),
     ],
 )
-def test_bytes_that_nobody_writes_are_refused(encoded: bytes, words: str) -> None:
+def test_malformed_bytes_are_refused(encoded: bytes, words: str) -> None:
     with pytest.raises(PeerFault, match=words):
         decode(encoded)
 
 
-def test_a_long_text_is_cut_between_characters() -> None:
+def test_a_long_text_is_truncated_between_characters() -> None:
     fault = Fault(SESSION, 0, FaultCode.MODEL, 1, "é" * 300 + "\ud800")
 
     decoded = decode(packed(Fault(SESSION, 0, FaultCode.MODEL, 1, "x" + fault.text)))

@@ -1,4 +1,4 @@
-"""When activations leave in 8 bits or packed, and that a session never changes."""
+"""When activations are sent as int8 or packed, and that a session never changes."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ CHUNK = 256 * ROW
 
 @dataclass
 class Known:
-    """What is known of a link."""
+    """Measurements of a link."""
 
     round_trip_us: int = 20_000
     bytes_per_s: float | None = 10 * MBIT
@@ -48,7 +48,7 @@ def chooses_int8(rank: Rank, number: int = 0) -> bool:
 
 
 def worked(way: Known | None, *, step_s: float = 0.0, chunk_s: float = 0.0) -> Rank:
-    """Return a rank behind a few jobs that took so long; 0 is no such job."""
+    """Return a rank after a few jobs that took this long; 0 is no such job."""
     rank = Rank(WireMode.AUTO, way)
     for _ in range(3):
         if step_s:
@@ -61,7 +61,7 @@ def worked(way: Known | None, *, step_s: float = 0.0, chunk_s: float = 0.0) -> R
 @pytest.mark.parametrize(
     ("mode", "is_int8"), [(WireMode.EXACT, False), (WireMode.PLAIN, False), (WireMode.INT8, True)]
 )
-def test_what_was_asked_for_needs_no_knowledge(mode: WireMode, is_int8: bool) -> None:
+def test_an_explicit_mode_needs_no_measurement(mode: WireMode, is_int8: bool) -> None:
     assert chooses_int8(Rank(mode, None)) is is_int8
 
 
@@ -75,7 +75,7 @@ def test_what_was_asked_for_needs_no_knowledge(mode: WireMode, is_int8: bool) ->
         (0.020, 100, 0.001, False),
     ],
 )
-def test_a_step_is_rounded_where_bytes_take_a_fifth_of_its_hop(
+def test_int8_is_chosen_if_bytes_take_a_fifth_of_a_hop(
     round_trip_s: float, mbit: float, step_s: float, is_int8: bool
 ) -> None:
     way = Known(round(round_trip_s * 1e6), mbit * MBIT)
@@ -87,15 +87,13 @@ def test_a_step_is_rounded_where_bytes_take_a_fifth_of_its_hop(
     ("mbit", "chunk_s", "is_int8"),
     [(10, 0.5, True), (10, 2.0, False), (100, 0.5, False), (100, 0.1, True), (1000, 0.1, False)],
 )
-def test_many_rows_that_share_a_way_are_asked_too(
-    mbit: float, chunk_s: float, is_int8: bool
-) -> None:
+def test_prefill_chunks_can_decide_for_int8(mbit: float, chunk_s: float, is_int8: bool) -> None:
     rank = worked(Known(bytes_per_s=mbit * MBIT), step_s=0.05, chunk_s=chunk_s)
 
     assert chooses_int8(rank) is is_int8
 
 
-def test_the_share_is_the_one_that_is_written_down() -> None:
+def test_the_threshold_is_the_documented_share() -> None:
     bytes_s = ROW / (10 * MBIT)
     hop_s = bytes_s / SHARE
 
@@ -106,11 +104,11 @@ def test_the_share_is_the_one_that_is_written_down() -> None:
 @pytest.mark.parametrize(
     "way", [None, Known(round_trip_us=0), Known(bytes_per_s=None), Known(bytes_per_s=float("inf"))]
 )
-def test_rows_are_exact_where_the_link_is_not_known(way: Known | None) -> None:
+def test_rows_are_exact_if_the_link_is_unmeasured(way: Known | None) -> None:
     assert not chooses_int8(worked(way, step_s=0.001, chunk_s=0.1))
 
 
-def test_a_rate_that_was_known_while_rows_were_many_is_remembered() -> None:
+def test_the_rate_known_during_prefill_is_remembered() -> None:
     way = Known(bytes_per_s=None)
     rank = Rank(WireMode.AUTO, way)
     rank.note(100_000, CHUNK, is_step=False)
@@ -121,7 +119,7 @@ def test_a_rate_that_was_known_while_rows_were_many_is_remembered() -> None:
     assert chooses_int8(rank)
 
 
-def test_the_first_session_is_exact_and_a_later_one_need_not_be() -> None:
+def test_the_first_session_is_exact_and_later_ones_may_be_int8() -> None:
     way = Known()
     rank = Rank(WireMode.AUTO, way)
 
@@ -131,7 +129,7 @@ def test_the_first_session_is_exact_and_a_later_one_need_not_be() -> None:
     assert (first, chooses_int8(rank, 2)) == (False, True)
 
 
-def test_a_session_travels_to_its_end_as_it_began() -> None:
+def test_the_choice_for_a_session_never_changes() -> None:
     way = Known()
     rank = worked(way, chunk_s=0.1)
     slow = rank.is_int8(session(1))
@@ -155,7 +153,7 @@ def test_old_sessions_are_forgotten() -> None:
     assert not chooses_int8(rank, 0)
 
 
-def test_older_jobs_fade() -> None:
+def test_older_jobs_decay() -> None:
     rank = worked(Known(), chunk_s=2.0)
     for _ in range(20):
         rank.note(500_000, CHUNK, is_step=False)
@@ -163,7 +161,7 @@ def test_older_jobs_fade() -> None:
     assert chooses_int8(rank)
 
 
-def test_auto_reckons_with_what_packed_rows_take() -> None:
+def test_auto_accounts_for_packing() -> None:
     bytes_s = CHUNK / (10 * MBIT)
     plain_s, packed_s = (part * bytes_s * (1 / SHARE - 1) for part in (1, PACKED))
 

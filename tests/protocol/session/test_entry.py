@@ -1,4 +1,4 @@
-"""Rank 0's side of a generation: chunks out, rows back, tokens once and for good."""
+"""Rank 0's side of a generation: chunks out, rows back, tokens once."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_a_chunk_that_came_back_makes_progress_and_room_for_the_last_one() -> No
     assert entry.computed(blob(1), 0.6) == [sent(4, 1, LAST_CHUNK)]
 
 
-def test_a_chunk_that_came_back_speaks_for_those_before_it() -> None:
+def test_a_returned_chunk_confirms_those_before_it() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -174,7 +174,7 @@ def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> No
     ]
 
 
-def test_alone_in_the_ring_nothing_is_sent() -> None:
+def test_a_ring_of_one_sends_nothing() -> None:
     entry = Entry(replace(TASK, ring=1, max_tokens=2), PACE)
 
     assert entry.open(0.0) == [Embed(0, 0, (11, 12))]
@@ -199,7 +199,7 @@ def test_alone_in_the_ring_nothing_is_sent() -> None:
     ],
     ids=["repeated", "other gen", "other epoch", "gap of other gen", "cancel", "close too soon"],
 )
-def test_what_is_not_expected_is_ignored(message: SessionMessage) -> None:
+def test_unexpected_messages_are_ignored(message: SessionMessage) -> None:
     entry = decoding()
 
     assert entry.receive(message, 2.0) == []
@@ -211,7 +211,7 @@ def test_what_is_not_expected_is_ignored(message: SessionMessage) -> None:
     [back(2, 1), back(2, 1, row=blob(2)), back(2, 2, row=blob(1))],
     ids=["no row", "two rows", "beyond"],
 )
-def test_an_answer_that_was_not_asked_ends_the_generation(message: Data) -> None:
+def test_a_malformed_result_ends_the_generation(message: Data) -> None:
     failed, close = decoding().receive(message, 2.0)
 
     assert isinstance(failed, Failed)
@@ -267,7 +267,7 @@ def test_a_restart_leaves_a_running_pick_alone() -> None:
     assert entry.computed(blob(2), 2.3) == [sent(2, 2, LAST_CHUNK, gen=1)]
 
 
-def test_progress_is_told_once() -> None:
+def test_progress_is_reported_once() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -295,7 +295,7 @@ def test_patience_runs_only_while_the_ring_has_the_next_move() -> None:
     assert entry.expire(1000.0) == []
 
 
-def test_no_answer_means_another_try_from_the_last_committed_token() -> None:
+def test_a_timeout_retries_from_the_last_committed_token() -> None:
     entry = decoding()
 
     assert entry.expire(10.9) == []
@@ -304,7 +304,7 @@ def test_no_answer_means_another_try_from_the_last_committed_token() -> None:
     assert entry.deadline == 12.0 + 2 * PACE.patience_s
 
 
-def test_patience_ends() -> None:
+def test_retries_are_limited() -> None:
     entry = decoding()
     actions: list[Action] = []
     for now in (100.0, 200.0, 300.0):
@@ -328,7 +328,7 @@ def test_progress_renews_patience() -> None:
     assert entry.deadline == 101.0 + PACE.patience_s
 
 
-def test_a_fault_of_a_rank_ends_the_generation_and_names_it() -> None:
+def test_a_fault_ends_the_generation_and_reports_its_rank() -> None:
     fault = Fault(SESSION, EPOCH, FaultCode.MODEL, 2, "no memory")
 
     assert decoding().receive(fault, 2.0) == [
@@ -347,14 +347,14 @@ def test_a_failure_of_this_rank_ends_the_generation() -> None:
     assert entry.failed(FaultCode.LOST, "again", 2.1) == []
 
 
-def test_cancel_ends_it_at_any_time_but_once() -> None:
+def test_cancel_ends_it_at_any_time_and_only_once() -> None:
     entry = Entry(TASK, PACE)
 
     assert entry.finish(CANCELLED, 0.0) == [Done(CANCELLED), Forward(Close(SESSION, EPOCH))]
     assert entry.finish(CANCELLED, 0.0) == []
 
 
-def test_jobs_that_are_done_after_the_end_change_nothing() -> None:
+def test_jobs_that_finish_after_the_end_change_nothing() -> None:
     embedding = decoding()
     embedding.expire(100.0)
     embedding.finish(CANCELLED, 100.0)
@@ -377,14 +377,14 @@ def test_close_that_comes_back_brings_the_tallies() -> None:
     assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.3) == []
 
 
-def test_close_that_skipped_a_rank_is_not_ours() -> None:
+def test_a_close_that_skipped_a_rank_is_ignored() -> None:
     entry = decoding()
     entry.finish(CANCELLED, 2.0)
 
     assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES[:1]), 2.2) == []
 
 
-def test_close_that_is_lost_does_not_hold_anyone_up() -> None:
+def test_a_lost_close_times_out() -> None:
     entry = decoding()
     entry.finish(CANCELLED, 2.0)
 
@@ -400,13 +400,13 @@ def test_close_that_is_lost_does_not_hold_anyone_up() -> None:
         (replace(TASK, max_tokens=0), "at most 0 tokens"),
     ],
 )
-def test_a_task_that_cannot_be_done_is_refused(task: Task, words: str) -> None:
+def test_an_impossible_task_is_refused(task: Task, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Entry(task, PACE)
 
 
 @pytest.mark.parametrize(("chunk", "window"), [(1, 1), (MAX_ROWS, MAX_PENDING)])
-def test_a_pace_at_the_limits_is_taken(chunk: int, window: int) -> None:
+def test_a_pace_at_the_limits_is_accepted(chunk: int, window: int) -> None:
     assert Pace(chunk=chunk, window=window).chunk == chunk
 
 
@@ -419,7 +419,7 @@ def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str
         Pace(chunk=chunk, window=window)
 
 
-def test_a_cache_that_cannot_go_back_is_filled_again_from_the_start() -> None:
+def test_a_cache_that_cannot_be_cropped_is_refilled_from_the_start() -> None:
     entry = Entry(replace(TASK, prompt=(11, 12, 13), slack=0), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -442,7 +442,7 @@ def guessing(*guesses: int) -> Entry:
     return entry
 
 
-def test_guesses_go_out_behind_the_last_token_and_all_rows_are_wanted() -> None:
+def test_guesses_follow_the_last_token_and_request_all_rows() -> None:
     entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -453,7 +453,7 @@ def test_guesses_go_out_behind_the_last_token_and_all_rows_are_wanted() -> None:
     assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
 
 
-def test_right_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
+def test_accepted_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
     entry = guessing(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -462,7 +462,7 @@ def test_right_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
     assert actions == [Emit(91), Emit(92), Emit(93), Embed(0, 5, (93,))]
 
 
-def test_a_wrong_guess_raises_the_gen_and_is_written_over() -> None:
+def test_a_rejected_guess_raises_the_gen_and_is_overwritten() -> None:
     entry = guessing(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -488,7 +488,7 @@ def test_fewer_rows_than_guesses_are_refused() -> None:
     assert failed.code is FaultCode.RULES
 
 
-def test_a_restart_forgets_the_guesses() -> None:
+def test_a_restart_drops_the_guesses() -> None:
     entry = guessing(91, 92)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == [
@@ -500,7 +500,7 @@ def test_a_restart_forgets_the_guesses() -> None:
     assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.3) == [Pick(1, 3, blob(1), (), 11)]
 
 
-def test_a_restart_beside_a_pick_keeps_its_tokens_and_computes_them_again() -> None:
+def test_a_restart_during_a_pick_keeps_its_tokens_and_computes_them_again() -> None:
     entry = guessing(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -537,7 +537,7 @@ BASE = Base(SessionId(b"b" * 16), 2, whole=True)
 RESUME = Resume(SESSION, EPOCH, BASE.session, BASE.length, whole=True)
 
 
-def test_a_prompt_that_begins_like_a_kept_text_starts_behind_it() -> None:
+def test_a_prompt_starts_after_a_kept_prefix() -> None:
     entry = Entry(TASK, PACE)
 
     assert entry.open(0.0, BASE) == [Forward(RESUME), Embed(0, 2, (13, 14))]
@@ -547,13 +547,13 @@ def test_a_prompt_that_begins_like_a_kept_text_starts_behind_it() -> None:
     assert entry.reused == 2
 
 
-def test_alone_in_the_ring_nobody_has_to_be_told() -> None:
+def test_a_ring_of_one_sends_no_resume() -> None:
     entry = Entry(replace(TASK, ring=1), PACE)
 
     assert entry.open(0.0, BASE) == [Embed(0, 2, (13, 14))]
 
 
-def test_a_rank_that_has_lost_the_text_makes_the_entry_begin_at_0() -> None:
+def test_a_rank_that_lost_the_prefix_makes_the_entry_restart_at_0() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0, BASE)
     entry.computed(blob(2), 0.1)
@@ -565,14 +565,14 @@ def test_a_rank_that_has_lost_the_text_makes_the_entry_begin_at_0() -> None:
     assert entry.reused == 0
 
 
-def test_an_answer_leaves_what_came_all_round_and_not_a_token_more() -> None:
+def test_only_positions_that_came_all_round_are_kept() -> None:
     entry = decoding()  # 11, 12 went round; 90 is on its way
 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=2))
     assert entry.kept == [11, 12]
 
 
-def test_guesses_that_nobody_looked_at_are_not_kept() -> None:
+def test_unverified_guesses_are_not_kept() -> None:
     entry = guessing(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -581,7 +581,7 @@ def test_guesses_that_nobody_looked_at_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 2), (0, 0)])
-def test_a_row_on_its_way_is_kept_by_those_who_cannot_go_back(slack: int | None, keep: int) -> None:
+def test_a_row_in_flight_is_kept_if_caches_cannot_be_cropped(slack: int | None, keep: int) -> None:
     entry = Entry(replace(TASK, prompt=(11, 12), slack=slack), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
@@ -592,7 +592,7 @@ def test_a_row_on_its_way_is_kept_by_those_who_cannot_go_back(slack: int | None,
 
 
 @pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 0)])
-def test_chunks_on_their_way_are_too_much_for_a_window(slack: int | None, keep: int) -> None:
+def test_chunks_in_flight_are_too_much_for_a_sliding_window(slack: int | None, keep: int) -> None:
     entry = Entry(replace(TASK, slack=slack), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -602,7 +602,7 @@ def test_chunks_on_their_way_are_too_much_for_a_window(slack: int | None, keep: 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 
 
-def test_a_failed_answer_leaves_nothing() -> None:
+def test_a_failed_generation_keeps_nothing() -> None:
     entry = decoding()
 
     entry.failed(FaultCode.MODEL, "no memory", 2.0)
@@ -610,7 +610,7 @@ def test_a_failed_answer_leaves_nothing() -> None:
     assert entry.kept == []
 
 
-def test_a_cache_that_cannot_go_back_makes_the_entry_begin_at_0() -> None:
+def test_a_cache_that_cannot_be_cropped_makes_the_entry_restart_at_0() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0, BASE)
 
@@ -618,7 +618,7 @@ def test_a_cache_that_cannot_go_back_makes_the_entry_begin_at_0() -> None:
     assert entry.reused == 0
 
 
-def test_a_session_that_is_over_misses_nothing() -> None:
+def test_a_missed_job_of_a_closed_session_is_ignored() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0, BASE)
     entry.finish(CANCELLED, 0.1)
@@ -635,7 +635,7 @@ def test_only_what_every_rank_keeps_is_kept(said: int, kept: list[int]) -> None:
     assert entry.kept == kept
 
 
-def test_what_nobody_heard_of_is_not_kept() -> None:
+def test_nothing_is_kept_if_close_is_lost() -> None:
     entry = decoding()
     entry.finish(CANCELLED, 2.0)
     entry.expire(100.0)
@@ -644,7 +644,7 @@ def test_what_nobody_heard_of_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(("least", "keep"), [(None, 0), (3, 0), (2, 2)])
-def test_what_is_short_or_unwanted_is_not_kept(least: int | None, keep: int) -> None:
+def test_short_or_unwanted_texts_are_not_kept(least: int | None, keep: int) -> None:
     entry = Entry(replace(TASK, prompt=(11, 12), keep_from=least), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
@@ -654,14 +654,14 @@ def test_what_is_short_or_unwanted_is_not_kept(least: int | None, keep: int) -> 
 
 
 @pytest.mark.parametrize(("whole", "keep"), [(True, 2), (False, 0)])
-def test_a_copy_to_which_nothing_came_is_not_kept(whole: bool, keep: int) -> None:
+def test_a_copy_without_new_tokens_is_not_kept(whole: bool, keep: int) -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0, replace(BASE, whole=whole))
 
     assert entry.finish(CANCELLED, 0.1)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 
 
-def test_alone_in_the_ring_nobody_has_to_hear_of_a_new_begin() -> None:
+def test_a_ring_of_one_sends_no_cancel() -> None:
     entry = Entry(replace(TASK, ring=1), PACE)
     entry.open(0.0, BASE)
 
@@ -683,7 +683,7 @@ def flying(*steps: tuple[int, ...], task: Task = TASK) -> Entry:
     return entry
 
 
-def test_steps_of_guesses_follow_one_another_and_all_their_rows_are_wanted() -> None:
+def test_draft_steps_follow_one_another_and_request_all_rows() -> None:
     entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=40), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -698,7 +698,7 @@ def test_steps_of_guesses_follow_one_another_and_all_their_rows_are_wanted() -> 
     assert entry.computed(blob(2), 0.7) == [sent(8, 2, Flags.NEED_ROW)]
 
 
-def test_a_step_that_says_what_the_next_one_begins_with_leaves_it_in_flight() -> None:
+def test_a_step_that_confirms_the_next_one_leaves_it_in_flight() -> None:
     entry = flying()
 
     assert entry.receive(back(2, 3, row=blob(3)), 2.0) == [
@@ -714,7 +714,7 @@ def test_a_step_that_says_what_the_next_one_begins_with_leaves_it_in_flight() ->
     assert entry.picked((97, 98), 2.2) == [Emit(97), Emit(98), Embed(0, 10, (98,))]
 
 
-def test_new_guesses_go_behind_those_in_flight() -> None:
+def test_new_guesses_follow_those_in_flight() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -728,7 +728,9 @@ def test_new_guesses_go_behind_those_in_flight() -> None:
 @pytest.mark.parametrize(
     ("said", "pos"), [((77,), 3), ((91, 77), 4), ((91, 92, 77), 5)], ids=["1st", "2nd", "behind"]
 )
-def test_a_step_that_says_otherwise_ends_the_flight(said: tuple[int, ...], pos: int) -> None:
+def test_a_step_that_contradicts_the_next_one_ends_the_flight(
+    said: tuple[int, ...], pos: int
+) -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -745,7 +747,7 @@ def test_a_step_that_says_otherwise_ends_the_flight(said: tuple[int, ...], pos: 
     assert entry.receive(back(8, 2, row=blob(2)), 2.3) == []
 
 
-def test_a_wrong_guess_in_the_second_step_keeps_what_the_first_one_said() -> None:
+def test_a_rejection_in_the_second_step_keeps_the_tokens_of_the_first() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
     entry.picked((91, 92, 93), 2.0)
@@ -775,7 +777,7 @@ def test_guesses_that_were_not_injected_are_replaced_and_the_gen_stays() -> None
     assert entry.picked((91, 92, 93), 1.0, ((86, 87),))[-1] == Embed(0, 8, (86, 87), 1)
 
 
-def test_what_comes_back_while_a_job_runs_waits_and_an_embed_goes_before_it() -> None:
+def test_results_wait_for_the_running_job_and_for_the_next_embed() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -787,7 +789,7 @@ def test_what_comes_back_while_a_job_runs_waits_and_an_embed_goes_before_it() ->
     ]
 
 
-def test_steps_are_looked_at_in_order_and_once() -> None:
+def test_steps_are_picked_in_order_and_once() -> None:
     entry = flying()
 
     assert entry.receive(back(5, 3, row=blob(3)), 2.0) == []
@@ -810,7 +812,7 @@ def test_fewer_rows_than_a_step_in_flight_has_are_refused(pos: int) -> None:
     assert failed.code is FaultCode.RULES
 
 
-def test_rows_of_a_step_are_counted_beside_a_pick_too() -> None:
+def test_rows_of_a_step_are_counted_during_a_pick_too() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -832,7 +834,7 @@ def test_a_stop_in_a_flight_ends_the_answer_there() -> None:
     assert entry.kept == [11, 12, 90]
 
 
-def test_a_stop_where_a_flight_goes_on_keeps_what_came_all_round() -> None:
+def test_a_stop_in_a_confirmed_flight_keeps_what_came_all_round() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -850,7 +852,7 @@ def test_the_end_in_a_flight_keeps_what_came_all_round() -> None:
     assert entry.kept == [11, 12, 90, 91, 92]
 
 
-def test_the_end_in_a_flight_keeps_nothing_where_caches_cannot_go_back_for_long() -> None:
+def test_the_end_in_a_flight_keeps_nothing_if_caches_cannot_be_cropped_far() -> None:
     entry = flying(task=replace(TASK, slack=32))
     entry.receive(back(2, 3, row=blob(3)), 2.0)
     entry.picked((91, 92, 93), 2.0)
@@ -876,7 +878,7 @@ def test_the_last_token_in_a_flight_ends_the_answer() -> None:
     ]
 
 
-def test_a_gap_gives_up_the_whole_flight() -> None:
+def test_a_gap_discards_the_whole_flight() -> None:
     entry = flying()
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == [
@@ -888,7 +890,7 @@ def test_a_gap_gives_up_the_whole_flight() -> None:
     assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.2) == [Pick(1, 3, blob(1), (), 42)]
 
 
-def test_a_gap_beside_a_pick_keeps_its_tokens_and_no_guess() -> None:
+def test_a_gap_during_a_pick_keeps_its_tokens_and_no_guess() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
     entry.receive(back(5, 3, row=blob(3)), 2.0)
@@ -898,7 +900,7 @@ def test_a_gap_beside_a_pick_keeps_its_tokens_and_no_guess() -> None:
     assert entry.computed(blob(2), 2.3) == [sent(3, 2, Flags.PREFILL, gen=1), Embed(1, 5, (93,))]
 
 
-def test_patience_for_a_flight_begins_with_what_was_heard_last() -> None:
+def test_patience_for_a_flight_starts_at_the_last_result() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 7.0)
     entry.picked((91, 92, 93), 7.0)
@@ -907,7 +909,7 @@ def test_patience_for_a_flight_begins_with_what_was_heard_last() -> None:
     assert entry.expire(17.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 5, (93,))]
 
 
-def test_a_flight_is_no_longer_than_what_waits_on_a_rank() -> None:
+def test_a_flight_is_limited_by_the_queue_of_a_rank() -> None:
     entry = flying((91,), *((each, each) for each in range(100, 100 + MAX_PENDING)))
 
     assert entry.receive(back(2, 2, row=blob(2)), 2.0) == [
@@ -916,7 +918,7 @@ def test_a_flight_is_no_longer_than_what_waits_on_a_rank() -> None:
 
 
 @pytest.mark.parametrize(("slack", "reach"), [(None, MAX_POSITION), (32, 31), (0, 0)])
-def test_a_cache_that_goes_back_so_far_is_sent_fewer_guesses(slack: int | None, reach: int) -> None:
+def test_croppable_positions_limit_the_guesses(slack: int | None, reach: int) -> None:
     entry = flying((91,), task=replace(TASK, slack=slack))
 
     (pick,) = entry.receive(back(2, 2, row=blob(2)), 2.0)
@@ -936,7 +938,7 @@ def test_a_cache_that_goes_back_so_far_is_sent_fewer_guesses(slack: int | None, 
         ((91, 92, 93, 94, 95), 4, None),
     ],
 )
-def test_what_is_in_flight_stays_there_while_it_is_right(
+def test_confirmed_guesses_stay_in_flight(
     tokens: tuple[int, ...], right: int, flying: tuple[int, ...] | None
 ) -> None:
     pick = Pick(0, 3, None, (91, 92), 42, (93, 94))
@@ -944,7 +946,7 @@ def test_what_is_in_flight_stays_there_while_it_is_right(
     assert (pick.right(tokens), pick.flying(tokens)) == (right, flying)
 
 
-def test_alone_in_the_ring_a_flight_is_one_step() -> None:
+def test_in_a_ring_of_one_a_flight_is_one_step() -> None:
     entry = Entry(replace(TASK, ring=1, prompt=(11, 12), max_tokens=40), PACE)
     entry.open(0.0)
     entry.computed(None, 0.1)
@@ -954,7 +956,7 @@ def test_alone_in_the_ring_a_flight_is_one_step() -> None:
     assert entry.picked((91, 77), 0.4, STEPS)[-1] == Embed(1, 4, (77, 91, 92), 2)
 
 
-def test_a_step_that_comes_back_again_and_again_renews_no_patience() -> None:
+def test_repeated_results_do_not_renew_the_patience() -> None:
     entry = flying()
     entry.receive(back(8, 2, row=blob(2)), 2.0)
     deadline = entry.deadline
@@ -963,7 +965,7 @@ def test_a_step_that_comes_back_again_and_again_renews_no_patience() -> None:
     assert entry.deadline == deadline
 
 
-def test_fewer_tokens_than_were_right_begin_again_behind_the_last_one() -> None:
+def test_fewer_tokens_than_accepted_restart_after_the_last_one() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 

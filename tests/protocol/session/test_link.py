@@ -1,4 +1,4 @@
-"""One neighbour: greeted once, heard from or lost, and how far away it is."""
+"""Ring links: handshake, keep-alive, loss and round trip."""
 
 import pytest
 
@@ -20,11 +20,11 @@ def opened(now: float = 10.0) -> Link:
     return link
 
 
-def test_each_side_says_hello_without_waiting() -> None:
+def test_each_side_sends_hello_without_waiting() -> None:
     assert Link(OURS).open(10.0) == [Send(OURS)]
 
 
-def test_a_link_says_hello_once() -> None:
+def test_a_link_sends_hello_once() -> None:
     link = Link(OURS)
     link.open(10.0)
 
@@ -43,11 +43,11 @@ def test_a_hello_opens_the_link_and_is_answered_by_the_first_beat() -> None:
     assert link.peer == THEIRS.node
 
 
-def test_what_is_for_a_session_goes_up() -> None:
+def test_session_messages_are_delivered() -> None:
     assert opened().receive(CANCEL, 10.2) == [Deliver(CANCEL)]
 
 
-def test_a_message_of_a_later_version_is_a_sign_of_life_and_goes_nowhere() -> None:
+def test_an_unknown_message_is_a_sign_of_life_and_is_dropped() -> None:
     link = opened(now=10.0)
 
     assert link.receive(Unknown(99, b"later"), 10.0 + SILENCE - 0.1) == []
@@ -63,12 +63,12 @@ def test_silence_is_loss() -> None:
         actions = link.expire(now)
 
     assert now == 10.0 + SILENCE
-    assert actions == [Lost("No word from the neighbour for 3.0 s")]
+    assert actions == [Lost("No message from the neighbour for 3.0 s")]
     assert link.deadline is None
     assert link.expire(99.0) == []
 
 
-def test_a_neighbour_that_never_says_hello_is_lost() -> None:
+def test_a_neighbour_that_never_sends_hello_is_lost() -> None:
     link = Link(OURS)
     link.open(10.0)
 
@@ -104,11 +104,11 @@ def test_a_second_hello_is_refused() -> None:
     [
         (Hello(THEIRS.node, 4, PLAN), "epoch 4, this node at 3"),
         (Hello(THEIRS.node, 3, Digest(b"p" * 32)), "plan `707070707070`, this node `000000000000`"),
-        (Hello(NodeId(b"c" * 32), 3, PLAN), "`636363636363` answered"),
+        (Hello(NodeId(b"c" * 32), 3, PLAN), "Unexpected node `636363636363`"),
     ],
     ids=["epoch", "plan", "node"],
 )
-def test_a_hello_from_elsewhere_is_refused(hello: Hello, words: str) -> None:
+def test_a_hello_of_another_ring_or_node_is_refused(hello: Hello, words: str) -> None:
     link = Link(OURS, peer=THEIRS.node)
     link.open(10.0)
 
@@ -142,7 +142,7 @@ def test_a_beat_fills_the_silence_and_returns_the_last_stamp() -> None:
     assert link.deadline == 10.5 + BEAT
 
 
-def test_other_messages_make_a_beat_needless() -> None:
+def test_other_messages_postpone_the_beat() -> None:
     link = opened(now=10.0)
 
     link.sent(10.4)
@@ -163,7 +163,7 @@ def test_a_busy_link_is_measured_all_the_same() -> None:
     assert [type(action) for action in actions] == [Send]
 
 
-def test_the_round_trip_is_the_echo_less_what_they_held() -> None:
+def test_the_round_trip_excludes_the_time_the_peer_held_the_stamp() -> None:
     link = opened(now=10.0)
 
     link.receive(Beat(stamp=1, echo=10_000_000, held=180_000), 10.2)
@@ -181,14 +181,14 @@ def test_the_round_trip_is_smoothed() -> None:
 
 
 @pytest.mark.parametrize("beat", [Beat(1, 0, 0), Beat(1, 10_000_000, 900_000)])
-def test_a_beat_without_a_possible_echo_measures_nothing(beat: Beat) -> None:
+def test_an_impossible_echo_measures_nothing(beat: Beat) -> None:
     link = opened(now=10.0)
 
     assert link.receive(beat, 10.2) == []
     assert link.round_trip_us == 0
 
 
-def test_who_slept_itself_reads_before_it_gives_up() -> None:
+def test_a_suspended_side_reads_before_it_declares_loss() -> None:
     link = opened(now=10.0)
 
     actions = link.expire(60.0)
@@ -198,7 +198,7 @@ def test_who_slept_itself_reads_before_it_gives_up() -> None:
     assert [type(action) for action in link.expire(60.0 + BEAT)] == [Lost]
 
 
-def test_who_slept_while_dialing_waits_a_little_more() -> None:
+def test_a_side_suspended_while_dialing_waits_one_beat_more() -> None:
     link = Link(OURS)
     link.open(10.0)
 
@@ -206,7 +206,7 @@ def test_who_slept_while_dialing_waits_a_little_more() -> None:
     assert link.deadline == 60.0 + BEAT
 
 
-def test_two_ends_find_the_round_trip_between_them() -> None:
+def test_two_ends_measure_their_round_trip() -> None:
     left, right = Link(OURS), Link(THEIRS)
     one_way = 0.02
     inbox: list[tuple[float, Link, Message]] = []

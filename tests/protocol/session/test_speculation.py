@@ -1,4 +1,4 @@
-"""Guesses of one text: fed with what came, as many as may be, of whom it pays to ask."""
+"""Speculative decoding of one text: which drafter is queried, and how many tokens it drafts."""
 
 from collections.abc import Sequence
 from itertools import chain, takewhile
@@ -19,7 +19,7 @@ STEP_S, ROW_S, DRAFT_S = 0.1, 0.001, 0.02
 
 
 class Clock:
-    """Seconds that pass when somebody works."""
+    """Seconds, which advance with work."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,12 +29,12 @@ class Clock:
 
 
 class Slow:
-    """A model that knows the text as well as an oracle, and takes its time."""
+    """A draft model that knows the text like an oracle, but takes time."""
 
     def __init__(self, acceptance: float, clock: Clock) -> None:
         self.looks = 0
         self.kept: list[list[int]] = []
-        self.unread = 0  # looks at which it still reads
+        self.unread = 0  # queries during which it still reads
         self._oracle = Oracle(TEXT, acceptance)
         self._clock = clock
 
@@ -68,7 +68,7 @@ class SlowDrafter:
 
 
 def pick(pos: int, guesses: Sequence[int] = (), room: int = 99, **more: Any) -> Pick:
-    """Return a job for rows behind ``pos`` tokens that leaves room for so many guesses."""
+    """Return a job for rows after ``pos`` tokens that leaves room for this number of guesses."""
     return Pick(0, pos, None, tuple(guesses), pos + len(guesses) + 2 + room, **more)
 
 
@@ -112,20 +112,20 @@ def test_bad_drafts_are_soon_left_alone() -> None:
     assert sum(guessed[40:]) == 0
 
 
-def test_there_are_as_many_guesses_as_numbers_of_rows_are_prepared() -> None:
+def test_steps_use_only_prepared_row_counts() -> None:
     assert set(told(Oracle(TEXT, 0.9))) <= set(GUESSES)
     assert max(told(Oracle(TEXT, 1.0), room=3)) <= 3
     assert set(told(Oracle(TEXT, 1.0), room=0)) == {0}
 
 
-def test_texts_are_kept_for_those_to_come() -> None:
+def test_finished_texts_improve_later_drafts() -> None:
     drafting = SuffixDrafting()
     Speculator(Speculation(drafting), [1], float).keep([4, 5, 6, 7, 8])
 
     assert Speculator(Speculation(drafting), [3, 4], float).after([5], pick(2))
 
 
-def test_a_model_hears_of_finished_texts_too() -> None:
+def test_a_draft_model_receives_finished_texts_too() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
 
@@ -134,7 +134,7 @@ def test_a_model_hears_of_finished_texts_too() -> None:
     assert slow.kept == [[4, 5]]
 
 
-def test_what_one_text_taught_the_next_one_need_not_learn() -> None:
+def test_a_text_starts_with_the_statistics_of_earlier_ones() -> None:
     bad, good = Speculation(Oracle(TEXT, 0.0)), Speculation(Oracle(TEXT, 1.0))
 
     first, second = (write(bad, Clock(), 50)[0] for _ in range(2))
@@ -143,7 +143,7 @@ def test_what_one_text_taught_the_next_one_need_not_learn() -> None:
     assert [write(good, Clock(), 50)[0][0] for _ in range(2)] == [4, 16]
 
 
-def test_useless_guesses_cost_a_few_steps_of_all_texts_together() -> None:
+def test_useless_drafts_cost_few_steps_over_all_texts() -> None:
     speculation, clock = Speculation(Oracle(TEXT, 0.0)), Clock()
 
     seconds = [write(speculation, clock, 100)[1] for _ in range(10)]
@@ -152,7 +152,7 @@ def test_useless_guesses_cost_a_few_steps_of_all_texts_together() -> None:
     assert max(seconds[1:]) < STEP_S * 1.001
 
 
-def test_a_model_that_guesses_well_is_worth_its_time() -> None:
+def test_a_good_draft_model_is_worth_its_time() -> None:
     clock = Clock()
 
     guessed, seconds = write(Speculation(SILENT, draft=Slow(1.0, clock)), clock)
@@ -161,7 +161,7 @@ def test_a_model_that_guesses_well_is_worth_its_time() -> None:
     assert seconds < STEP_S / 3  # 16 of 0.02 s and a step of 0.116 s for 17 tokens
 
 
-def test_a_model_that_guesses_badly_is_seldom_asked() -> None:
+def test_a_bad_draft_model_is_seldom_queried() -> None:
     clock = Clock()
     slow = Slow(0.0, clock)
     speculation = Speculation(SILENT, draft=slow)
@@ -173,7 +173,7 @@ def test_a_model_that_guesses_badly_is_seldom_asked() -> None:
     assert second < STEP_S * 1.02
 
 
-def test_what_a_model_takes_is_no_part_of_a_step() -> None:
+def test_drafting_time_is_not_part_of_a_step() -> None:
     clock = Clock()
     speculation = Speculation(SILENT, draft=Slow(1.0, clock))
 
@@ -183,7 +183,7 @@ def test_what_a_model_takes_is_no_part_of_a_step() -> None:
     assert speculation.draft_experience.price == pytest.approx(DRAFT_S, rel=0.1)
 
 
-def test_reading_a_long_prompt_makes_no_guess_dearer() -> None:
+def test_reading_a_long_prompt_is_not_charged_to_drafts() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
     slow.unread = 20
@@ -197,7 +197,7 @@ def test_reading_a_long_prompt_makes_no_guess_dearer() -> None:
 
 
 class Echo:
-    """Knows the text, and is equally sure everywhere."""
+    """Knows the text, with the same confidence everywhere."""
 
     def __init__(self, confidence: int) -> None:
         self.confidence = confidence
@@ -214,7 +214,7 @@ class Echo:
         return self.confidence
 
 
-def test_who_is_sure_at_no_cost_goes_before_a_model() -> None:
+def test_a_sure_free_drafter_is_preferred_to_a_model() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
 
@@ -223,7 +223,7 @@ def test_who_is_sure_at_no_cost_goes_before_a_model() -> None:
     assert slow.looks == 0
 
 
-def test_a_model_is_asked_where_who_is_sure_was_wrong() -> None:
+def test_a_model_is_queried_after_the_sure_drafter_was_wrong() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
     wrong = Oracle(TEXT, 0.0)  # its drafts are as sure as all of an oracle
@@ -234,7 +234,7 @@ def test_a_model_is_asked_where_who_is_sure_was_wrong() -> None:
     assert seconds < STEP_S / 2
 
 
-def test_a_model_goes_before_who_is_not_sure() -> None:
+def test_a_model_is_preferred_to_an_unsure_free_drafter() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
     speculation = Speculation(Echo(SURE - 1), draft=slow)
@@ -245,7 +245,7 @@ def test_a_model_goes_before_who_is_not_sure() -> None:
     assert not speculation.experience.is_known
 
 
-def test_who_is_not_sure_speaks_while_a_model_keeps_quiet() -> None:
+def test_an_unsure_free_drafter_is_used_if_the_model_has_no_draft() -> None:
     clock = Clock()
     slow = Slow(0.0, clock)
     speculation = Speculation(Echo(SURE - 1), draft=slow)
@@ -258,7 +258,7 @@ def test_who_is_not_sure_speaks_while_a_model_keeps_quiet() -> None:
 
 
 def far(drafting: Drafting, clock: Clock, **more: Any) -> Speculator:
-    """Begin a text where trips are long and what is behind a step comes soon."""
+    """Start a text on a ring with long trips and a short interval between steps."""
     speculation = Speculation(drafting, **more)
     for rows in (1, 17):
         speculation.times.note(rows, 0.3)
@@ -277,7 +277,7 @@ def sizes(steps: Steps) -> list[int]:
     return [len(step) for step in steps]
 
 
-def test_a_step_that_prepares_for_others_says_nothing_of_their_time() -> None:
+def test_the_time_of_a_warm_up_step_is_ignored() -> None:
     speculation, clock, prepared = Speculation(Oracle(TEXT, 1.0)), Clock(), [0]
     speculator = Speculator(speculation, TEXT[:10], clock, lambda: prepared[0])
     speculator.after((), pick(10), ends=True)
@@ -290,7 +290,7 @@ def test_a_step_that_prepares_for_others_says_nothing_of_their_time() -> None:
     assert abs(speculation.times.of(1) - 0.1) < 1e-9
 
 
-def test_many_steps_leave_together_and_each_that_was_right_makes_room_for_one_more() -> None:
+def test_steps_are_pipelined_and_each_accepted_one_is_replaced() -> None:
     speculator = far(Oracle(TEXT, 1.0), Clock())
 
     steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
@@ -302,7 +302,7 @@ def test_many_steps_leave_together_and_each_that_was_right_makes_room_for_one_mo
     assert (*guesses, *ahead, *more[0]) == tuple(TEXT[11 : 11 + 16 + 8 * 17])
 
 
-def test_behind_a_wrong_guess_all_steps_leave_anew() -> None:
+def test_all_steps_are_sent_again_after_a_rejection() -> None:
     speculator = far(Oracle(TEXT, 1.0), Clock())
 
     steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
@@ -315,7 +315,7 @@ def test_behind_a_wrong_guess_all_steps_leave_anew() -> None:
 @pytest.mark.parametrize(
     ("depth", "sizes_left"), [(8, [17]), (4, []), (1, [])], ids=["as many", "fewer", "one"]
 )
-def test_who_may_have_fewer_steps_in_flight_adds_none(depth: int, sizes_left: list[int]) -> None:
+def test_no_steps_are_added_beyond_a_lower_depth(depth: int, sizes_left: list[int]) -> None:
     speculator = far(Oracle(TEXT, 1.0), Clock())
 
     steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
@@ -325,13 +325,13 @@ def test_who_may_have_fewer_steps_in_flight_adds_none(depth: int, sizes_left: li
     assert sizes(more) == sizes_left
 
 
-def test_the_end_of_an_answer_is_guessed_in_shorter_steps() -> None:
+def test_steps_are_shorter_at_the_end_of_an_answer() -> None:
     speculator = far(Oracle(TEXT, 1.0), Clock())
 
     assert sizes(speculator.after(TEXT[10:11], pick(10, room=30), depth=8)) == [16, 12, 2]
 
 
-def test_caches_that_go_back_so_far_bound_what_is_in_flight() -> None:
+def test_croppable_positions_limit_the_drafts_in_flight() -> None:
     speculator = far(Oracle(TEXT, 1.0), Clock())
 
     steps = speculator.after(TEXT[10:11], pick(10, room=999, reach=31), depth=8)
@@ -340,7 +340,7 @@ def test_caches_that_go_back_so_far_bound_what_is_in_flight() -> None:
 
 
 class Fickle(Echo):
-    """Says something else from the second guess on."""
+    """Drafts something else from the second token on."""
 
     def begin(self) -> "Fickle":
         guess, self.extend = self._inner.guess, self._inner.extend
@@ -354,7 +354,7 @@ class Fickle(Echo):
         return self
 
 
-def test_who_says_something_else_than_what_is_in_flight_adds_nothing_to_it() -> None:
+def test_a_drafter_that_disagrees_with_the_flight_adds_nothing() -> None:
     speculator = far(Fickle(2), Clock())
 
     steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
@@ -365,14 +365,14 @@ def test_who_says_something_else_than_what_is_in_flight_adds_nothing_to_it() -> 
     assert more == ()
 
 
-def test_guesses_that_take_time_are_made_one_step_at_a_time() -> None:
+def test_a_model_drafts_one_step_at_a_time() -> None:
     clock = Clock()
     speculator = far(SILENT, clock, draft=Slow(1.0, clock))
 
     assert sizes(speculator.after(TEXT[10:11], pick(10, room=999), depth=8)) == [16]
 
 
-def test_a_model_is_not_asked_while_other_guesses_are_in_flight() -> None:
+def test_a_model_is_not_queried_while_drafts_are_in_flight() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
     speculator = far(Oracle(TEXT[:150], 1.0), clock, draft=slow)
@@ -385,7 +385,7 @@ def test_a_model_is_not_asked_while_other_guesses_are_in_flight() -> None:
     assert steps
 
 
-def test_only_a_step_that_has_the_ring_to_itself_tells_the_time_of_a_trip() -> None:
+def test_only_a_step_that_has_the_ring_to_itself_measures_a_trip() -> None:
     clock = Clock()
     speculator = far(Oracle(TEXT, 1.0), clock)
     times = speculator._speculation.times
@@ -404,7 +404,7 @@ def test_only_a_step_that_has_the_ring_to_itself_tells_the_time_of_a_trip() -> N
     assert before < times.pulse(17) < 0.1
 
 
-def test_a_step_behind_a_flight_that_was_given_up_does_not_tell_the_time_of_a_trip() -> None:
+def test_a_step_after_a_cancelled_flight_does_not_measure_a_trip() -> None:
     clock = Clock()
     speculator = far(Oracle(TEXT[:13], 1.0), clock)
     times = speculator._speculation.times

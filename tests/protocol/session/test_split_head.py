@@ -1,4 +1,4 @@
-"""Asking the last rank for logits: only where that gains time, and never after a mismatch."""
+"""Split LM head: requested only if it saves time, and never after a mismatch."""
 
 import pytest
 
@@ -18,7 +18,7 @@ WHOLE_S = 0.020
 
 
 def asking() -> SplitHead:
-    """Return one that knows what the head takes, and has proven its answers."""
+    """Return one that has measured the head and verified its answers."""
     control = SplitHead()
     for _ in range(UNASKED):
         assert not control.asks()
@@ -30,7 +30,7 @@ def asking() -> SplitHead:
 
 
 def rest_of(control: SplitHead) -> int:
-    """Count the steps until it asks again, with answers that never come."""
+    """Count the steps until the next request, with answers that never come."""
     while control.asks():
         control.missed()
     steps = 1
@@ -39,7 +39,7 @@ def rest_of(control: SplitHead) -> int:
     return steps + 1
 
 
-def test_it_asks_once_it_knows_what_the_head_takes() -> None:
+def test_it_requests_once_the_head_is_measured() -> None:
     control = asking()
 
     assert control.asks()
@@ -53,7 +53,7 @@ def test_a_mismatch_disables_it() -> None:
     assert not any(control.asks() for _ in range(2 * REST))
 
 
-def test_it_waits_half_as_long_as_its_own_part_took_and_never_long() -> None:
+def test_it_waits_half_the_time_of_its_own_part_up_to_a_limit() -> None:
     control = SplitHead()
 
     assert control.patience(0.01) == 0.01 * PATIENCE
@@ -69,7 +69,7 @@ def test_late_answers_use_the_credit_up() -> None:
     assert [control.asks() for _ in range(REST)] == [False] * (REST - 1) + [True]
 
 
-def test_rests_double_up_to_a_limit() -> None:
+def test_backoff_doubles_up_to_a_limit() -> None:
     control = asking()
     rests = [rest_of(control) for _ in range(12)]
 
@@ -77,7 +77,7 @@ def test_rests_double_up_to_a_limit() -> None:
     assert max(rests) == MOST_REST
 
 
-def test_answers_that_gain_time_make_up_for_a_late_one_and_end_the_doubling() -> None:
+def test_useful_answers_restore_credit_and_reset_the_backoff() -> None:
     control = asking()
     rest_of(control)
     for number in range(4 * REST):
@@ -99,7 +99,7 @@ def test_an_answer_that_gains_nothing_costs_credit() -> None:
     assert not control.asks()
 
 
-def test_what_a_proof_takes_is_no_loss() -> None:
+def test_a_slow_verification_costs_no_credit() -> None:
     control = SplitHead()
     for _ in range(UNASKED):
         control.unaided(WHOLE_S)
@@ -110,7 +110,7 @@ def test_what_a_proof_takes_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
-def test_a_few_slow_steps_do_not_change_what_the_head_takes(slow: int) -> None:
+def test_a_few_slow_steps_do_not_change_the_head_time(slow: int) -> None:
     control = asking()
     for _ in range(slow):
         control.unaided(100 * WHOLE_S)

@@ -1,4 +1,4 @@
-"""A rank behind the entry: crop on write, one computation per session, and a clean end."""
+"""Stages: crop on write, one computation per session, and a clean end."""
 
 from dataclasses import replace
 
@@ -64,18 +64,18 @@ def middle() -> Stage:
 
 
 def filled(kv_len: int) -> Stage:
-    """A middle rank that holds so many rows of session ONE."""
+    """A middle rank that holds this number of rows of session ONE."""
     stage = middle()
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(kv_len), 0.0, SPENT)
     return stage
 
 
-def test_data_is_computed_where_it_belongs() -> None:
+def test_data_is_computed_at_its_position() -> None:
     assert filled(4).receive(data(4, rows=2), 1.0) == [compute(4, 2, 2)]
 
 
-def test_what_was_computed_goes_on_under_the_same_header() -> None:
+def test_output_is_forwarded_under_the_same_header() -> None:
     stage = filled(4)
     stage.receive(data(4), 1.0)
     out = replace(blob(1), digest=blob(2).digest)
@@ -100,7 +100,7 @@ ASKS = Flags.NEED_ROW | Flags.HELP
     ],
     ids=["asked", "not the last rank", "not asked", "for no row", "for a prompt"],
 )
-def test_the_last_rank_helps_with_a_step_where_it_is_asked(
+def test_the_last_rank_sends_logits_only_on_request(
     rank: int, flags: Flags, helps: int | None
 ) -> None:
     stage = Stage(rank, 3, epoch=EPOCH)
@@ -112,7 +112,7 @@ def test_the_last_rank_helps_with_a_step_where_it_is_asked(
     assert stage.epoch == EPOCH
 
 
-def test_logits_of_a_step_go_to_the_entry_while_somebody_waits_for_them() -> None:
+def test_logits_are_forwarded_while_the_step_is_wanted() -> None:
     stage, logits = filled(4), Logits(ONE, EPOCH, 1, 4, blob(1))
 
     assert stage.helped(logits) == [Forward(logits)]
@@ -122,18 +122,18 @@ def test_logits_of_a_step_go_to_the_entry_while_somebody_waits_for_them() -> Non
     assert middle().helped(logits) == []
 
 
-def test_logits_for_another_rank_than_the_entry_go_no_further() -> None:
+def test_logits_are_dropped_by_a_stage() -> None:
     assert filled(4).receive(Logits(ONE, EPOCH, 0, 4, blob(1)), 1.0) == []
 
 
-def test_nobody_helps_with_several_rows() -> None:
+def test_no_logits_for_steps_of_several_rows() -> None:
     (action,) = Stage(2, 3, epoch=EPOCH).receive(data(0, rows=2, flags=ASKS), 0.0)
 
     assert isinstance(action, Compute)
     assert action.helps is None
 
 
-def test_a_write_below_the_end_crops() -> None:
+def test_a_write_below_the_end_crops_the_cache() -> None:
     stage = filled(6)
 
     assert stage.receive(data(2, gen=1), 1.0) == [compute(2, 1, 1)]
@@ -170,14 +170,14 @@ def broken(text: str) -> Forward:
 
 
 def test_a_step_of_too_many_rows_ends_its_session() -> None:
-    fault = broken("A step of 18 rows; the most is 17")
+    fault = broken("Step of 18 rows; the limit is 17")
 
     assert middle().receive(data(0, rows=18), 0.0) == [fault]
     assert filled(2).receive(data(2, rows=18), 1.0) == [Free(ONE), fault]
     assert middle().receive(data(0, rows=18, flags=Flags.PREFILL), 0.0)
 
 
-def test_one_computation_runs_and_the_others_wait_in_order() -> None:
+def test_one_computation_runs_and_the_others_are_queued_in_order() -> None:
     stage = middle()
     first, second = data(0, rows=2), data(2, rows=3)
 
@@ -189,7 +189,7 @@ def test_one_computation_runs_and_the_others_wait_in_order() -> None:
     ]
 
 
-def test_sessions_do_not_wait_for_each_other_here() -> None:
+def test_sessions_do_not_wait_for_each_other() -> None:
     stage = middle()
     stage.receive(data(0), 0.0)
 
@@ -207,14 +207,14 @@ def test_waiting_data_with_a_gap_before_it_is_refused_when_its_turn_comes() -> N
     ]
 
 
-def test_more_waiting_data_than_any_entry_sends_ends_its_session() -> None:
+def test_a_full_queue_ends_its_session() -> None:
     stage = middle()
     for pos in range(MAX_PENDING + 1):
         stage.receive(data(pos), 0.0)
 
     assert stage.receive(data(MAX_PENDING + 1), 0.0) == [
         Free(ONE),
-        broken("Data at position 17 while 16 others wait"),
+        broken("Data at position 17 while 16 others are queued"),
     ]
 
 
@@ -254,7 +254,7 @@ def test_an_older_cancel_changes_nothing() -> None:
         Cancel(ONE, EPOCH, 4),
     ],
 )
-def test_what_is_for_the_entry_goes_on(message: SessionMessage) -> None:
+def test_control_messages_are_passed_on(message: SessionMessage) -> None:
     assert middle().receive(message, 0.0) == [Forward(message)]
     assert Forward(message).control
 
@@ -289,7 +289,7 @@ def test_data_without_its_rows_ends_its_session_and_no_other(payload: Blob | Non
     assert stage.receive(data(2), 1.0) == [compute(2, 1, 1)]
 
 
-def test_a_failed_computation_frees_the_session_and_tells_the_entry() -> None:
+def test_a_failed_computation_frees_the_session_and_reports_a_fault() -> None:
     stage = filled(2)
     stage.receive(data(2), 1.0)
 
@@ -299,7 +299,7 @@ def test_a_failed_computation_frees_the_session_and_tells_the_entry() -> None:
     assert stage.receive(data(2), 1.1) == []
 
 
-def test_an_answer_for_nothing_is_ignored() -> None:
+def test_an_answer_without_a_job_is_ignored() -> None:
     stage = filled(2)
 
     assert stage.computed(ONE, blob(1), 0.0, SPENT) == []
@@ -323,7 +323,7 @@ def test_close_frees_the_session_and_carries_the_tally_of_its_decode_steps() -> 
     assert actions == [Free(ONE), Forward(Close(ONE, EPOCH, 0, (NO_TALLY, tally)))]
 
 
-def test_a_repeated_close_frees_nothing_and_says_the_same() -> None:
+def test_a_repeated_close_frees_nothing_and_reports_the_same() -> None:
     stage = filled(2)
     stage.receive(data(2), 0.0)
     stage.computed(ONE, blob(1), 0.0, SPENT)
@@ -333,7 +333,7 @@ def test_a_repeated_close_frees_nothing_and_says_the_same() -> None:
     assert first == [Free(ONE), *second]
 
 
-def test_close_of_an_unknown_session_goes_on_and_is_remembered() -> None:
+def test_close_of_an_unknown_session_is_passed_on_and_remembered() -> None:
     stage = middle()
 
     assert stage.receive(Close(ONE, EPOCH), 0.0) == [Forward(Close(ONE, EPOCH, 0, (NO_TALLY,)))]
@@ -372,7 +372,7 @@ def test_one_session_too_many_is_refused() -> None:
     three = SessionId(b"3" * 16)
 
     assert stage.receive(data(0, session=three), 0.0) == [
-        Forward(Fault(three, EPOCH, FaultCode.BUSY, 1, "2 sessions are served already"))
+        Forward(Fault(three, EPOCH, FaultCode.BUSY, 1, "The limit of 2 sessions is reached"))
     ]
 
 
@@ -406,7 +406,7 @@ def shelf_of(blocks: int, most_bytes: int | None = None, idle_s: float = 600.0) 
 
 
 def shelved(blocks: int = 1000, kv_len: int = 4) -> Stage:
-    """A middle rank that was told to keep 4 positions of session ONE."""
+    """A middle rank that keeps 4 positions of session ONE."""
     stage = Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0, shelf=shelf_of(blocks))
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(kv_len), 0.0, SPENT)
@@ -414,7 +414,7 @@ def shelved(blocks: int = 1000, kv_len: int = 4) -> Stage:
     return stage
 
 
-def test_a_closed_session_is_kept_where_there_is_room() -> None:
+def test_a_closed_session_is_kept_if_there_is_room() -> None:
     stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(1))
     stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(4), 0.0, SPENT)
@@ -430,7 +430,7 @@ def test_a_closed_session_is_kept_where_there_is_room() -> None:
 @pytest.mark.parametrize(
     ("most_bytes", "kv_len"), [(BLOCK - 1, 4), (None, 3)], ids=["no room", "rows missing"]
 )
-def test_what_is_too_long_or_incomplete_is_freed(most_bytes: int | None, kv_len: int) -> None:
+def test_a_cache_too_long_or_incomplete_is_freed(most_bytes: int | None, kv_len: int) -> None:
     stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, most_bytes))
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(kv_len), 0.0, SPENT)
@@ -438,7 +438,7 @@ def test_what_is_too_long_or_incomplete_is_freed(most_bytes: int | None, kv_len:
     assert stage.receive(Close(ONE, EPOCH, keep=4), 1.0)[0] == Free(ONE)
 
 
-def test_the_oldest_goes_for_the_newest() -> None:
+def test_the_oldest_is_evicted_for_the_newest() -> None:
     stage = shelved(blocks=1)
 
     assert stage.receive(data(0, rows=2, session=TWO), 1.0) == [
@@ -449,7 +449,7 @@ def test_the_oldest_goes_for_the_newest() -> None:
     assert stage.receive(Close(TWO, EPOCH, keep=2), 1.0)[0] == Keep(TWO)
 
 
-def test_a_session_goes_on_from_what_is_kept() -> None:
+def test_a_session_resumes_from_a_kept_prefix() -> None:
     stage = shelved()
 
     assert stage.receive(RESUME, 1.0) == [Adopt(TWO, ONE, 3, whole=True), Forward(RESUME)]
@@ -483,14 +483,14 @@ def test_a_resume_that_cannot_be_met_leaves_a_gap(resume: Resume) -> None:
     assert stage.receive(data(3, session=TWO), 1.0) == [Forward(Gap(TWO, EPOCH, 0, 0))]
 
 
-def test_a_resume_changes_no_session_under_way() -> None:
+def test_a_resume_does_not_change_a_running_session() -> None:
     stage = shelved()
     stage.receive(data(0, session=TWO), 1.0)
 
     assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
 
 
-def test_a_full_rank_takes_no_session_by_the_back_door() -> None:
+def test_a_full_rank_ignores_a_resume() -> None:
     stage = shelved()
     for name in (b"5", b"6"):
         stage.receive(data(0, session=SessionId(name * 16)), 1.0)
@@ -498,7 +498,7 @@ def test_a_full_rank_takes_no_session_by_the_back_door() -> None:
     assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
 
 
-def test_what_is_kept_goes_when_nobody_asks_for_it() -> None:
+def test_an_unused_kept_session_is_evicted() -> None:
     stage = shelved()
 
     assert stage.deadline == 600.0
@@ -507,14 +507,14 @@ def test_what_is_kept_goes_when_nobody_asks_for_it() -> None:
     assert stage.deadline is None
 
 
-def test_a_resumed_session_of_which_nothing_more_is_heard_is_freed() -> None:
+def test_an_idle_resumed_session_is_freed() -> None:
     stage = shelved()
     stage.receive(RESUME, 1.0)
 
     assert stage.expire(61.0) == [Free(TWO)]
 
 
-def test_what_one_rank_frees_no_other_keeps() -> None:
+def test_a_session_freed_by_one_rank_is_kept_by_none() -> None:
     stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, 0))
     stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(4), 0.0, SPENT)
@@ -524,7 +524,7 @@ def test_what_one_rank_frees_no_other_keeps() -> None:
     )
 
 
-def test_rows_that_find_no_cache_are_asked_for_again() -> None:
+def test_rows_without_a_cache_are_requested_again() -> None:
     stage = shelved()
     stage.receive(RESUME, 1.0)
     stage.receive(data(3, session=TWO), 1.0)
@@ -535,7 +535,7 @@ def test_rows_that_find_no_cache_are_asked_for_again() -> None:
 
 
 def busy(actions: list[Action]) -> str:
-    """Return what the one session of these actions was refused for."""
+    """Return why the only session of these actions was refused."""
     *_, forward = actions
     assert isinstance(forward, Forward)
     assert isinstance(forward.message, Fault)
@@ -552,12 +552,12 @@ def test_positions_beyond_the_context_end_their_session_and_no_other() -> None:
     refused = stage.receive(data(8), 1.0)
 
     assert refused[0] == Free(ONE)
-    assert busy(refused) == "Positions 8 to 9 of 8"
+    assert busy(refused) == "Positions 8 to 9 exceed the context of 8"
     assert stage.receive(data(0), 1.0) == []
     assert stage.receive(data(4, session=TWO), 1.0) == [compute(4, 1, 1, TWO)]
 
 
-def test_rows_far_out_of_a_session_that_is_not_there_cost_nothing() -> None:
+def test_rows_of_an_unknown_session_allocate_nothing() -> None:
     stage = Stage(1, 3, epoch=EPOCH, context=8)
 
     refused = stage.receive(data(1 << 23), 1.0)
@@ -578,12 +578,12 @@ def test_a_session_that_outgrows_the_budget_ends_before_its_rows_are_computed() 
 
     assert refused[0] == Free(TWO)
     assert busy(refused) == (
-        "No room for the cache of 257 positions: beside 1 other sessions there is room for 256"
+        "No room for the cache of 257 positions: 256 fit next to 1 other sessions"
     )
     assert stage.receive(data(BLOCK + 1), 1.0) == [compute(BLOCK + 1, 1, 1)]
 
 
-def test_a_session_that_ended_or_idled_leaves_its_bytes() -> None:
+def test_an_ended_or_idle_session_releases_its_bytes() -> None:
     shelf = shelf_of(2, 0)
     stage = Stage(1, 3, epoch=EPOCH, idle_s=60.0, shelf=shelf)
     for session in (ONE, TWO):
@@ -596,14 +596,14 @@ def test_a_session_that_ended_or_idled_leaves_its_bytes() -> None:
     assert shelf.budget.live_bytes == 0
 
 
-def test_where_there_is_no_room_for_a_copy_the_kept_cache_itself_goes_on() -> None:
+def test_the_kept_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
     stage, copy = shelved(blocks=1), replace(RESUME, whole=False)
 
     assert stage.receive(copy, 1.0) == [Adopt(TWO, ONE, 3, whole=True), Forward(copy)]
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_kept_cache_that_cannot_be_had_leaves_a_gap(*, whole: bool) -> None:
+def test_an_unavailable_kept_cache_causes_a_gap(*, whole: bool) -> None:
     stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(2))
     stage.receive(data(0, rows=2 * BLOCK, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(2 * BLOCK), 0.0, SPENT)
@@ -616,7 +616,7 @@ def test_a_kept_cache_that_cannot_be_had_leaves_a_gap(*, whole: bool) -> None:
     assert stage.receive(data(3, session=TWO), 1.0) == [Forward(Gap(TWO, EPOCH, 0, 0))]
 
 
-def test_a_copy_that_does_not_fit_beside_those_that_run_is_not_made() -> None:
+def test_a_copy_that_does_not_fit_is_not_made() -> None:
     stage, copy = shelved(blocks=1), replace(RESUME, whole=False)
     stage._shelf.budget.reserve(THREE, BLOCK)
 
