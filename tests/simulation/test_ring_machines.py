@@ -123,7 +123,7 @@ class Hasty(Entry):
     """Counts rows that may have held a wrong guess as done."""
 
     @property
-    def _complete(self) -> int:
+    def _keepable(self) -> int:
         return len(self._tokens)
 
 
@@ -139,8 +139,8 @@ class Trusting(Entry):
 class Gullible(Entry):
     """Stays in the same gen after a rejected guess."""
 
-    def _raise_gen(self, *, is_told: bool) -> list[actions.Action]:
-        actions = super()._raise_gen(is_told=is_told)
+    def _raise_gen(self, *, sends_cancel: bool) -> list[actions.Action]:
+        actions = super()._raise_gen(sends_cancel=sends_cancel)
         self._gen -= not self._tries
         return actions
 
@@ -148,17 +148,19 @@ class Gullible(Entry):
 class Steadfast(Entry):
     """Keeps later steps in flight whatever a step yields."""
 
-    def _go_on(self, flying: tuple[int, ...] | None) -> list[actions.Action]:
+    def _keep_flight(self, flying: tuple[int, ...] | None) -> list[actions.Action]:
         known = len(self._tokens)
-        return super()._go_on((0,) * (self._injected - known) if self._injected >= known else None)
+        return super()._keep_flight(
+            (0,) * (self._injected - known) if self._injected >= known else None
+        )
 
 
 class Attached(Entry):
     """Picks results of a cancelled flight."""
 
-    def _raise_gen(self, *, is_told: bool) -> list[actions.Action]:
+    def _raise_gen(self, *, sends_cancel: bool) -> list[actions.Action]:
         back = dict(self._back)
-        actions = super()._raise_gen(is_told=is_told)
+        actions = super()._raise_gen(sends_cancel=sends_cancel)
         self._back = back
         return actions
 

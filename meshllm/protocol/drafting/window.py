@@ -46,22 +46,22 @@ DEPTHS = (1, 2, 4, 8)
 MAX_DEPTH = max(DEPTHS)
 
 _PRIOR = (0.3, 0.5, 0.7, 0.8)  # acceptance rate by confidence, until it is measured
-_FAITH = 2.0  # weight of the ring's acceptance rate in a new session, in draft tokens, at most
-_FIRST = 4.0  # draft tokens at most in a new ring; doubled each time that all were accepted
+_RING_WEIGHT = 2.0  # of the ring's acceptance rate in a new session, in draft tokens, at most
+_FIRST_MAX = 4.0  # draft tokens at most in a new ring; doubled each time that all were accepted
 _DECAY = 0.9  # of a session's statistics, per draft token: the last ten count most
 _LONG_DECAY = 0.99  # the same for several steps in flight, which hold a hundred tokens or more
 _SLOW_DECAY = 0.95  # the same of a ring's statistics, from texts of many kinds
-_SLOPE = 0.02  # time of each further row relative to the first, until it is measured
-_STEEP = 1.0  # the same if rows are computed one by one
-_MEMORY = 0.2  # weight of a new time in the moving average
-_FRESH = 256  # steps after which a time that was not measured again is dropped
-_JUMP = 2.0  # a time is clipped to this factor of the mean: other programs use the machine too
-_REST = 64  # tokens without a draft until a small one is tried
-_TRIAL = 2
-_PATIENCE = 4  # queries that led to no draft, until there is none before the next trial
-_LEAST = 0.05  # acceptance rate below which drafts are not worth their time, if they take any
-_CERTAIN = 0.99  # acceptance rate at most: no text repeats itself without end
-_WASTE = 1.1  # speed-up that several steps must give: wasted work costs other people's power
+_ROW_SLOPE = 0.02  # time of each further row relative to the first, until it is measured
+_SERIAL_SLOPE = 1.0  # the same if rows are computed one by one
+_NEW_WEIGHT = 0.2  # weight of a new time in the moving average
+_MAX_AGE = 256  # steps after which a time that was not measured again is dropped
+_CLIP = 2.0  # a time is clipped to this factor of the mean: other programs use the machine too
+_TRIAL_EVERY = 64  # tokens without a draft until a small one is tried
+_TRIAL_GUESSES = 2
+_MAX_FRUITLESS = 4  # fruitless queries, after which there are none until the next trial
+_MIN_RATE = 0.05  # acceptance rate below which drafts are not worth their time, if they take any
+_MAX_RATE = 0.99  # acceptance rate at most: no text repeats itself without end
+_MIN_SPEEDUP = 1.1  # speed-up that several steps must give: wasted work costs other people's power
 _DRIFT = 0.01  # of pipelined times towards their prior, per step that had the ring to itself
 
 
@@ -103,44 +103,44 @@ class StepTimes:
 
     def __init__(self, *, together: bool = True, ring: int = 2) -> None:
         """Start with a prior: whether rows are computed ``together``, and the number of ranks."""
-        self._slope = _SLOPE if together else _STEEP
+        self._slope = _ROW_SLOPE if together else _SERIAL_SLOPE
         self._means: dict[int, float] = {}
         self._steps = 0
         self._noted: dict[int, int] = {}  # step of the last measurement, by rows
         self._ring = ring
         self._first: float | None = None  # relative to `of`, with several steps in flight
-        self._pulse: float | None = None
+        self._interval: float | None = None
 
     def note(self, rows: int, seconds: float) -> None:
         """Record a step that had the ring to itself."""
         self._steps += 1
         self._noted[rows] = self._steps
         means = self._means | {rows: _blend(self._means.get(rows), seconds)}
-        least, oldest = min(means), self._steps - _FRESH
+        least, oldest = min(means), self._steps - _MAX_AGE
         # The fewest rows are not dropped: if they seem too fast they are tried, see `of`.
         self._means = {at: means[at] for at in means if at == least or self._noted[at] > oldest}
         if self._first:
             self._first += _DRIFT * (1 - self._first)
-        if self._pulse:
-            self._pulse += _DRIFT * (1 / self._ring - self._pulse)
+        if self._interval:
+            self._interval += _DRIFT * (1 / self._ring - self._interval)
 
     def note_first(self, rows: int, seconds: float) -> None:
         """Record the round trip of the first of several steps sent back to back."""
         if mean := self.of(rows):
             self._first = _blend(self._first, seconds / mean)
 
-    def note_next(self, rows: int, seconds: float) -> None:
+    def note_interval(self, rows: int, seconds: float) -> None:
         """Record how long after the previous one the next of them returned."""
         if mean := self.of(rows):
-            self._pulse = _blend(self._pulse, seconds / mean)
+            self._interval = _blend(self._interval, seconds / mean)
 
     def first(self, rows: int) -> float:
         """Estimate the round trip of a step that others follow."""
         return (self._first or 1) * self.of(rows)
 
-    def pulse(self, rows: int) -> float:
+    def interval(self, rows: int) -> float:
         """Estimate the interval between the returns of two such steps."""
-        return (self._pulse or 1 / self._ring) * self.of(rows)
+        return (self._interval or 1 / self._ring) * self.of(rows)
 
     def of(self, rows: int) -> float:
         """Estimate the time of a step from measurements of fewer and of more rows.
@@ -168,8 +168,8 @@ class StepTimes:
 def _blend(mean: float | None, value: float) -> float:
     if not mean:
         return value
-    counted = min(max(value, mean / _JUMP), mean * _JUMP)
-    return mean + _MEMORY * (counted - mean)
+    counted = min(max(value, mean / _CLIP), mean * _CLIP)
+    return mean + _NEW_WEIGHT * (counted - mean)
 
 
 class Acceptance:
@@ -182,10 +182,10 @@ class Acceptance:
         self._right = list(_PRIOR)
         if ring:
             self._decay = decay
-            self._tried = [min(tried, _FAITH) for tried in ring._tried]
-            self._right = [ring.share(at) * tried for at, tried in enumerate(self._tried)]
+            self._tried = [min(tried, _RING_WEIGHT) for tried in ring._tried]
+            self._right = [ring.rate(at) * tried for at, tried in enumerate(self._tried)]
 
-    def share(self, confidence: int) -> float:
+    def rate(self, confidence: int) -> float:
         """Return the acceptance rate at this confidence."""
         return self._right[confidence] / self._tried[confidence]
 
@@ -196,7 +196,7 @@ class Acceptance:
         self._tried[confidence] = self._tried[confidence] * faded + tried
 
 
-class Experience:
+class DrafterStats:
     """Statistics of one drafter over all sessions of one ring."""
 
     def __init__(self) -> None:
@@ -204,18 +204,18 @@ class Experience:
         self.acceptance = Acceptance()
         self.is_known = False
         """Whether any draft token was verified."""
-        self.rested = _REST
+        self.undrafted = _TRIAL_EVERY
         """Steps without a draft of the session that reported last; at first, one is due."""
-        self.vain = 0
+        self.fruitless = 0
         """Consecutive queries of that session that led to no draft."""
         self._seconds, self._guesses = 0.0, 1.0
 
     @property
-    def price(self) -> float:
-        """Seconds per draft token, fruitless queries included."""
+    def token_s(self) -> float:
+        """Drafting time per token, fruitless queries included."""
         return self._seconds / max(self._guesses, 1.0)
 
-    def pay(self, guesses: int, seconds: float) -> None:
+    def note_query(self, guesses: int, seconds: float) -> None:
         """Record the time of a query, and the draft tokens that it gave."""
         self._seconds = self._seconds * _DECAY + seconds
         self._guesses = self._guesses * _DECAY + guesses
@@ -224,19 +224,19 @@ class Experience:
 class Lookahead:
     """Chooses the `Window` of one session and one drafter."""
 
-    def __init__(self, times: StepTimes, ring: Experience | None = None) -> None:
+    def __init__(self, times: StepTimes, ring: DrafterStats | None = None) -> None:
         """Start with the statistics of the ring, which this session updates."""
         self._times = times
-        self._ring = ring = ring or Experience()
+        self._ring = ring = ring or DrafterStats()
         self._own = Acceptance(ring.acceptance)
         self._long = Acceptance(ring.acceptance, _LONG_DECAY)
-        self._most = inf if ring.is_known else _FIRST
-        self._rested, self._vain = ring.rested, ring.vain
+        self._most = inf if ring.is_known else _FIRST_MAX
+        self._undrafted, self._fruitless = ring.undrafted, ring.fruitless
 
     @property
-    def is_resting(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether a query, if it takes time, is not worth it now."""
-        return self._vain >= _PATIENCE and self._rested < _REST
+        return self._fruitless >= _MAX_FRUITLESS and self._undrafted < _TRIAL_EVERY
 
     def choose(self, confidence: int, room: int, *, depth: int = 1, reach: float = inf) -> Window:
         """Choose the draft length, ``room`` at most, and the number of steps in flight.
@@ -251,43 +251,46 @@ class Lookahead:
         ]
         alone = [each for each in allowed if each.depth == 1]
         many = [each for each in allowed if each.depth > 1 and each.length <= reach]
-        share = self._own.share(confidence)
+        rate = self._own.rate(confidence)
         best = alone[0]
-        if share >= _LEAST:
-            best = max(alone, key=lambda window: self._gain(share, window))
+        if rate >= _MIN_RATE:
+            best = max(alone, key=lambda window: self._gain(rate, window))
         else:
             many = []
-        self._vain = 0 if best.guesses else self._vain + 1
-        if best.guesses == 0 and self._rested >= _REST:
+        self._fruitless = 0 if best.guesses else self._fruitless + 1
+        if best.guesses == 0 and self._undrafted >= _TRIAL_EVERY:
             best = max(
-                (each for each in alone if each.guesses <= _TRIAL), key=attrgetter("guesses")
+                (each for each in alone if each.guesses <= _TRIAL_GUESSES),
+                key=attrgetter("guesses"),
             )
-        self._ring.vain = self._vain
-        share = min(share, self._long.share(confidence))
-        return max([best, *many], key=lambda window: self._gain(share, window))
+        self._ring.fruitless = self._fruitless
+        rate = min(rate, self._long.rate(confidence))
+        return max([best, *many], key=lambda window: self._gain(rate, window))
 
     def note(self, confidence: int, guesses: int, right: int) -> None:
         """Record a step with ``guesses`` draft tokens, the first ``right`` of them accepted."""
-        self._rested = 0 if guesses else self._rested + 1
-        self._ring.rested = self._rested
+        self._undrafted = 0 if guesses else self._undrafted + 1
+        self._ring.undrafted = self._undrafted
         if not guesses:
             return
         # After the first rejection, the measured rate alone limits the draft length.
         self._most = 2 * self._most if right == guesses else inf
-        self._ring.vain = self._vain = 0 if right else self._vain
+        self._ring.fruitless = self._fruitless = 0 if right else self._fruitless
         self._ring.is_known = True
         for acceptance in (self._own, self._long, self._ring.acceptance):
             acceptance.note(confidence, min(right + 1, guesses), right)
 
-    def _gain(self, share: float, window: Window) -> float:
+    def _gain(self, rate: float, window: Window) -> float:
         """Estimate tokens per second."""
-        share = min(share, _CERTAIN)
-        passed = share**window.rows
+        rate = min(rate, _MAX_RATE)
+        passed = rate**window.rows
         further = passed / (1 - passed)
-        trip = self._times.of(window.rows) + window.guesses * self._ring.price
+        trip = self._times.of(window.rows) + window.guesses * self._ring.token_s
         seconds = trip * (1 + further)
         if window.depth > 1:
-            first, pulse = self._times.first(window.rows), self._times.pulse(window.rows)
-            pulse += max(0.0, first - trip) / (window.depth - 1)  # delay by the other steps
-            seconds = _WASTE * (first + max(pulse, first / window.depth) * further + pulse)
-        return 1 / (1 - share) / seconds if seconds else inf
+            first, interval = self._times.first(window.rows), self._times.interval(window.rows)
+            interval += max(0.0, first - trip) / (window.depth - 1)  # delay by the other steps
+            seconds = _MIN_SPEEDUP * (
+                first + max(interval, first / window.depth) * further + interval
+            )
+        return 1 / (1 - rate) / seconds if seconds else inf

@@ -15,7 +15,7 @@ from meshllm.protocol.kv_cache.prefix_index import Base, Shelf
 
 MIN_SHARED = 16
 """Tokens; all chats of a model begin with the same few."""
-_TURN = 6  # tokens at the end of a prompt that the next turn may render differently
+_TURN_TOKENS = 6  # tokens at the end of a prompt that the next turn may render differently
 
 Cache = TypeVar("Cache")
 
@@ -50,7 +50,7 @@ class Prefixes(Generic[Cache]):
             self._drop(self.shelf.make_room())
             return None
         length, text = shares[name], self._texts[name]
-        whole = length >= text.prompt - _TURN and 2 * length >= len(text.tokens)
+        whole = length >= text.prompt - _TURN_TOKENS and 2 * length >= len(text.tokens)
         reach = self.shelf.take(name, length, now, whole=whole)
         self._drop(self.shelf.make_room(spare=name))
         if self.shelf.budget.is_over:  # no room for a copy
@@ -91,12 +91,12 @@ class Prefixes(Generic[Cache]):
     def _shared(self, prompt: "array[int]", text: _Text[Cache]) -> int:
         """Count the tokens that a prompt can reuse; never its last, which gives the first row."""
         most = min(len(prompt) - 1, len(text.tokens))
-        shared = _common(prompt, text.tokens, most)
+        shared = _common_prefix(prompt, text.tokens, most)
         is_far = self._slack is not None and len(text.tokens) - shared > self._slack
         return 0 if is_far else shared
 
 
-def _common(one: "array[int]", other: "array[int]", most: int) -> int:
+def _common_prefix(one: "array[int]", other: "array[int]", most: int) -> int:
     """Return the length of the common prefix of two texts, at most ``most``."""
     a, b = memoryview(one).cast("B"), memoryview(other).cast("B")
     size = one.itemsize

@@ -8,7 +8,7 @@ of the time per row between the two longest entries of a cost table.
 
 On a rank, the steps of other sessions wait for the current chunk (head-of-line blocking). If there
 are others, a chunk in the middle of the prompt takes at most `STALL_S`; if not, one may still come
-and wait up to `ALONE_STALL_S`. Below `LEAST_ROWS` the prompt would lose more than others gain.
+and wait up to `ALONE_STALL_S`. Below `MIN_ROWS` the prompt would lose more than others gain.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
 """Chunk sizes that are tried, besides the whole prompt."""
 STALL_S = 1.0  # of one chunk on one rank; other sessions wait for a token meanwhile
 ALONE_STALL_S = 4.0
-COPY = 32  # rows that take as long as the KV cache copy of stock attention for a chunk
-LEAST_ROWS = 128  # with chunks half as long, a prompt of 4096 tokens takes a sixth longer
-USUAL_MOST = 256  # rows if no time is known: 1 to 2 s of 28 layers of 1024 on one slow core
+COPY_ROWS = 32  # rows that take as long as the KV cache copy of stock attention for a chunk
+MIN_ROWS = 128  # with chunks half as long, a prompt of 4096 tokens takes a sixth longer
+DEFAULT_MAX_ROWS = 256  # rows if no time is known: 1 to 2 s of 28 layers of 1024 on one slow core
 
-_ALIKE = 1.03  # times the least time: longer chunks save messages, and costs that no table has
-_LOOKED = 8192  # tokens of a prompt that are simulated: more change little, and take time
+_NEAR_BEST = 1.03  # times the least time: longer chunks save messages, and costs that no table has
+_MAX_SIMULATED = 8192  # tokens of a prompt that are simulated: more change little, and take time
 _ROUNDING = 0.01  # of a chunk
-_USUAL_START = 72  # rows that take as long as reading the weights: Qwen3-0.6B in bf16 on a CPU
+_DEFAULT_START = 72  # rows that take as long as reading the weights: Qwen3-0.6B in bf16 on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class RankTimes:
     offer: Offer
     layers: float
     """Layers of its span, in units of an average layer of the model."""
-    way: Wire
+    wire: Wire
     """To the next rank."""
 
     def compute_s(self, rows: int, before: int = 0) -> float:
         """Return the seconds of its layers for ``rows`` rows that attend to ``before`` others."""
         table = self.offer.layer_s
-        pairs = (rows + COPY) * before + _bend(table, rows)
-        return self.layers * (self.offer.layer_seconds(rows) + _pair_s(table) * pairs)
+        pairs = (rows + COPY_ROWS) * before + _extra_pairs(table, rows)
+        return self.layers * (self.offer.layer_seconds(rows) + _attention_s(table) * pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RingTimes:
 
     def wire_s(self, rank: int, rows: int) -> float:
         """Return the seconds of ``rows`` rows from a rank to the next."""
-        return self.ranks[rank].way.seconds(self.message_bytes(rows))
+        return self.ranks[rank].wire.seconds(self.message_bytes(rows))
 
     def step_s(self, rows: int) -> float:
         """Return the seconds of one trip round the ring; the head scales with rows like a layer."""
@@ -92,8 +92,8 @@ class RingTimes:
             for at, rank in enumerate(self.ranks):
                 done[at] = max(done[at], arrived) + rank.compute_s(rows, pos)
                 rows_sent = rows if at < last else int(pos + rows == prompt)
-                sent[at] = max(sent[at], done[at]) + self._leave_s(at, rows_sent)
-                arrived = sent[at] + rank.way.latency_s
+                sent[at] = max(sent[at], done[at]) + self._transmit_s(at, rows_sent)
+                arrived = sent[at] + rank.wire.latency_s
             back.append(arrived)
         return back[-1] + self.head_s
 
@@ -102,22 +102,22 @@ class RingTimes:
 
         No chunk has more than ``most`` rows.
         """
-        whole, looked = min(prompt, most), min(prompt, _LOOKED)
+        whole, simulated = min(prompt, most), min(prompt, _MAX_SIMULATED)
         limit_s = STALL_S if others else ALONE_STALL_S
-        polite = [
+        allowed = [
             size
             for size in (*(size for size in SIZES if size < whole), whole)
-            if size <= min(LEAST_ROWS, whole) or self._stall_s(looked, size) <= limit_s
+            if size <= min(MIN_ROWS, whole) or self._stall_s(simulated, size) <= limit_s
         ]
-        times = {size: self.first_token_s(looked, self.pace(size)) for size in polite}
-        near = _ALIKE * min(times.values())
-        return self.pace(max(size for size in polite if times[size] <= near))
+        times = {size: self.first_token_s(simulated, self.pace(size)) for size in allowed}
+        near = _NEAR_BEST * min(times.values())
+        return self.pace(max(size for size in allowed if times[size] <= near))
 
     def pace(self, chunk: int) -> Pace:
         """Return the pace with as many chunks in flight as keep the slowest rank or link busy."""
         busy = [rank.compute_s(chunk) for rank in self.ranks]
-        busy += [self._leave_s(at, chunk) for at in range(len(self.ranks))]
-        trip = sum(busy) + sum(rank.way.latency_s for rank in self.ranks)
+        busy += [self._transmit_s(at, chunk) for at in range(len(self.ranks))]
+        trip = sum(busy) + sum(rank.wire.latency_s for rank in self.ranks)
         window = max(len(self.ranks), ceil(trip / max(busy) - _ROUNDING))
         return Pace(chunk=chunk, window=min(window, MAX_PENDING))
 
@@ -126,9 +126,9 @@ class RingTimes:
         before = max(0, prompt - chunk) // 2
         return max(rank.compute_s(chunk, before) for rank in self.ranks)
 
-    def _leave_s(self, rank: int, rows: int) -> float:
+    def _transmit_s(self, rank: int, rows: int) -> float:
         """Return the seconds that ``rows`` rows keep a link busy."""
-        return self.message_bytes(rows) / self.ranks[rank].way.bytes_per_s
+        return self.message_bytes(rows) / self.ranks[rank].wire.bytes_per_s
 
 
 def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape) -> RingTimes:
@@ -142,10 +142,10 @@ def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape) 
     if missing := [node for node in nodes if node not in by_node]:
         raise UserError(f"Node `{missing[0].hex()[:12]}` is in the plan but made no offer")
     pairs = list(zip(nodes, (*nodes[1:], nodes[0]), strict=True))
-    ways = [links.between(*pair) for pair in pairs] if len(pairs) > 1 else [Wire(0.0)]
+    wires = [links.between(*pair) for pair in pairs] if len(pairs) > 1 else [Wire(0.0)]
     ranks = tuple(
-        RankTimes(by_node[stage.node], _mean_layers(shape, stage.span), way)
-        for stage, way in zip(plan.stages, ways, strict=True)
+        RankTimes(by_node[stage.node], _mean_layers(shape, stage.span), wire)
+        for stage, wire in zip(plan.stages, wires, strict=True)
     )
     row_bytes = shape.hidden_size * shape.itemsize
     return RingTimes(ranks, by_node[nodes[0]].head_s, row_bytes, _header_bytes())
@@ -157,12 +157,12 @@ def usual_pace(prompt: int, ring: int, most: int = MAX_ROWS) -> Pace:
     With M chunks on N equal ranks that each take a + b * rows for one, a prompt of T rows takes
     (M + N - 1) * (a + b * T / M), which is least where T / M is sqrt(T * a / (b * (N - 1))).
     """
-    best = sqrt(prompt * _USUAL_START / (ring - 1)) if ring > 1 else inf
+    best = sqrt(prompt * _DEFAULT_START / (ring - 1)) if ring > 1 else inf
     chunk = max(size for size in SIZES if size <= max(best, SIZES[0]))
-    return Pace(chunk=min(chunk, USUAL_MOST, most, prompt), window=min(ring, MAX_PENDING))
+    return Pace(chunk=min(chunk, DEFAULT_MAX_ROWS, most, prompt), window=min(ring, MAX_PENDING))
 
 
-def _pair_s(table: Sequence[tuple[int, float]]) -> float:
+def _attention_s(table: Sequence[tuple[int, float]]) -> float:
     """Return the attention seconds of a row per row before it, in one layer."""
     if len(table) < 2:
         return 0.0
@@ -170,7 +170,7 @@ def _pair_s(table: Sequence[tuple[int, float]]) -> float:
     return max(0.0, 2 * (long / many - short / few) / (many - few))
 
 
-def _bend(table: Sequence[tuple[int, float]], rows: int) -> float:
+def _extra_pairs(table: Sequence[tuple[int, float]], rows: int) -> float:
     """Return the pairs of rows to add to the interpolation of `Offer.layer_seconds`."""
     few, many = table[-2:][0][0], table[-1][0]
     if rows <= few:

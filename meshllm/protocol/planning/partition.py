@@ -62,7 +62,7 @@ def stage_time(problem: Problem, division: Division) -> int:
     return max(entry + problem.head[division.order[0]], *others, 0)
 
 
-class Filling:
+class GreedyFill:
     """Lower bound of a ring's time: each member gets one layer, then the fastest are filled.
 
     It is exact if all layers are alike and no span is fixed.

@@ -33,7 +33,7 @@ from meshllm.errors import UserError
 from meshllm.names import Span
 from meshllm.protocol.planning.candidate_rings import rings
 from meshllm.protocol.planning.explain import refusal, standby_reasons
-from meshllm.protocol.planning.partition import Division, Filling, divide, stage_time, token_time
+from meshllm.protocol.planning.partition import Division, GreedyFill, divide, stage_time, token_time
 from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Stage, Standby, Terms
 from meshllm.protocol.planning.problem import NANOSECOND, Problem, pose
 
@@ -43,10 +43,10 @@ SLACK = 20
 WORTH = 4
 """Relative gain of the slowest stage, at least, per relative loss of the token time."""
 
-_TRIES = 64  # rings that are partitioned for a policy without a solver
-_LIMITS = 64  # of the slowest stage that are tried, as fractions of that of `fastest`
+_MAX_CANDIDATES = 64  # rings that are partitioned for a policy without a solver
+_LIMIT_STEPS = 64  # of the slowest stage that are tried, as fractions of that of `fastest`
 _LOOSEN = 16  # a limit that unequal layers cannot meet grows by 1/16
-_EVEN = 1 << 32  # more than the sum of squares of the spans of any model
+_TIME_WEIGHT = 1 << 32  # more than the sum of squares of the spans of any model
 
 UNBOUND = Terms()
 AUTO = "auto"
@@ -69,7 +69,7 @@ class Policy:
         """Find the best ring; None if the model does not fit."""
         if self.solve is not None:
             return self.solve(problem)
-        likeliest = islice(sorted(rings(problem, Filling(problem))), _TRIES)
+        likeliest = islice(sorted(rings(problem, GreedyFill(problem))), _MAX_CANDIDATES)
         found = (_divide_evenly(problem, ring) for _, _, ring in likeliest)
         divisions = [division for division in found if division]
         return min(divisions, key=lambda each: self.objective(problem, each), default=None)
@@ -127,9 +127,9 @@ def make_plan(
 
 def fastest(problem: Problem) -> Division | None:
     """Find the ring with the least time per token; ties go to the smallest and most even."""
-    filling = Filling(problem)
+    fill = GreedyFill(problem)
     best: tuple[int, Division] | None = None
-    for bound, _, ring in sorted(rings(problem, filling)):
+    for bound, _, ring in sorted(rings(problem, fill)):
         if best is not None and bound >= best[0]:
             break
         division = _divide_evenly(problem, ring)
@@ -156,7 +156,7 @@ def auto(problem: Problem) -> Division | None:
         found = _divide_evenly(problem.limited(limit), best.order)
         return found if found and token_time(problem, found) <= token + token // SLACK else None
 
-    limits = [stage * part // _LIMITS for part in range(1, _LIMITS)]
+    limits = [stage * part // _LIMIT_STEPS for part in range(1, _LIMIT_STEPS)]
     at = bisect_left(limits, 1, key=lambda limit: under(limit) is not None)
     found = under(limits[at]) if at < len(limits) else None
     if found is None:
@@ -180,10 +180,10 @@ def throughput(problem: Problem) -> Division | None:
 
 def proportional(problem: Problem) -> Division | None:
     """Give every node, largest memory first, layers in proportion to its memory."""
-    filling = Filling(problem)
+    fill = GreedyFill(problem)
     most = problem.members or problem.layers + problem.client
-    by_memory = sorted(filling.holders, key=lambda node: -problem.memory[node])
-    for entry in sorted(filling.entries, key=lambda node: -problem.memory[node]):
+    by_memory = sorted(fill.holders, key=lambda node: -problem.memory[node])
+    for entry in sorted(fill.entries, key=lambda node: -problem.memory[node]):
         others = [node for node in by_memory if node != entry]
         chosen = sorted(others, key=lambda node: node not in problem.required)[: most - 1]
         ring = (entry, *(node for node in others if node in chosen))
@@ -208,7 +208,7 @@ def _share(problem: Problem, order: Sequence[int]) -> Callable[[int, Span], int]
 def _divide_evenly(problem: Problem, ring: tuple[int, ...]) -> Division | None:
     """Partition for the least time per token; ties go to the most even spans."""
     return divide(
-        problem, ring, lambda node, span: problem.time(node, span) * _EVEN + len(span) ** 2
+        problem, ring, lambda node, span: problem.time(node, span) * _TIME_WEIGHT + len(span) ** 2
     )
 
 
@@ -221,11 +221,11 @@ def _least_limit(problem: Problem) -> int:
 
 
 def _has_room(problem: Problem) -> bool:
-    filling = Filling(problem)
+    fill = GreedyFill(problem)
     most = problem.members or problem.layers + problem.client
-    for entry in filling.entries:
-        rooms = filling.rooms(entry)
-        others = [node for node in filling.holders if node != entry]
+    for entry in fill.entries:
+        rooms = fill.rooms(entry)
+        others = [node for node in fill.holders if node != entry]
         others.sort(key=lambda node: (node not in problem.required, -rooms[node]))
         ring = (entry, *others[: most - 1])
         if problem.allows(ring) and sum(rooms[node] for node in ring) >= problem.works[-1]:
@@ -233,7 +233,7 @@ def _has_room(problem: Problem) -> bool:
     return False
 
 
-def _unevenness(problem: Problem, division: Division) -> int:
+def _share_error(problem: Problem, division: Division) -> int:
     """Return the distance of a partition from the shares of `proportional`."""
     distance = _share(problem, division.order)
     holders = zip(division.order, division.spans, strict=True)
@@ -244,6 +244,6 @@ POLICIES: Mapping[str, Policy] = {
     AUTO: Policy(token_time, auto),
     "fastest": Policy(token_time, fastest),
     "throughput": Policy(stage_time, throughput),
-    "proportional": Policy(_unevenness, proportional, takes_spans=False, is_timed=False),
+    "proportional": Policy(_share_error, proportional, takes_spans=False, is_timed=False),
 }
 """The policies by name, the default first."""

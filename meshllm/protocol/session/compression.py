@@ -37,7 +37,7 @@ PACKING_S = 0.0003
 PACKING_S_PER_BYTE = 8e-9
 """On both ends; measured on a processor of 2023."""
 
-_KEEP = 7 / 8  # decay of the known jobs with each new one
+_DECAY = 7 / 8  # decay of the known jobs with each new one
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class _Jobs:
     """Bytes of the rows, uncompressed."""
 
     def add(self, compute_s: float, size: int) -> None:
-        self.count = self.count * _KEEP + 1
-        self.compute_s = self.compute_s * _KEEP + compute_s
-        self.size = self.size * _KEEP + size
+        self.count = self.count * _DECAY + 1
+        self.compute_s = self.compute_s * _DECAY + compute_s
+        self.size = self.size * _DECAY + size
 
     def share(self, latency_s: float, bytes_per_s: float) -> float:
         """Return the share of their hops that is spent on bytes; 0 without jobs."""

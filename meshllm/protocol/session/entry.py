@@ -140,11 +140,11 @@ class Entry:
         self.state, self._waiting = State.PREFILL, now
         task, self._base = self._task, base
         if base is None:
-            return self._pump()
+            return self._next_job()
         self.reused = self._done = self._best = self._injected = base.length
         self.reach = base.reach if base.whole else base.length
         resume = Resume(task.session, task.epoch, base.session, base.length, base.whole)
-        return [*([Forward(resume)] if task.ring > 1 else []), *self._pump()]
+        return [*([Forward(resume)] if task.ring > 1 else []), *self._next_job()]
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
         """Handle a message of this session that has been all round the ring."""
@@ -168,13 +168,13 @@ class Entry:
         if not self._is_live or not isinstance(job, Embed):
             return []
         if job.gen != self._gen:
-            return self._pump()
+            return self._next_job()
         end = job.pos + len(job.tokens)
         self._flight.append(end)
         self._waiting = now
         if self._task.ring == 1:
             return self._returned(end, None, now)
-        return [Forward(self._data_of(job, blob)), *self._pump()]
+        return [Forward(self._data_of(job, blob)), *self._next_job()]
 
     def picked(
         self,
@@ -202,10 +202,10 @@ class Entry:
             if stop or is_full:
                 self._injected = self._done
             else:
-                emitted += self._go_on(job.flying(tokens))
+                emitted += self._keep_flight(job.flying(tokens))
         if stop or is_full:
             return [*emitted, *self.finish(FinishReason.STOP if stop else FinishReason.LENGTH, now)]
-        return [*emitted, *(self._inject() or self._look())]
+        return [*emitted, *(self._start_embed() or self._start_pick())]
 
     def missed(self, now: float) -> list[Action]:
         """Restart at 0: the local cache cannot be cropped to where the Embed starts."""
@@ -218,7 +218,7 @@ class Entry:
 
     def finish(self, reason: FinishReason, now: float) -> list[Action]:
         """End the answer where it is; also cancels it, at any time."""
-        return [Done(reason), *self._leave(now, self._complete)] if self._is_live else []
+        return [Done(reason), *self._leave(now, self._keepable)] if self._is_live else []
 
     @property
     def deadline(self) -> float | None:
@@ -239,11 +239,11 @@ class Entry:
     def _is_live(self) -> bool:
         return self.state not in {State.CLOSING, State.CLOSED}
 
-    def _pump(self) -> list[Action]:
+    def _next_job(self) -> list[Action]:
         """Start the next job, if there is one."""
-        return self._look() or self._inject()
+        return self._start_pick() or self._start_embed()
 
-    def _look(self) -> list[Action]:
+    def _start_pick(self) -> list[Action]:
         """Start the Pick of the first step in flight, if it has come back."""
         if self._job or not self._flight or self._flight[0] not in self._back:
             return []
@@ -255,7 +255,7 @@ class Entry:
         self._job = Pick(self._gen, known, blob, guesses, self._limit, ahead, reach)
         return [*self._progress(known), self._job]
 
-    def _inject(self) -> list[Action]:
+    def _start_embed(self) -> list[Action]:
         """Start the next Embed, if there are tokens to inject and the window has room."""
         pos, known = self._injected, len(self._tokens)
         is_step = pos >= max(known - 1, len(self._task.prompt))
@@ -271,21 +271,21 @@ class Entry:
         self._job = Embed(self._gen, pos, tokens, len(tokens) - 1 if is_step else 0)
         return [self._job]
 
-    def _go_on(self, flying: tuple[int, ...] | None) -> list[Action]:
+    def _keep_flight(self, flying: tuple[int, ...] | None) -> list[Action]:
         """Keep the steps in flight if they may be right; else inject from the last token on."""
         self._ahead = flying or ()
         if flying is not None or self._injected == self._done:
             return []
         self._injected = self._done
-        return self._raise_gen(is_told=bool(self._flight))
+        return self._raise_gen(sends_cancel=bool(self._flight))
 
-    def _raise_gen(self, *, is_told: bool) -> list[Action]:
+    def _raise_gen(self, *, sends_cancel: bool) -> list[Action]:
         """Discard everything in flight."""
         self._gen += 1
         self._flight.clear()
         self._back.clear()
         cancel = Forward(Cancel(self._task.session, self._task.epoch, self._gen))
-        return [cancel] if is_told and self._task.ring > 1 else []
+        return [cancel] if sends_cancel and self._task.ring > 1 else []
 
     def _data_of(self, job: Embed, blob: Blob | None) -> Data:
         rows, flags = len(job.tokens), Flags(0)
@@ -314,9 +314,9 @@ class Entry:
             self._flight.popleft()
         if end >= known:
             self._back[end] = blob
-            return self._pump()
+            return self._next_job()
         self._done = end
-        return [*self._progress(end), *self._pump()]
+        return [*self._progress(end), *self._next_job()]
 
     def _progress(self, done: int) -> list[Action]:
         if done <= self._best:
@@ -332,17 +332,17 @@ class Entry:
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
         self._tries += 1
         first = min(start, self._done, len(self._tokens))
-        self._done = self._injected = first if self._goes_back(self._injected - first) else 0
+        self._done = self._injected = first if self._can_crop(self._injected - first) else 0
         self.reused = min(self.reused, self._done)
         self._ahead = ()
         self._steps.clear()
-        return [*self._raise_gen(is_told=True), *self._pump()]
+        return [*self._raise_gen(sends_cancel=True), *self._next_job()]
 
     def _fail(self, failed: Failed, now: float) -> list[Action]:
         return [failed, *self._leave(now)]
 
     @property
-    def _complete(self) -> int:
+    def _keepable(self) -> int:
         """Positions that are worth keeping, and that every rank has and can crop its cache to."""
         known = min(self._done, len(self._tokens))
         least, slack, out = self._task.keep_from, self._task.slack, self._injected - known
@@ -351,7 +351,7 @@ class Entry:
         is_reached = slack is None or out <= min(slack, 1)
         return known if is_reached and least is not None and known >= least else 0
 
-    def _goes_back(self, positions: int) -> bool:
+    def _can_crop(self, positions: int) -> bool:
         return self._task.slack is None or positions <= self._task.slack
 
     def _leave(self, now: float, keep: int = 0) -> list[Action]:

@@ -87,15 +87,15 @@ class Link:
         """The neighbour has our Hello: it sent a Beat, which only an open side does. Messages of
         sessions wait for it, because the channels of a link are not ordered among each other."""
         self._hello = hello
-        self._is_begun = False
+        self._is_opened = False
         self._heard = self._sent = self._beaten = 0.0
         self._echo: tuple[int, float] | None = None  # their last stamp, and when it was received
 
     def open(self, now: float) -> list[Action]:
         """Start, once the connection is established; a second call does nothing."""
-        if self._is_begun:
+        if self._is_opened:
             return []
-        self._is_begun = True
+        self._is_opened = True
         self._heard = self._sent = now
         return [Send(self._hello)]
 
@@ -107,7 +107,7 @@ class Link:
         if type(message) not in _NEXT[state]:
             raise PeerFault(f"{type(message).__name__} while {state.name.lower()}")
         if isinstance(message, Hello):
-            self._meet(message)
+            self._check_hello(message)
         self.state, self._heard = _NEXT[state][type(message)], now
         match message:
             case Hello():
@@ -153,7 +153,7 @@ class Link:
         stamp, heard = self._echo or (0, now)
         return Send(Beat(_micros(now), stamp, _micros(now - heard)))
 
-    def _meet(self, hello: Hello) -> None:
+    def _check_hello(self, hello: Hello) -> None:
         ours, theirs = self._hello, hello
         if theirs.epoch != ours.epoch:
             raise PeerFault(f"The neighbour is at epoch {theirs.epoch}, this node at {ours.epoch}")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshllm.protocol.drafting.drafter import Drafting
-from meshllm.protocol.drafting.window import MAX_DEPTH, Experience, Lookahead, StepTimes
+from meshllm.protocol.drafting.window import MAX_DEPTH, DrafterStats, Lookahead, StepTimes
 from meshllm.protocol.session.actions import Pick
 
 SURE = 2
@@ -21,16 +21,16 @@ class Speculation:
     drafting: Drafting
     """Source of free drafters, which take no time."""
     times: StepTimes = field(default_factory=StepTimes)
-    experience: Experience = field(default_factory=Experience)
+    stats: DrafterStats = field(default_factory=DrafterStats)
     draft: Drafting | None = None
     """Source of better drafters that take time: a draft model."""
-    draft_experience: Experience = field(default_factory=Experience)
+    draft_stats: DrafterStats = field(default_factory=DrafterStats)
     depth: int = MAX_DEPTH
     """Steps in flight at most; with 1, each waits for the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Limits:
     """Limits of the next draft."""
 
     flying: tuple[int, ...] | None
@@ -59,10 +59,10 @@ class Speculator:
         self._speculation = shared = speculation
         self._clock, self._prepared = clock, prepared
         self._prompt = prompt
-        self._quick = self._used = _Source(shared.drafting, shared.times, shared.experience)
-        self._sources = [self._quick]
+        self._free = self._used = _DraftSource(shared.drafting, shared.times, shared.stats)
+        self._sources = [self._free]
         if shared.draft:
-            self._sources.append(_Source(shared.draft, shared.times, shared.draft_experience))
+            self._sources.append(_DraftSource(shared.draft, shared.times, shared.draft_stats))
         self._since: float | None = None
         self._before = 0  # result of `prepared` at that time
         self._burst, self._place = 1, 0  # steps sent back to back, and which of them is next
@@ -76,16 +76,16 @@ class Speculator:
         At most ``depth`` steps are in flight.
         """
         room = 0 if ends else job.limit - job.pos - len(tokens) - 1
-        wish = _Wish(job.flying(tokens), room, job.reach, depth)
+        limits = _Limits(job.flying(tokens), room, job.reach, depth)
         if self._since is None:
             tokens = (*self._prompt, *tokens)
         else:
             self._learn(job, job.right(tokens), self._clock() - self._since)
         for source in self._sources:
             source.drafter.extend(tokens)
-        found = self._guess(wish) if room else ()
+        found = self._guess(limits) if room else ()
         self._place += 1
-        if wish.flying is None:
+        if limits.flying is None:
             self._burst, self._place = max(1, len(found)), 0
             self._is_clear = not job.ahead
         self._since = self._clock()  # drafting time is not part of a step: it is charged apart
@@ -107,43 +107,45 @@ class Speculator:
         elif self._place == 0 and self._is_clear:
             times.note(rows, seconds)
         elif 0 < self._place < self._burst:
-            times.note_next(rows, seconds)
+            times.note_interval(rows, seconds)
         tried = min(rows, len(job.guesses) + len(job.ahead))
         for source in self._sources:
             own = tried if source is self._used else 0
             source.lookahead.note(source.confidence or 0, own, min(own, right))
 
-    def _guess(self, wish: _Wish) -> Steps:
+    def _guess(self, limits: _Limits) -> Steps:
         """Query the free drafter first if it is sure, and last if it is not."""
-        sure = self._quick.look() or 0
-        if wish.flying is not None:
-            return self._quick.guess(wish)
+        sure = self._free.look() or 0
+        if limits.flying is not None:
+            return self._free.guess(limits)
         for source in self._sources if sure >= SURE else reversed(self._sources):
-            steps = self._quick.guess(wish) if source is self._quick else self._ask(source, wish)
+            steps = (
+                self._free.guess(limits) if source is self._free else self._query(source, limits)
+            )
             if steps:
                 self._used = source
                 return steps
         return ()
 
-    def _ask(self, model: "_Source", wish: _Wish) -> Steps:
+    def _query(self, model: "_DraftSource", limits: _Limits) -> Steps:
         """Draft with a model and charge its time, but not for a query in which it only read text.
 
         As its drafts take time, no further steps follow them in flight.
         """
         begin = self._clock()
-        if model.lookahead.is_resting or model.look() is None:
+        if model.lookahead.is_paused or model.look() is None:
             return ()
-        steps = model.guess(replace(wish, depth=1))
-        self._speculation.draft_experience.pay(sum(map(len, steps)), self._clock() - begin)
+        steps = model.guess(replace(limits, depth=1))
+        self._speculation.draft_stats.note_query(sum(map(len, steps)), self._clock() - begin)
         return steps
 
 
-class _Source:
+class _DraftSource:
     """A drafter, and the choice of its draft length."""
 
-    def __init__(self, drafting: Drafting, times: StepTimes, experience: Experience) -> None:
+    def __init__(self, drafting: Drafting, times: StepTimes, stats: DrafterStats) -> None:
         self.drafter = drafting.begin()
-        self.lookahead = Lookahead(times, experience)
+        self.lookahead = Lookahead(times, stats)
         self.confidence: int | None = None  # at the last query
 
     def look(self) -> int | None:
@@ -151,16 +153,16 @@ class _Source:
         self.confidence = self.drafter.look()
         return self.confidence
 
-    def guess(self, wish: _Wish) -> Steps:
+    def guess(self, limits: _Limits) -> Steps:
         """Draft as many tokens as are worth it, in steps whose rows are among `STEPS`."""
         if self.confidence is None:
             return ()
         window = self.lookahead.choose(
-            self.confidence, min(wish.room, wish.reach), depth=wish.depth, reach=wish.reach
+            self.confidence, min(limits.room, limits.reach), depth=limits.depth, reach=limits.reach
         )
-        flying, is_open = wish.flying or (), wish.flying is None
-        most = min(window.length, wish.reach) - len(flying) + is_open
-        count = min(most // window.rows * window.rows - is_open, wish.room - len(flying))
+        flying, is_open = limits.flying or (), limits.flying is None
+        most = min(window.length, limits.reach) - len(flying) + is_open
+        count = min(most // window.rows * window.rows - is_open, limits.room - len(flying))
         if count <= 0:
             return ()
         tokens = self.drafter.guess(len(flying) + count)

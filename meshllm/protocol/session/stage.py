@@ -69,8 +69,8 @@ from meshllm.protocol.session.messages import (
 MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
-_ASKS = Flags.NEED_ROW | Flags.HELP
-_NOTHING = Tally(Spent(0, 0, 0), 0, 0, 0)
+_HELP = Flags.NEED_ROW | Flags.HELP
+_EMPTY_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,13 @@ Action = Compute | Free | Keep | Adopt | Forward
 
 @dataclass(slots=True)
 class _Session:
-    heard: float  # creation or last computation; a session that only meets gaps is idle
+    used: float  # creation or last computation; a session that only meets gaps is idle
     gen: int = 0
     kv_len: int = 0
     reach: int = 0  # positions for which the cache has room
     running: Data | None = None
     pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
-    tally: Tally = _NOTHING
+    tally: Tally = _EMPTY_TALLY
 
     def raise_gen(self, gen: int) -> None:
         if gen > self.gen:
@@ -201,7 +201,7 @@ class Stage:
         if state is None or state.running is None:
             return []
         done, state.running = state.running, None
-        state.kv_len, state.heard = done.pos + done.rows, now
+        state.kv_len, state.used = done.pos + done.rows, now
         if done.gen < state.gen:
             return self._next(state)
         answer = replace(done, blob=blob)
@@ -233,7 +233,7 @@ class Stage:
     def deadline(self) -> float | None:
         """When the next idle session is freed; None while every session computes."""
         idle = [
-            state.heard + self._idle_s for state in self._sessions.values() if state.running is None
+            state.used + self._idle_s for state in self._sessions.values() if state.running is None
         ]
         if (kept := self._shelf.deadline) is not None:
             idle.append(kept)
@@ -244,7 +244,7 @@ class Stage:
         idle = [
             session
             for session, state in self._sessions.items()
-            if state.running is None and now >= state.heard + self._idle_s
+            if state.running is None and now >= state.used + self._idle_s
         ]
         for session in idle:
             del self._sessions[session]
@@ -259,7 +259,7 @@ class Stage:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
         blob = data.blob
-        if blob is None or (broken := _broken(data, blob)):
+        if blob is None or (broken := _violation(data, blob)):
             text = broken if blob else f"Data of {data.rows} rows without a blob"
             return self._refuse(data, text, FaultCode.RULES)
         if data.pos + data.rows > self._context:
@@ -280,7 +280,7 @@ class Stage:
             self._keep(data),
             blob,
             is_step=not data.flags & Flags.PREFILL,
-            helps=data.gen if self._is_last and data.rows == 1 and data.flags == _ASKS else None,
+            helps=data.gen if self._is_last and data.rows == 1 and data.flags == _HELP else None,
         )
         return self._queue(self._sessions[session], data, compute)
 
@@ -358,7 +358,7 @@ class Stage:
     def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[Action]:
         """Forget a session; its first ``keep`` positions, if complete, may be kept."""
         state = self._sessions.pop(session, None)
-        self._closed.setdefault(session, state.tally if state else _NOTHING)
+        self._closed.setdefault(session, state.tally if state else _EMPTY_TALLY)
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
         self.budget.release(session)
@@ -372,7 +372,7 @@ class Stage:
         return Forward(Fault(data.session, data.epoch, code, self._rank, text))
 
 
-def _broken(data: Data, blob: Blob) -> str:
+def _violation(data: Data, blob: Blob) -> str:
     """Return which rule the rows of a message break; empty if none."""
     if len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
         return f"Data of {data.rows} rows with a blob of shape {list(blob.shape)}"

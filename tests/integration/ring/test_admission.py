@@ -81,7 +81,7 @@ async def test_what_can_never_fit_is_refused_and_the_next_one_served(
 ) -> None:
     async with ring_with(llama, monkeypatch, 2) as ring:
         with pytest.raises(
-            UserError, match=r"come to 530 tokens, and there is room for 512"
+            UserError, match=r"take 530 tokens, and the KV cache has room for 512"
         ) as why:
             await ask(ring, tokens=500)
 

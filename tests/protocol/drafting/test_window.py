@@ -11,7 +11,7 @@ from meshllm.protocol.drafting.window import (
     GUESSES,
     MAX_CONFIDENCE,
     MAX_DEPTH,
-    Experience,
+    DrafterStats,
     Lookahead,
     StepTimes,
     Window,
@@ -27,7 +27,9 @@ def times(**seconds: float) -> StepTimes:
     return table
 
 
-def taught(table: StepTimes, right: int, guesses: int, ring: Experience | None = None) -> Lookahead:
+def taught(
+    table: StepTimes, right: int, guesses: int, ring: DrafterStats | None = None
+) -> Lookahead:
     lookahead = Lookahead(table, ring)
     for _ in range(20):
         lookahead.note(2, guesses, right)
@@ -38,7 +40,7 @@ def wrong(lookahead: Lookahead, steps: int, confidence: int = 2) -> list[int]:
     """Return the draft length chosen at each step, with every draft rejected."""
     chosen = []
     for _ in range(steps):
-        chosen.append(0 if lookahead.is_resting else lookahead.choose(confidence, 99).guesses)
+        chosen.append(0 if lookahead.is_paused else lookahead.choose(confidence, 99).guesses)
         lookahead.note(confidence, chosen[-1], 0)
     return chosen
 
@@ -112,7 +114,7 @@ def test_a_new_ring_starts_with_short_drafts_and_doubles_them() -> None:
 
 
 def test_a_few_drafts_are_tried_once_if_rows_are_computed_one_by_one() -> None:
-    table, ring = StepTimes(together=False), Experience()
+    table, ring = StepTimes(together=False), DrafterStats()
     table.note(1, 0.1)
     lookahead = Lookahead(table, ring)
 
@@ -162,7 +164,7 @@ def test_drafting_is_tried_again_with_a_small_trial() -> None:
 
 
 def test_a_second_session_knows_a_low_acceptance() -> None:
-    table, ring = times(r1=0.100, r2=0.105), Experience()
+    table, ring = times(r1=0.100, r2=0.105), DrafterStats()
 
     first, second = (wrong(Lookahead(table, ring), 60) for _ in range(2))
 
@@ -171,14 +173,14 @@ def test_a_second_session_knows_a_low_acceptance() -> None:
 
 
 def test_a_second_session_knows_a_high_acceptance() -> None:
-    table, ring = times(r1=0.250, r17=0.280), Experience()
+    table, ring = times(r1=0.250, r17=0.280), DrafterStats()
     taught(table, 16, 16, ring)
 
     assert Lookahead(table, ring).choose(2, 99).guesses == 16
 
 
 def test_the_statistics_of_a_session_soon_outweigh_those_of_the_ring() -> None:
-    table, ring = times(r1=0.100, r2=0.105), Experience()
+    table, ring = times(r1=0.100, r2=0.105), DrafterStats()
     for _ in range(10):
         taught(table, 16, 16, ring)
     lookahead = Lookahead(table, ring)
@@ -188,7 +190,7 @@ def test_the_statistics_of_a_session_soon_outweigh_those_of_the_ring() -> None:
 
 
 def test_many_short_sessions_try_bad_drafts_as_seldom_as_a_long_one() -> None:
-    table, ring = times(r1=0.100, r2=0.105), Experience()
+    table, ring = times(r1=0.100, r2=0.105), DrafterStats()
     wrong(Lookahead(table, ring), 60)
 
     chosen = [each for _ in range(20) for each in wrong(Lookahead(table, ring), 20)]
@@ -198,12 +200,12 @@ def test_many_short_sessions_try_bad_drafts_as_seldom_as_a_long_one() -> None:
 
 
 def test_drafting_time_shortens_drafts_or_stops_them() -> None:
-    table, ring = times(r1=0.100, r17=0.110), Experience()
+    table, ring = times(r1=0.100, r17=0.110), DrafterStats()
     lookahead = taught(table, right=15, guesses=16, ring=ring)
     chosen = []
-    for price in (0.0, 0.02, 0.3):
+    for token_s in (0.0, 0.02, 0.3):
         for _ in range(40):
-            ring.pay(16, 16 * price)
+            ring.note_query(16, 16 * token_s)
         chosen.append(lookahead.choose(2, 99).guesses)
 
     assert chosen[0] == 16
@@ -212,21 +214,21 @@ def test_drafting_time_shortens_drafts_or_stops_them() -> None:
 
 
 def test_fruitless_queries_raise_the_price() -> None:
-    ring = Experience()
-    ring.pay(4, 0.04)
-    before = ring.price
-    ring.pay(0, 0.01)
+    ring = DrafterStats()
+    ring.note_query(4, 0.04)
+    before = ring.token_s
+    ring.note_query(0, 0.01)
 
-    assert 0 < before < ring.price
+    assert 0 < before < ring.token_s
 
 
 def test_after_fruitless_queries_there_is_a_pause_and_then_a_trial() -> None:
-    ring = Experience()
+    ring = DrafterStats()
     lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2, ring=ring)
 
     looked = []
     for _ in range(200):
-        looked.append(not lookahead.is_resting)
+        looked.append(not lookahead.is_paused)
         guesses = lookahead.choose(2, 99).guesses if looked[-1] else 0
         lookahead.note(2, guesses, 0)
 
@@ -238,19 +240,19 @@ def test_after_fruitless_queries_there_is_a_pause_and_then_a_trial() -> None:
 def test_an_accepted_trial_ends_the_pause() -> None:
     lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
     wrong(lookahead, 20)
-    assert lookahead.is_resting
+    assert lookahead.is_paused
 
     lookahead.note(2, 2, 2)
 
-    assert not lookahead.is_resting
+    assert not lookahead.is_paused
 
 
 def test_a_new_session_inherits_the_pause() -> None:
-    table, ring = times(r1=0.100, r2=0.105), Experience()
+    table, ring = times(r1=0.100, r2=0.105), DrafterStats()
     wrong(taught(table, 0, 2, ring), 20)
 
-    assert Lookahead(table, ring).is_resting
-    assert not Lookahead(table, Experience()).is_resting
+    assert Lookahead(table, ring).is_paused
+    assert not Lookahead(table, DrafterStats()).is_paused
 
 
 def test_a_step_is_cut_as_it_was_chosen() -> None:
@@ -291,7 +293,7 @@ LONG = {"r1": 0.300, "r17": 0.320}
 def test_many_steps_are_in_flight_at_high_acceptance_and_long_trips() -> None:
     table = times(**LONG)
     for _ in range(20):
-        table.note_next(17, 0.010)
+        table.note_interval(17, 0.010)
 
     assert certain(table).choose(2, 999, depth=8) == Window(16, 8)
     assert certain(table).choose(2, 999, depth=2) == Window(16, 2)
@@ -302,7 +304,7 @@ def test_many_steps_are_in_flight_at_high_acceptance_and_long_trips() -> None:
 def test_one_step_is_enough_with_occasional_rejections(right: int) -> None:
     table = times(**LONG)
     for _ in range(20):
-        table.note_next(17, 0.100)
+        table.note_interval(17, 0.100)
 
     assert certain(table, right).choose(2, 999, depth=8).depth == 1
 
@@ -310,7 +312,7 @@ def test_one_step_is_enough_with_occasional_rejections(right: int) -> None:
 def test_one_step_is_enough_if_one_rank_takes_the_whole_trip() -> None:
     table = times(**LONG)
     for _ in range(20):
-        table.note_next(17, 0.320)
+        table.note_interval(17, 0.320)
 
     assert certain(table).choose(2, 999, depth=8).depth == 1
 
@@ -318,7 +320,7 @@ def test_one_step_is_enough_if_one_rank_takes_the_whole_trip() -> None:
 def test_the_slowest_rank_limits_the_steps_in_flight() -> None:
     table = times(**LONG)
     for _ in range(20):
-        table.note_next(17, 0.080)
+        table.note_interval(17, 0.080)
 
     assert certain(table).choose(2, 999, depth=8) == Window(16, 4)
 
@@ -334,7 +336,7 @@ def test_no_pipelining_if_it_slows_down_the_first_step() -> None:
 def test_a_good_run_between_rejections_does_not_start_pipelining() -> None:
     table = times(**LONG)
     for _ in range(20):
-        table.note_next(17, 0.080)
+        table.note_interval(17, 0.080)
     lookahead = certain(table, right=12)
 
     lookahead.note(2, 16, 16)
@@ -349,21 +351,21 @@ def test_a_good_run_between_rejections_does_not_start_pipelining() -> None:
 def test_pipelined_times_decay_to_their_prior() -> None:
     table = times(**LONG)
     for _ in range(20):
-        table.note_next(17, 0.320)
+        table.note_interval(17, 0.320)
         table.note_first(17, 3.0)
-    before = table.first(17), table.pulse(17)
+    before = table.first(17), table.interval(17)
 
     for _ in range(300):
         table.note(17, 0.320)
 
-    assert before > (3 * table.first(17), 1.5 * table.pulse(17))
+    assert before > (3 * table.first(17), 1.5 * table.interval(17))
     assert certain(table).choose(2, 999, depth=8).depth > 1
 
 
 def test_croppable_positions_limit_all_drafts_in_flight() -> None:
     table = times(**LONG)
     for _ in range(20):
-        table.note_next(17, 0.001)
+        table.note_interval(17, 0.001)
 
     window = certain(table).choose(2, 31, depth=8, reach=31)
 
@@ -374,7 +376,7 @@ def test_croppable_positions_limit_all_drafts_in_flight() -> None:
 def test_a_new_ring_starts_with_one_step_and_doubles_its_drafts() -> None:
     table, chosen = times(**LONG), list[int]()
     for _ in range(20):
-        table.note_next(17, 0.010)
+        table.note_interval(17, 0.010)
     lookahead = Lookahead(table)
     for _ in range(8):
         window = lookahead.choose(3, 999, depth=8)
@@ -389,9 +391,9 @@ def test_a_new_ring_starts_with_one_step_and_doubles_its_drafts() -> None:
 def test_zero_times_are_handled() -> None:
     table = times(r1=0.0)
     table.note_first(1, 1.0)
-    table.note_next(1, 1.0)
+    table.note_interval(1, 1.0)
 
-    assert (table.first(1), table.pulse(1)) == (0.0, 0.0)
+    assert (table.first(1), table.interval(1)) == (0.0, 0.0)
     assert certain(table).choose(2, 99, depth=8)
 
 
@@ -412,13 +414,13 @@ def test_zero_times_are_handled() -> None:
 def test_every_choice_respects_its_limits(
     steps: list[tuple[int, int, int, float, float]], confidence: int, room: int
 ) -> None:
-    table, ring = StepTimes(), Experience()
+    table, ring = StepTimes(), DrafterStats()
     lookahead = Lookahead(table, ring)
-    for sure, guesses, right, seconds, price in steps:
+    for sure, guesses, right, seconds, token_s in steps:
         table.note(1 + guesses, seconds)
         table.note_first(1 + guesses, 2 * seconds)
-        table.note_next(1 + guesses, seconds / 3)
-        ring.pay(guesses, price)
+        table.note_interval(1 + guesses, seconds / 3)
+        ring.note_query(guesses, token_s)
         lookahead.note(sure, guesses, min(right, guesses))
 
     for each in (lookahead, Lookahead(table, ring)):

@@ -9,11 +9,11 @@ from meshllm.errors import UserError
 from meshllm.names import SessionId, Span
 from meshllm.protocol.planning.chunking import (
     ALONE_STALL_S,
-    COPY,
-    LEAST_ROWS,
+    COPY_ROWS,
+    DEFAULT_MAX_ROWS,
+    MIN_ROWS,
     SIZES,
     STALL_S,
-    USUAL_MOST,
     RankTimes,
     RingTimes,
     ring_times,
@@ -39,11 +39,11 @@ FLAT = ((1, 1e-2), (1000, 2e-2))
 def ring(
     *layers: float,
     table: tuple[tuple[int, float], ...] = STEEP,
-    way: Wire = NO_TIME,
+    wire: Wire = NO_TIME,
     row_bytes: int = 0,
 ) -> RingTimes:
     """Make a ring of ranks with this number of layers each."""
-    ranks = tuple(RankTimes(Offer(A, 0, table, 0.0), count, way) for count in layers)
+    ranks = tuple(RankTimes(Offer(A, 0, table, 0.0), count, wire) for count in layers)
     return RingTimes(ranks, 0.0, row_bytes, header_bytes=0)
 
 
@@ -55,7 +55,7 @@ def test_attention_time_grows_with_the_rows_before() -> None:
     assert rank.compute_s(100) == pytest.approx(2 * 100 * (1e-4 + 2e-7 * 50))
     assert rank.compute_s(400) == pytest.approx(2 * 400 * (1e-4 + 2e-7 * 200))
     assert rank.compute_s(100, 3000) == pytest.approx(
-        2 * (100 * (1e-4 + 2e-7 * 3050) + 2e-7 * COPY * 3000)
+        2 * (100 * (1e-4 + 2e-7 * 3050) + 2e-7 * COPY_ROWS * 3000)
     )
     assert rank.compute_s(4000) == pytest.approx(2 * 4000 * (1e-4 + 2e-7 * 2000))
 
@@ -70,7 +70,7 @@ def test_attention_costs_nothing_if_more_rows_are_not_slower(
 
 
 def test_ranks_work_on_different_chunks_at_once() -> None:
-    times = ring(1, 2, way=Wire(0.001))
+    times = ring(1, 2, wire=Wire(0.001))
 
     whole, parts = (times.first_token_s(1000, times.pace(chunk)) for chunk in (1000, 250))
 
@@ -89,7 +89,7 @@ def test_the_rest_of_a_prompt_is_a_short_chunk() -> None:
 
 def test_a_link_carries_one_chunk_after_the_other() -> None:
     # 1 ms for a chunk of 100 rows on a rank, 10 ms on the link to the second one.
-    times = ring(1, 1, way=Wire(0.0, 1e6), row_bytes=100)
+    times = ring(1, 1, wire=Wire(0.0, 1e6), row_bytes=100)
 
     seconds = times.first_token_s(400, times.pace(100))
 
@@ -108,14 +108,14 @@ def test_message_sizes_match_the_codec() -> None:
 
 def test_more_chunks_are_in_flight_on_links_with_latency() -> None:
     # A chunk of 100 rows takes 1 ms on each of 3 ranks; a link takes 0, 1 or 100 ms.
-    paces = [ring(1, 1, 1, way=Wire(way_s)).pace(100) for way_s in (0.0, 0.001, 0.1)]
+    paces = [ring(1, 1, 1, wire=Wire(way_s)).pace(100) for way_s in (0.0, 0.001, 0.1)]
 
     assert [pace.window for pace in paces] == [3, 6, MAX_PENDING]
     assert ring(1).pace(100).window == 1
 
 
 def test_the_window_keeps_the_ranks_busy() -> None:
-    times = ring(1, 1, way=Wire(0.003))
+    times = ring(1, 1, wire=Wire(0.003))
 
     # 8 ms until a chunk of 1 ms is back: with two in flight it would be 8 ms for two of them.
     assert times.pace(100).window == 8
@@ -131,7 +131,7 @@ def test_the_longest_chunk_that_is_nearly_best_is_chosen(
     table: tuple[tuple[int, float], ...], layers: tuple[float, ...], others: int
 ) -> None:
     times, limit_s = (
-        ring(*layers, table=table, way=Wire(0.001)),
+        ring(*layers, table=table, wire=Wire(0.001)),
         STALL_S if others else ALONE_STALL_S,
     )
     for prompt in (10, 64, 100, 500, 2000):
@@ -139,7 +139,7 @@ def test_the_longest_chunk_that_is_nearly_best_is_chosen(
         seconds = {
             size: times.first_token_s(prompt, times.pace(size))
             for size in sizes
-            if size <= LEAST_ROWS
+            if size <= MIN_ROWS
             or max(rank.compute_s(size, (prompt - size) // 2) for rank in times.ranks) <= limit_s
         }
 
@@ -173,7 +173,7 @@ def test_a_chunk_stalls_other_sessions_for_a_second_and_new_ones_for_four() -> N
     assert 384 < STALL_S / 2e-3 < 512
     assert 1536 < ALONE_STALL_S / 2e-3 < 2048
     assert [times.best_pace(2500, others).chunk for others in (0, 1, 5)] == [1536, 384, 384]
-    assert ring(1e6).best_pace(2000).chunk == LEAST_ROWS
+    assert ring(1e6).best_pace(2000).chunk == MIN_ROWS
 
 
 def test_chunks_of_a_longer_prompt_are_shorter_next_to_other_sessions() -> None:
@@ -215,7 +215,7 @@ def test_layers_and_wires_follow_the_plan() -> None:
 
     assert [rank.layers for rank in times.ranks] == pytest.approx([1.6, 2.4])
     assert [rank.offer.node for rank in times.ranks] == [A, B]
-    assert [rank.way.latency_s for rank in times.ranks] == [0.007, 0.007]
+    assert [rank.wire.latency_s for rank in times.ranks] == [0.007, 0.007]
     assert (times.head_s, times.row_bytes) == (0.005, 8)
 
 
@@ -224,7 +224,7 @@ def test_a_single_node_has_no_hop() -> None:
 
     times = ring_times(plan, [offer(A, 4)], apart({}, others=10), model(4))
 
-    assert (times.wire_s(0, 100), times.ranks[0].way.bytes_per_s) == (0.0, inf)
+    assert (times.wire_s(0, 100), times.ranks[0].wire.bytes_per_s) == (0.0, inf)
 
 
 def test_a_plan_with_a_missing_offer_is_refused() -> None:
@@ -244,7 +244,7 @@ def test_without_times_more_ranks_get_shorter_chunks() -> None:
 
     assert chunks == [[40, 40, 40, 40], [256, 128, 128, 64], [256, 256, 256, 128]]
     assert [usual_pace(2000, n).window for n in (1, 3, 64)] == [1, 3, MAX_PENDING]
-    assert usual_pace(10**6, 2).chunk == USUAL_MOST
+    assert usual_pace(10**6, 2).chunk == DEFAULT_MAX_ROWS
     assert usual_pace(2000, 2, most=100).chunk == 100
 
 

@@ -180,7 +180,7 @@ def test_drafting_time_is_not_part_of_a_step() -> None:
     write(speculation, clock)
 
     assert speculation.times.of(17) == pytest.approx(STEP_S + 16 * ROW_S)
-    assert speculation.draft_experience.price == pytest.approx(DRAFT_S, rel=0.1)
+    assert speculation.draft_stats.token_s == pytest.approx(DRAFT_S, rel=0.1)
 
 
 def test_reading_a_long_prompt_is_not_charged_to_drafts() -> None:
@@ -193,7 +193,7 @@ def test_reading_a_long_prompt_is_not_charged_to_drafts() -> None:
 
     assert guessed[:20] == [0] * 20
     assert guessed[20] > 0
-    assert speculation.draft_experience.price == pytest.approx(DRAFT_S, rel=0.3)
+    assert speculation.draft_stats.token_s == pytest.approx(DRAFT_S, rel=0.3)
 
 
 class Echo:
@@ -242,7 +242,7 @@ def test_a_model_is_preferred_to_an_unsure_free_drafter() -> None:
     guessed, _ = write(speculation, clock)
 
     assert slow.looks == len(guessed)
-    assert not speculation.experience.is_known
+    assert not speculation.stats.is_known
 
 
 def test_an_unsure_free_drafter_is_used_if_the_model_has_no_draft() -> None:
@@ -253,7 +253,7 @@ def test_an_unsure_free_drafter_is_used_if_the_model_has_no_draft() -> None:
     guessed, seconds = write(speculation, clock)
 
     assert slow.looks < len(guessed)
-    assert speculation.experience.is_known
+    assert speculation.stats.is_known
     assert seconds < STEP_S / 2
 
 
@@ -263,8 +263,8 @@ def far(drafting: Drafting, clock: Clock, **more: Any) -> Speculator:
     for rows in (1, 17):
         speculation.times.note(rows, 0.3)
     for _ in range(20):
-        speculation.times.note_next(17, 0.01)
-    speculation.experience.is_known = True
+        speculation.times.note_interval(17, 0.01)
+    speculation.stats.is_known = True
     speculator = Speculator(speculation, TEXT[:10], clock)
     speculator.after((), pick(10), ends=True)
     for _ in range(20):
@@ -390,7 +390,7 @@ def test_only_a_step_that_has_the_ring_to_itself_measures_a_trip() -> None:
     speculator = far(Oracle(TEXT, 1.0), clock)
     times = speculator._speculation.times
     steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
-    run, at, before = tuple(chain(*steps)), 16, times.pulse(17)
+    run, at, before = tuple(chain(*steps)), 16, times.interval(17)
 
     for seconds in (0.6, 0.1, 0.1, 0.1, 9.9, 9.9):
         clock.now += seconds
@@ -401,7 +401,7 @@ def test_only_a_step_that_has_the_ring_to_itself_measures_a_trip() -> None:
 
     assert times.of(17) == 0.3
     assert times.first(17) > 0.3
-    assert before < times.pulse(17) < 0.1
+    assert before < times.interval(17) < 0.1
 
 
 def test_a_step_after_a_cancelled_flight_does_not_measure_a_trip() -> None:
