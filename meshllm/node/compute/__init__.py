@@ -1,1 +1,1 @@
-"""The compute thread: what runs on it, in which batches, and how long it takes."""
+"""The compute thread, the batching of its jobs, and their timing."""

@@ -1,11 +1,11 @@
-"""Jobs of several sessions that are done together.
+"""Continuous batching: jobs of several sessions run in one pass.
 
-A job that comes while the compute thread is busy waits with the others, and one turn takes all of
-them: what a step costs is reading the weights, which is then done once for all.
+Jobs submitted while the compute thread is busy wait, and the next batch takes all of them: the cost
+of a step is reading the weights, which the jobs of a batch share.
 
-Who waits for a job is called, not woken: between two steps a core has rested, and all that runs
-then is as slow as memory. A future, a task and two more rounds of the event loop would be a tenth
-of a hop.
+Results are passed to callbacks, not to futures: a core idles between two steps, so all code that
+runs then is as slow as memory. A future, a task and two more rounds of the event loop would cost a
+tenth of a hop.
 """
 
 import asyncio
@@ -20,27 +20,27 @@ from meshllm.node.compute.worker import Worker, as_exception
 
 Job = TypeVar("Job")
 Run = Callable[[Sequence[Job]], Iterator[Sequence[Any]]]
-"""Does jobs; yields what became of each, a value or an exception, once for each phase."""
+"""Runs jobs; yields the result of each, a value or an exception, once per phase."""
 Tell = Callable[[Any], None]
-"""Hears of a value or an exception, on the event loop."""
+"""Takes a value or an exception, on the event loop."""
 
 
 def _nobody(_: Any) -> None:
-    """Hear of a phase that a job does not have, and another one of the turn does."""
+    """Ignore a phase that this job lacks and another one of the batch has."""
 
 
 class Batch(Generic[Job]):
-    """Runs jobs in turns on the compute thread, and tells of them until it is left."""
+    """Runs jobs in batches on the compute thread, and reports their results until it is closed."""
 
     def __init__(self, worker: Worker, run: Run[Job], jobs: asyncio.TaskGroup) -> None:
-        """Run jobs; who fails at hearing of one ends the group ``jobs`` with that error."""
+        """Run jobs; a callback that raises ends the group ``jobs`` with its error."""
         self._worker = worker
         self._run = run
         self._jobs = jobs
         self._lock = Lock()
         self._waiting: list[tuple[Job, Sequence[Tell]]] = []
         self._is_left = False
-        self._last: Future[object] | None = None  # that was given to the worker
+        self._last: Future[object] | None = None  # submitted to the worker
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,15 +51,15 @@ class Batch(Generic[Job]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tell nobody any more; unless something failed, wait until nothing runs."""
+        """Report no more results; unless an error is raised, wait until nothing runs."""
         self._is_left = True
         if kind is None and self._last is not None and not self._last.done():
-            await self._worker.run(int)  # behind it
+            await self._worker.run(int)  # runs after it
 
     def submit(self, job: Job, *tells: Tell) -> None:
-        """Add a job to the next turn; each of ``tells`` hears what became of one phase of it.
+        """Add a job to the next batch; each of ``tells`` takes the result of one of its phases.
 
-        There are as many phases as any job of the turn has tells.
+        A batch has as many phases as any of its jobs has callbacks.
         """
         if self._is_left:
             return
@@ -70,7 +70,7 @@ class Batch(Generic[Job]):
             self._last = self._worker.start(self._turn, asyncio.get_running_loop())
 
     def alone(self, function: Callable[[], Any], *tells: Tell) -> None:
-        """Give a function a turn of its own, behind all that was submitted before."""
+        """Run a function by itself, after all that was submitted before."""
         if not self._is_left:
             loop = asyncio.get_running_loop()
             self._last = self._worker.start(self._alone, loop, function, tells)
@@ -81,7 +81,7 @@ class Batch(Generic[Job]):
         loop.call_soon_threadsafe(self._tell, tells, [attempt(function)] * len(tells))
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do all that waits; runs on the compute thread."""
+        """Run all waiting jobs; runs on the compute thread."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         phases = list(zip_longest(*(tells for _, tells in waiting), fillvalue=_nobody))
@@ -90,7 +90,7 @@ class Batch(Generic[Job]):
             for tells, results in zip(phases, self._run([job for job, _ in waiting]), strict=True):
                 loop.call_soon_threadsafe(self._tell, tells, results)
                 told += 1
-        except BaseException as error:  # of no job in particular: all of them end with it
+        except BaseException as error:  # not of a single job: it ends all of them
             for tells in phases[told:]:
                 loop.call_soon_threadsafe(self._tell, tells, [as_exception(error)] * len(tells))
 
@@ -105,15 +105,15 @@ class Batch(Generic[Job]):
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns, or the exception that it raises: the end of one job only."""
+    """Return the result of a function, or the exception it raises, which ends one job only."""
     try:
         return function(*args)
-    except BaseException as error:  # the session of the job gets it, panics of Rust code too
+    except BaseException as error:  # for the session of the job; includes Rust panics
         return as_exception(error)
 
 
 def through(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
-    """Let the values through ``run`` together, but for None and exceptions, which stay."""
+    """Apply ``run`` to all values in one call, except None and exceptions, which stay."""
     good = [value is not None and not isinstance(value, Exception) for value in values]
     given = [value for value, is_good in zip(values, good, strict=True) if is_good]
     results = iter(run(given) if given else ())

@@ -1,4 +1,4 @@
-"""Where the time of a generation went."""
+"""Timing of one generation: first token, later tokens, and the parts of a decode step."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from meshllm.protocol.session.messages import Spent, Tally
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One rank's part of a decode step, as a mean."""
+    """Mean times of one rank per decode step."""
 
     compute_s: float
     serialise_s: float
@@ -21,53 +21,53 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A generation in figures."""
+    """Figures of one generation."""
 
     ttft_s: float
-    """From the order to the first token; 0 when there was none."""
+    """From the request to the first token; 0 if there was none."""
     token_s: float
     """Mean time of every later token; 0 with fewer than two."""
     tokens_per_step: float
-    """Mean of the steps behind the first token: more than 1 where guesses were right."""
+    """Mean of the steps after the first token; more than 1 if drafts were accepted."""
     reused: int
-    """Tokens of the prompt that were kept from another generation."""
+    """Prompt tokens taken from the prefix cache."""
     hops: tuple[Hop, ...]
     """One per rank whose tally is known, the entry first."""
 
 
 class Gauge:
-    """Collects the times of one generation on the entry; every ``now`` in seconds of one clock."""
+    """Collects the times of one generation on the entry; ``now`` is seconds on one clock."""
 
     def __init__(self, begin: float) -> None:
         self._begin = begin
         self._first: float | None = None
         self._latest = begin
-        self._tokens = 0  # behind the first
+        self._tokens = 0  # after the first
         self._spent = Spent(0, 0, 0)
         self._steps = 0
         self._bytes = 0
         self._trips = 0
         self._trip_s = 0.0
-        self._left: tuple[int, float] | None = None  # where a step ends that went alone, and when
-        self._flying: deque[int] = deque()  # where the steps in flight end
+        self._left: tuple[int, float] | None = None  # end and time of a step into an empty ring
+        self._flying: deque[int] = deque()  # end positions of the steps in flight
 
     def computed(self, spent: Spent) -> None:
-        """Count the time of a job for a decode step."""
+        """Add the time of a job for a decode step."""
         self._spent += spent
 
     def left(self, now: float, end: int, size: int) -> None:
-        """Note that the rows of a decode step left for the next rank, up to position ``end``."""
+        """Record that the rows of a decode step, up to position ``end``, left for the next rank."""
         while self._flying and self._flying[-1] >= end:
-            self._flying.pop()  # written over, it counts no more
+            self._flying.pop()  # overwritten by these rows
         if not self._flying:
             self._left = end, now
         self._flying.append(end)
         self._bytes += size
 
     def returned(self, now: float, end: int) -> None:
-        """Note that rows came back; those of the prompt never left a mark.
+        """Record that rows came back; `left` does not record those of a prefill.
 
-        A trip behind others tells how long those took: only one that found an empty ring counts.
+        A step queued behind others includes their time: only one sent into an empty ring counts.
         """
         if self._left and self._left[0] == end:
             self._trips += 1
@@ -77,7 +77,7 @@ class Gauge:
             self._flying.popleft()
 
     def tokens(self, now: float, count: int) -> None:
-        """Note the tokens of one step."""
+        """Record the tokens of one step."""
         if self._first is None:
             self._first = now
         else:
@@ -86,7 +86,7 @@ class Gauge:
         self._latest = now
 
     def measured(self, tallies: Sequence[Tally], round_trip_us: int, reused: int = 0) -> Measured:
-        """Sum up; the time on wires is what a trip took beyond what ranks spent."""
+        """Return the figures; wire time is what a round trip took beyond the time of the ranks."""
         first = self._latest if self._first is None else self._first
         token_s = (self._latest - first) / self._tokens if self._tokens else 0.0
         per_step = self._tokens / self._steps if self._steps else 0.0

@@ -1,8 +1,8 @@
-"""Steps are recorded before a text waits for them.
+"""Warm-up: idle ranks record their steps before a request needs them.
 
-The first steps of each number of rows take up to three times as long, as they are recorded and
-tried. So ranks do them with rows of no text where nothing else was computed for a second, one at a
-time: what comes meanwhile waits for one of them on each rank at most.
+The first steps of each number of rows take up to three times as long, since they are recorded and
+tried. So a rank runs them with dummy rows, one at a time, each after a second without other
+computation: a request waits for at most one of them on each rank.
 """
 
 import asyncio
@@ -13,27 +13,27 @@ from meshllm.model.steps.runner import Runner
 from meshllm.node.compute.worker import Worker
 
 QUIET_S = 1.0
-"""s in which nothing else was computed, before each step."""
+"""s without other computation before each step."""
 
 logger = logging.getLogger(__name__)
 
 
 class Rehearsal:
-    """Of runners, each on its compute thread."""
+    """Warms up runners, each on its compute thread."""
 
     def __init__(self, ranks: Sequence[tuple[Worker, Runner]], over: asyncio.Event) -> None:
-        """Begin nothing yet; set ``over`` at the end."""
+        """Begin nothing yet; `run` sets ``over`` at its end."""
         self._ranks = ranks
         self._over = over
 
     async def run(self) -> None:
-        """Rehearse until nothing is left, which may take as long as texts are written."""
+        """Run every warm-up step, which may take as long as requests keep the ranks busy."""
         for worker, runner in self._ranks:
             steps = runner.rehearsal()
             try:
                 while await worker.spare(QUIET_S, next, steps, steps) is not steps:
                     pass
-            except Exception as error:  # foreign code; steps are recorded when they come, or never
-                logger.warning("no rehearsal: %s: %s", type(error).__name__, error)
-                logger.debug("its traceback", exc_info=error)
+            except Exception as error:  # foreign code; steps are recorded on first use, or never
+                logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
+                logger.debug("traceback of the warm-up", exc_info=error)
         self._over.set()

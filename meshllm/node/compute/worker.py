@@ -1,8 +1,8 @@
-"""The one thread that computes.
+"""The compute thread.
 
 All nodes of a process share one worker: two pools of OpenMP threads on the same cores stall each
-other at every barrier, and the nodes of one machine have one memory bus anyway. With one core for
-each node they may have a worker each.
+other at every barrier, and the nodes of one machine share its memory bus anyway. With one core per
+node they may have a worker each.
 """
 
 import asyncio
@@ -16,58 +16,58 @@ from weakref import ref
 
 import torch
 
-HANG_S = 300.0  # s that a step or a chunk of a prompt may take; the first may compile kernels
-LOAD_HANG_S = 3600.0  # s that anything else may take: 100 GB from a slow disk take half of it
-HANG_TIMES = 10  # of the longest so far, where that is more
-TRIALS = 20  # matrices; long enough to meet another program's time slice, a few ms
+HANG_S = 300.0  # s; limit of a step or a prefill chunk; the first may compile kernels
+LOAD_HANG_S = 3600.0  # s; limit of anything else: loading 100 GB from a slow disk takes half of it
+HANG_TIMES = 10  # the limit as a multiple of the longest run so far, if that is more
+TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return an error that a supervisor catches: a panic of Rust code (tokenizers) is none."""
+    """Return an error as an `Exception`, which a panic of Rust code (tokenizers) is not."""
     if isinstance(error, Exception):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Worker:
-    """Runs functions one after the other, off the event loop, in the order they were given."""
+    """Runs functions one at a time, off the event loop, in the order of submission."""
 
     def __init__(self, executor: Executor, cores: int = 1) -> None:
         self.cores = cores
-        """What torch would use by itself."""
+        """Threads that torch uses by default."""
         self._executor = executor
         self._latest: Callable[[], Future[Any] | None] = lambda: None
-        self._asked = 0.0  # when a function was, or was seen at work; in the time of the event loop
+        self._asked = 0.0  # loop time when a function was last submitted or running
         self._spare = asyncio.Lock()
-        self._at_work: tuple[float, float] | None = None  # since when, and until when it is usual
-        self._longest_s: dict[float, float] = {}  # by the least limit
+        self._at_work: tuple[float, float] | None = None  # start and limit of the running function
+        self._longest_s: dict[float, float] = {}  # by the lower bound of the limit
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Let a function run that tells by itself what became of it, exceptions included."""
+        """Submit a function that reports its outcome by itself, exceptions included."""
         return self._submit(HANG_S, function, *args)
 
     def _submit(self, hang_s: float, function: Callable[..., T], *args: Any) -> Future[T]:
         self._asked = asyncio.get_running_loop().time()
         future = self._executor.submit(self._timed, hang_s, function, *args)
-        self._latest = ref(future)  # what it gave may be the weights of a model, and let go
+        self._latest = ref(future)  # weak: its result may be model weights
         return future
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait for the result of a function.
 
-        If cancelled, the function still runs to its end when it has begun.
+        If cancelled, a function that has begun still runs to its end.
         """
         work = partial(function, *args, **kwargs)
         return await asyncio.wrap_future(self._submit(LOAD_HANG_S, work))
 
     @property
     def hung_s(self) -> float:
-        """Since when the function at work hangs, in seconds; 0 while it takes a usual time.
+        """How long the running function has run, if that exceeds its limit; 0 otherwise.
 
-        What is usual follows what functions took before. No thread can be made to stop.
+        The limit rises with the longest run so far. A thread cannot be stopped.
         """
         at_work = self._at_work
         if at_work is None or time.monotonic() < at_work[1]:
@@ -88,9 +88,9 @@ class Worker:
             self._longest_s[hang_s] = max(longest_s, time.monotonic() - begin)
 
     async def spare(self, quiet_s: float, function: Callable[..., T], *args: Any) -> T:
-        """Wait for the result of a function that nobody waits for.
+        """Wait for the result of a low-priority function.
 
-        It runs when nothing else did for ``quiet_s`` seconds; one such function at a time.
+        It runs after ``quiet_s`` seconds in which nothing else ran; one such function at a time.
         """
         loop = asyncio.get_running_loop()
         async with self._spare:
@@ -101,7 +101,7 @@ class Worker:
             )
 
     def _busy_until(self, now: float) -> float:
-        """Say when something ran last, as far as that was seen."""
+        """Return when something was last seen running, in loop time."""
         if (latest := self._latest()) and not latest.done():
             self._asked = now
         return self._asked
@@ -109,9 +109,9 @@ class Worker:
 
 @asynccontextmanager
 async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
-    """Start the compute thread; ``threads`` is the number of cores torch may use in it, at first.
+    """Start the compute thread; ``threads`` is the initial number of cores that torch uses in it.
 
-    Leaving waits for what runs, off the event loop, and drops what has not begun.
+    On exit, wait for the running function, off the event loop, and drop those not yet begun.
     """
 
     def begin() -> None:
@@ -119,7 +119,7 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
         torch.set_grad_enabled(False)
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=begin)
-    before = torch.get_num_threads()  # what a thread sets, torch gives to threads to come
+    before = torch.get_num_threads()  # torch applies what a thread sets to later threads
     try:
         yield Worker(executor, before)
     finally:
@@ -129,10 +129,10 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
 
 
 def calibrate(cores: int, width: int, dtype: torch.dtype) -> int:
-    """Choose between one core and ``cores`` for layers of this width, and return how many.
+    """Choose between one core and ``cores`` for layers of this width, and return the number.
 
-    Threads meet at a barrier after every matrix: where another program has one of the cores, all
-    of them wait for it, and a token takes ten times as long. Run on the compute thread.
+    Threads meet at a barrier after every matrix: if another program uses one of the cores, all of
+    them wait for it, and a token takes ten times as long. Run on the compute thread.
     """
     weight, row = torch.ones(4 * width, width, dtype=dtype), torch.ones(1, width, dtype=dtype)
 

@@ -1,1 +1,1 @@
-"""Requests: answered here, or by the node that can."""
+"""Requests: answered on this node, or forwarded to the entry."""

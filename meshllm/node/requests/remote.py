@@ -1,4 +1,4 @@
-"""Requests to another node over its link, each answered by lines of JSON, see `asking`."""
+"""Requests to other nodes over their links, answered by JSON lines, see `request_json`."""
 
 import asyncio
 import os
@@ -13,26 +13,26 @@ from meshllm.protocol.membership.codec import ASK_ID_BYTES, Ask, Hush, Said
 from meshllm.protocol.ring.failover import Reported
 from meshllm.request import Answer, Event, Request
 
-MAX_UNREAD = 16 << 20  # bytes of one answer that nobody took
-SILENT_S = 600.0  # s without an event: a long prompt in a long line
+MAX_UNREAD = 16 << 20  # bytes buffered of one answer
+SILENT_S = 600.0  # s without an event; covers the prefill of a long prompt behind a long queue
 
 
 @dataclass(slots=True)
 class _Call:
-    """An Ask that is not yet answered."""
+    """An Ask whose answer is not complete."""
 
     peer: NodeId
     lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
-    """What was said; None when the link is gone, or nobody reads."""
+    """Received lines; None after the link is lost, or the buffer overflowed."""
 
     unread: int = 0
     """Bytes in ``lines``."""
 
     is_over: bool = False
-    """Nothing more will be said."""
+    """The answer is complete."""
 
     def take(self, line: bytes) -> None:
-        """Queue a line; a call whose queue is full is given up."""
+        """Queue a line; end a call whose queue is full."""
         if self.unread <= MAX_UNREAD:
             self.unread += len(line)
             self.lines.put_nowait(line if self.unread <= MAX_UNREAD else None)
@@ -41,27 +41,27 @@ class _Call:
         """Wait for a line.
 
         Raises:
-            TimedOut: nothing came for too long.
-            LinkLost: nothing more will come.
+            TimedOut: none came within `SILENT_S`.
+            LinkLost: no more will come.
         """
         try:
             async with asyncio.timeout(SILENT_S):
                 line = await self.lines.get()
         except TimeoutError:
-            raise TimedOut(f"The entry said nothing for {SILENT_S:.0f} s") from None
+            raise TimedOut(f"The entry sent nothing for {SILENT_S:.0f} s") from None
         if line is None:
-            raise LinkLost("The entry of the ring is gone")
+            raise LinkLost("The link to the entry was lost")
         self.unread -= len(line)
         return line
 
 
 class Remote:
-    """All calls to other nodes; each node is a `Backend`."""
+    """Requests in progress on other nodes; each node is a `Backend`."""
 
     def __init__(
         self, send: Callable[[NodeId, Ask | Said | Hush], None], *, asks_ingress: bool
     ) -> None:
-        """With ``asks_ingress`` the nodes that are asked ask the entry again themselves."""
+        """With ``asks_ingress``, requests go to an ingress, which retries by itself."""
         self._send = send
         self._asks_ingress = asks_ingress
         self._calls: dict[bytes, _Call] = {}
@@ -72,13 +72,13 @@ class Remote:
             call.take(message.body)
 
     def lost(self, peer: NodeId) -> None:
-        """End what a node was asked."""
+        """End the requests to a node whose link was lost."""
         for call in self._calls.values():
             if call.peer == peer:
                 call.lines.put_nowait(None)
 
     async def generate(self, peer: NodeId, request: Request) -> AsyncGenerator[Event, None]:
-        """Let a node answer, see `Backend`."""
+        """Send a request to a node and yield its events, see `Backend`."""
         reader = AnswerReader()
         with self._calling(peer, request) as call:
             while not call.is_over:
@@ -99,7 +99,7 @@ class Remote:
 
     @contextmanager
     def _calling(self, peer: NodeId, request: Request) -> Iterator[_Call]:
-        """Ask; tell a node that still answers at the end that nobody listens any more."""
+        """Send a request; at the end, cancel it if its answer is not complete."""
         ask = os.urandom(ASK_ID_BYTES)
         call = self._calls[ask] = _Call(peer)
         try:

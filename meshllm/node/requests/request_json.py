@@ -1,4 +1,4 @@
-"""A request, its events and its error as lines of JSON.
+"""JSON lines of a request, of its events and of its error.
 
 ::
 
@@ -8,9 +8,9 @@
     {"answer": {...}}                                         the last line of an answer
     {"error": {"message": ..., "code": "link_lost", ...}}     the last line of a failure
 
-Between nodes a line is bounded however long the answer is: its text is not repeated in the last
-line, and ids that would make that too long go ahead of it (`event_to_lines`, `AnswerReader`).
-A line, a field or a code that this version does not know is of a later one, and does no harm.
+Between nodes each line is bounded, however long the answer: the last line does not repeat the text,
+and excess token ids go in lines before it (`event_to_lines`, `AnswerReader`).
+Unknown lines and fields, which a later version may send, are ignored; so are unknown error codes.
 """
 
 import json
@@ -34,10 +34,10 @@ from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
-EVENT_BYTES = 4 << 20  # to the owner of a node an answer carries every token id
+EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
-LINE_LETTERS = 65_536  # of text in a line between nodes: 384 KiB at most, escaped
-MAX_TOKENS = 1 << 24  # of an answer, as of a session
+LINE_LETTERS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
+MAX_TOKENS = 1 << 24  # of an answer; the same limit as of a session
 MESSAGE_LETTERS = 4096
 
 _ERRORS: dict[str, type[MeshError]] = {
@@ -57,7 +57,7 @@ _CODES = {kind: code for code, kind in _ERRORS.items()}
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error; the names are those of OpenAI's error object, and `hint` and `exit_code`."""
+    """An error: the fields of OpenAI's error object, plus `hint` and `exit_code`."""
 
     message: str
     code: str
@@ -69,7 +69,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One of these."""
+    """A line of an answer: exactly one field is set."""
 
     prefilled: tuple[int, ...] | None = None
     piece: str | None = None
@@ -79,29 +79,29 @@ class _Line:
 
 
 def request_to_json(request: Request) -> bytes:
-    """Write a request as one line, without its end; raise `UserError` if no text can hold it."""
+    """Encode a request as one line, without newline; raise `UserError` if it is not valid text."""
     data = _write(lay_out(request))
     _check_size(data)
     return data
 
 
 def request_from_json(data: bytes) -> Request:
-    """Read a request.
+    """Decode a request.
 
     Raises:
-        UserError: too long, no JSON, or a field that is missing or cannot hold.
+        UserError: too long, malformed JSON, or a missing or invalid field.
     """
     _check_size(data)
     request = build(Request, parse(data), strict=False)
     if request.raw is not None and request.turns:
-        raise WrongField("raw", "`raw` and `turns` are both prompts", hint="leave out one of them")
+        raise WrongField("raw", "`raw` and `turns` cannot be combined", hint="omit one of them")
     if request.max_tokens < 1:
         raise WrongField("max_tokens", f"`max_tokens` is {request.max_tokens}, not at least 1")
     return request
 
 
 def event_to_json(event: Event) -> bytes:
-    """Write an event as one line, without its end."""
+    """Encode an event as one line, without newline."""
     match event:
         case Prefilled(done, total):
             return _write({"prefilled": [done, total]})
@@ -114,7 +114,7 @@ def event_to_json(event: Event) -> bytes:
 
 
 def event_to_lines(event: Event) -> Iterator[bytes]:
-    """Write an event for `AnswerReader` as lines, each without its end."""
+    """Encode an event for `AnswerReader` as lines, each without newline."""
     match event:
         case Piece(text):
             for at in range(0, len(text), LINE_LETTERS):
@@ -129,39 +129,39 @@ def event_to_lines(event: Event) -> Iterator[bytes]:
 
 
 def error_to_json(error: MeshError) -> bytes:
-    """Write the line that ends a failed answer, without its end."""
+    """Encode the last line of a failed answer, without newline."""
     return _write({"error": error_to_fields(error)})
 
 
 def _check_size(data: bytes) -> None:
     if len(data) > REQUEST_BYTES:
-        raise UserError(f"The request is {len(data)} bytes long, not at most {REQUEST_BYTES}")
+        raise UserError(f"The request is {len(data)} bytes long; the limit is {REQUEST_BYTES}")
 
 
 def event_from_json(data: bytes) -> Event | None:
-    """Read one line of an answer; None for one that a later version has added.
+    """Decode one line of an answer; None for a kind that this version does not know.
 
     Raises:
-        MeshError: what the line says went wrong where the answer is made.
-        PeerFault: the line is none of ours.
+        MeshError: the error that the line carries.
+        PeerFault: the line is malformed.
     """
     line = _read_line(data)
     return None if line.tokens is not None else _event_of(line)
 
 
 class AnswerReader:
-    """Reads the lines of one answer that `event_to_lines` wrote."""
+    """Decodes the lines of one answer that `event_to_lines` encoded."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
         self._tokens: list[int] = []
 
     def take(self, data: bytes) -> Event | None:
-        """Read the next line, as `event_from_json`; None where it makes no event."""
+        """Decode the next line as `event_from_json` does; None if it completes no event."""
         line = _read_line(data)
         self._tokens += line.tokens or ()
         if len(self._tokens) > MAX_TOKENS:
-            raise PeerFault(f"An answer of more than {MAX_TOKENS} tokens")
+            raise PeerFault(f"The answer has more than {MAX_TOKENS} tokens")
         if line.tokens is not None:
             return None
         event = _event_of(line)
@@ -175,11 +175,11 @@ class AnswerReader:
 
 def _read_line(data: bytes) -> _Line:
     if len(data) > EVENT_BYTES:
-        raise PeerFault(f"A line of {len(data)} bytes in an answer, not at most {EVENT_BYTES}")
+        raise PeerFault(f"A line of an answer has {len(data)} bytes; the limit is {EVENT_BYTES}")
     try:
         return build(_Line, parse(data), strict=False)
     except UserError as error:
-        raise PeerFault(f"A line of an answer is none: {error}") from None
+        raise PeerFault(f"Malformed line of an answer: {error}") from None
 
 
 def _event_of(line: _Line) -> Event | None:
@@ -195,11 +195,11 @@ def _event_of(line: _Line) -> Event | None:
         case _Line(prefilled=None, piece=None, answer=None, error=None):
             return None
         case _:
-            raise PeerFault("Malformed line of an answer: it says several things")
+            raise PeerFault("Malformed line of an answer: several fields are set")
 
 
 def error_to_fields(error: MeshError) -> dict[str, Any]:
-    """Lay an error out as OpenAI's clients expect it, with our hint and exit code."""
+    """Return the fields of OpenAI's error object for an error, plus our hint and exit code."""
     kind = next(each for each in type(error).__mro__ if each in _CODES)
     failure = _Failure(
         message=str(error),
@@ -214,15 +214,15 @@ def error_to_fields(error: MeshError) -> dict[str, Any]:
 
 
 def error_from_fields(fields: object) -> MeshError:
-    """Make the error that `error_to_fields` laid out; a `PeerFault` if it is none."""
+    """Return the error of fields from `error_to_fields`; a `PeerFault` if they are malformed."""
     try:
         return _error_of(build(_Failure, fields, "error", strict=False))
     except UserError as error:
-        return PeerFault(f"An error that is none: {error}")
+        return PeerFault(f"Malformed error object: {error}")
 
 
 def _error_of(failure: _Failure) -> MeshError:
-    # A code nobody knows is from a newer version: what it says still helps.
+    # An unknown code comes from a newer version: its message still helps.
     kind = _ERRORS.get(failure.code, MeshError)
     hint = failure.hint[:MESSAGE_LETTERS] if failure.hint else None
     return kind(failure.message[:MESSAGE_LETTERS], hint=hint)
@@ -232,4 +232,6 @@ def _write(fields: dict[str, Any]) -> bytes:
     try:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"Half a character at letter {error.start} of a request") from None
+        raise UserError(
+            f"The request contains an unpaired surrogate at character {error.start} of its JSON"
+        ) from None

@@ -1,15 +1,15 @@
-"""Requests from here, from clients and from other nodes: answered here, or by the entry.
+"""Request routing: requests are answered on this node, or forwarded to the entry of the ring.
 
 Theory of operation
 -------------------
-The node that takes a request is its ingress. When it is the entry it answers itself, else it asks
-the entry over their link: Ask one way, Said the other until the answer or an error; Hush where
-the asker gives up before that.
-A client asks any node, which is then its ingress; an Ask of a node is served by the entry only, so
-that no request goes round in circles.
+The node that receives a request is its ingress. If it is the entry, it answers by itself; otherwise
+it forwards the request to the entry over their link: an Ask one way, a Said for each line the other
+way until the answer or an error, and a Hush if the ingress cancels before that.
+A client sends its request to any node, which is then the ingress. Only the entry serves the Ask of
+a node, so no request is forwarded in a circle.
 
-When a ring breaks, the ingress asks the next one, see `meshllm.protocol.ring.failover`. A client
-turns to another node only when it has lost the link to its own.
+When a ring breaks, the ingress repeats the request on the next ring, see
+`meshllm.protocol.ring.failover`. A client repeats it only after losing the link to its ingress.
 """
 
 import asyncio
@@ -34,43 +34,43 @@ from meshllm.protocol.membership.codec import Ask, Hush, Said
 from meshllm.protocol.ring.failover import Failover
 from meshllm.request import Answer, Backend, Event, Request
 
-MAX_ASKED = 16  # requests of one node or client at a time
+MAX_ASKED = 16  # concurrent requests of one node or client
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 
 logger = logging.getLogger(__name__)
 
 
 class Ring(Protocol):
-    """What a desk needs to know about the ring in force."""
+    """What the router needs from the ring in force."""
 
     async def entry(self) -> NodeId:
-        """Wait for a ring that stands, and name its entry."""
+        """Wait for an open ring, and return its entry."""
         ...
 
     def reason(self) -> str:
-        """Say why there is none."""
+        """Return why there is none."""
         ...
 
     def backend(self) -> AbstractAsyncContextManager[Backend]:
-        """Answer as the entry inside the context; raise `LinkLost` where this node is not."""
+        """Return the local entry as a context; raise `LinkLost` if this node is not the entry."""
         ...
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of requests whose ingress is this node."""
+    """Counters of the requests whose ingress is this node."""
 
     active: int = 0
     served: int = 0
     failed: int = 0
     tokens: int = 0
     last: Answer | None = None
-    """The latest answer, for its times; what was asked and said is not kept."""
+    """The latest answer, for its times; without its text and tokens."""
     last_tokens: int = 0
 
 
 class Desk:
-    """Answers requests, here or through the entry."""
+    """Answers requests, locally or through the entry."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Desk:
         *,
         asks_ingress: bool = False,
     ) -> None:
-        """Answer; with ``asks_ingress`` the nodes that are asked ask the entry again themselves."""
+        """Answer; with ``asks_ingress``, remote requests go to an ingress, which retries itself."""
         self._me = me
         self._ring = ring
         self._send = send
@@ -90,12 +90,12 @@ class Desk:
         self.counts = Counts()
 
     async def run(self) -> None:
-        """Serve those who ask, until cancelled."""
+        """Serve the requests of other nodes and clients until cancelled."""
         async with self._jobs:
-            await asyncio.Event().wait()  # nobody sets it
+            await asyncio.Event().wait()  # never set
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request, whoever is the entry; survive the loss of a ring.
+        """Yield the events of a request from the entry, wherever it is; survive the loss of a ring.
 
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
@@ -113,7 +113,7 @@ class Desk:
                                 yield new
                 except LinkLost as error:
                     delay = failover.lost(error)
-                    logger.info("the ring broke under a request, which is asked again: %s", error)
+                    logger.info("ring lost during a request, retrying: %s", error)
                     await asyncio.sleep(delay)
                 else:
                     return
@@ -124,7 +124,7 @@ class Desk:
             self.counts.active -= 1
 
     def receive(self, peer: NodeId, message: Ask | Said | Hush, *, is_client: bool) -> None:
-        """Take a message about a request."""
+        """Handle a message about a request."""
         match message:
             case Ask(ask, data):
                 self._open(peer, ask, data, is_client=is_client)
@@ -135,7 +135,7 @@ class Desk:
                     task.cancel()
 
     def lost(self, peer: NodeId) -> None:
-        """End what another node asked, and what it was asked."""
+        """End the requests from and to a peer whose link was lost."""
         for (asker, _), task in self._served.items():
             if asker == peer:
                 task.cancel()
@@ -143,7 +143,7 @@ class Desk:
 
     @asynccontextmanager
     async def _answering(self, request: Request) -> AsyncIterator[AsyncGenerator[Event, None]]:
-        """Let the entry answer, here or over there; close what it yields at the end."""
+        """Open the event stream of the entry, local or remote; close it at the end."""
         entry = await self._entry()
         async with AsyncExitStack() as stack:
             if entry == self._me:
@@ -165,7 +165,7 @@ class Desk:
     def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         held = Counter(asker for asker, _ in self._served)[peer]
         if held >= MAX_ASKED or (peer, ask) in self._served:
-            error = MeshError(f"{held} requests of this node are under way", hint="ask again later")
+            error = MeshError(f"{held} requests of this node are in progress", hint="retry later")
             self._send(peer, Said(ask, error_to_json(error)))
             return
         task = self._jobs.create_task(self._serve(peer, ask, data, is_client=is_client))
@@ -185,8 +185,8 @@ class Desk:
         except MeshError as error:
             self._send(peer, Said(ask, error_to_json(error)))
         except Exception as error:  # the supervisor: a bug ends its request, not the node
-            logger.exception("a request met a bug")
-            self._send(peer, Said(ask, error_to_json(MeshError(f"A bug: {type(error).__name__}"))))
+            logger.exception("bug while serving a request")
+            self._send(peer, Said(ask, error_to_json(MeshError(f"Bug: {type(error).__name__}"))))
 
     def _count(self, answer: Answer) -> None:
         self.counts.served += 1

@@ -1,1 +1,1 @@
-"""The ring: a model held in part, and the ranks that run it."""
+"""The ring runtime: loads a span of the model and runs it as a rank of the plan in force."""

@@ -1,4 +1,4 @@
-"""What the ranks of a ring have for caches, as a budget."""
+"""KV budget of the ranks of a ring."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,6 @@ from meshllm.protocol.kv_cache.budget import KvBudget, Room
 
 
 def budget_for(model: ModelShape, spans: Sequence[Span], rooms: Sequence[int]) -> KvBudget:
-    """Make the budget of ranks that hold these spans, with so many bytes for caches each."""
+    """Return the KV budget of ranks with these spans and so many bytes for caches each."""
     pairs = zip(spans, rooms, strict=True)
     return KvBudget([Room(total, cache_cost(model, span)) for span, total in pairs])

@@ -1,4 +1,4 @@
-"""A whole ring inside one process: a `RingRuntime` for each rank, over loopback, with a fixed plan.
+"""A whole ring in one process: one `RingRuntime` per rank, over loopback, with a fixed plan.
 
 Messages are encoded, hashed and checked at every hop, as between machines.
 """
@@ -35,26 +35,26 @@ from meshllm.request import Event, Request, Sampling
 from meshllm.transport.contract import Link, Listener, Transport
 from meshllm.transport.registry import Registry
 
-EPOCH = 1  # a ring inside one process never changes its plan
+EPOCH = 1  # the plan of a ring in one process never changes
 
 
 @dataclass(frozen=True, slots=True)
 class RingOptions:
-    """What to build."""
+    """Options of a ring in one process."""
 
     nodes: int = 1
     """Ranks that hold layers."""
     transport: str = "loopback"
     """Name of the transport plugin between them."""
     ends: Ends = Ends.ENTRY
-    """Who holds embedding and head."""
+    """Where embedding and head are: on the first node, or on a client without layers."""
     own_threads: bool = False
-    """Each rank computes on a thread of its own, as if it were alone on its cores."""
+    """Give each rank its own compute thread, as if it were alone on its cores."""
     inference: InferenceConfig = field(default_factory=InferenceConfig)
 
 
 class _Rank:
-    """The host of one runtime: it dials the next rank and takes links of the one before."""
+    """The host of one runtime: dials the next rank and accepts links of the previous one."""
 
     def __init__(
         self, ring: "LocalRing", number: int, model: ModelRuntime, listener: Listener | None
@@ -67,20 +67,20 @@ class _Rank:
         self._before = ring.plan.stages[number - 1].node
 
     def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
-        """Let all dial once all have loaded."""
+        """Record whether this rank has loaded; once all have, all dial."""
         self.is_loaded, self.trouble = is_loaded, trouble
         self._ring.changed()
 
     def at_work(self) -> None:
-        """Let the ring look whether all are at work."""
+        """Let the ring check whether all ranks serve."""
         self._ring.changed()
 
     def times(self, plan: Plan) -> RingTimes | None:
-        """Know none: ranks of one process share its cores."""
+        """Return None: ranks of one process share its cores."""
         return None
 
     def rooms(self, plan: Plan) -> list[int] | None:
-        """Tell the bytes that each rank has for caches."""
+        """Return the bytes that each rank has for caches."""
         return self._ring.rooms
 
     async def dial(self, node: NodeId) -> Link:
@@ -88,7 +88,7 @@ class _Rank:
         return await self._ring.dial(node)
 
     async def run(self) -> None:
-        """Serve, and take links, until cancelled."""
+        """Serve, and accept links, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.runtime.run())
             if self._listener is not None:
@@ -129,21 +129,21 @@ class LocalRing:
 
     @property
     def entry(self) -> EntryNode:
-        """Rank 0 at work; raise `LinkLost` while the ring is forming again."""
+        """The entry; raise `LinkLost` while the ring is forming again."""
         entry = self._ranks[0].runtime.entry
         if entry is None:
-            raise LinkLost("The ring broke, and is forming again")
+            raise LinkLost("The ring was lost and is forming again")
         return entry
 
     @property
     def stages(self) -> list[StageNode]:
-        """The ranks behind the entry that are at work."""
+        """The stages that serve."""
         stages = (rank.runtime.stage for rank in self._ranks)
         return [stage for stage in stages if stage]
 
     @cached_property
     def text(self) -> Text:
-        """The model's tokenizer and chat template; raise `ModelError` when there is none."""
+        """The model's tokenizer and chat template; raise `ModelError` if there is none."""
         return Text.load(self.model.source.folder)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -158,7 +158,7 @@ class LocalRing:
     async def tokens(
         self, prompt: Sequence[int], sampling: Sampling, max_tokens: int
     ) -> AsyncGenerator[int, None]:
-        """Yield ``max_tokens`` token ids after a prompt in token ids, past any end token."""
+        """Yield ``max_tokens`` token ids after a prompt of token ids; end tokens do not end it."""
         order = Order(tuple(prompt), sampling, max_tokens, is_last=lambda _: False)
         async with aclosing(self.entry.generate(order)) as outputs:
             async for output in outputs:
@@ -166,16 +166,16 @@ class LocalRing:
                     yield output.id
 
     async def warmed_up(self) -> None:
-        """Wait until no rank has steps left to record."""
+        """Wait until every rank has finished its warm-up."""
         for rank in self._ranks:
             await rank.runtime.warmed_up.wait()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Let all ranks work; what a rank raises rises at the end, as it is a bug."""
+        """Run all ranks; an exception in a rank is a bug, and is raised at the end."""
         tasks = [asyncio.create_task(rank.run()) for rank in self._ranks]
         try:
-            await asyncio.sleep(0)  # after its first step a runtime takes work
+            await asyncio.sleep(0)  # a runtime accepts work after its first step
             for rank in self._ranks:
                 rank.runtime.follow(self.plan)
             await self._begun(tasks)
@@ -190,18 +190,18 @@ class LocalRing:
 
     async def dial(self, node: NodeId) -> Link:
         """Open a link to a rank."""
-        assert self._transport is not None  # a ring of one dials nobody
+        assert self._transport is not None  # a ring of one dials no rank
         return await self._transport.dial(self._addresses[node])
 
     def changed(self) -> None:
-        """Look at the ranks again."""
+        """Check the ranks again, after one has changed."""
         if all(rank.is_loaded for rank in self._ranks):
             for rank in self._ranks:
                 rank.runtime.formed(is_formed=True)
         self._news.set()
 
     async def formed(self) -> None:
-        """Wait until all ranks are at work; raise what keeps one from it."""
+        """Wait until all ranks serve; raise the error of a rank that cannot."""
         while not all(rank.runtime.entry or rank.runtime.stage for rank in self._ranks):
             for trouble in filter(None, (rank.trouble for rank in self._ranks)):
                 raise trouble
@@ -209,7 +209,7 @@ class LocalRing:
             await self._news.wait()
 
     async def _begun(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Wait until the ring has formed; a rank that ends meanwhile has a bug, which rises."""
+        """Wait until the ring has formed, or a rank has ended because of a bug."""
         formed = asyncio.ensure_future(self.formed())
         try:
             await asyncio.wait([formed, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -223,17 +223,17 @@ class LocalRing:
 async def open_local_ring(
     source: Source, options: RingOptions, transport: Transport | None = None
 ) -> AsyncIterator[LocalRing]:
-    """Form a ring of nodes in this process; leave nothing running.
+    """Form a ring of nodes in this process; on exit nothing is left running.
 
     Raises:
         UserError: more nodes than layers, or no such device.
-        ModelError: the model does not fit, its type cannot be split, or the draft is not for it.
-        PluginError: there is no such transport.
+        ModelError: the model does not fit, cannot be split, or does not match its draft model.
+        PluginError: no such transport.
     """
     async with AsyncExitStack() as stack:
         config = options.inference
         worker = await stack.enter_async_context(compute_thread(config.threads or 1))
-        await worker.run(list_weights, source.folder)  # what is cheap to refuse goes first
+        await worker.run(list_weights, source.folder)  # cheap checks first
         draft = await worker.run(resolve, config.draft) if config.draft else None
         model = await ModelRuntime.open(source, worker, config, draft)
         offers = local_offers(model, options)
@@ -264,7 +264,7 @@ async def open_local_ring(
 
 
 def local_offers(model: ModelRuntime, options: RingOptions) -> list[Offer]:
-    """Divide the memory of this machine, or of its GPU, among equal nodes."""
+    """Divide the memory of this machine, or of its GPU, equally among the nodes."""
     ranks = options.nodes + (options.ends is Ends.CLIENT)
     free = free_memory() if model.device == CPU else free_bytes(model.device)
     memory = max(0, free - (model.draft.bytes if model.draft else 0)) // ranks
@@ -273,7 +273,7 @@ def local_offers(model: ModelRuntime, options: RingOptions) -> list[Offer]:
 
 
 def local_plan(model: ModelRuntime, options: RingOptions, offers: Sequence[Offer]) -> Plan:
-    """Divide a model over nodes of this process."""
+    """Divide the layers of a model among the nodes of this process."""
     shape, nodes, ends = model.shape, options.nodes, options.ends
     if nodes > shape.layers:
         raise UserError(

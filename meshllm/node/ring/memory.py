@@ -1,4 +1,4 @@
-"""What this process holds of a model, by name and in bytes; bounds nothing."""
+"""Memory that this process holds for a model, by purpose, in bytes."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from meshllm.status import MemoryStatus
 
 
 def measure(node: EntryNode | StageNode | None) -> MemoryStatus:
-    """Tell what a rank holds; None is at work in no ring."""
+    """Return the memory of a rank; ``node`` is None outside a ring."""
     process = process_memory()
     if node is None:
         return MemoryStatus(process)

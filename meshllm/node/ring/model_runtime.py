@@ -1,4 +1,4 @@
-"""The model of one node: what it holds for the plan in force, and how it is run."""
+"""The model on one node: loads the span of the plan in force, and configures how it runs."""
 
 import logging
 from collections.abc import Sequence
@@ -46,14 +46,14 @@ DEFAULTS = InferenceConfig()
 
 logger = logging.getLogger(__name__)
 
-_HEADER_BYTES = 256  # more than a message has beside its rows, sealed
-_WIDEST = 4  # bytes of an element on the wire
-_HELP_SHARE = 0.5  # of the headroom, at most, for a part of the head
+_HEADER_BYTES = 256  # upper bound of a sealed message without its rows
+_WIDEST = 4  # bytes of the widest element on the wire
+_HELP_SHARE = 0.5  # of the headroom, at most, for a part of the LM head
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpan:
-    """What a node holds as a rank of a plan."""
+    """What a node has loaded as a rank of a plan."""
 
     span: Span
     ends: HeldEnds | None
@@ -61,13 +61,13 @@ class LoadedSpan:
     runner: Runner | None
     """On every other rank."""
     draft: ModelDrafting | None = None
-    """On the entry, where a model guesses."""
+    """On the entry: the draft model, if there is one."""
     help: Runner | None = None
-    """On the last rank: its part of the head, where the entry may ask for it."""
+    """On the last rank: its part of the LM head, if the entry may request logits."""
 
     @property
     def runners(self) -> list[Runner]:
-        """Whatever runs steps of several rows."""
+        """All runners of steps with several rows."""
         return self.ends.runners if self.ends else [self.runner] if self.runner else []
 
 
@@ -83,7 +83,7 @@ class ModelRuntime:
         config: InferenceConfig = DEFAULTS,
         draft: Draft | None = None,
     ) -> None:
-        """Hold nothing yet."""
+        """Load nothing yet."""
         self.source = source
         self.worker = worker
         self.shape = shape
@@ -93,18 +93,18 @@ class ModelRuntime:
         self.device = torch.device(config.device)
         self.wire = config.wire
         self.slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
-        """How many tokens caches can go back; None is any number."""
+        """Most tokens by which a KV cache can be cropped; None is unlimited."""
         self._steps = STEPS if verdict.croppable and not config.exact else ()
         drafts = self._steps and config.speculation
         self.drafting: Drafting | None = config.drafting or SuffixDrafting() if drafts else None
         """Drafter for speculative decoding; None disables it."""
         self.draft = draft
-        """A model that drafts too when this node is the entry."""
+        """Draft model, used when this node is the entry."""
         self.divides_head = bool(self._steps) and self.device == CPU
         """Whether the last rank may compute a part of the logits."""
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: LoadedSpan | None = None
-        self._tried: list[Parts | None] | None = None  # how the head is divided, once it is known
+        self._tried: list[Parts | None] | None = None  # how the LM head is split, once known
         self._text: Text | None = None
 
     @classmethod
@@ -115,11 +115,11 @@ class ModelRuntime:
         config: InferenceConfig = DEFAULTS,
         draft: Source | None = None,
     ) -> "ModelRuntime":
-        """Look at a model, and at the one that drafts for it; nothing of it is loaded yet.
+        """Inspect a model, and its draft model; load no weights yet.
 
         Raises:
-            ModelError: it cannot be run, or not on that device, or the draft is not for it.
-            UserError: there is no such device.
+            ModelError: it cannot run, or not on that device, or its draft model does not match.
+            UserError: no such device.
         """
         verdict = await worker.run(check, source.config)
         verdict.require(1)
@@ -141,12 +141,12 @@ class ModelRuntime:
         return other
 
     async def calibrate(self) -> None:
-        """Choose the number of threads by measurement, where nobody chose it."""
+        """Measure which number of threads is fastest, unless one is configured."""
         if self.config.threads is None and self.device == CPU:
             await self.worker.run(calibrate, self.worker.cores, self.shape.hidden_size, self._dtype)
 
     def pace(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
-        """Choose how a prompt is fed to a ring beside so many others, by its times where known."""
+        """Return the prefill pace beside ``others`` sessions, by the ring's times if known."""
         chunk = self.config.chunk
         if self.config.exact or not self.verdict.chunkable:  # transformers takes a prompt whole
             chunk = chunk if self.verdict.chunkable and chunk else self._most_rows
@@ -158,31 +158,31 @@ class ModelRuntime:
 
     @property
     def context(self) -> int:
-        """Count the tokens that a session may have."""
+        """Most tokens of a session."""
         context = self.shape.context or MAX_POSITION
-        # A model that takes no chunks gets its prompt in one message, which has a limit.
+        # Without chunked prefill a prompt travels in one message, which has a limit.
         return context if self.verdict.chunkable else min(context, self._most_rows)
 
     async def text(self) -> Text:
-        """Return the tokenizer and chat template; raise `ModelError` where there is none."""
-        if self._text is None:  # reading it takes long, once
+        """Return the tokenizer and chat template; raise `ModelError` if there is none."""
+        if self._text is None:  # slow to read
             self._text = await self.worker.run(Text.load, self.source.folder)
         return self._text
 
     async def hold(self, plan: Plan, me: NodeId, room: int = 0) -> LoadedSpan:
-        """Load what the plan gives this node; what it held before is let go first.
+        """Load this node's span of the plan, unless it is loaded; release another one first.
 
-        It has ``room`` bytes for caches beside the layers.
+        This node has ``room`` bytes for caches in addition to its layers.
 
         Raises:
-            ModelError: the weights are not here, or damaged.
-            OutOfMemory: they do not fit into what is free.
+            ModelError: the weights are missing or damaged.
+            OutOfMemory: they do not fit into free memory.
         """
         rank = plan.rank(me)
-        assert rank is not None  # the caller asks for its own place
+        assert rank is not None  # the caller is in the plan
         self.verdict.require(len(plan.stages))
         span, alone = plan.stages[rank].span, len(plan.stages) == 1
-        is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client shows nobody a token
+        is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client hides its tokens
         held = self._held
         if not (held and held.span == span and self._fits(held, rank, alone)):
             self._held = held = None
@@ -196,16 +196,16 @@ class ModelRuntime:
 
     @property
     def prefix_bytes(self) -> int | None:
-        """Bytes for finished sessions; None is what others leave of the budget."""
+        """Bytes for the prefix cache; None is what sessions leave of the budget."""
         is_kept = not self.config.exact and self.verdict.chunkable
         return self.config.prefix_bytes if is_kept else 0
 
     def budget(self, plan: Plan, rooms: Sequence[int]) -> KvBudget:
-        """Divide the room for caches of each rank of a plan."""
+        """Return the KV budget of the ranks of a plan."""
         return budget_for(self.shape, [stage.span for stage in plan.stages], rooms)
 
     def release(self) -> None:
-        """Let go of what is held."""
+        """Release the loaded span."""
         self._held = None
 
     @property
@@ -220,16 +220,16 @@ class ModelRuntime:
         return held.ends is not None and (held.ends.head is None) is alone
 
     def _loaded(self, span: Span, *what: bool) -> LoadedSpan:
-        """Load; an allocation that fails is an error of the machine, not a bug."""
+        """Load; raise `OutOfMemory` if an allocation fails."""
         try:
             return self._load(span, *what)
-        except (MemoryError, RuntimeError) as error:  # torch says it as the latter
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
             if not is_out_of_memory(error):
                 raise
             weights = sum(self.shape.layer_bytes[span.start : span.stop])
             raise OutOfMemory(
                 f"Not enough memory for layers {span} of `{self.shape.name}`: {error}",
-                hint="offer less with `--memory`, or free some",
+                hint="offer less with `--memory`, or free memory",
                 needed_bytes=weights,
             ) from error
 
@@ -248,15 +248,15 @@ class ModelRuntime:
     def _help_beside(self, span: Span, room: int) -> Runner | None:
         try:
             return self._load_help(span, room)
-        except (MeshError, RuntimeError, MemoryError, OSError) as error:  # layers can be served
+        except (MeshError, RuntimeError, MemoryError, OSError) as error:  # the layers can be served
             name = type(error).__name__
-            logger.warning("no part of the head beside layers %s: %s: %s", span, name, error)
+            logger.warning("layers %s without a part of the LM head: %s: %s", span, name, error)
             return None
 
     def _load_help(self, span: Span, room: int) -> Runner | None:
-        """Load the last rank's part of the head, where there is one, and the headroom takes it.
+        """Load the last rank's part of the LM head, if it is split and the headroom suffices.
 
-        It is no part of the plan, so that it may take neither the room of layers nor of caches.
+        The plan does not count it, so it must not use the memory of layers or caches.
         """
         shape = self.shape
         if not (parts := parts_of(shape.vocab_size, shape.hidden_size)):
@@ -269,7 +269,7 @@ class ModelRuntime:
         return self._run(self._end, head=True, outputs=parts[0])
 
     def _parts(self) -> Parts | None:
-        """Say how the head is divided; the same on every node that does not leave it whole."""
+        """Return how the LM head is split, the same on every node that splits it; None if whole."""
         if self._tried is None:
             self._tried = [find_parts(self.source, self.shape)]
         return self._tried[0]

@@ -1,4 +1,4 @@
-"""One node serving one plan after the other: drives `Forming`, runs an entry or a stage."""
+"""Serves one plan after the other on a node: drives `Forming`, runs the entry or a stage."""
 
 import asyncio
 import logging
@@ -39,8 +39,8 @@ from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
-MAX_SESSIONS = 8  # generations at a time; others wait their turn
-MAX_KEPT = 16  # messages of an idle link; a peer sends two before it is answered
+MAX_SESSIONS = 8  # concurrent generations; further ones wait
+MAX_KEPT = 16  # messages buffered of an idle link; a peer sends two before it is answered
 
 logger = logging.getLogger(__name__)
 
@@ -48,30 +48,30 @@ Job = Callable[[], Coroutine[Any, Any, None]]
 
 
 class RuntimeHost(Protocol):
-    """What a runtime needs of the node around it.
+    """What a runtime needs from its node.
 
-    The host calls `RingRuntime.formed` whenever it may have changed whether all nodes of the plan
-    have loaded.
+    The host calls `RingRuntime.formed` after each change to the set of nodes that have loaded the
+    plan.
     """
 
     def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
-        """Hear whether the span of the plan is loaded, and what is wrong."""
+        """Called with whether the span of the plan is loaded, and the error if it cannot be."""
 
     def at_work(self) -> None:
-        """Hear that this node began or ceased to be at work in a ring."""
+        """Called when this node has begun or ceased to serve in a ring."""
 
     def times(self, plan: Plan) -> RingTimes | None:
-        """Tell what the ranks of a plan take; None where a node has not told."""
+        """Return the measured times of the ranks of a plan; None if not all are known."""
 
     def rooms(self, plan: Plan) -> list[int] | None:
-        """Tell the bytes that each rank has for caches; None where a node has not told."""
+        """Return the bytes that each rank has for caches; None if not all are known."""
 
     async def dial(self, node: NodeId) -> contract.Link:
-        """Open a link for a ring; raise `MeshError` when there is no way."""
+        """Open a link for a ring; raise `MeshError` if the node cannot be reached."""
 
 
 class _IdleLink:
-    """A link that is not at work yet: it is read ahead, so that its end is seen."""
+    """A link that is not in use yet; it is read ahead, so that its loss is noticed."""
 
     def __init__(self, link: contract.Link) -> None:
         self._link = link
@@ -92,21 +92,21 @@ class _IdleLink:
         return self._kept.popleft() if self._kept else await self._link.receive()
 
     async def first(self) -> contract.Buffer:
-        """Wait for the first message, and keep it."""
+        """Wait for the first message, and keep it buffered."""
         self._kept.append(await self._link.receive())
         return self._kept[0][1]
 
     async def watch(self, gone: Callable[[], None]) -> None:
-        """Read ahead until the other end lets go, or says more than it may before an answer."""
+        """Read ahead until the peer closes the link, or sends more than it may unanswered."""
         try:
             while len(self._kept) < MAX_KEPT:
                 self._kept.append(await self._link.receive())
         except MeshError as error:
-            logger.debug("an idle link of the ring ended: %s", error)
+            logger.debug("idle ring link lost: %s", error)
         gone()
 
     def settle(self) -> None:
-        """Stop reading ahead; `settled` waits for the end of it."""
+        """Stop reading ahead; `settled` waits until that has ended."""
         if self.watching is not None:
             self.watching.cancel()
 
@@ -120,7 +120,7 @@ class _IdleLink:
 
 
 class RingRuntime:
-    """The place of a node in the ring of the plan in force."""
+    """The rank of a node in the ring of the plan in force."""
 
     def __init__(self, me: NodeId, model: ModelRuntime, host: RuntimeHost) -> None:
         self._me = me
@@ -136,12 +136,12 @@ class RingRuntime:
         self._alarm = Alarm(lambda: self._machine.deadline, self._expire)
         self._tasks = asyncio.TaskGroup()
         self.warmed_up = asyncio.Event()
-        """No step is left to be recorded before a text waits for it."""
+        """Set when the warm-up has ended."""
         self._is_closed = False
         self.entry: EntryNode | None = None
-        """At work: this node is rank 0 of a ring that is open."""
+        """Set while this node is rank 0 of an open ring."""
         self.stage: StageNode | None = None
-        """At work: this node is another rank of a ring that is open."""
+        """Set while this node is another rank of an open ring."""
 
     @property
     def plan(self) -> Plan | None:
@@ -150,21 +150,21 @@ class RingRuntime:
 
     @property
     def sessions(self) -> int:
-        """Count the sessions under way on this rank."""
+        """Number of sessions in progress on this rank."""
         return sum(node.sessions for node in (self.entry, self.stage) if node)
 
     def follow(self, plan: Plan | None) -> None:
         """Serve this plan from now on."""
         if plan != self.plan:
-            self.entry = self.stage = None  # theirs was the last plan, and they are about to end
+            self.entry = self.stage = None  # they belong to the last plan, and are about to end
             self._act(self._machine.follow(plan, self._now()))
 
     def reload(self) -> None:
-        """Try again to load what could not be loaded."""
+        """Try again to load a span that could not be loaded."""
         self._act(self._machine.reload(self._now()))
 
     def formed(self, *, is_formed: bool) -> None:
-        """Hear whether all nodes of the plan in force have loaded."""
+        """Update whether all nodes of the plan in force have loaded."""
         self._act(self._machine.formed(self._now(), is_formed=is_formed))
 
     async def run(self) -> None:
@@ -180,7 +180,7 @@ class RingRuntime:
             await asyncio.gather(*(link.close() for link in links.values()), *self._closing)
 
     async def arrive(self, link: contract.Link, peer: NodeId) -> None:
-        """Take a link for a ring; it is closed when it is not for the plan in force or the next.
+        """Accept a link for a ring; close it unless it is for the plan in force or a later one.
 
         If cancelled, it is closed too.
         """
@@ -190,7 +190,7 @@ class RingRuntime:
             async with asyncio.timeout(SILENCE):
                 hello = decode(await idle.first())
         except (TimeoutError, MeshError) as error:
-            logger.debug("a link for a ring brought no greeting: %s", error)
+            logger.debug("ring link without a Hello: %s", error)
         finally:
             if not isinstance(hello, Hello) or self._is_closed:
                 await link.close()
@@ -212,7 +212,7 @@ class RingRuntime:
                 case Report(is_loaded, trouble):
                     self._host.loaded(is_loaded, trouble)
                 case Failed(reason):
-                    logger.info("the ring is not formed: %s", reason)
+                    logger.info("ring not formed: %s", reason)
                 case _:
                     assert_never(action)
         self._alarm.reset()
@@ -237,7 +237,7 @@ class RingRuntime:
                 return None
 
     async def _until_replaced(self) -> None:
-        """Do the job of the moment; let it end before the next begins."""
+        """Run the current job until another one replaces it; wait for its end."""
         self._is_replaced.clear()
         replaced = asyncio.create_task(self._is_replaced.wait())
         job = asyncio.create_task(self._job()) if self._job else replaced
@@ -283,15 +283,15 @@ class RingRuntime:
             self._act(self._machine.dialled(number, self._now()))
 
     async def _serve(self, plan: Plan, *numbers: int | None) -> None:
-        """Be at work until a neighbour is gone."""
+        """Serve until a neighbour is lost."""
         links = [self._links.pop(number) for number in numbers if number is not None]
         try:
             for link in links:
                 await link.settled()
             peers = self._peers(plan, links)
             node = self._rank(plan, Neighbours(*peers) if peers else None)
-            reason = await self._run(node) if node else LinkLost("A node offers nothing any more")
-        finally:  # who closes waits for the other end; the next plan need not
+            reason = await self._run(node) if node else LinkLost("A node withdrew its offer")
+        finally:  # in the background: closing waits for the peer, which the next plan need not
             for link in links:
                 self._discard(link)
         self._act(self._machine.broke(str(reason), self._now()))
@@ -303,7 +303,7 @@ class RingRuntime:
         running = asyncio.ensure_future(node.run())
         rehearsing = asyncio.ensure_future(rehearsal.run())
         try:
-            await asyncio.sleep(0)  # after its first step it takes work
+            await asyncio.sleep(0)  # it accepts work after its first step
             self._at_work(node)
             return await running
         finally:
@@ -312,24 +312,24 @@ class RingRuntime:
             rehearsing.cancel()
             await asyncio.gather(running, rehearsing, return_exceptions=True)
 
-    # What a rank is made of.
+    # Parts of a rank.
 
     @property
     def _hello(self) -> Hello:
-        assert self.plan is not None  # a node without one greets nobody
+        assert self.plan is not None  # a node without one dials no rank
         return Hello(self._me, self.plan.epoch, self.plan.digest)
 
     def _peers(self, plan: Plan, links: Sequence[_IdleLink]) -> list[Peer]:
-        """Return the rank before and the rank after at work; nobody in a ring of one."""
+        """Return the links to the previous and the next rank; none in a ring of one."""
         rank, stages = plan.rank(self._me) or 0, plan.stages
         nodes = stages[rank - 1].node, stages[(rank + 1) % len(stages)].node
         machines = [Link(self._hello, peer=node) for node in nodes[: len(links)]]
         for machine in machines[1:]:
-            machine.open(self._now())  # the rank after was greeted when it was dialled
+            machine.open(self._now())  # the next rank got a Hello when it was dialled
         return [Peer(link, machine) for link, machine in zip(links, machines, strict=True)]
 
     def _rank(self, plan: Plan, neighbours: Neighbours | None) -> EntryNode | StageNode | None:
-        """Build the entry or a stage; None where a node of the plan has taken its offer back."""
+        """Build the entry or a stage; None if a node of the plan has withdrawn its offer."""
         if (rooms := self._host.rooms(plan)) is None:
             return None
         budget = self._model.budget(plan, rooms)
@@ -368,7 +368,7 @@ class RingRuntime:
         return StageNode(machine, span.runner, model.worker, neighbours, model.wire, span.help)
 
     def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:
-        """Ask anew for each prompt: what the nodes offer may change."""
+        """Return the pace of one prompt, by the latest times of the nodes."""
         return self._model.pace(len(plan.stages), prompt, others, self._host.times(plan))
 
     def _at_work(self, node: EntryNode | StageNode | None) -> None:

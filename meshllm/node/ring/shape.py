@@ -1,10 +1,10 @@
-"""What the planner needs to know of a model."""
+"""The shape of a model, as the planner needs it."""
 
 from meshllm.model.shape import ModelShape, mean_kv_bytes
 from meshllm.protocol.planning.plan import Shape
 
 CONTEXT = 4096
-"""Tokens of one session for which a plan leaves room, where the model takes as many."""
+"""Tokens of one session for which a plan leaves room, if the model takes as many."""
 
 
 def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:

@@ -1,1 +1,1 @@
-"""Sessions: generations on the entry, stages behind it, in tensors."""
+"""Sessions of a ring: generation on the entry, layer spans on the stages, and their links."""

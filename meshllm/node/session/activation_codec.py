@@ -1,4 +1,4 @@
-"""Seals the activations of a session for the next rank; drives `protocol.compression`."""
+"""Encodes hidden states for the next rank: exact, packed or int8; drives `protocol.compression`."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from meshllm.protocol.trust.handshake import Features
 
 
 class Way(Protocol):
-    """What is known of the link to the next rank."""
+    """Properties of the link to the next rank."""
 
     @property
     def round_trip_us(self) -> int:
@@ -25,17 +25,17 @@ class Way(Protocol):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of the link; None where nobody knows it."""
+        """Rate of the link; None if unknown."""
 
     @property
     def features(self) -> Features:
-        """What the next rank understands."""
+        """Features that the next rank supports."""
 
 
 def settle(mode: WireMode, config: Any, dtype: torch.dtype) -> WireMode:
-    """Return the mode for a model: ``auto`` rounds no mixture of experts.
+    """Return the wire mode for a model: ``auto`` means exact for a mixture of experts.
 
-    What is lost in rounding can be the choice of another expert.
+    A rounding error could change which experts are chosen.
     """
     if mode is WireMode.AUTO and mixes(build(config, dtype).model):
         return WireMode.EXACT
@@ -44,38 +44,38 @@ def settle(mode: WireMode, config: Any, dtype: torch.dtype) -> WireMode:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """How the rows of one session leave."""
+    """Encodes the hidden states of one session."""
 
     key: SessionKey
     is_int8: bool
     _outgoing: "Outgoing"
 
     def seal(self, hidden: Tensor, compute_us: int, *, is_step: bool) -> Blob:
-        """Seal a hidden state ``[1, T, D]`` that took so many microseconds to compute.
+        """Seal a hidden state ``[1, T, D]`` that took ``compute_us`` to compute.
 
         Raises:
-            ModelError: it cannot travel so.
+            ModelError: it cannot be encoded.
         """
         packed = self._outgoing.packs(hidden.nbytes, compute_us, is_step=is_step)
         return sealed(self.key, hidden, int8=self.is_int8, packed=packed and not self.is_int8)
 
 
 class Outgoing:
-    """The way from this rank to the next, for all sessions."""
+    """Encodes hidden states for the next rank, for all sessions."""
 
     def __init__(self, mode: WireMode, way: Way | None) -> None:
-        """Send over ``way``; None is a rank that sends nothing."""
+        """Encode for the link ``way``; None if this rank sends nothing."""
         self._way = way
         self._compression = Compression(mode)
 
     def lane(self, session: SessionId) -> Lane:
-        """Return the lane of a session, the same each time."""
+        """Return the encoder of a session, with the same mode each time."""
         round_trip_us = self._way.round_trip_us if self._way else 0
         is_int8 = self._compression.is_int8(session, round_trip_us, self._rate)
         return Lane(session_key(session), is_int8 and self._knows(Features.INT8), self)
 
     def packs(self, size: int, compute_us: int, *, is_step: bool) -> bool:
-        """Note rows that took so long to compute; tell whether so many bytes are packed."""
+        """Record the compute time of rows; return whether their ``size`` bytes are packed."""
         self._compression.note(compute_us, size, self._rate, is_step=is_step)
         return self._compression.packs(size) and self._knows(Features.PACKED)
 

@@ -1,4 +1,4 @@
-"""Rank 0 at work: embeds, injects, samples; knows token ids, not text."""
+"""The entry, rank 0: embeds tokens, runs its layers, samples, and drives every session."""
 
 import asyncio
 import logging
@@ -50,33 +50,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of an entry in its ring."""
+    """Configuration of the entry of one ring."""
 
     ring: int
-    """Ranks of the ring."""
+    """Number of ranks."""
     epoch: int
     pace: Callable[[int, int], Pace]
-    """How a prompt with so many new tokens is fed to the ring, beside so many other sessions."""
+    """Returns the prefill pace for so many new prompt tokens and so many other sessions."""
     max_sessions: int
-    """Generations at a time; others wait."""
+    """Concurrent generations; further ones wait."""
     slack: int | None
-    """How many tokens the caches of this model can go back; None is any number."""
+    """Most tokens by which a KV cache of this model can be cropped; None is unlimited."""
     budget: KvBudget
-    """Bytes for caches on every rank, this one first."""
+    """Bytes for KV caches on every rank, this one first."""
     prefix_bytes: int | None = None
-    """For finished sessions; None is what others leave of the budget."""
+    """Bytes for the prefix cache; None is what sessions leave of the budget."""
     drafting: Drafting | None = None
-    """Who guesses at tokens, where caches can go back; None is nobody."""
+    """Drafter for speculative decoding, if caches can be cropped; None disables it."""
     wire: WireMode = WireMode.EXACT
-    """How hidden states travel to the next rank."""
+    """Encoding of the hidden states sent to the next rank."""
     draft: Drafting | None = None
-    """A model that guesses too."""
+    """Draft model, used in addition to ``drafting``."""
     depth: int = MAX_DEPTH
-    """Steps of guesses in flight at most; 1 is that each waits for the one before it."""
+    """Most steps with drafts in flight; 1 waits for each step before the next."""
 
 
 class EntryNode:
-    """Serves generations; the ring behind it, if any, holds the other layers."""
+    """Runs generations; the stages, if any, hold the other layers."""
 
     def __init__(
         self, ends: Ends, seat: Seat, worker: Worker, neighbours: Neighbours | None = None
@@ -85,7 +85,7 @@ class EntryNode:
         self._seat = seat
         self._neighbours = neighbours
         self.pace = seat.pace
-        """Asked once for each generation."""
+        """Called once per generation."""
         self._speculation: Speculation | None = None
         if seat.drafting:
             times = StepTimes(together=ends.front.is_steady, ring=seat.ring)
@@ -108,35 +108,35 @@ class EntryNode:
 
     @property
     def budget(self) -> KvBudget:
-        """What its sessions, and those that are kept, hold on each rank."""
+        """KV budget of running and kept sessions, on every rank."""
         return self._seat.budget
 
     @property
     def drafting(self) -> Drafting | None:
-        """Who guesses at tokens."""
+        """Drafter for speculative decoding."""
         return self._seat.drafting
 
     @property
     def runners(self) -> list[Runner]:
-        """What it holds of the model."""
+        """Runners of the loaded parts of the model."""
         return self._ends.runners
 
     @property
     def context(self) -> int:
-        """Most tokens that the model takes, prompt included."""
+        """Most tokens of a session, prompt included."""
         return self._ends.context
 
     @property
     def sessions(self) -> int:
-        """Generations under way."""
+        """Number of generations in progress."""
         return len(self._sessions)
 
     async def run(self) -> MeshError:
-        """Serve until a neighbour is gone; return why. Alone in the ring, serve until cancelled."""
+        """Serve until a neighbour is lost, and return why; in a ring of one, until cancelled."""
         try:
             async with self._jobs, self._alarm, self._turns:
                 if self._neighbours is None:
-                    await asyncio.Event().wait()  # nobody sets it
+                    await asyncio.Event().wait()  # never set
                     raise AssertionError
                 self._lost = await self._neighbours.run(self._receive)
                 logger.info("the entry lost its ring: %s", self._lost)
@@ -145,12 +145,12 @@ class EntryNode:
             self._end(self._lost or LinkLost("the ring was closed"))
 
     async def generate(self, order: Order) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of an order, `Ended` last; wait until there is room for it.
+        """Wait for admission, then yield the outputs of an order, `Ended` last.
 
         Raises:
-            UserError: the prompt does not fit the model, or there is no room for it and its answer.
-            Busy: too many wait already.
-            MeshError: the generation failed; nothing of it is left on any rank.
+            UserError: the prompt exceeds the context, or prompt and answer exceed the KV budget.
+            Busy: the admission queue is full.
+            MeshError: the generation failed; no rank holds any of its state.
 
         Closing the iterator cancels the generation on every rank.
         """
@@ -170,7 +170,7 @@ class EntryNode:
 
     @asynccontextmanager
     async def _admitted(self, task: Task) -> AsyncIterator[None]:
-        """Wait until there is room for a task, and hold it."""
+        """Wait for admission of a task; hold its reservation inside the context."""
         try:
             if not self._admission.ask(task.session, task.limit):
                 turn = asyncio.get_running_loop().create_future()
@@ -181,7 +181,7 @@ class EntryNode:
             self._waiting.pop(task.session, None)
             for session in self._admission.leave(task.session):
                 turn = self._waiting.pop(session)
-                if not turn.done():  # else it was cancelled, and is about to leave
+                if not turn.done():  # else it was cancelled and leaves by itself
                     turn.set_result(None)
 
     def _task(self, session: SessionId, order: Order) -> Task:
@@ -200,7 +200,7 @@ class EntryNode:
         if self._lost:
             raise self._lost
         session, now = task.session, self._now()
-        # For all of the prompt, as what is found of it may turn out to be lost.
+        # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
         machine = Entry(task, self.pace(max(1, len(order.prompt)), self.sessions))
         start = start_from(self._prefixes.find(order.prompt, now), self._ends.front.new_cache)
         speculator = None
@@ -233,7 +233,7 @@ class EntryNode:
         if generation is None:
             return
         for place, action in enumerate(actions, start=1):
-            # A job that ran ahead is answered within this call: nothing may follow it.
+            # A prefetched job reports its result within this call: it must be the last action.
             assert place == len(actions) or not isinstance(action, Embed | Pick)
             match action:
                 case Embed():
@@ -249,7 +249,7 @@ class EntryNode:
         self._alarm.reset()
 
     def _forward(self, generation: Generation, action: Forward) -> None:
-        assert self._neighbours is not None  # a machine alone in its ring forwards nothing
+        assert self._neighbours is not None  # a ring of one forwards nothing
         message = action.message
         if isinstance(message, Data) and not message.flags & Flags.PREFILL:
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
@@ -274,18 +274,18 @@ class EntryNode:
         generation.closed.set()
 
     def _keep(self, session: SessionId, generation: Generation) -> None:
-        """Keep what every rank keeps, and forget what one of them had lost."""
+        """Cache the prefix that every rank keeps; forget the base if a rank had lost it."""
         machine, base, cache = generation.machine, generation.base, generation.cache
         if base and machine.reused < base.length:
             self._prefixes.forget(base.session)
         if machine.kept and cache is not None:
             prompt = generation.prompt_tokens
-            self._seat.budget.release(session)  # it is counted as kept from now on
+            self._seat.budget.release(session)  # counted as kept from now on
             self._prefixes.keep(session, machine.kept, prompt, cache, machine.reach, self._now())
 
     def _turn(self, session: SessionId, generation: Generation, job: Pick) -> None:
-        """Pick, and begin with the next step before anybody is told what was picked."""
-        # A ring of one has nobody to work ahead for, and sessions fill one another's gaps.
+        """Sample, and start the next step before the tokens are delivered."""
+        # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
@@ -307,7 +307,7 @@ class EntryNode:
             )
 
     def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
-        """Run tokens, where they did not run ahead."""
+        """Run tokens, unless the job was prefetched."""
         ahead = generation.take_ahead(job)
         watch = ahead.watch if ahead else Stopwatch()
         embedded = partial(self._embedded, session, generation, job, watch)
@@ -326,9 +326,9 @@ class EntryNode:
     ) -> None:
         match result:
             case Missed():
-                logger.info("begin again at the first token: %s", result)
+                logger.info("prefix lost, restarting from the first token: %s", result)
                 self._act(session, generation.machine.missed(self._now()))
-            case Exception():  # this is the supervisor: a bug ends its session, not the others
+            case Exception():  # the supervisor: a bug ends its session only
                 self._fail(session, generation, result)
             case blob:
                 if job.pos >= generation.prompt_tokens:
@@ -358,7 +358,7 @@ class EntryNode:
         self._act(session, generation.machine.failed(fault_code(error), str(error), self._now()))
 
     def _end(self, reason: MeshError) -> None:
-        """Fail what is under way; nobody is there to return its Close."""
+        """Fail the generations in progress; their Close cannot come back."""
         self._lost = reason
         for session, generation in list(self._sessions.items()):
             generation.outcome = reason

@@ -1,4 +1,4 @@
-"""One generation on the entry: its caches, its tokens, its results; knows token ids, not text."""
+"""State of one generation on the entry: KV cache, token ids, outputs."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The generation is over on every rank."""
+    """The generation ended on every rank."""
 
     reason: FinishReason
     measured: Measured
@@ -47,35 +47,35 @@ Output = Prefilled | Token | Ended
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A generation in token ids."""
+    """A generation request in token ids."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     max_tokens: int
     is_last: Callable[[int], bool]
-    """Called once with each token, in order, on the compute thread: whether it ends the answer."""
+    """Called once per token, in order, on the compute thread: whether it ends the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What rank 0 holds."""
+    """Runners of the entry."""
 
     front: Runner
-    """The embedding and the first layers; alone in the ring, the whole model."""
+    """The embedding and the first layers; in a ring of one, the whole model."""
     head: Runner | None
-    """The head apart from the layers; None when the front has it."""
+    """The LM head, or its second part if it is split; None if ``front`` has it."""
     context: int
-    """Most tokens that the model takes, prompt included."""
+    """Most tokens of a session, prompt included."""
     helped: Runner | None = None
-    """The tokens before those of the head, where that is a part of it: the last rank's to help."""
+    """The first part of a split LM head, which the last rank may compute instead."""
 
     @property
     def runners(self) -> list[Runner]:
-        """All that is held."""
+        """All loaded runners."""
         return [each for each in (self.front, self.helped, self.head) if each]
 
     def logits(self, rows: list[Tensor]) -> Sequence[Tensor]:
-        """Compute the logits [1, T, V] of rows [1, T, D]; those of a whole model are logits."""
+        """Compute logits [1, T, V] of rows [1, T, D]; in a ring of one the rows are logits."""
         if self.head is None:
             return rows
         nothing = [None] * len(rows)
@@ -88,7 +88,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What was sampled, and what is guessed behind it and behind what is in flight."""
+    """Sampled tokens, and the drafts that follow them and the steps in flight."""
 
     tokens: tuple[int, ...]
     is_last: bool
@@ -98,19 +98,19 @@ class Picked:
 
 @dataclass(slots=True)
 class Ahead:
-    """An Embed that nobody asked for yet; what becomes of it is of interest from then on."""
+    """A prefetched Embed; its result waits for the job that requests it, or the job for it."""
 
     watch: Stopwatch
     _tell: Callable[[Any], None] | None = None
     _results: list[Any] = field(default_factory=list)
 
     def hear(self, result: Blob | Exception | None) -> None:
-        """Take what became of it."""
+        """Take the result."""
         self._results.append(result)
         self._meet()
 
     def ask(self, tell: Callable[[Any], None]) -> None:
-        """Let ``tell`` hear of it, at once where it is known."""
+        """Call ``tell`` with the result, at once if it is known."""
         self._tell = tell
         self._meet()
 
@@ -120,9 +120,9 @@ class Ahead:
 
 
 class Generation:
-    """The state of one order."""
+    """State of one generation request."""
 
-    def __init__(  # noqa: PLR0913 -- what others have made for it
+    def __init__(  # noqa: PLR0913 -- its parts are made elsewhere
         self,
         order: Order,
         machine: Entry,
@@ -132,7 +132,7 @@ class Generation:
         speculator: Speculator | None,
         start: Start,
     ) -> None:
-        """Prepare an order that begins with ``start``."""
+        """Prepare a generation that continues from ``start``."""
         self.machine = machine
         self.gauge = Gauge(begin)
         self.outputs: asyncio.Queue[Output | MeshError] = asyncio.Queue()
@@ -141,41 +141,41 @@ class Generation:
         self.cause: MeshError | None = None  # of a failure on this rank
         self.ahead: Ahead | None = None
         self.depth = 1
-        """Steps in flight at most, from the next Pick on."""
+        """Most steps in flight, from the next Pick on."""
         self.asked: LogitsRequest | None = None
-        """What the last rank was asked for with the last step."""
+        """Logits requested from the last rank with the last step."""
         self._order = order
         self._ends = ends
         self._lane = lane
         self._speculator = speculator
         self.base = start.base
         self.cache: SpanCache | None = None
-        """Keys and values of the local layers, from the first job on."""
+        """KV cache of the local layers, from the first job on."""
         self._make_cache: Callable[[], SpanCache] | None = start.make
         self._history = list(order.prompt)
         self._is_alone = ends.head is None
         self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
-        self._next: Embed | None = None  # what follows the last Pick, if nothing comes between
+        self._next: Embed | None = None  # after the last Pick, unless another job comes first
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self._order.prompt)
 
     def asked_for(self, job: Pick) -> LogitsRequest | None:
-        """Return what the last rank was asked for, if it is for this job."""
+        """Return the logits request that belongs to this job, if any."""
         asked = self.asked
         return asked if asked and (asked.gen, asked.pos + 1) == (job.gen, job.pos) else None
 
     def take_ahead(self, job: Embed | None) -> Ahead | None:
-        """Return what runs ahead, if it is this job; forget it otherwise."""
+        """Return the prefetched step if it is this job; discard it otherwise."""
         ahead, self.ahead = self.ahead, None
         if job and self._next and (job.pos, job.tokens) == (self._next.pos, self._next.tokens):
             return ahead
         return None
 
     def note(self, action: Emit | Progress | Done | Failed) -> None:
-        """Pass on what the machine says to whoever waits for the outputs."""
+        """Queue an output, or record the outcome, that the machine reports."""
         match action:
             case Emit(token):
                 self.outputs.put_nowait(Token(token))
@@ -203,7 +203,7 @@ class Generation:
         return self.embedded(job, output, watch)
 
     def embedded(self, job: Embed, output: Tensor, watch: Stopwatch) -> Blob | None:
-        """Hand back the output [1, T, D] of an Embed; alone in the ring, keep what is picked."""
+        """Seal the output [1, T, D] of an Embed; in a ring of one, keep the rows to sample from."""
         watch.computed()
         if self._is_alone:
             self._rows = output[:, -1 - job.guesses :]
@@ -214,42 +214,42 @@ class Generation:
 
     @property
     def key(self) -> SessionKey:
-        """What its blobs are sealed with."""
+        """Key that seals its blobs."""
         return self._lane.key
 
     def open(self, job: Pick, watch: Stopwatch) -> Tensor:
-        """Return the rows [1, 1 + G, D] for the head; alone in the ring they are logits."""
+        """Return the rows [1, 1 + G, D] for the head; in a ring of one they are logits."""
         watch.queued()
         self._next = None
         rows = self._rows if job.blob is None else opened(self._lane.key, job.blob)
         if rows is None:
-            raise ModelError(f"no row to sample the token at position {job.pos} from")
+            raise ModelError(f"No hidden state to sample the token at position {job.pos} from")
         watch.serialised()
         return rows
 
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
-        """Sample from ``logits`` [1, 1 + G, V] as far as the guesses were right."""
+        """Sample from ``logits`` [1, 1 + G, V] up to the first rejected draft token."""
         tokens, is_last = self._sample(logits[0], job)
         steps = self._look_ahead(tokens, job, is_last=is_last)
         watch.computed()
         return Picked(tokens, is_last, steps)
 
     def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SpanCache] | None:
-        """Return the Embed that follows what was just picked, with its tokens [1, 1 + G]."""
+        """Return the Embed that follows the last Pick, with its tokens [1, 1 + G] and cache."""
         watch.begin()
         if self._next is None:
-            return None  # nobody will ask for it
+            return None  # no step follows
         watch.queued()
         cache = self._cropped(self._next.pos)
         return self._next, torch.tensor([self._next.tokens]), cache
 
     def _cropped(self, length: int) -> SpanCache:
-        """Return the cache, cropped; raise `Missed` where that cannot be."""
+        """Return the cache, cropped; raise `Missed` if it cannot be."""
         if make := self._make_cache:
             self._make_cache = None
             try:
                 self.cache = make()
-            except (ModelError, RuntimeError, MemoryError) as error:  # the last two: no memory
+            except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
                 self.cache = self._ends.front.new_cache()
                 raise Missed(str(error)) from None
         assert self.cache is not None
@@ -260,9 +260,9 @@ class Generation:
         return job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
-        """Sample from ``logits`` [1 + G, V] until a guess was wrong or the answer ends.
+        """Sample from ``logits`` [1 + G, V] until a draft token is rejected or the answer ends.
 
-        Return the tokens, and whether the last one ends the answer.
+        Return the tokens and whether the last one ends the answer.
         """
         tokens: list[int] = []
         is_last = False
@@ -282,7 +282,7 @@ class Generation:
         return tuple(tokens), is_last
 
     def _look_ahead(self, tokens: tuple[int, ...], job: Pick, *, is_last: bool) -> Steps:
-        """Guess at what follows the tokens, and note the next step; none follows the last."""
+        """Draft what follows the tokens, and note the next step unless the answer ends."""
         steps: Steps = ()
         known, flying = job.pos + len(tokens), job.flying(tokens)
         ends = is_last or known >= job.limit

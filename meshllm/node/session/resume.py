@@ -1,4 +1,4 @@
-"""Caches that a session goes on from: taken, copied, or new; made on the compute thread."""
+"""KV caches that a session continues from: taken over, copied or new."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from meshllm.protocol.kv_cache.prefix_index import Base
 
 
 class Missed(Exception):
-    """A cache is not what a job was to go on from."""
+    """A cache lacks the positions that a job continues from."""
 
 
 def go_back(cache: SpanCache, length: int) -> None:
-    """Crop a cache; raise `Missed` where it does not hold so much, or cannot go back so far."""
+    """Crop a cache; raise `Missed` if it is shorter, or cannot be cropped that far."""
     try:
         cache.crop(length)
     except ModelError as error:
@@ -22,15 +22,15 @@ def go_back(cache: SpanCache, length: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a generation begins with."""
+    """The cache that a generation begins with."""
 
     base: Base | None
     make: Callable[[], SpanCache]
-    """Called once, on the compute thread; the cache holds the base, and perhaps more."""
+    """Called once, on the compute thread; the cache holds the base, and possibly more."""
 
 
 def start_from(found: tuple[Base, SpanCache] | None, new_cache: Callable[[], SpanCache]) -> Start:
-    """Begin with what was found of a prompt, or with nothing."""
+    """Begin with a prefix cache hit, or with an empty cache."""
     if found is None:
         return Start(None, new_cache)
     base, cache = found

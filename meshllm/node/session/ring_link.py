@@ -1,4 +1,4 @@
-"""One neighbour at work: its link, its machine, what waits for it."""
+"""Drivers of the links to the neighbours: each runs a `Link` machine and its send queues."""
 
 import asyncio
 import logging
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class Peer:
-    """Carries messages to and from one neighbour until the link is gone."""
+    """Sends to and receives from one neighbour until the link is lost."""
 
     def __init__(self, link: contract.Link, machine: Link) -> None:
         self._link = link
         self._prompt = link if isinstance(link, contract.Prompt) else None
         self._machine = machine
-        self._own: deque[Message] = deque()  # of the link itself, before all others
+        self._own: deque[Message] = deque()  # the link's own, sent first
         self._control: deque[Message] = deque()
         self._data: deque[Message] = deque()
         self._wake = asyncio.Event()
-        self._is_idle = False  # the writer waits for something to write
+        self._is_idle = False  # the writer has nothing to send
         self._debug = logger.isEnabledFor(logging.DEBUG)
 
     @property
@@ -38,12 +38,12 @@ class Peer:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of the way to the neighbour; None where the transport does not know it."""
+        """Rate of the link to the neighbour; None if the transport does not know it."""
         return self._link.statistics.bytes_per_s
 
     @property
     def features(self) -> Features:
-        """What the neighbour understands; all of it where it is of this process."""
+        """Features that the neighbour supports; all of them inside one process."""
         return self._link.features if isinstance(self._link, SecureLink) else ALL_FEATURES
 
     @property
@@ -52,10 +52,10 @@ class Peer:
         return bool(self._data)
 
     def post(self, action: Forward) -> None:
-        """Send a message, or queue it; the session machines bound how many there can be.
+        """Send a message, or queue it; the session machines bound the length of the queue.
 
-        Where nothing waits it leaves within this call: for a task to wake and send it, a step would
-        wait for another round of the event loop.
+        If the queues are empty it is sent within this call: waking the writer task would delay the
+        step by another round of the event loop.
         """
         queue = self._control if action.control else self._data
         queue.append(action.message)
@@ -64,7 +64,7 @@ class Peer:
             self._rouse()
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
-        """Carry until the link is gone, close it, and return why it went.
+        """Run the link until it is lost, close it, and return the reason.
 
         If cancelled, the link is closed; messages still queued are dropped.
         """
@@ -96,7 +96,7 @@ class Peer:
         match action:
             case Send(message):
                 if self._own and isinstance(self._own[-1], Beat):
-                    self._own.pop()  # it waits for a neighbour that does not read
+                    self._own.pop()  # unsent: the neighbour does not read
                 self._own.append(message)
                 self._rouse()
             case Deliver(message):
@@ -127,23 +127,23 @@ class Peer:
         return self._control or self._data or None
 
     async def _watch(self) -> None:
-        """Beat, and notice silence, also while a send waits for a neighbour that does not read."""
+        """Send beats and detect silence, also while a send waits for a neighbour to read."""
         clock = asyncio.get_running_loop().time
         while (deadline := self._machine.deadline) is not None:
-            # It moves on with every message, and comes nearer once: when the link opens.
+            # It moves later with every message, and earlier only once: when the link opens.
             await asyncio.sleep(min(deadline - clock(), BEAT))
             for action in self._machine.expire(clock()):
                 self._act(action, _nowhere)
 
     def _offer(self, queue: deque[Message]) -> bool:
-        """Send the only message of a queue if that need not wait; tell whether it was sent."""
+        """Send the only message of a queue if that does not block; return whether it was sent."""
         if self._prompt is None:
             return False
         parts = encode(queue[0])
         try:
             if not self._prompt.offer(parts, self._channel(queue)):
                 return False
-        except (MeshError, ValueError):  # the writer meets it too, and ends the link
+        except (MeshError, ValueError):  # the writer hits it too, and ends the link
             return False
         self._note(queue.popleft(), parts)
         return True
@@ -164,7 +164,7 @@ class Peer:
 
 
 class Neighbours:
-    """The rank before and the rank after: where messages come from and where they go."""
+    """The links to the previous and the next rank; sessions travel from one to the other."""
 
     def __init__(self, before: Peer, after: Peer) -> None:
         self._before = before
@@ -173,31 +173,31 @@ class Neighbours:
 
     @property
     def round_trip_us(self) -> int:
-        """Smoothed round trip to the rank after; 0 until it is measured."""
+        """Smoothed round trip to the next rank; 0 until it is measured."""
         return self._after.round_trip_us
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of the way to the rank after; None where the transport does not know it."""
+        """Rate of the link to the next rank; None if the transport does not know it."""
         return self._after.bytes_per_s
 
     @property
     def features(self) -> Features:
-        """What the rank after understands."""
+        """Features that the next rank supports."""
         return self._after.features
 
     @property
     def helps(self) -> bool:
-        """Whether the last rank, which comes before, knows how to help with the logits."""
+        """On the entry: whether the last rank, its previous one, can compute logits."""
         return bool(self._before.features & Features.HELP)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether rows wait for the rank after to take them."""
+        """Whether rows wait to be sent to the next rank."""
         return self._after.is_waiting
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
-        """Carry until one of them is gone, close both links, and return why."""
+        """Run both links until one is lost, close both, and return the reason."""
         peers = (self._before.run(deliver), self._after.run(_nowhere))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in peers]
@@ -208,5 +208,5 @@ class Neighbours:
 
 
 def _nowhere(message: SessionMessage) -> None:
-    """Refuse what the rank after sends: sessions go one way round."""
+    """Refuse session messages of the next rank: sessions travel one way."""
     raise PeerFault(f"{type(message).__name__} against the direction of the ring")

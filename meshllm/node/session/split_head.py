@@ -1,6 +1,6 @@
-"""Computes the entry's part of the logits and takes the other from the last rank.
+"""LM head split over the vocabulary between the entry and the last rank.
 
-Drives `protocol.split_head`: on the event loop it asks and waits, on the compute thread it
+Drives `protocol.split_head`: the event loop requests logits and waits for them, the compute thread
 multiplies and compares. The compute thread never waits for the network.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class LogitsRequest:
-    """What the last rank was asked for with one step; lives on the event loop."""
+    """Logits requested from the last rank with one step; used on the event loop."""
 
     def __init__(self, gen: int, pos: int) -> None:
         self.gen = gen
@@ -34,14 +34,14 @@ class LogitsRequest:
         self._tell: Callable[[Blob], None] | None = None
 
     def receive(self, logits: Logits) -> None:
-        """Take the answer to this question; only the first one counts."""
+        """Take the answer to this request; only the first one counts."""
         if self._answer is None and (logits.gen, logits.pos) == (self.gen, self.pos):
             self._answer = logits.blob
             if self._tell:
                 self._tell(self._answer)
 
     def then(self, tell: Callable[[Blob], None]) -> None:
-        """Let ``tell`` have the answer, at once where it has come."""
+        """Call ``tell`` with the answer, at once if it is known."""
         self._tell = tell
         if self._answer is not None:
             tell(self._answer)
@@ -49,48 +49,48 @@ class LogitsRequest:
 
 @dataclass(frozen=True, slots=True)
 class PartialLogits:
-    """Logits of one row as far as the entry has computed them."""
+    """Logits of one row that the entry has computed."""
 
     ours: Tensor  # [1, 1, V - V']
-    theirs: Tensor | None  # [1, 1, V'], computed to be compared with the answer
+    theirs: Tensor | None  # [1, 1, V'], computed to verify the answer
     begin_s: float
     end_s: float
-    """When that began and ended, by `time.perf_counter`."""
+    """Start and end of that, by `time.perf_counter`."""
 
 
 @dataclass(slots=True)
 class SplitStep:
-    """One row at the head; handed from the event loop to the compute thread and back."""
+    """One row at the LM head, handed from the event loop to the compute thread and back."""
 
     request: LogitsRequest | None
     prove: bool
-    """Compute all logits, and compare them with the answer."""
+    """Compute all logits, to compare them with the answer."""
     part: PartialLogits | None = None
     answer: Blob | None = None
     whole_s: float | None = None
-    """What all of the head took, where nobody was asked."""
+    """Time of the whole head, if no logits were requested."""
     is_proved: bool = False
     fault: str = ""
-    """Why the last rank is not to be asked again."""
+    """Why the feature is to be disabled."""
 
 
 class HeadParts:
-    """The head of an entry in two parts, of which the last rank may compute the first."""
+    """The entry's LM head in two parts, of which the last rank may compute the first."""
 
     def __init__(self, theirs: Runner, ours: Runner) -> None:
         self.control = SplitHead()
-        """Touched on the event loop only."""
+        """Used on the event loop only."""
         self._theirs, self._ours = theirs, ours
-        self._count = 0  # outputs of theirs
+        self._count = 0  # of their logits
 
     # On the event loop.
 
     def begin(self, request: LogitsRequest | None) -> SplitStep:
-        """Prepare a step, for which the last rank was asked or not."""
+        """Prepare a step; ``request`` is None if no logits were requested."""
         return SplitStep(request, self.control.is_proving)
 
     def wait(self, step: SplitStep, go_on: Callable[[], None]) -> None:
-        """Call ``go_on`` once, when the answer to a step is here or too late."""
+        """Call ``go_on`` once, when the answer arrives or its time is up."""
         part, request = step.part, step.request
         if part is None or request is None:
             go_on()
@@ -112,26 +112,26 @@ class HeadParts:
         request.then(take)
 
     def learn(self, step: SplitStep) -> None:
-        """Take note of how a step went."""
+        """Record the outcome of a step."""
         if step.whole_s is not None:
             self.control.unaided(step.whole_s)
         if step.is_proved:
             self.control.proved()
         if step.fault:
             self.control.disable()
-            logger.warning("the last rank is not asked for logits any more: %s", step.fault)
+            logger.warning("logits from the last rank disabled: %s", step.fault)
 
     # On the compute thread.
 
     def compute(self, row: Tensor, step: SplitStep) -> None:
-        """Compute this rank's part for a row [1, 1, D], and the other where it is to be proven."""
+        """Compute the entry's part for a row [1, 1, D]; the other too if it is to be verified."""
         begin = time.perf_counter()
         ours = self._ours.step(row, None)
         theirs = self._theirs.step(row, None) if step.prove else None
         step.part = PartialLogits(ours, theirs, begin, time.perf_counter())
 
     def finish(self, row: Tensor, step: SplitStep, key: SessionKey) -> Tensor:
-        """Return the logits [1, 1, V] of a row; what is missing, or is no answer, is computed."""
+        """Return the logits [1, 1, V] of a row; compute those that are missing or invalid."""
         if (part := step.part) is None:
             begin = time.perf_counter()
             theirs, ours = self._theirs.step(row, None), self._ours.step(row, None)
@@ -142,17 +142,17 @@ class HeadParts:
         own = part.theirs
         if own is not None and given is not None:
             step.is_proved = torch.equal(given, own)
-            step.fault = "" if step.is_proved else "its logits are not those of this node"
+            step.fault = "" if step.is_proved else "its logits differ from the entry's"
         elif own is None:
             own = self._theirs.step(row, None) if given is None else given
         return torch.cat([own, part.ours], -1)
 
     def _opened(self, step: SplitStep, ours: Tensor, key: SessionKey) -> Tensor | None:
-        """Check the logits [1, 1, V'] that came; None where they are none."""
+        """Return the received logits [1, 1, V']; None if they are invalid."""
         blob = step.answer
-        assert blob is not None  # asked for by the caller
+        assert blob is not None  # checked by the caller
         if prod(blob.shape) != self._count:
-            step.fault = f"{list(blob.shape)} logits; {self._count} were asked for"
+            step.fault = f"its logits have the shape {list(blob.shape)}, expected {self._count}"
             return None
         try:
             given = opened(key, blob)
@@ -166,4 +166,4 @@ class HeadParts:
 
 
 def _nobody(_: Blob) -> None:
-    """Hear of an answer that came too late."""
+    """Ignore an answer that came too late."""

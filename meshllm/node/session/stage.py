@@ -1,4 +1,4 @@
-"""A rank behind the entry at work: machine, layers, caches."""
+"""A stage, a rank after the entry: drives its machine, runs its layers, holds its KV caches."""
 
 import asyncio
 import logging
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What this rank holds for a session; touched on the compute thread only."""
+    """What this rank holds for a session; used on the compute thread."""
 
     lane: Lane
     cache: SpanCache
 
 
 class StageNode:
-    """Serves a span of layers to the sessions that come round the ring."""
+    """Runs a span of layers for the sessions of a ring."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class StageNode:
         wire: WireMode = WireMode.EXACT,
         head: Runner | None = None,
     ) -> None:
-        """Serve; ``head`` is this rank's part of it, where it has one."""
+        """Serve; ``head`` is this rank's part of the LM head, if it has one."""
         self._machine = machine
         self._head = head
         self._runner = runner
@@ -65,21 +65,21 @@ class StageNode:
 
     @property
     def budget(self) -> KvBudget:
-        """What its sessions, and those that are kept, hold."""
+        """KV budget of running and kept sessions."""
         return self._machine.budget
 
     @property
     def runners(self) -> list[Runner]:
-        """What it holds of the model."""
+        """Runners of the loaded parts of the model."""
         return [self._runner, *([self._head] if self._head else [])]
 
     @property
     def sessions(self) -> int:
-        """Sessions that hold a cache here."""
+        """Number of sessions with a KV cache here."""
         return len(self._held)
 
     async def run(self) -> MeshError:
-        """Serve until a neighbour is gone; return why."""
+        """Serve until a neighbour is lost; return the reason."""
         try:
             async with self._jobs, self._alarm, self._steps:
                 reason = await self._neighbours.run(self._receive)
@@ -122,7 +122,7 @@ class StageNode:
         match result:
             case Missed():
                 actions = self._machine.missed(job.session)
-            case Exception():  # this is the supervisor: a bug ends its session, not the others
+            case Exception():  # the supervisor: a bug ends its session only
                 actions = self._machine.failed(job.session, fault_code(result), str(result))
             case blob:
                 actions = self._machine.computed(job.session, blob, self._now(), watch.spent)
@@ -133,11 +133,11 @@ class StageNode:
 
     def _helped(self, result: Logits | Exception | None) -> None:
         match result:
-            case Exception():  # nobody waits for it for long
+            case Exception():  # the entry computes them itself
                 logger.warning("no logits for the entry: %s", result)
             case Logits() if (
                 not self._neighbours.is_waiting
-            ):  # else they would be late, and in the way
+            ):  # else they would be late, and delay the rows
                 self._act(self._machine.helped(result))
             case _:
                 pass
@@ -156,15 +156,15 @@ class StageNode:
                 self._adopt(action)
 
     def _adopt(self, job: Adopt) -> None:
-        """Take or copy what was kept; the first rows find out where there is nothing."""
+        """Take over or copy a kept cache; if it is gone, the first rows meet a gap."""
         cache = self._kept.pop(job.base, None) if job.whole else self._kept.get(job.base)
         try:
             if cache is not None and not job.whole:
                 cache = cache.branch(job.length)
-        except (ModelError, RuntimeError, MemoryError) as error:  # no memory is one of the last two
-            logger.info("nothing to go on from: %s", error)
-        except Exception:  # the supervisor: a bug costs its session time, and the others nothing
-            logger.exception("a cache was not copied")
+        except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
+            logger.info("no cache to continue from: %s", error)
+        except Exception:  # the supervisor: a bug only costs the session its prefix
+            logger.exception("cannot copy a cache")
         else:
             if cache is not None:
                 self._held[job.session] = _Held(self._outgoing.lane(job.session), cache)
@@ -191,11 +191,11 @@ class StageNode:
             ]
 
     def _help(self, job: Compute, sent: Blob | Exception | None) -> Logits | None:
-        """Compute this rank's part of the logits, if it was asked for, while the rows travel."""
+        """Compute this rank's part of the logits, if requested, while the rows travel."""
         if self._head is None or job.helps is None or not isinstance(sent, Blob):
             return None
         key = self._held[job.session].lane.key
-        rows = opened(key, sent)  # [1, T, D], as the entry will see them: they may be rounded
+        rows = opened(key, sent)  # [1, T, D], as the entry receives them: they may be rounded
         logits = self._head.step(rows, None)  # [1, T, V']
         blob = sealed(key, logits.view(rows.shape[1], -1, BLOCK))
         return Logits(job.session, self._machine.epoch, job.helps, job.pos, blob)

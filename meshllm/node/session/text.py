@@ -1,4 +1,4 @@
-"""From a request in text to an answer in text, over the entry of any ring."""
+"""Answers text requests with the entry of a ring: chat template, tokenizer, detokenizer."""
 
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -17,12 +17,12 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
 from meshllm.request import Answer, Event, HopReport, Piece, Prefilled, Request
 
-MOST_LETTERS = 64  # characters of one token, which of common text has four
+MOST_LETTERS = 64  # upper bound of characters per token; English averages about 4
 
 
 @dataclass(frozen=True, slots=True)
 class RingBackend:
-    """The entry of a ring, asked in text."""
+    """The entry of a ring as a backend for text requests."""
 
     entry: EntryNode
     worker: Worker
@@ -77,7 +77,7 @@ class RingBackend:
 
 
 def _check_length(request: Request, context: int) -> None:
-    """Raise `UserError` for what is too long without a look at its tokens."""
+    """Raise `UserError` for a prompt that is too long, before it is tokenized."""
     letters = len(request.raw or "") + sum(len(turn["content"]) for turn in request.turns)
     if letters > context * MOST_LETTERS:
         raise UserError(
@@ -89,7 +89,7 @@ def _encode(text: Text, request: Request) -> list[int]:
     if request.raw is not None:
         return text.encode(request.raw)
     if not request.turns:
-        raise UserError("an empty prompt", hint="give a prompt, or pipe one in")
+        raise UserError("The prompt is empty", hint="give a prompt, or pipe one in")
     return text.encode_chat(request.turns)
 
 

@@ -1,4 +1,4 @@
-"""What the entry does for several sessions at once: head, sampling, the next step; no messages."""
+"""Batched jobs of the entry for several sessions: LM head, sampling, the next Embed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from meshllm.protocol.session.actions import Embed, Pick
 
 @dataclass(slots=True)
 class Turn:
-    """A Pick of one session, and the Embed behind it that nobody has asked for yet."""
+    """A Pick of one session, and the prefetched Embed that follows it."""
 
     generation: Generation
     job: Pick
@@ -25,12 +25,12 @@ class Turn:
     watch_ahead: Stopwatch
     """Of the Embed."""
     split: SplitStep | None = None
-    """Where the head is in two parts."""
-    rows: Tensor | None = None  # [1, 1 + G, D], once they are opened
+    """Set if the LM head is split."""
+    rows: Tensor | None = None  # [1, 1 + G, D], once opened
 
 
 def begin_split(head: HeadParts, turn: Turn) -> None:
-    """Compute what the last rank was not asked for; runs on the compute thread."""
+    """Compute the entry's part of the logits; runs on the compute thread."""
     rows = _rows(turn)
     if rows.shape[1] == 1 and turn.split:
         head.compute(rows, turn.split)
@@ -40,9 +40,9 @@ def begin_split(head: HeadParts, turn: Turn) -> None:
 def take_turns(
     ends: Ends, head: HeadParts | None, turns: Sequence[Turn]
 ) -> Iterator[Sequence[Any]]:
-    """Yield what was picked, then what was embedded; an Embed follows before anybody is told.
+    """Yield the results of the Picks, then those of the Embeds that follow them.
 
-    Runs on the compute thread.
+    Runs on the compute thread, without waiting for the event loop in between.
     """
     rows = [attempt(_rows, turn) for turn in turns]
     logits = through(lambda good: _heads(ends, head, turns, good), rows)  # [1, 1 + G, V] each
@@ -71,7 +71,7 @@ def take_turns(
 def _heads(
     ends: Ends, head: HeadParts | None, turns: Sequence[Turn], rows: list[Tensor]
 ) -> Sequence[Tensor]:
-    """Compute logits; for several sessions in one pass, whatever one of them asked for."""
+    """Compute logits; several sessions share one pass, which uses no logits of the last rank."""
     first = turns[0]
     if head and first.split and len(turns) == 1 and rows[0].shape[1] == 1:
         return [head.finish(rows[0], first.split, first.generation.key)]
@@ -83,7 +83,7 @@ def _rows(turn: Turn) -> Tensor:
     if turn.rows is None:
         turn.rows = turn.generation.open(turn.job, turn.watch)
     else:
-        turn.watch.queued()  # for the answer of the last rank
+        turn.watch.queued()  # until the last rank answered, or was late
     return turn.rows
 
 

@@ -1,6 +1,6 @@
-"""Between tensors and blobs, errors and faults.
+"""Conversions between tensors and blobs, and between errors and fault codes.
 
-`meshllm.model` and `meshllm.protocol` are siblings that do not know each other: they meet here.
+`meshllm.model` and `meshllm.protocol` do not import each other: they meet here.
 """
 
 import logging
@@ -36,17 +36,17 @@ _ERRORS: dict[FaultCode, type[MeshError]] = {
 
 
 def sealed(key: SessionKey, hidden: Tensor, *, int8: bool = False, packed: bool = False) -> Blob:
-    """Seal a hidden state ``[1, T, D]`` for the next rank: as it is, in 8 bits, or in fewer bytes.
+    """Seal a hidden state ``[1, T, D]`` for the next rank: exact, int8, or losslessly packed.
 
     Raises:
-        ModelError: it cannot travel so.
+        ModelError: it cannot be encoded.
     """
     code, shape, payload = to_payload(hidden, int8=int8, packed=packed)
     return seal(key, DType(code), shape, payload)
 
 
 def opened(key: SessionKey, blob: Blob) -> Tensor:
-    """Check a blob and see it as a tensor; raise `PeerFault` when it is not what it claims."""
+    """Verify a blob and view it as a tensor; raise `IntegrityFault` or `PeerFault` if invalid."""
     check(key, blob)
     try:
         return from_payload(blob.dtype, blob.shape, blob.payload)
@@ -55,7 +55,7 @@ def opened(key: SessionKey, blob: Blob) -> Tensor:
 
 
 def fault_code(error: Exception) -> FaultCode:
-    """Say what an error in a job is called on the wire; log it when nobody expected it."""
+    """Return the fault code of an error in a job; log it if it is unexpected."""
     if is_out_of_memory(error):
         return FaultCode.BUSY
     if not isinstance(error, (MeshError, RuntimeError)):
@@ -70,11 +70,11 @@ def fault_code(error: Exception) -> FaultCode:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
+    """Return whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
     is_torch = isinstance(error, RuntimeError) and "allocate" in str(error)
     return is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def error_of(code: FaultCode, text: str, rank: int) -> MeshError:
-    """Make the error that ends a generation out of the fault that a rank reported."""
+    """Return the error that ends a generation for a fault that a rank reported."""
     return _ERRORS[code](f"rank {rank}: {text}")

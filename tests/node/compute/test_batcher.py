@@ -1,4 +1,4 @@
-"""Jobs that wait for the compute thread are done together, and each has its own end."""
+"""Jobs that wait for the compute thread run in one batch, and each fails alone."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,7 +13,7 @@ from meshllm.node.compute.worker import Worker, compute_thread
 
 
 class Recorder:
-    """Doubles numbers in two phases; what is negative fails."""
+    """Doubles numbers in two phases; negative ones fail."""
 
     def __init__(self, worker: Worker, jobs: asyncio.TaskGroup) -> None:
         self.turns: list[list[int]] = []
@@ -28,7 +28,7 @@ class Recorder:
         yield [4 * job for job in jobs]
 
     def submit(self, number: int) -> list[asyncio.Future[int]]:
-        """Submit a job, and return what is told of its phases."""
+        """Submit a job, and return the results of its phases."""
         told: list[asyncio.Future[int]] = [asyncio.Future(), asyncio.Future()]
         self.batch.submit(number, *(_settling(future) for future in told))
         return told
@@ -36,7 +36,7 @@ class Recorder:
 
 @asynccontextmanager
 async def recording() -> AsyncIterator[tuple[Worker, Recorder]]:
-    """Open a batch at work."""
+    """Open a running batcher."""
     async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
         recorder = Recorder(worker, jobs)
         async with recorder.batch:
@@ -66,7 +66,7 @@ def busy(worker: Worker) -> Event:
     return gate
 
 
-async def test_what_waits_is_done_in_one_turn() -> None:
+async def test_waiting_jobs_run_in_one_batch() -> None:
     async with recording() as (worker, recorder):
         gate = busy(worker)
         jobs = [recorder.submit(number) for number in range(5)]
@@ -80,7 +80,7 @@ async def test_what_waits_is_done_in_one_turn() -> None:
     assert recorder.turns == [[0, 1, 2, 3, 4], [7]]
 
 
-async def test_jobs_of_one_turn_may_have_fewer_phases_than_others() -> None:
+async def test_jobs_of_one_batch_may_have_fewer_phases_than_others() -> None:
     async with recording() as (worker, recorder):
         gate, short = busy(worker), asyncio.Future[int]()
         recorder.batch.submit(1, _settling(short))
@@ -104,7 +104,7 @@ async def test_a_job_that_fails_fails_alone() -> None:
         await bad[1]
 
 
-async def test_a_turn_that_fails_ends_all_that_are_in_it_and_none_behind() -> None:
+async def test_a_failed_batch_fails_its_jobs_and_no_later_ones() -> None:
     async with recording() as (_, recorder):
         recorder.fault = KeyError("a bug")
         first, second = recorder.submit(1)
@@ -116,7 +116,7 @@ async def test_a_turn_that_fails_ends_all_that_are_in_it_and_none_behind() -> No
         assert await recorder.submit(2)[1] == 8
 
 
-async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_nobody_hears_more() -> None:
+async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> None:
     def fail(_: object) -> None:
         raise KeyError("a bug")
 
@@ -137,7 +137,7 @@ async def test_who_fails_at_hearing_of_a_job_ends_its_supervisor_and_nobody_hear
     assert heard == [2, 4]
 
 
-async def test_nobody_is_told_of_a_job_when_the_batch_is_closed_and_nothing_runs_then() -> None:
+async def test_a_closed_batcher_reports_nothing_and_runs_nothing() -> None:
     heard: list[int] = []
     async with recording() as (worker, recorder):
         gate = busy(worker)
@@ -150,10 +150,10 @@ async def test_nobody_is_told_of_a_job_when_the_batch_is_closed_and_nothing_runs
     assert not heard
 
 
-async def test_a_batch_without_jobs_waits_for_no_others() -> None:
+async def test_a_batcher_without_jobs_waits_for_no_others() -> None:
     async with recording() as (worker, recorder):
         await recorder.submit(1)[1]
-        await worker.run(int)  # the turn has ended, too
+        await worker.run(int)  # the batch has ended, too
         gate = busy(worker)
         worker.start(gate.set)  # never before the gate is open
         async with asyncio.timeout(5):
@@ -162,7 +162,7 @@ async def test_a_batch_without_jobs_waits_for_no_others() -> None:
         gate.set()
 
 
-async def test_a_job_may_come_before_the_batch_is_entered() -> None:
+async def test_a_job_may_come_before_the_batcher_is_entered() -> None:
     async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
         recorder = Recorder(worker, jobs)
         futures = recorder.submit(1)
@@ -170,7 +170,7 @@ async def test_a_job_may_come_before_the_batch_is_entered() -> None:
         assert [await future for future in futures] == [2, 4]
 
 
-async def test_a_function_has_a_turn_of_its_own() -> None:
+async def test_a_function_runs_by_itself() -> None:
     order: list[str] = []
     told: list[object] = []
     async with recording() as (worker, recorder):
@@ -179,7 +179,7 @@ async def test_a_function_has_a_turn_of_its_own() -> None:
         recorder.batch.alone(lambda: order.append("first"))
         recorder.batch.alone(lambda: order.append("second"), told.append)
         recorder.batch.alone(lambda: 1 // 0, told.append)
-        last = recorder.submit(2)  # goes with the first
+        last = recorder.submit(2)  # in the batch of the first
         gate.set()
         await last[1]
         await worker.run(int)
@@ -207,7 +207,7 @@ async def test_no_job_is_lost_between_the_threads() -> None:
     assert sum(map(len, recorder.turns)) == 8 * 200
 
 
-def test_values_go_through_together_and_what_failed_stays() -> None:
+def test_valid_values_are_mapped_together_and_failures_stay() -> None:
     error, seen = ValueError("x"), []
 
     def run(values: list[int]) -> list[int]:

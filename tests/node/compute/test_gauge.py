@@ -19,7 +19,7 @@ def test_nothing_happened() -> None:
     assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, 0.0, 0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),))
 
 
-def test_the_first_token_is_measured_from_the_order() -> None:
+def test_the_first_token_is_measured_from_the_request() -> None:
     gauge = Gauge(10.0)
     gauge.tokens(10.5, 1)
 
@@ -46,7 +46,7 @@ def test_a_step_may_give_several_tokens() -> None:
     assert (measured.token_s, measured.tokens_per_step) == (0.4, 2.5)
 
 
-def test_the_wire_is_what_a_trip_took_beyond_computing() -> None:
+def test_wire_time_is_the_round_trip_without_computing() -> None:
     gauge = Gauge(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
@@ -58,7 +58,7 @@ def test_the_wire_is_what_a_trip_took_beyond_computing() -> None:
     assert [hop.bytes_sent for hop in measured.hops] == [300, 300]
 
 
-def test_what_ranks_serialised_and_waited_is_not_on_the_wire() -> None:
+def test_serialising_and_queueing_are_not_wire_time() -> None:
     gauge = Gauge(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
@@ -70,7 +70,7 @@ def test_what_ranks_serialised_and_waited_is_not_on_the_wire() -> None:
     assert [round(hop.wire_s, 6) for hop in measured.hops] == [0.015, 0.015]
 
 
-def test_measured_round_trips_share_out_the_wire() -> None:
+def test_wire_time_is_divided_by_measured_round_trips() -> None:
     gauge = Gauge(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 2, trip_s=0.090, compute_s=0.0, now=1.0)
@@ -80,7 +80,7 @@ def test_measured_round_trips_share_out_the_wire() -> None:
     assert [round(hop.wire_s, 6) for hop in measured.hops] == [0.030, 0.060]
 
 
-def test_rows_of_the_prompt_leave_no_mark() -> None:
+def test_prefill_rows_are_not_timed() -> None:
     gauge = Gauge(0.0)
     gauge.returned(3.0, 9)
     gauge.tokens(3.0, 1)
@@ -91,7 +91,7 @@ def test_rows_of_the_prompt_leave_no_mark() -> None:
     assert round(sum(hop.wire_s for hop in measured.hops), 6) == 0.020
 
 
-def test_ranks_that_computed_longer_than_the_trip_leave_no_negative_wire() -> None:
+def test_wire_time_is_never_negative() -> None:
     gauge = Gauge(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 1, trip_s=0.001, compute_s=0.0, now=1.0)
@@ -99,7 +99,7 @@ def test_ranks_that_computed_longer_than_the_trip_leave_no_negative_wire() -> No
     assert [hop.wire_s for hop in gauge.measured((tally(9000, 1, 300),), 0).hops] == [0.0, 0.0]
 
 
-def test_only_a_step_that_finds_an_empty_ring_tells_the_wire() -> None:
+def test_only_a_step_into_an_empty_ring_is_timed() -> None:
     gauge = Gauge(0.0)
     gauge.tokens(1.0, 1)
     for now, end in ((1.0, 20), (1.1, 37), (1.2, 54)):
@@ -107,7 +107,7 @@ def test_only_a_step_that_finds_an_empty_ring_tells_the_wire() -> None:
     for now, end in ((1.5, 20), (9.0, 37)):
         gauge.returned(now, end)
         gauge.tokens(now, 17)
-    gauge.left(9.0, 40, 300)  # a guess before 37 was wrong: what ends at 54 never comes back
+    gauge.left(9.0, 40, 300)  # a draft before 37 was rejected: 54 never comes back
     gauge.returned(9.7, 40)
     gauge.tokens(9.7, 3)
 

@@ -1,4 +1,4 @@
-"""Who asks first finds all steps on record, and waits for none that nobody wanted."""
+"""The first request finds all steps recorded, and waits for at most one warm-up step."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ async def begin(*runners: Rehearsed) -> AsyncIterator[tuple[Rehearsal, Worker]]:
         yield Rehearsal(ranks, asyncio.Event()), worker
 
 
-async def test_all_runners_do_all_of_their_steps() -> None:
+async def test_all_runners_run_all_of_their_steps() -> None:
     runners = Rehearsed(3), Rehearsed(0), Rehearsed(5)
 
     async with begin(*runners) as (whole, _):
@@ -67,7 +67,7 @@ async def test_all_runners_do_all_of_their_steps() -> None:
     assert [each.done for each in runners] == [3, 0, 5]
 
 
-async def test_nothing_is_done_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_step_runs_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, gate = Rehearsed(3), Event()
 
     async with begin(runner) as (whole, worker):
@@ -89,7 +89,7 @@ async def test_nothing_is_done_while_others_compute(monkeypatch: pytest.MonkeyPa
     assert runner.done == 3
 
 
-async def test_what_comes_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Rehearsed(10**9)
 
     async with begin(runner) as (whole, worker):
@@ -110,7 +110,7 @@ async def test_what_comes_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyP
     assert not whole._over.is_set()
 
 
-async def test_what_was_computed_is_let_go() -> None:
+async def test_results_are_released() -> None:
     class Weights:
         pass
 
@@ -121,7 +121,9 @@ async def test_what_was_computed_is_let_go() -> None:
         assert held() is None
 
 
-async def test_what_goes_wrong_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_in_one_runner_does_not_stop_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     runners = Rehearsed(1, ValueError("strange code")), Rehearsed(1)
 
     with caplog.at_level(logging.WARNING):
@@ -136,7 +138,7 @@ async def test_what_goes_wrong_ends_no_other(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
 @pytest.mark.parametrize("own_threads", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2])
-async def test_a_ring_that_rehearsed_prepares_nothing_for_its_first_text(
+async def test_a_warm_ring_records_nothing_for_its_first_request(
     tiny: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, own_threads: bool
 ) -> None:
     options = RingOptions(
@@ -164,7 +166,7 @@ async def test_a_ring_that_rehearsed_prepares_nothing_for_its_first_text(
 
 
 @pytest.mark.parametrize("options", [{"exact": True}, {"speculation": False}])
-async def test_a_ring_in_which_nobody_guesses_rehearses_nothing(
+async def test_a_ring_without_drafts_needs_no_warm_up(
     tiny: Source, options: dict[str, Any]
 ) -> None:
     async with open_local_ring(

@@ -21,13 +21,13 @@ async def test_functions_run_off_the_loop_in_the_order_given() -> None:
     assert {name for _, name in seen} == {"compute_0"}
 
 
-async def test_torch_gets_the_threads_it_was_promised_and_no_gradients() -> None:
+async def test_torch_uses_the_given_threads_and_no_gradients() -> None:
     async with compute_thread(1) as worker:
         assert await worker.run(torch.get_num_threads) == 1
         assert not await worker.run(torch.is_grad_enabled)
 
 
-async def test_an_error_reaches_who_asked() -> None:
+async def test_an_error_reaches_the_caller() -> None:
     async with compute_thread() as worker:
         with pytest.raises(ZeroDivisionError):
             await worker.run(lambda: 1 // 0)
@@ -46,7 +46,7 @@ async def test_the_number_of_threads_is_measured_and_then_used() -> None:
 
 
 class Clock:
-    """The time, and what a job does with it."""
+    """A clock that jobs advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -65,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def test_what_takes_longer_than_is_usual_hangs_until_it_ends(clock: Clock) -> None:
+async def test_a_function_over_its_limit_hangs_until_it_ends(clock: Clock) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -85,7 +85,7 @@ async def test_what_takes_longer_than_is_usual_hangs_until_it_ends(clock: Clock)
 
 
 @pytest.mark.parametrize("took_s", [1.0, HANG_S])
-async def test_what_is_usual_follows_what_was(clock: Clock, took_s: float) -> None:
+async def test_the_limit_follows_the_longest_run(clock: Clock, took_s: float) -> None:
     def take(seconds: float) -> float:
         clock.now += seconds
         return worker.hung_s
@@ -97,7 +97,7 @@ async def test_what_is_usual_follows_what_was(clock: Clock, took_s: float) -> No
         assert await asyncio.wrap_future(worker.start(take, HANG_TIMES * usual_s)) > 0
 
 
-async def test_to_load_may_take_longer(clock: Clock) -> None:
+async def test_loading_may_take_longer(clock: Clock) -> None:
     def take(seconds: float) -> float:
         clock.now += seconds
         return worker.hung_s

@@ -50,7 +50,7 @@ _TURNS = st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text())
     st.lists(_TURNS), st.builds(Sampling, temperature=_FLOATS, seed=st.integers(0, 2**63 - 1)),
     st.integers(1, 2**31), st.lists(st.text()),
 )  # fmt: skip
-def test_a_request_is_read_as_it_was_written(
+def test_a_request_round_trips(
     turns: list[tuple[Any, str]], sampling: Sampling, max_tokens: int, stop: list[str]
 ) -> None:
     asked = tuple(Turn(role=role, content=text) for role, text in turns)
@@ -63,7 +63,7 @@ def test_a_request_is_read_as_it_was_written(
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_an_event_is_read_as_it_was_written(event: Event) -> None:
+def test_an_event_round_trips(event: Event) -> None:
     line = event_to_json(event)
 
     assert event_from_json(line) == event
@@ -73,19 +73,19 @@ def test_an_event_is_read_as_it_was_written(event: Event) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'{"raw":"a","turns":[{"role":"user","content":"b"}]}', "are both prompts"),
+        (b'{"raw":"a","turns":[{"role":"user","content":"b"}]}', "cannot be combined"),
         (b'{"max_tokens":0}', "`max_tokens` is 0, not at least 1"),
         (b'{"turns":[{"role":"tool","content":"b"}]}', "`turns.0..role` is `tool`"),
         (b" " * (REQUEST_BYTES + 1), f"{REQUEST_BYTES + 1} bytes long"),
     ],
 )
-def test_an_odd_request_is_refused(data: bytes, message: str) -> None:
+def test_an_invalid_request_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         request_from_json(data)
 
 
-def test_a_prompt_that_is_no_text_is_told_before_it_is_sent() -> None:
-    with pytest.raises(UserError, match="Half a character"):
+def test_a_prompt_with_a_surrogate_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(UserError, match="unpaired surrogate"):
         request_to_json(Request(raw="\udcff"))
 
 
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_no_text_is_told_before_it_is_sent() -> None:
         b" " * (EVENT_BYTES + 1),
     ],
 )
-def test_an_odd_line_is_the_fault_of_the_peer(data: bytes) -> None:
+def test_a_malformed_line_is_a_peer_fault(data: bytes) -> None:
     with pytest.raises(PeerFault):
         event_from_json(data)
 
@@ -139,7 +139,7 @@ def test_an_answer_of_any_length_travels_in_bounded_lines_and_repeats_nothing(co
     assert sum(map(len, lines)) < 14 * count + 1000
 
 
-def test_a_reader_takes_no_more_ids_than_a_session_has() -> None:
+def test_a_reader_accepts_no_more_ids_than_a_session_has() -> None:
     reader = AnswerReader()
 
     with patch.object(request_json, "MAX_TOKENS", 3):
@@ -170,7 +170,7 @@ def test_an_error_keeps_its_kind_text_and_hint(kind: type[MeshError]) -> None:
     assert raised.value.hint == "do"
 
 
-def test_an_error_is_laid_out_for_openai_and_for_us() -> None:
+def test_an_error_has_the_fields_of_openai_and_ours() -> None:
     assert error_to_fields(WrongField("n", "`n` is 2", hint="use 1")) == {
         "message": "`n` is 2",
         "type": "invalid_request_error",
@@ -181,19 +181,19 @@ def test_an_error_is_laid_out_for_openai_and_for_us() -> None:
     }
 
 
-def test_an_error_of_a_newer_version_is_still_told() -> None:
+def test_an_error_of_a_newer_version_keeps_its_message() -> None:
     error = error_from_fields(error_to_fields(MeshError("what")) | {"code": "tired"})
 
     assert (type(error), str(error)) == (MeshError, "what")
 
 
-def test_an_error_cannot_be_endless() -> None:
+def test_the_length_of_an_error_is_bounded() -> None:
     error = error_from_fields(error_to_fields(MeshError("x" * 10_000, hint="y" * 10_000)))
 
     assert len(str(error)) == len(error.hint or "") == request_json.MESSAGE_LETTERS
 
 
-def test_no_error_is_a_fault_too() -> None:
+def test_a_malformed_error_is_a_peer_fault() -> None:
     assert isinstance(error_from_fields(json.loads('{"message": 1}')), PeerFault)
 
 
@@ -201,6 +201,6 @@ def test_it_needs_no_torch() -> None:
     module = "meshllm.node.requests.request_json"
     code = f"import sys, {module}; print({{'torch', 'asyncio'}} & set(sys.modules))"
 
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert told.stdout == "set()\n"
+    assert done.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""Requests that are answered here, elsewhere, twice, or not."""
+"""Requests that are answered locally, remotely, after a retry, or not at all."""
 
 import asyncio
 from collections import Counter
@@ -36,11 +36,11 @@ def answer(text: str = TEXT) -> list[Event]:
 
 @dataclass
 class FakeRing:
-    """Answers by a list of attempts, each of events, or of an error that ends it."""
+    """Answers from a list of attempts: each has events, or an error that ends it."""
 
     at: NodeId | None = ME
     attempts: list[Sequence[Event | Exception | None]] = field(default_factory=list)
-    """None waits for ever."""
+    """None waits without end."""
     asked: list[Request] = field(default_factory=list)
     closed: int = 0
 
@@ -72,7 +72,7 @@ class FakeRing:
 
 
 class World:
-    """Desks that hear one another at once."""
+    """Nodes connected by a network without delay."""
 
     def __init__(self) -> None:
         self.desks: dict[NodeId, Desk] = {}
@@ -95,7 +95,7 @@ class World:
         return self.desks[node]
 
     def said(self, peer: NodeId) -> list[Event | MeshError]:
-        """Return what a peer was told."""
+        """Return the events and errors sent to a peer."""
         told: list[Event | MeshError] = []
         reader = AnswerReader()
         for _, to, message in self.sent:
@@ -108,7 +108,7 @@ class World:
         return told
 
     def run(self, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a story among the desks; nothing is left of it afterwards."""
+        """Run a story among the nodes, and check that it leaves no state behind."""
 
         async def main() -> None:
             running = [asyncio.ensure_future(desk.run()) for desk in self.desks.values()]
@@ -155,7 +155,7 @@ def test_the_entry_answers_itself(world: World) -> None:
     assert (desk.counts.served, desk.counts.failed, desk.counts.tokens) == (1, 0, 4)
 
 
-def test_neither_question_nor_answer_is_kept(world: World) -> None:
+def test_neither_prompt_nor_answer_is_kept(world: World) -> None:
     desk = world.add(ME, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
@@ -166,7 +166,7 @@ def test_neither_question_nor_answer_is_kept(world: World) -> None:
     assert (desk.counts.last.text, desk.counts.last.tokens, desk.counts.last_tokens) == ("", (), 4)
 
 
-def test_another_node_asks_the_entry(world: World) -> None:
+def test_an_ingress_forwards_to_the_entry(world: World) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
     entry = world.add(ENTRY, FakeRing(attempts=[answer()]))
 
@@ -195,7 +195,7 @@ def test_a_request_costs_one_message_and_one_for_each_event(
     assert kinds == {Ask: 1, Said: len(events)}
 
 
-def test_a_malformed_line_is_a_fault_and_the_rest_is_not_wanted(world: World) -> None:
+def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
@@ -210,7 +210,7 @@ def test_a_malformed_line_is_a_fault_and_the_rest_is_not_wanted(world: World) ->
     assert [type(message) for _, _, message in world.sent] == [Ask, Hush]
 
 
-def test_a_client_asks_any_node(world: World) -> None:
+def test_a_client_uses_any_node_as_its_ingress(world: World) -> None:
     client = world.add(OTHER, FakeRing(at=ME))
     world.clients.add(OTHER)
     desk = world.add(ME, FakeRing(at=ENTRY))
@@ -223,7 +223,7 @@ def test_a_client_asks_any_node(world: World) -> None:
     assert (client.counts.served, desk.counts.served) == (1, 1)
 
 
-def test_a_node_that_is_not_the_entry_answers_no_node(world: World) -> None:
+def test_only_the_entry_answers_a_node(world: World) -> None:
     world.add(ME, FakeRing(at=ENTRY, attempts=[[LinkLost("This node is not the entry")]]))
     world.add(ENTRY)
 
@@ -233,10 +233,10 @@ def test_a_node_that_is_not_the_entry_answers_no_node(world: World) -> None:
     world.run(story)
     (told,) = world.said(OTHER)
     assert isinstance(told, LinkLost)
-    assert [to for _, to, _ in world.sent] == [OTHER]  # it went round no circle
+    assert [to for _, to, _ in world.sent] == [OTHER]  # it was not forwarded again
 
 
-def test_closing_hushes_the_entry(world: World) -> None:
+def test_closing_cancels_on_the_entry(world: World) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[Piece("a"), None]]))
 
@@ -252,7 +252,7 @@ def test_closing_hushes_the_entry(world: World) -> None:
     assert (desk.counts.served, desk.counts.failed) == (0, 0)
 
 
-def test_a_cancelled_asker_hushes_the_entry(world: World) -> None:
+def test_cancelling_at_the_ingress_cancels_on_the_entry(world: World) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[None]]))
 
@@ -267,7 +267,7 @@ def test_a_cancelled_asker_hushes_the_entry(world: World) -> None:
     assert world.said(ME) == []
 
 
-def test_a_hush_at_once_begins_nothing(world: World) -> None:
+def test_a_request_cancelled_at_once_begins_nothing(world: World) -> None:
     desk = world.add(ME, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
@@ -278,7 +278,7 @@ def test_a_hush_at_once_begins_nothing(world: World) -> None:
     assert world.sent == []
 
 
-def test_only_who_asked_can_hush(world: World) -> None:
+def test_only_the_sender_of_a_request_can_cancel_it(world: World) -> None:
     desk = world.add(ME, FakeRing(attempts=[[*answer()]]))
 
     async def story() -> None:
@@ -291,7 +291,7 @@ def test_only_who_asked_can_hush(world: World) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7, 99])
 @pytest.mark.parametrize("cut", range(len(pieces(TEXT)) + 2))
-def test_a_lost_ring_costs_no_letter(world: World, cut: int, size: int) -> None:
+def test_a_lost_ring_loses_no_character(world: World, cut: int, size: int) -> None:
     first = [*answer()[:cut], LinkLost("gone")]
     second = [Prefilled(1, 1), *pieces(TEXT, size), answer_of(TEXT, 4)]
     desk = world.add(ME, FakeRing(attempts=[first, second]))
@@ -307,7 +307,7 @@ def test_a_lost_ring_costs_no_letter(world: World, cut: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(3, 1, 2), (1, 5, 3, 4), (2, 2, 2)])
-def test_several_lost_rings_cost_no_letter(world: World, cuts: tuple[int, ...]) -> None:
+def test_several_lost_rings_lose_no_character(world: World, cuts: tuple[int, ...]) -> None:
     attempts = [[*answer()[:cut], LinkLost("gone")] for cut in cuts]
     desk = world.add(ME, FakeRing(attempts=[*attempts, answer()]))
 
@@ -318,7 +318,7 @@ def test_several_lost_rings_cost_no_letter(world: World, cuts: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
-def test_a_lost_link_to_the_entry_costs_no_letter(world: World, cut: int) -> None:
+def test_a_lost_link_to_the_entry_loses_no_character(world: World, cut: int) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[*answer()[:cut], None], answer()]))
 
@@ -338,7 +338,7 @@ def test_a_lost_link_to_the_entry_costs_no_letter(world: World, cut: int) -> Non
 @pytest.mark.parametrize(
     "second", ["a king", "A ring of nodes", "a r", "", "a ring od nodes"], ids=repr
 )
-def test_another_text_is_an_error(world: World, second: str) -> None:
+def test_a_different_text_after_a_retry_is_an_error(world: World, second: str) -> None:
     first = [*answer()[:4], LinkLost("gone")]
     desk = world.add(ME, FakeRing(attempts=[first, answer(second)]))
 
@@ -353,7 +353,7 @@ def test_another_text_is_an_error(world: World, second: str) -> None:
     assert (desk.counts.served, desk.counts.failed) == (0, 1)
 
 
-def test_not_every_ring_can_break(world: World) -> None:
+def test_the_number_of_retries_is_limited(world: World) -> None:
     ring = FakeRing(attempts=[[LinkLost(f"gone {n}")] for n in range(ATTEMPTS + 1)])
     desk = world.add(ME, ring)
 
@@ -365,7 +365,7 @@ def test_not_every_ring_can_break(world: World) -> None:
     assert len(ring.asked) == ATTEMPTS
 
 
-def test_an_ingress_that_gave_up_is_not_asked_again(world: World) -> None:
+def test_a_client_does_not_retry_after_its_ingress(world: World) -> None:
     world.clients = {ME}
     client = world.add(ME, FakeRing(at=OTHER), is_client=True)
     ring = FakeRing(at=OTHER, attempts=[[LinkLost(f"gone {n}")] for n in range(2 * ATTEMPTS)])
@@ -379,7 +379,7 @@ def test_an_ingress_that_gave_up_is_not_asked_again(world: World) -> None:
     assert len(ring.asked) == ATTEMPTS
 
 
-def test_a_client_that_loses_its_ingress_asks_again(world: World) -> None:
+def test_a_client_that_loses_its_ingress_retries(world: World) -> None:
     world.clients = {ME}
     client = world.add(ME, FakeRing(at=OTHER), is_client=True)
     world.add(OTHER, FakeRing(at=OTHER, attempts=[[Piece(TEXT[:3]), None], answer()]))
@@ -396,7 +396,7 @@ def test_a_client_that_loses_its_ingress_asks_again(world: World) -> None:
     assert text_of(events) == TEXT
 
 
-def test_other_errors_are_told_at_once(world: World) -> None:
+def test_other_errors_are_not_retried(world: World) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[UserError("too long", hint="cut it")]]))
 
@@ -409,7 +409,7 @@ def test_other_errors_are_told_at_once(world: World) -> None:
     assert desk.counts.failed == 1
 
 
-def test_a_ring_is_waited_for_but_not_for_ever(world: World) -> None:
+def test_waiting_for_a_ring_times_out(world: World) -> None:
     desk = world.add(ME, FakeRing(at=None))
 
     async def story() -> None:
@@ -432,15 +432,13 @@ def test_a_bug_ends_its_request_and_no_other(
 
     world.run(story)
     told = world.said(OTHER)
-    assert [str(each) for each in told if isinstance(each, MeshError)] == [
-        "A bug: ZeroDivisionError"
-    ]
+    assert [str(each) for each in told if isinstance(each, MeshError)] == ["Bug: ZeroDivisionError"]
     assert text_of(told) == TEXT
-    assert "a request met a bug" in caplog.text
+    assert "bug while serving a request" in caplog.text
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"raw": 1}', b"\xff", b'{"max_tokens": 0}'])
-def test_an_odd_question_is_told_to_its_asker(world: World, data: bytes) -> None:
+def test_an_invalid_request_is_reported_to_its_sender(world: World, data: bytes) -> None:
     desk = world.add(ME)
 
     async def story() -> None:
@@ -451,7 +449,7 @@ def test_an_odd_question_is_told_to_its_asker(world: World, data: bytes) -> None
     assert isinstance(told, UserError)
 
 
-def test_one_asker_has_so_many_requests(world: World) -> None:
+def test_the_requests_of_a_peer_are_limited(world: World) -> None:
     desk = world.add(ME, FakeRing(attempts=[[None]] * (MAX_ASKED + 1)))
 
     async def story() -> None:
@@ -460,17 +458,17 @@ def test_one_asker_has_so_many_requests(world: World) -> None:
             desk.receive(OTHER, ask, is_client=False)
         desk.receive(ENTRY, Ask(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
-        assert len(desk._served) == MAX_ASKED + 1  # the other asker has its own
+        assert len(desk._served) == MAX_ASKED + 1  # the other peer has its own
         desk.lost(OTHER)
         desk.lost(ENTRY)
 
     world.run(story)
     (told,) = world.said(OTHER)
-    assert str(told) == f"{MAX_ASKED} requests of this node are under way"
+    assert str(told) == f"{MAX_ASKED} requests of this node are in progress"
     assert world.said(ENTRY) == []
 
 
-def test_one_name_is_for_one_request(world: World) -> None:
+def test_a_duplicate_request_id_is_refused(world: World) -> None:
     desk = world.add(ME, FakeRing(attempts=[[None], [None]]))
 
     async def story() -> None:
@@ -490,7 +488,7 @@ def asked(world: World) -> bytes:
     return message.ask
 
 
-def test_what_others_say_is_not_listened_to(world: World) -> None:
+def test_lines_of_other_peers_are_ignored(world: World) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
@@ -508,7 +506,7 @@ def test_what_others_say_is_not_listened_to(world: World) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}'])
-def test_an_odd_answer_is_the_fault_of_the_entry(world: World, data: bytes) -> None:
+def test_a_malformed_answer_is_a_peer_fault(world: World, data: bytes) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
@@ -523,7 +521,9 @@ def test_an_odd_answer_is_the_fault_of_the_entry(world: World, data: bytes) -> N
     assert desk.counts.failed == 1
 
 
-def test_an_entry_that_floods_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_overflows_the_buffer_is_retried(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "MAX_UNREAD", 8 * len(event_to_json(Piece("a"))))
     desk = world.add(ME, FakeRing(at=ENTRY))
 
@@ -545,11 +545,11 @@ def test_an_entry_that_floods_is_given_up(world: World, monkeypatch: pytest.Monk
     world.run(story)
 
 
-def test_a_question_that_is_no_text_is_not_sent(world: World) -> None:
+def test_a_prompt_with_a_surrogate_is_not_sent(world: World) -> None:
     desk = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
-        with pytest.raises(UserError, match="Half a character"):
+        with pytest.raises(UserError, match="unpaired surrogate"):
             await all_of(desk, Request(raw="\udcff"))
 
     world.run(story)

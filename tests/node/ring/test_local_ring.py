@@ -1,4 +1,4 @@
-"""A ring in one process: what a user of it can rely on."""
+"""Guarantees of a ring in one process."""
 
 import asyncio
 import threading
@@ -54,7 +54,7 @@ def reference(llama: Path) -> list[int]:
 
 
 class Tampering(CountingTransport):
-    """Changes messages on their way: ``change`` sees each one and may close the link instead."""
+    """Changes messages in transit: ``change`` gets each one, and may close the link instead."""
 
     def __init__(self, change: Callable[[int, bytes], bytes | None]) -> None:
         super().__init__(LoopbackTransport())
@@ -107,7 +107,7 @@ async def test_every_ring_answers_as_transformers_does(
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-async def test_a_prompt_in_chunks_gives_the_same_text_and_tells_its_progress(
+async def test_a_prompt_in_chunks_gives_the_same_text_and_reports_progress(
     llama: Path, reference: list[int], nodes: int
 ) -> None:
     async with ring_of(llama, nodes, chunk=4) as ring:
@@ -121,7 +121,7 @@ async def test_a_prompt_in_chunks_gives_the_same_text_and_tells_its_progress(
     ]
 
 
-async def test_sessions_side_by_side_do_not_disturb_each_other(llama: Path) -> None:
+async def test_concurrent_sessions_do_not_disturb_each_other(llama: Path) -> None:
     orders = [order(PROMPT[: 3 + i % 6], TOKENS, seed=i) for i in range(12)]
     async with ring_of(llama, 3) as ring:
         alone = [await answer(ring, one) for one in orders]
@@ -223,16 +223,18 @@ async def test_a_bug_ends_its_session_and_not_the_others(
             await answer(ring, replace(order(), is_last=bug))
 
         assert await answer(ring, order()) == reference
-    assert kind is Panic or "KeyError" in caplog.text  # what foreign code raises is no bug of ours
+    assert (
+        kind is Panic or "KeyError" in caplog.text
+    )  # exceptions of foreign code are not logged as bugs
 
 
-async def test_the_head_apart_gives_the_same_text(llama: Path, reference: list[int]) -> None:
+async def test_a_head_without_layers_gives_the_same_text(llama: Path, reference: list[int]) -> None:
     options = RingOptions(nodes=2, ends=Ends.CLIENT, inference=InferenceConfig(threads=1))
     async with open_local_ring(resolve(str(llama)), options) as ring:
         assert await answer(ring, order()) == reference
 
 
-async def test_a_type_that_runs_whole_only_is_not_split_by_its_ends(tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_split_keeps_its_ends(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "inkling2_text")
 
     with pytest.raises(ModelError, match="cannot be split"):
@@ -253,7 +255,7 @@ async def test_garbage_on_the_wire_drops_the_link(llama: Path) -> None:
             await answer(ring, order())
 
 
-async def test_figures_name_every_hop(llama: Path) -> None:
+async def test_figures_cover_every_hop(llama: Path) -> None:
     async with open_local_ring(resolve(str(llama)), PLAIN) as ring:
         outputs = [output async for output in ring.entry.generate(order())]
 
@@ -265,7 +267,7 @@ async def test_figures_name_every_hop(llama: Path) -> None:
     assert {hop.bytes_sent for hop in ended.measured.hops} == {64 * 4 + 85}  # the row, the header
 
 
-def test_a_token_takes_one_way_per_hop_and_nothing_else(llama: Path) -> None:
+def test_a_token_takes_one_link_delay_per_hop_and_nothing_else(llama: Path) -> None:
     async def times() -> list[float]:
         transport = LoopbackTransport(Shape(delay_s=0.050))
         async with open_local_ring(resolve(str(llama)), PLAIN, transport) as ring:

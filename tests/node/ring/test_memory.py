@@ -1,4 +1,4 @@
-"""What a rank holds has a name and a size, and many requests leave no more than a few."""
+"""The memory of a rank, by purpose; it does not grow with the number of requests."""
 
 import gc
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def ask(ring: LocalRing, numbers: Iterator[int]) -> None:
-    """Ask something short that nobody asked before."""
+    """Send a short prompt that was not sent before."""
     number = next(numbers)
     prompt = [2 + number % 69, 2 + number // 69, *range(2, 20)]
     async for _ in ring.tokens(prompt, Sampling(), 3):
@@ -36,12 +36,12 @@ async def ask(ring: LocalRing, numbers: Iterator[int]) -> None:
 
 
 def alive(kind: type) -> int:
-    """Count the objects of a kind that were not freed."""
+    """Count the live objects of a type."""
     gc.collect()
     return sum(issubclass(type(each), kind) for each in gc.get_objects())
 
 
-async def test_many_requests_leave_no_more_than_some(llama: Path) -> None:
+async def test_many_requests_hold_no_more_memory_than_some(llama: Path) -> None:
     numbers = iter(range(1000))
     of_others = {kind: alive(kind) for kind in (Generation, SpanCache)}  # in this process
     async with open_local_ring(resolve(str(llama)), RingOptions(nodes=2, inference=ONE)) as ring:
@@ -53,7 +53,7 @@ async def test_many_requests_leave_no_more_than_some(llama: Path) -> None:
             await ask(ring, numbers)
         many = [measure(node) for node in nodes]
 
-        # Jobs that ended last hold theirs.
+        # The jobs that ended last still hold theirs.
         assert alive(Generation) - of_others[Generation] <= 4
         assert alive(SpanCache) - of_others[SpanCache] <= 2 * (MAX_KEPT + 2)
 
@@ -66,14 +66,14 @@ async def test_many_requests_leave_no_more_than_some(llama: Path) -> None:
     assert many[1].drafter == 0
 
 
-async def test_a_session_under_way_is_counted(llama: Path) -> None:
+async def test_a_session_in_progress_is_counted(llama: Path) -> None:
     async with open_local_ring(resolve(str(llama)), RingOptions(inference=ONE)) as ring:
         ring.entry.budget.reserve(SessionId(bytes(16)), 20)
 
         assert measure(ring.entry).kv_cache == ring.entry.budget.rooms[0].cost(20).held
 
 
-def test_a_node_in_no_ring_is_but_a_process() -> None:
+def test_a_node_outside_a_ring_reports_its_process_only() -> None:
     alone = measure(None)
 
     assert alone.process > 1 << 20

@@ -1,4 +1,4 @@
-"""What one node holds for one plan after the other."""
+"""What one node loads for one plan after the other."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ async def test_each_rank_holds_its_part(model: ModelRuntime) -> None:
         (plan_of("0:6"), plan_of("0:6", epoch=2), A, True),
     ],
 )
-async def test_what_is_held_is_loaded_once(
+async def test_a_span_is_kept_if_the_next_plan_needs_the_same(
     model: ModelRuntime, before: Plan, after: Plan, me: NodeId, is_kept: bool
 ) -> None:
     first = await model.hold(before, me)
@@ -120,7 +120,7 @@ async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
 
 
 @pytest.mark.parametrize("missing", [0, 4], ids=["enough", "too little"])
-async def test_help_takes_no_more_than_half_of_the_headroom(
+async def test_a_part_of_the_head_takes_at_most_half_of_the_headroom(
     missing: int, model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
@@ -157,14 +157,14 @@ async def test_a_draft_is_loaded_by_the_entry_only(llama: Path, spans: tuple[str
     assert (await model.hold(plan_of("0:2", "2:6"), B)).draft is None
 
 
-async def test_a_draft_that_cannot_guess_is_refused_before_anything_is_loaded(llama: Path) -> None:
+async def test_a_draft_model_that_does_not_match_is_refused_before_loading(llama: Path) -> None:
     source, builtin = resolve(str(llama)), resolve("builtin")
 
     with pytest.raises(ModelError, match="`builtin` cannot guess for"):
         await ModelRuntime.open(source, Worker(InlineExecutor()), draft=builtin)
 
 
-async def test_what_cannot_be_loaded_leaves_nothing_held(
+async def test_a_failed_load_leaves_nothing_loaded(
     model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await model.hold(plan_of("0:2", "2:6"), A)
@@ -220,7 +220,7 @@ async def test_a_prompt_goes_in_the_best_chunks(model: ModelRuntime) -> None:
     assert alone.chunk > beside.chunk
 
 
-async def test_where_there_are_no_chunks_a_prompt_goes_whole(
+async def test_without_chunked_prefill_a_prompt_goes_whole(
     model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "verdict", SimpleNamespace(chunkable=False))
@@ -231,7 +231,7 @@ async def test_where_there_are_no_chunks_a_prompt_goes_whole(
     assert model.pace(10_000, 10, 0, None).window == MAX_PENDING
 
 
-async def test_no_chunk_is_longer_than_a_message(model: ModelRuntime) -> None:
+async def test_a_chunk_fits_in_a_message(model: ModelRuntime) -> None:
     model.shape = replace(model.shape, hidden_size=MAX_MESSAGE_BYTES // 400)
     times = RingTimes((RankTimes(offer(A, 2, ms=1e-3), 1.0, Wire(0.0)),), 0.0, 8)
 

@@ -38,7 +38,7 @@ def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
 ALONE, BOTH = plan_of((A, "0:6")), plan_of((A, "0:2"), (B, "2:6"))
 
 
-async def test_a_link_that_waits_hands_on_what_is_offered() -> None:
+async def test_an_idle_link_forwards_offers() -> None:
     transport = LoopbackTransport()
     async with transport.listen() as listener:
         one = await transport.dial(listener.address)
@@ -51,7 +51,7 @@ async def test_a_link_that_waits_hands_on_what_is_offered() -> None:
 
 
 class Place:
-    """A service, and the node around it."""
+    """A runtime and its host."""
 
     def __init__(self, world: "World", me: NodeId, model: ModelRuntime) -> None:
         self.world, self.me = world, me
@@ -65,7 +65,7 @@ class Place:
         self.world.changed()
 
     def at_work(self) -> None:
-        """Hear nothing of interest."""
+        """Ignore it."""
 
     def look(self) -> None:
         if plan := self.runtime.plan:
@@ -92,7 +92,7 @@ class Place:
 
 
 class World:
-    """Places on one slow network."""
+    """Hosts on one slow network."""
 
     def __init__(self, llama: Path) -> None:
         self.llama = llama
@@ -171,7 +171,7 @@ def test_two_nodes_write_what_one_writes(world: World) -> None:
     run_virtual(main())
 
 
-def test_prompts_go_at_the_pace_that_the_latest_times_allow(world: World) -> None:
+def test_the_prefill_pace_follows_the_latest_times(world: World) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
             world.follow(ALONE)
@@ -186,7 +186,7 @@ def test_prompts_go_at_the_pace_that_the_latest_times_allow(world: World) -> Non
     run_virtual(main())
 
 
-def test_a_ring_that_breaks_is_linked_again(world: World) -> None:
+def test_a_broken_ring_forms_again(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, b):
             world.follow(BOTH)
@@ -201,7 +201,7 @@ def test_a_ring_that_breaks_is_linked_again(world: World) -> None:
     run_virtual(main())
 
 
-def test_a_node_that_ends_lets_its_neighbours_know_at_once(world: World) -> None:
+def test_a_node_that_stops_closes_its_links_at_once(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, b):
             world.follow(BOTH)
@@ -237,7 +237,7 @@ def test_a_plan_that_follows_at_once_leaves_no_link_open(world: World) -> None:
     run_virtual(main())
 
 
-def test_who_follows_another_plan_is_at_work_no_more(world: World) -> None:
+def test_following_another_plan_ends_serving_at_once(world: World) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
             a.runtime.follow(ALONE)
@@ -248,11 +248,11 @@ def test_who_follows_another_plan_is_at_work_no_more(world: World) -> None:
     run_virtual(main())
 
 
-def test_a_neighbour_that_is_late_is_waited_for(world: World) -> None:
+def test_a_late_neighbour_is_waited_for(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, b):
             a.runtime.follow(BOTH)
-            world.hidden.add(B)  # nobody can tell how far it is
+            world.hidden.add(B)  # its progress is unknown
             world.changed()
             await asyncio.sleep(20)
             assert a.told[-1] == (True, "")
@@ -264,7 +264,7 @@ def test_a_neighbour_that_is_late_is_waited_for(world: World) -> None:
     run_virtual(main())
 
 
-def test_what_cannot_be_loaded_is_told(world: World) -> None:
+def test_a_load_error_is_reported(world: World) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
             a.runtime.follow(plan_of((A, "0:7")))
@@ -292,7 +292,7 @@ HELLO = Hello(B, 1, BOTH.digest)
 @pytest.mark.parametrize(
     "first", [None, Hello(C, 1, BOTH.digest), Hello(B, 0, BOTH.digest), Beat(1, 0, 0), b"noise"]
 )
-def test_a_link_that_is_of_no_use_is_closed(world: World, first: Message | bytes | None) -> None:
+def test_an_invalid_link_is_closed(world: World, first: Message | bytes | None) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
             a.runtime.follow(BOTH)
@@ -322,12 +322,12 @@ def test_the_later_of_two_links_stays(world: World) -> None:
                 await links[0].receive()
             assert set(a.runtime._machine._arrivals) == {B}
         with pytest.raises(LinkLost):
-            await links[1].receive()  # nobody took it
+            await links[1].receive()  # unused
 
     run_virtual(main())
 
 
-async def knock(world: World, hello: Hello) -> Link:
+async def dial_and_greet(world: World, hello: Hello) -> Link:
     link = await world.transport.dial(NAMES[A])
     await link.send([B], Channel.CONTROL)
     await link.send(encode(hello), Channel.CONTROL)
@@ -338,7 +338,7 @@ async def knock(world: World, hello: Hello) -> Link:
 def test_links_of_an_old_plan_are_closed(world: World) -> None:
     async def main() -> None:
         async with world.serving(A) as (a,):
-            link = await knock(world, HELLO)
+            link = await dial_and_greet(world, HELLO)
             assert set(a.runtime._machine._arrivals) == {B}
             a.runtime.follow(plan_of((A, "0:6"), epoch=2))
             await asyncio.sleep(1)
@@ -349,10 +349,10 @@ def test_links_of_an_old_plan_are_closed(world: World) -> None:
     run_virtual(main())
 
 
-def test_a_link_that_was_given_up_meanwhile_is_not_taken(world: World) -> None:
+def test_an_idle_link_that_was_lost_is_not_used(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, b):
-            gone = await knock(world, HELLO)
+            gone = await dial_and_greet(world, HELLO)
             await gone.close()
             await asyncio.sleep(1)
             world.follow(BOTH)
@@ -362,10 +362,10 @@ def test_a_link_that_was_given_up_meanwhile_is_not_taken(world: World) -> None:
     run_virtual(main())
 
 
-def test_a_rank_before_with_a_later_plan_is_not_taken(world: World) -> None:
+def test_a_previous_rank_with_a_later_plan_is_not_served(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B) as (a, _):
-            await knock(world, Hello(B, 9, BOTH.digest))
+            await dial_and_greet(world, Hello(B, 9, BOTH.digest))
             a.runtime.follow(BOTH)
             await asyncio.sleep(20)
             assert not at_work(a)

@@ -1,4 +1,4 @@
-"""How rows leave: as the rank chose for their session, and packed where the link is slow."""
+"""Encoding of hidden states: the mode of a session, and packing on slow links."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ CHUNK = 256 * ROW
 
 @dataclass
 class Known:
-    """What is known of a link."""
+    """Properties of a link."""
 
     round_trip_us: int = 20_000
     bytes_per_s: float | None = 10 * MBIT
@@ -38,7 +38,7 @@ def session(number: int) -> SessionId:
         (WireMode.INT8, DType.BFLOAT16_INT8),
     ],
 )
-def test_a_lane_seals_as_it_was_chosen(mode: WireMode, dtype: DType) -> None:
+def test_rows_are_sealed_in_the_chosen_mode(mode: WireMode, dtype: DType) -> None:
     lane = Outgoing(mode, None).lane(session(1))
 
     assert lane.seal(torch.ones(1, 2, 64).bfloat16(), 5, is_step=True).dtype is dtype
@@ -64,7 +64,7 @@ def sent_as(outgoing: Outgoing, rows: int, *, is_step: bool = False) -> DType:
         (5, 1, True),
     ],
 )
-def test_exact_rows_are_packed_where_that_saves_twice_what_it_takes(
+def test_exact_rows_are_packed_if_that_saves_twice_its_cost(
     mbit: float, rows: int, *, is_packed: bool
 ) -> None:
     outgoing = Outgoing(WireMode.EXACT, Known(bytes_per_s=mbit * MBIT))
@@ -74,19 +74,19 @@ def test_exact_rows_are_packed_where_that_saves_twice_what_it_takes(
 
 @pytest.mark.parametrize("way", [None, Known(bytes_per_s=None), Known(bytes_per_s=float("inf"))])
 @pytest.mark.parametrize("mode", [WireMode.EXACT, WireMode.AUTO])
-def test_nothing_is_packed_where_the_rate_is_not_known(mode: WireMode, way: Known | None) -> None:
+def test_nothing_is_packed_at_an_unknown_rate(mode: WireMode, way: Known | None) -> None:
     assert sent_as(Outgoing(mode, way), 256) is DType.BFLOAT16
 
 
 @pytest.mark.parametrize("mode", [WireMode.PLAIN, WireMode.INT8])
-def test_who_asks_for_plain_or_8_bits_gets_nothing_packed(mode: WireMode) -> None:
+def test_plain_and_int8_modes_pack_nothing(mode: WireMode) -> None:
     outgoing = Outgoing(mode, Known(bytes_per_s=MBIT))
 
     assert sent_as(outgoing, 256) is not DType.BFLOAT16_PACKED
 
 
 @pytest.mark.parametrize("mode", [WireMode.EXACT, WireMode.INT8])
-def test_rows_go_plain_to_a_rank_that_understands_nothing_else(mode: WireMode) -> None:
+def test_rows_go_plain_to_a_rank_without_features(mode: WireMode) -> None:
     knows = Outgoing(mode, Known(bytes_per_s=MBIT))
     does_not = Outgoing(mode, Known(bytes_per_s=MBIT, features=Features(0)))
 
@@ -94,7 +94,7 @@ def test_rows_go_plain_to_a_rank_that_understands_nothing_else(mode: WireMode) -
     assert sent_as(does_not, 256) is DType.BFLOAT16
 
 
-def test_steps_go_by_the_rate_at_which_a_prompt_left() -> None:
+def test_decode_steps_use_the_rate_of_the_last_prefill() -> None:
     way = Known(bytes_per_s=MBIT)
     outgoing = Outgoing(WireMode.EXACT, way)
 
@@ -118,9 +118,7 @@ def test_auto_packs_a_session_that_it_does_not_round() -> None:
 @pytest.mark.parametrize(
     ("name", "mode"), [("qwen3", WireMode.AUTO), ("qwen3_moe", WireMode.EXACT)]
 )
-def test_a_mixture_of_experts_is_rounded_by_nobody_but_its_user(
-    tmp_path: Path, name: str, mode: WireMode
-) -> None:
+def test_auto_is_exact_for_a_mixture_of_experts(tmp_path: Path, name: str, mode: WireMode) -> None:
     config = tiny_model(tmp_path, name).config
 
     assert settle(WireMode.AUTO, config, torch.float32) is mode

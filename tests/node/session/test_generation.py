@@ -1,4 +1,4 @@
-"""What a generation knows of a step that runs ahead of being asked for."""
+"""A prefetched step, and the job that requests it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.generation import Ahead
 
 
-def test_who_asks_early_hears_of_it_when_it_is_known() -> None:
+def test_an_early_request_gets_the_result_when_it_is_known() -> None:
     ahead, heard = Ahead(Stopwatch()), list[Any]()
 
     ahead.ask(heard.append)
@@ -16,7 +16,7 @@ def test_who_asks_early_hears_of_it_when_it_is_known() -> None:
     assert heard == [None]
 
 
-def test_who_asks_late_hears_of_it_at_once() -> None:
+def test_a_late_request_gets_the_result_at_once() -> None:
     ahead, heard = Ahead(Stopwatch()), list[Any]()
     error = RuntimeError("out of memory")
 

@@ -1,4 +1,4 @@
-"""One link at work, with somebody at the other end who keeps the rules or does not."""
+"""A link to a neighbour that keeps the protocol, or violates it."""
 
 import asyncio
 from contextlib import suppress
@@ -61,7 +61,7 @@ def test_messages_go_both_ways_after_a_hello() -> None:
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0), GAP)
         running = asyncio.create_task(peer.run(delivered.append))
         await asyncio.sleep(1)
-        await theirs.send([b""])  # the end of the story: no message is that short
+        await theirs.send([b""])  # ends the link: no message is that short
         reason = await running
         return delivered, await hear(theirs), reason
 
@@ -74,7 +74,7 @@ def test_messages_go_both_ways_after_a_hello() -> None:
     assert isinstance(reason, PeerFault)
 
 
-def test_sessions_wait_until_the_neighbour_has_met_us() -> None:
+def test_session_messages_wait_for_the_handshake() -> None:
     async def story() -> list[Message]:
         ours, theirs = await pair()
         peer = peer_on(ours)
@@ -88,7 +88,7 @@ def test_sessions_wait_until_the_neighbour_has_met_us() -> None:
     assert {type(message) for message in heard} == {Hello, Beat}
 
 
-def test_a_message_leaves_at_once_where_nothing_waits_and_in_its_turn_elsewhere() -> None:
+def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> None:
     async def story() -> tuple[list[int], list[Message]]:
         ours, theirs = await pair()
         peer, sent = peer_on(ours), []
@@ -97,7 +97,7 @@ def test_a_message_leaves_at_once_where_nothing_waits_and_in_its_turn_elsewhere(
         await asyncio.sleep(0.1)
         peer.post(Forward(CANCEL))
         sent.append(ours.statistics.messages_sent)
-        peer._own.append(Beat(7, 0, 0))  # of the link itself: it goes before all others
+        peer._own.append(Beat(7, 0, 0))  # the link's own: sent before all others
         peer.post(Forward(GAP))
         sent.append(ours.statistics.messages_sent)
         peer.post(Forward(CANCEL))
@@ -114,7 +114,7 @@ def test_a_message_leaves_at_once_where_nothing_waits_and_in_its_turn_elsewhere(
     assert heard[2:] == [CANCEL, Beat(7, 0, 0), GAP, CANCEL]
 
 
-def test_what_cannot_be_offered_ends_the_peer_and_not_who_posted_it() -> None:
+def test_a_failed_offer_ends_the_link_and_not_its_caller() -> None:
     async def story() -> BaseException | None:
         ours, theirs = await pair()
         peer = peer_on(ours)
@@ -150,7 +150,7 @@ def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
         ours, theirs = await pair()
         peer = peer_on(ours)
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
-        for _ in range(QUEUE_MESSAGES + 9):  # more than the link takes in
+        for _ in range(QUEUE_MESSAGES + 9):  # more than the link buffers
             peer.post(Forward(CANCEL))
         return await peer.run(lambda _: None)
 
@@ -187,7 +187,7 @@ def test_a_neighbour_of_another_plan_is_refused() -> None:
     assert "epoch 2" in str(run_virtual(story()))
 
 
-def test_the_rank_after_may_not_send_against_the_ring() -> None:
+def test_the_next_rank_may_not_send_against_the_ring() -> None:
     async def story() -> MeshError:
         (before, before_them), (after, after_them) = await pair(), await pair()
         for link in (before_them, after_them):

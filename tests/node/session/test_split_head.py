@@ -1,4 +1,4 @@
-"""Logits that the last rank computes: never another text, and never a long wait."""
+"""Logits from the last rank never change the text, and never cost a long wait."""
 
 import asyncio
 import time
@@ -54,7 +54,7 @@ class Part:
 
 
 class Asking:
-    """A head whose first two outputs are asked for, beside three of the entry."""
+    """A split head: two outputs of the last rank, three of the entry."""
 
     def __init__(self) -> None:
         self.theirs, self.ours = Part(1.0, 2.0), Part(3.0, 4.0, 5.0)
@@ -66,7 +66,7 @@ class Asking:
         self.theirs.calls = 0
 
     async def step(self, answer: Blob | None = None) -> list[Any]:
-        """Compute the logits of a step, with an answer that has come if there is one."""
+        """Compute the logits of a step; the answer, if any, has arrived."""
         request = LogitsRequest(0, 0)
         step = self.head.begin(request)
         self.head.compute(ROW, step)
@@ -99,7 +99,7 @@ async def test_what_is_proven_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("proofs", range(PROOFS))
-async def test_other_bits_count_for_nothing_and_disable_it(proofs: int) -> None:
+async def test_different_bits_are_ignored_and_disable_the_feature(proofs: int) -> None:
     asking = Asking()
     for _ in range(proofs):
         await asking.step(RIGHT)
@@ -108,7 +108,7 @@ async def test_other_bits_count_for_nothing_and_disable_it(proofs: int) -> None:
     assert asking.head.control.is_disabled
 
 
-async def test_a_late_answer_is_computed_here() -> None:
+async def test_a_late_answer_is_recomputed_locally() -> None:
     asking = Asking()
     await asking.prove()
 
@@ -119,15 +119,15 @@ async def test_a_late_answer_is_computed_here() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (sealed(KEY, torch.ones(1, 1, 1)), "2 were asked for"),
-        (sealed(KEY, torch.ones(1, 1, 3)), "2 were asked for"),
+        (sealed(KEY, torch.ones(1, 1, 1)), "expected 2"),
+        (sealed(KEY, torch.ones(1, 1, 3)), "expected 2"),
         (sealed(KEY, torch.ones(1, 1, 2, dtype=torch.bfloat16)), "bfloat16"),
         (sealed(session_key(SessionId(bytes(range(16)))), torch.ones(1, 1, 2)), "hash"),
     ],
-    ids=["too few", "too many", "another dtype", "changed on the way"],
+    ids=["too few", "too many", "another dtype", "corrupted"],
 )
 @pytest.mark.parametrize("is_proven", [False, True])
-async def test_what_is_no_answer_disables_it_and_changes_nothing_else(
+async def test_an_invalid_answer_only_disables_the_feature(
     answer: Blob, words: str, is_proven: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     asking = Asking()
@@ -140,7 +140,7 @@ async def test_what_is_no_answer_disables_it_and_changes_nothing_else(
 
 
 @pytest.mark.parametrize("place", [(1, 0), (0, 1)], ids=["generation", "position"])
-def test_an_answer_to_another_question_is_not_taken(place: tuple[int, int]) -> None:
+def test_an_answer_to_another_request_is_ignored(place: tuple[int, int]) -> None:
     request, heard = LogitsRequest(*place), list[Blob]()
     request.then(heard.append)
 
@@ -186,7 +186,7 @@ async def test_the_compute_thread_is_free_while_an_answer_travels(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide the head of a tiny model, and wait for answers as if it took long."""
+    """Split the head of a tiny model, and wait for answers as for a slow one."""
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     monkeypatch.setattr(control, "PATIENCE", 1e6)
@@ -235,7 +235,7 @@ def head_of(ring: LocalRing) -> HeadParts:
     ("nodes", "temperature", "guesses"),
     [(2, 0.0, False), (2, 0.8, True), (3, 0.8, False), (3, 0.0, True)],
 )
-async def test_help_changes_no_text(
+async def test_logits_of_the_last_rank_change_no_text(
     tiny: Path, nodes: int, temperature: float, guesses: bool
 ) -> None:
     async with ring_of(tiny, nodes, speculation=guesses) as ring:
@@ -246,9 +246,7 @@ async def test_help_changes_no_text(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_the_last_rank_computes_what_it_was_asked_for(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_last_rank_computes_its_part(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ring_of(tiny, speculation=False) as ring:
         await ask(ring)
         part, rows = head_of(ring)._theirs, list[Tensor]()
@@ -261,11 +259,11 @@ async def test_the_last_rank_computes_what_it_was_asked_for(
         monkeypatch.setattr(part, "step", step)
 
         assert await ask(ring) == await plain(tiny)
-        assert len(rows) == 1  # of the prompt, which asks for nothing
+        assert len(rows) == 1  # of the prefill, which requests no logits
 
 
 @pytest.mark.usefixtures("patient")
-async def test_rows_that_are_rounded_on_their_way_have_the_same_logits(tiny: Path) -> None:
+async def test_rows_rounded_in_transit_have_the_same_logits(tiny: Path) -> None:
     async with ring_of(tiny, speculation=False, wire=WireMode.INT8) as ring:
         first, second = await ask(ring), await ask(ring)
         helper = head_of(ring).control
@@ -278,7 +276,7 @@ async def test_rows_that_are_rounded_on_their_way_have_the_same_logits(tiny: Pat
 
 
 @pytest.mark.usefixtures("patient")
-async def test_sessions_at_once_ask_for_nothing(
+async def test_concurrent_sessions_request_no_logits(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ring_of(tiny, speculation=False) as ring:
@@ -293,12 +291,12 @@ async def test_sessions_at_once_ask_for_nothing(
         texts = await asyncio.gather(*(ask(ring) for _ in range(3)))
 
         assert texts == [await plain(tiny)] * 3
-        assert set(asked) <= {1}  # the last one of them, when the others are through
+        assert set(asked) <= {1}  # the last one, after the others have ended
 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("kind", ["fails", "differs", "is late"])
-async def test_bad_help_changes_no_text(
+async def test_bad_logits_change_no_text(
     tiny: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kind != "differs":
@@ -324,9 +322,7 @@ async def test_bad_help_changes_no_text(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_logits_that_were_changed_on_their_way_change_no_text(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_corrupted_logits_change_no_text(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(key: SessionKey, hidden: Tensor) -> Blob:
         return replace(sealed(key, hidden), digest=Digest(bytes(32)))
 
@@ -337,7 +333,7 @@ async def test_logits_that_were_changed_on_their_way_change_no_text(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_who_has_no_part_of_the_head_is_asked_in_vain(
+async def test_a_rank_without_a_part_of_the_head_sends_no_logits(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "PATIENCE", 0.0)
@@ -357,7 +353,7 @@ async def test_a_small_head_stays_whole(tiny: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"own_threads": False}, {"exact": True}, {"nodes": 1}, {"ends": Ends.CLIENT}]
 )
-async def test_who_could_not_gain_by_it_asks_for_nothing(
+async def test_no_logits_are_requested_where_they_cannot_help(
     tiny: Path, options: dict[str, Any]
 ) -> None:
     async with ring_of(tiny, **options) as ring:

@@ -1,4 +1,4 @@
-"""From text to text, on the embedded model."""
+"""Text requests to a ring of the built-in model."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -76,7 +76,7 @@ async def test_figures_come_with_the_answer(ring: LocalRing) -> None:
     assert [hop.span for hop in answer.hops] == [stage.span for stage in ring.plan.stages]
 
 
-async def test_the_parts_of_a_token_are_no_more_than_it(ring: LocalRing) -> None:
+async def test_the_parts_of_a_token_sum_to_at_most_its_time(ring: LocalRing) -> None:
     _, answer = await events_of(ring, ASKED)
 
     parts = [
@@ -106,7 +106,7 @@ async def test_a_raw_prompt_is_used_as_it_is(ring: LocalRing) -> None:
         replace(ASKED, max_tokens=0),
     ],
 )
-async def test_what_cannot_be_served_is_refused(ring: LocalRing, request_: Request) -> None:
+async def test_an_invalid_request_is_refused(ring: LocalRing, request_: Request) -> None:
     with pytest.raises(UserError):
         await events_of(ring, request_)
 

@@ -1,4 +1,4 @@
-"""Between tensors and blobs: what is sealed is opened, and what nobody writes is refused."""
+"""Conversion between tensors and blobs: round trips, and refusal of invalid payloads."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_a_packed_hidden_state_comes_back_as_it_was(dtype: torch.dtype) -> None:
     assert torch.equal(opened(KEY, blob), hidden)
 
 
-def test_well_sealed_bytes_that_cannot_be_unpacked_are_a_fault_of_the_sender() -> None:
+def test_a_corrupt_packed_payload_is_a_peer_fault() -> None:
     payload = bytes(HIDDEN.numel() + 20)
     blob = seal(KEY, DType.BFLOAT16_PACKED, (1, 3, 40), payload)
 
@@ -60,7 +60,7 @@ def test_model_and_protocol_count_the_same_bytes(width: int) -> None:
     assert DType.BFLOAT16_INT8.sizes((1, 3, width)) == range(size, size + 1)
 
 
-def test_changed_bytes_are_found_before_they_are_read() -> None:
+def test_corrupt_bytes_are_detected_before_they_are_decoded() -> None:
     blob = sealed(KEY, HIDDEN, int8=True)
     payload = bytes(blob.payload[:-1]) + b"\x05"
 
@@ -69,7 +69,7 @@ def test_changed_bytes_are_found_before_they_are_read() -> None:
 
 
 @pytest.mark.parametrize("scale", [b"\xc0\x7f", b"\x80\x7f", b"\x80\xff", b"\x80\xbf", b"\0\0"])
-def test_a_well_sealed_scale_that_nobody_writes_is_a_fault_of_the_sender(scale: bytes) -> None:
+def test_an_invalid_int8_scale_is_a_peer_fault(scale: bytes) -> None:
     payload = scale + bytes(sealed(KEY, HIDDEN, int8=True).payload)[2:]
     blob = seal(KEY, DType.BFLOAT16_INT8, (1, 3, 40), payload)
 
@@ -79,7 +79,7 @@ def test_a_well_sealed_scale_that_nobody_writes_is_a_fault_of_the_sender(scale: 
     assert fault_code(caught.value) is FaultCode.RULES
 
 
-def test_a_row_without_end_is_a_fault_of_the_model() -> None:
+def test_a_row_that_is_not_finite_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="not finite") as caught:
         sealed(KEY, HIDDEN / 0, int8=True)
 
