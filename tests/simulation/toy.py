@@ -28,7 +28,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
-from meshllm.node.session.generation import Ends
+from meshllm.node.session.generation import EntryRunners
 from meshllm.protocol.kv_cache.budget import BLOCK
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Profile
@@ -157,7 +157,7 @@ class ToyModel(ModelRuntime):
         if not is_entry:
             return LoadedSpan(span, None, shard)
         head = None if alone else cast("Runner", ToyRunner(Span(LAYERS, LAYERS), head=True))
-        return LoadedSpan(span, Ends(shard, head, self.context), None)
+        return LoadedSpan(span, EntryRunners(shard, head, self.context), None)
 
 
 class ToyPreparation(Preparation):

@@ -21,15 +21,15 @@ from meshllm.node.compute.worker import Worker, as_exception
 Job = TypeVar("Job")
 Run = Callable[[Sequence[Job]], Iterator[Sequence[Any]]]
 """Runs jobs; yields the result of each, a value or an exception, once per phase."""
-Tell = Callable[[Any], None]
+Callback = Callable[[Any], None]
 """Takes a value or an exception, on the event loop."""
 
 
-def _nobody(_: Any) -> None:
+def _ignore(_: Any) -> None:
     """Ignore a phase that this job lacks and another one of the batch has."""
 
 
-class Batch(Generic[Job]):
+class Batcher(Generic[Job]):
     """Runs jobs in batches on the compute thread, and reports their results until it is closed."""
 
     def __init__(self, worker: Worker, run: Run[Job], jobs: asyncio.TaskGroup) -> None:
@@ -38,8 +38,8 @@ class Batch(Generic[Job]):
         self._run = run
         self._jobs = jobs
         self._lock = Lock()
-        self._waiting: list[tuple[Job, Sequence[Tell]]] = []
-        self._is_left = False
+        self._waiting: list[tuple[Job, Sequence[Callback]]] = []
+        self._is_closed = False
         self._last: Future[object] | None = None  # submitted to the worker
 
     async def __aenter__(self) -> Self:
@@ -52,55 +52,59 @@ class Batch(Generic[Job]):
         traceback: TracebackType | None,
     ) -> None:
         """Report no more results; unless an error is raised, wait until nothing runs."""
-        self._is_left = True
+        self._is_closed = True
         if kind is None and self._last is not None and not self._last.done():
             await self._worker.run(int)  # runs after it
 
-    def submit(self, job: Job, *tells: Tell) -> None:
-        """Add a job to the next batch; each of ``tells`` takes the result of one of its phases.
+    def submit(self, job: Job, *callbacks: Callback) -> None:
+        """Add a job to the next batch; each of ``callbacks`` takes the result of one of its phases.
 
         A batch has as many phases as any of its jobs has callbacks.
         """
-        if self._is_left:
+        if self._is_closed:
             return
         with self._lock:
             is_first = not self._waiting
-            self._waiting.append((job, tells))
+            self._waiting.append((job, callbacks))
         if is_first:
-            self._last = self._worker.start(self._turn, asyncio.get_running_loop())
+            self._last = self._worker.start(self._run_batch, asyncio.get_running_loop())
 
-    def alone(self, function: Callable[[], Any], *tells: Tell) -> None:
+    def submit_alone(self, function: Callable[[], Any], *callbacks: Callback) -> None:
         """Run a function by itself, after all that was submitted before."""
-        if not self._is_left:
+        if not self._is_closed:
             loop = asyncio.get_running_loop()
-            self._last = self._worker.start(self._alone, loop, function, tells)
+            self._last = self._worker.start(self._run_alone, loop, function, callbacks)
 
-    def _alone(
-        self, loop: asyncio.AbstractEventLoop, function: Callable[[], Any], tells: Sequence[Tell]
+    def _run_alone(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        function: Callable[[], Any],
+        callbacks: Sequence[Callback],
     ) -> None:
-        loop.call_soon_threadsafe(self._tell, tells, [attempt(function)] * len(tells))
+        loop.call_soon_threadsafe(self._report, callbacks, [attempt(function)] * len(callbacks))
 
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run all waiting jobs; runs on the compute thread."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        phases = list(zip_longest(*(tells for _, tells in waiting), fillvalue=_nobody))
-        told = 0
+        phases = list(zip_longest(*(callbacks for _, callbacks in waiting), fillvalue=_ignore))
+        jobs, reported = [job for job, _ in waiting], 0
         try:
-            for tells, results in zip(phases, self._run([job for job, _ in waiting]), strict=True):
-                loop.call_soon_threadsafe(self._tell, tells, results)
-                told += 1
+            for callbacks, results in zip(phases, self._run(jobs), strict=True):
+                loop.call_soon_threadsafe(self._report, callbacks, results)
+                reported += 1
         except BaseException as error:  # not of a single job: it ends all of them
-            for tells in phases[told:]:
-                loop.call_soon_threadsafe(self._tell, tells, [as_exception(error)] * len(tells))
+            errors = [as_exception(error)] * len(jobs)
+            for callbacks in phases[reported:]:
+                loop.call_soon_threadsafe(self._report, callbacks, errors)
 
-    def _tell(self, tells: Sequence[Tell], results: Sequence[Any]) -> None:
-        for tell, result in zip(tells, results, strict=True):
-            if not self._is_left:
+    def _report(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
+        for callback, result in zip(callbacks, results, strict=True):
+            if not self._is_closed:
                 try:
-                    tell(result)
+                    callback(result)
                 except Exception as error:  # a bug, for the supervisor of all sessions
-                    self._is_left = True
+                    self._is_closed = True
                     self._jobs.create_task(_raise(error))
 
 
@@ -112,7 +116,7 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
         return as_exception(error)
 
 
-def through(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+def map_valid(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
     """Apply ``run`` to all values in one call, except None and exceptions, which stay."""
     good = [value is not None and not isinstance(value, Exception) for value in values]
     given = [value for value, is_good in zip(values, good, strict=True) if is_good]

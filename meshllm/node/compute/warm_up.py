@@ -18,22 +18,22 @@ QUIET_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class Rehearsal:
+class WarmUp:
     """Warms up runners, each on its compute thread."""
 
-    def __init__(self, ranks: Sequence[tuple[Worker, Runner]], over: asyncio.Event) -> None:
-        """Begin nothing yet; `run` sets ``over`` at its end."""
+    def __init__(self, ranks: Sequence[tuple[Worker, Runner]], done: asyncio.Event) -> None:
+        """Begin nothing yet; `run` sets ``done`` at its end."""
         self._ranks = ranks
-        self._over = over
+        self._done = done
 
     async def run(self) -> None:
         """Run every warm-up step, which may take as long as requests keep the ranks busy."""
         for worker, runner in self._ranks:
             steps = runner.rehearsal()
             try:
-                while await worker.spare(QUIET_S, next, steps, steps) is not steps:
+                while await worker.run_when_idle(QUIET_S, next, steps, steps) is not steps:
                     pass
             except Exception as error:  # foreign code; steps are recorded on first use, or never
                 logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of the warm-up", exc_info=error)
-        self._over.set()
+        self._done.set()

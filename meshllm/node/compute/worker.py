@@ -40,9 +40,9 @@ class Worker:
         """Threads that torch uses by default."""
         self._executor = executor
         self._latest: Callable[[], Future[Any] | None] = lambda: None
-        self._asked = 0.0  # loop time when a function was last submitted or running
-        self._spare = asyncio.Lock()
-        self._at_work: tuple[float, float] | None = None  # start and limit of the running function
+        self._last_used = 0.0  # loop time when a function was last submitted or running
+        self._idle_lock = asyncio.Lock()
+        self._running: tuple[float, float] | None = None  # start and limit of the running function
         self._longest_s: dict[float, float] = {}  # by the lower bound of the limit
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -50,7 +50,7 @@ class Worker:
         return self._submit(HANG_S, function, *args)
 
     def _submit(self, hang_s: float, function: Callable[..., T], *args: Any) -> Future[T]:
-        self._asked = asyncio.get_running_loop().time()
+        self._last_used = asyncio.get_running_loop().time()
         future = self._executor.submit(self._timed, hang_s, function, *args)
         self._latest = ref(future)  # weak: its result may be model weights
         return future
@@ -69,14 +69,14 @@ class Worker:
 
         The limit rises with the longest run so far. A thread cannot be stopped.
         """
-        at_work = self._at_work
-        if at_work is None or time.monotonic() < at_work[1]:
+        running = self._running
+        if running is None or time.monotonic() < running[1]:
             return 0.0
-        return time.monotonic() - at_work[0]
+        return time.monotonic() - running[0]
 
     def _timed(self, hang_s: float, function: Callable[..., T], *args: Any) -> T:
         begin, longest_s = time.monotonic(), self._longest_s.get(hang_s, 0.0)
-        self._at_work = begin, begin + max(hang_s, HANG_TIMES * longest_s)
+        self._running = begin, begin + max(hang_s, HANG_TIMES * longest_s)
         try:
             return function(*args)
         except Exception:
@@ -84,27 +84,27 @@ class Worker:
         except BaseException as error:
             raise as_exception(error) from error
         finally:
-            self._at_work = None
+            self._running = None
             self._longest_s[hang_s] = max(longest_s, time.monotonic() - begin)
 
-    async def spare(self, quiet_s: float, function: Callable[..., T], *args: Any) -> T:
+    async def run_when_idle(self, idle_s: float, function: Callable[..., T], *args: Any) -> T:
         """Wait for the result of a low-priority function.
 
-        It runs after ``quiet_s`` seconds in which nothing else ran; one such function at a time.
+        It runs after ``idle_s`` seconds in which nothing else ran; one such function at a time.
         """
         loop = asyncio.get_running_loop()
-        async with self._spare:
-            while (left := self._busy_until(loop.time()) + quiet_s - loop.time()) > 0:  # noqa: ASYNC110
+        async with self._idle_lock:
+            while (left := self._last_busy(loop.time()) + idle_s - loop.time()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(left)
             return await loop.run_in_executor(
                 self._executor, self._timed, LOAD_HANG_S, function, *args
             )
 
-    def _busy_until(self, now: float) -> float:
+    def _last_busy(self, now: float) -> float:
         """Return when something was last seen running, in loop time."""
         if (latest := self._latest()) and not latest.done():
-            self._asked = now
-        return self._asked
+            self._last_used = now
+        return self._last_used
 
 
 @asynccontextmanager

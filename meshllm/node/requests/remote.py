@@ -14,7 +14,7 @@ from meshllm.protocol.ring.failover import Reported
 from meshllm.request import Answer, Event, Request
 
 MAX_UNREAD = 16 << 20  # bytes buffered of one answer
-SILENT_S = 600.0  # s without an event; covers the prefill of a long prompt behind a long queue
+IDLE_TIMEOUT_S = 600.0  # s without an event; covers a queue and the prefill of a long prompt
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Call:
     unread: int = 0
     """Bytes in ``lines``."""
 
-    is_over: bool = False
+    is_complete: bool = False
     """The answer is complete."""
 
     def take(self, line: bytes) -> None:
@@ -41,14 +41,14 @@ class _Call:
         """Wait for a line.
 
         Raises:
-            TimedOut: none came within `SILENT_S`.
+            TimedOut: none came within `IDLE_TIMEOUT_S`.
             LinkLost: no more will come.
         """
         try:
-            async with asyncio.timeout(SILENT_S):
+            async with asyncio.timeout(IDLE_TIMEOUT_S):
                 line = await self.lines.get()
         except TimeoutError:
-            raise TimedOut(f"The entry sent nothing for {SILENT_S:.0f} s") from None
+            raise TimedOut(f"The entry sent nothing for {IDLE_TIMEOUT_S:.0f} s") from None
         if line is None:
             raise LinkLost("The link to the entry was lost")
         self.unread -= len(line)
@@ -81,19 +81,19 @@ class Remote:
         """Send a request to a node and yield its events, see `Backend`."""
         reader = AnswerReader()
         with self._calling(peer, request) as call:
-            while not call.is_over:
+            while not call.is_complete:
                 line = await call.next()
                 try:
                     event = reader.take(line)
                 except LinkLost as error:
-                    call.is_over = True
+                    call.is_complete = True
                     if self._asks_ingress:
                         raise Reported(str(error), hint=error.hint) from None
                     raise
                 except MeshError as error:
-                    call.is_over = not isinstance(error, PeerFault)
+                    call.is_complete = not isinstance(error, PeerFault)
                     raise
-                call.is_over = isinstance(event, Answer)
+                call.is_complete = isinstance(event, Answer)
                 if event is not None:
                     yield event
 
@@ -107,5 +107,5 @@ class Remote:
             yield call
         finally:
             del self._calls[ask]
-            if not call.is_over:
+            if not call.is_complete:
                 self._send(peer, Hush(ask))

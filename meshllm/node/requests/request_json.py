@@ -36,9 +36,9 @@ from meshllm.strict_json import WrongField, build, lay_out, parse
 REQUEST_BYTES = 4 << 20  # a million tokens of text
 EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
-LINE_LETTERS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
+LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
 MAX_TOKENS = 1 << 24  # of an answer; the same limit as of a session
-MESSAGE_LETTERS = 4096
+MESSAGE_CHARS = 4096
 
 _ERRORS: dict[str, type[MeshError]] = {
     "mesh_error": MeshError,
@@ -117,8 +117,8 @@ def event_to_lines(event: Event) -> Iterator[bytes]:
     """Encode an event for `AnswerReader` as lines, each without newline."""
     match event:
         case Piece(text):
-            for at in range(0, len(text), LINE_LETTERS):
-                yield event_to_json(Piece(text[at : at + LINE_LETTERS]))
+            for at in range(0, len(text), LINE_CHARS):
+                yield event_to_json(Piece(text[at : at + LINE_CHARS]))
         case Answer(tokens=tokens):
             at = 0
             for at in range(LINE_TOKENS, len(tokens), LINE_TOKENS):
@@ -224,8 +224,8 @@ def error_from_fields(fields: object) -> MeshError:
 def _error_of(failure: _Failure) -> MeshError:
     # An unknown code comes from a newer version: its message still helps.
     kind = _ERRORS.get(failure.code, MeshError)
-    hint = failure.hint[:MESSAGE_LETTERS] if failure.hint else None
-    return kind(failure.message[:MESSAGE_LETTERS], hint=hint)
+    hint = failure.hint[:MESSAGE_CHARS] if failure.hint else None
+    return kind(failure.message[:MESSAGE_CHARS], hint=hint)
 
 
 def _write(fields: dict[str, Any]) -> bytes:

@@ -34,7 +34,7 @@ from meshllm.protocol.membership.codec import Ask, Hush, Said
 from meshllm.protocol.ring.failover import Failover
 from meshllm.request import Answer, Backend, Event, Request
 
-MAX_ASKED = 16  # concurrent requests of one node or client
+MAX_PER_PEER = 16  # concurrent requests of one node or client
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Desk:
 
     def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         held = Counter(asker for asker, _ in self._served)[peer]
-        if held >= MAX_ASKED or (peer, ask) in self._served:
+        if held >= MAX_PER_PEER or (peer, ask) in self._served:
             error = MeshError(f"{held} requests of this node are in progress", hint="retry later")
             self._send(peer, Said(ask, error_to_json(error)))
             return

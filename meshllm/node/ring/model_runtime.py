@@ -28,8 +28,8 @@ from meshllm.names import NodeId, Quant, Span
 from meshllm.node.compute.worker import Worker, calibrate
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.kv_rooms import budget_for
-from meshllm.node.session.activation_codec import settle
-from meshllm.node.session.generation import Ends as HeldEnds
+from meshllm.node.session.activation_codec import resolve_wire_mode
+from meshllm.node.session.generation import EntryRunners
 from meshllm.node.session.wire import is_out_of_memory
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import STEPS
@@ -56,7 +56,7 @@ class LoadedSpan:
     """What a node has loaded as a rank of a plan."""
 
     span: Span
-    ends: HeldEnds | None
+    ends: EntryRunners | None
     """On the entry."""
     runner: Runner | None
     """On every other rank."""
@@ -104,7 +104,7 @@ class ModelRuntime:
         """Whether the last rank may compute a part of the logits."""
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: LoadedSpan | None = None
-        self._tried: list[Parts | None] | None = None  # how the LM head is split, once known
+        self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
         self._text: Text | None = None
 
     @classmethod
@@ -129,7 +129,7 @@ class ModelRuntime:
         kind: torch.dtype = getattr(torch, shape.dtype)
         device = await worker.run(choose, config.device, kind, quant)
         drafts = await worker.run(find_draft, draft, source) if draft else None
-        wire = await worker.run(settle, config.wire, source.config, kind)
+        wire = await worker.run(resolve_wire_mode, config.wire, source.config, kind)
         config = replace(config, wire=wire, device=str(device))
         return cls(source, worker, shape, verdict, config, drafts)
 
@@ -149,19 +149,19 @@ class ModelRuntime:
         """Return the prefill pace beside ``others`` sessions, by the ring's times if known."""
         chunk = self.config.chunk
         if self.config.exact or not self.verdict.chunkable:  # transformers takes a prompt whole
-            chunk = chunk if self.verdict.chunkable and chunk else self._most_rows
+            chunk = chunk if self.verdict.chunkable and chunk else self._max_rows
         if chunk is not None:
-            return Pace(min(chunk, self._most_rows), window=min(ring, MAX_PENDING))
+            return Pace(min(chunk, self._max_rows), window=min(ring, MAX_PENDING))
         if times is None:
-            return usual_pace(prompt, ring, self._most_rows)
-        return times.best_pace(prompt, others, self._most_rows)
+            return usual_pace(prompt, ring, self._max_rows)
+        return times.best_pace(prompt, others, self._max_rows)
 
     @property
     def context(self) -> int:
         """Most tokens of a session."""
         context = self.shape.context or MAX_POSITION
         # Without chunked prefill a prompt travels in one message, which has a limit.
-        return context if self.verdict.chunkable else min(context, self._most_rows)
+        return context if self.verdict.chunkable else min(context, self._max_rows)
 
     async def text(self) -> Text:
         """Return the tokenizer and chat template; raise `ModelError` if there is none."""
@@ -184,13 +184,13 @@ class ModelRuntime:
         span, alone = plan.stages[rank].span, len(plan.stages) == 1
         is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client hides its tokens
         held = self._held
-        if not (held and held.span == span and self._fits(held, rank, alone)):
+        if not (held and held.span == span and self._matches(held, rank, alone)):
             self._held = held = None
             self._held = held = await self.worker.run(
-                self._loaded, span, rank == 0, alone, is_divided
+                self._load_or_raise, span, rank == 0, alone, is_divided
             )
         if is_divided and 0 < rank == len(plan.stages) - 1 and held.help is None:
-            part = await self.worker.run(self._help_beside, span, room)
+            part = await self.worker.run(self._try_load_help, span, room)
             self._held = held = replace(held, help=part) if part else held
         return held
 
@@ -209,17 +209,17 @@ class ModelRuntime:
         self._held = None
 
     @property
-    def _most_rows(self) -> int:
+    def _max_rows(self) -> int:
         row = self.shape.hidden_size * _WIDEST
         return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
 
     @staticmethod
-    def _fits(held: LoadedSpan, rank: int, alone: bool) -> bool:
+    def _matches(held: LoadedSpan, rank: int, alone: bool) -> bool:
         if rank > 0:
             return held.runner is not None
         return held.ends is not None and (held.ends.head is None) is alone
 
-    def _loaded(self, span: Span, *what: bool) -> LoadedSpan:
+    def _load_or_raise(self, span: Span, *what: bool) -> LoadedSpan:
         """Load; raise `OutOfMemory` if an allocation fails."""
         try:
             return self._load(span, *what)
@@ -235,17 +235,17 @@ class ModelRuntime:
 
     def _load(self, span: Span, is_entry: bool, alone: bool, is_divided: bool) -> LoadedSpan:
         if not is_entry:
-            return LoadedSpan(span, None, self._run(span))
+            return LoadedSpan(span, None, self._build(span))
         draft = self.draft.load(self.device) if self.draft else None
-        front = self._run(span, embed=True, head=alone)
+        front = self._build(span, embed=True, head=alone)
         if alone:
-            return LoadedSpan(span, HeldEnds(front, None, self.context), None, draft)
-        theirs, ours = (is_divided and self._parts()) or (None, None)
-        run = partial(self._run, self._end, head=True, share=front.shard)
-        head, helped = run(outputs=ours), run(outputs=theirs) if theirs else None
-        return LoadedSpan(span, HeldEnds(front, head, self.context, helped), None, draft)
+            return LoadedSpan(span, EntryRunners(front, None, self.context), None, draft)
+        theirs, ours = (is_divided and self._split_head()) or (None, None)
+        build = partial(self._build, self._empty_span, head=True, share=front.shard)
+        head, helped = build(outputs=ours), build(outputs=theirs) if theirs else None
+        return LoadedSpan(span, EntryRunners(front, head, self.context, helped), None, draft)
 
-    def _help_beside(self, span: Span, room: int) -> Runner | None:
+    def _try_load_help(self, span: Span, room: int) -> Runner | None:
         try:
             return self._load_help(span, room)
         except (MeshError, RuntimeError, MemoryError, OSError) as error:  # the layers can be served
@@ -264,21 +264,21 @@ class ModelRuntime:
         size = len(parts[0]) * shape.hidden_size * shape.itemsize
         used = sum(shape.layer_bytes[span.start : span.stop]) + max(0, room)
         headroom = used * HEADROOM_PERCENT // (100 - HEADROOM_PERCENT)
-        if size > headroom * _HELP_SHARE or not self._parts():
+        if size > headroom * _HELP_SHARE or not self._split_head():
             return None
-        return self._run(self._end, head=True, outputs=parts[0])
+        return self._build(self._empty_span, head=True, outputs=parts[0])
 
-    def _parts(self) -> Parts | None:
+    def _split_head(self) -> Parts | None:
         """Return how the LM head is split, the same on every node that splits it; None if whole."""
-        if self._tried is None:
-            self._tried = [find_parts(self.source, self.shape)]
-        return self._tried[0]
+        if self._head_parts is None:
+            self._head_parts = [find_parts(self.source, self.shape)]
+        return self._head_parts[0]
 
     @property
-    def _end(self) -> Span:
+    def _empty_span(self) -> Span:
         return Span(self.shape.layers, self.shape.layers)
 
-    def _run(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
+    def _build(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
         shard = load_shard(
             self.source,
             span,

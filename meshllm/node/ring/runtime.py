@@ -10,10 +10,10 @@ from typing import Any, Protocol, assert_never
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.names import NodeId
-from meshllm.node.compute.warm_up import Rehearsal
+from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
-from meshllm.node.session.entry import EntryNode, Seat
-from meshllm.node.session.ring_link import Neighbours, Peer
+from meshllm.node.session.entry import EntryConfig, EntryNode
+from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
 from meshllm.node.timer import Alarm
 from meshllm.protocol.kv_cache.budget import KvBudget
@@ -40,7 +40,7 @@ from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
 MAX_SESSIONS = 8  # concurrent generations; further ones wait
-MAX_KEPT = 16  # messages buffered of an idle link; a peer sends two before it is answered
+MAX_BUFFERED = 16  # messages buffered of an idle link; a peer sends two before it is answered
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class _IdleLink:
 
     def __init__(self, link: contract.Link) -> None:
         self._link = link
-        self._kept: deque[tuple[contract.Channel, contract.Buffer]] = deque()
+        self._buffered: deque[tuple[contract.Channel, contract.Buffer]] = deque()
         self._prompt = link if isinstance(link, contract.Prompt) else None
         self.send = link.send
         self.close = link.close
@@ -89,28 +89,28 @@ class _IdleLink:
         return self._prompt is not None and self._prompt.offer(message, channel)
 
     async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
-        return self._kept.popleft() if self._kept else await self._link.receive()
+        return self._buffered.popleft() if self._buffered else await self._link.receive()
 
     async def first(self) -> contract.Buffer:
         """Wait for the first message, and keep it buffered."""
-        self._kept.append(await self._link.receive())
-        return self._kept[0][1]
+        self._buffered.append(await self._link.receive())
+        return self._buffered[0][1]
 
     async def watch(self, gone: Callable[[], None]) -> None:
         """Read ahead until the peer closes the link, or sends more than it may unanswered."""
         try:
-            while len(self._kept) < MAX_KEPT:
-                self._kept.append(await self._link.receive())
+            while len(self._buffered) < MAX_BUFFERED:
+                self._buffered.append(await self._link.receive())
         except MeshError as error:
             logger.debug("idle ring link lost: %s", error)
         gone()
 
-    def settle(self) -> None:
-        """Stop reading ahead; `settled` waits until that has ended."""
+    def stop_watching(self) -> None:
+        """Stop reading ahead; `watch_ended` waits until that has ended."""
         if self.watching is not None:
             self.watching.cancel()
 
-    async def settled(self) -> None:
+    async def watch_ended(self) -> None:
         if self.watching is not None:
             await asyncio.wait([self.watching])
 
@@ -231,7 +231,7 @@ class RingRuntime:
             case Begin(plan, before, after):
                 for number in (before, after):
                     if number is not None:
-                        self._links[number].settle()
+                        self._links[number].stop_watching()
                 return partial(self._serve, plan, before, after)
             case Stop():
                 return None
@@ -287,7 +287,7 @@ class RingRuntime:
         links = [self._links.pop(number) for number in numbers if number is not None]
         try:
             for link in links:
-                await link.settled()
+                await link.watch_ended()
             peers = self._peers(plan, links)
             node = self._rank(plan, Neighbours(*peers) if peers else None)
             reason = await self._run(node) if node else LinkLost("A node withdrew its offer")
@@ -299,9 +299,9 @@ class RingRuntime:
     async def _run(self, node: EntryNode | StageNode) -> MeshError:
         model, span = self._model, self._span
         runners = span.runners if span and model.drafting else []
-        rehearsal = Rehearsal([(model.worker, runner) for runner in runners], self.warmed_up)
+        warm_up = WarmUp([(model.worker, runner) for runner in runners], self.warmed_up)
         running = asyncio.ensure_future(node.run())
-        rehearsing = asyncio.ensure_future(rehearsal.run())
+        warming_up = asyncio.ensure_future(warm_up.run())
         try:
             await asyncio.sleep(0)  # it accepts work after its first step
             self._at_work(node)
@@ -309,8 +309,8 @@ class RingRuntime:
         finally:
             self._at_work(None)
             running.cancel()
-            rehearsing.cancel()
-            await asyncio.gather(running, rehearsing, return_exceptions=True)
+            warming_up.cancel()
+            await asyncio.gather(running, warming_up, return_exceptions=True)
 
     # Parts of a rank.
 
@@ -319,14 +319,14 @@ class RingRuntime:
         assert self.plan is not None  # a node without one dials no rank
         return Hello(self._me, self.plan.epoch, self.plan.digest)
 
-    def _peers(self, plan: Plan, links: Sequence[_IdleLink]) -> list[Peer]:
+    def _peers(self, plan: Plan, links: Sequence[_IdleLink]) -> list[RingLink]:
         """Return the links to the previous and the next rank; none in a ring of one."""
         rank, stages = plan.rank(self._me) or 0, plan.stages
         nodes = stages[rank - 1].node, stages[(rank + 1) % len(stages)].node
         machines = [Link(self._hello, peer=node) for node in nodes[: len(links)]]
         for machine in machines[1:]:
             machine.open(self._now())  # the next rank got a Hello when it was dialled
-        return [Peer(link, machine) for link, machine in zip(links, machines, strict=True)]
+        return [RingLink(link, machine) for link, machine in zip(links, machines, strict=True)]
 
     def _rank(self, plan: Plan, neighbours: Neighbours | None) -> EntryNode | StageNode | None:
         """Build the entry or a stage; None if a node of the plan has withdrawn its offer."""
@@ -341,7 +341,7 @@ class RingRuntime:
         )
         assert span is not None  # it was loaded before any link was dialled
         if span.ends is not None:
-            seat = Seat(
+            config = EntryConfig(
                 ring,
                 plan.epoch,
                 partial(self._pace, plan),
@@ -354,7 +354,7 @@ class RingRuntime:
                 wire=model.wire,
                 depth=model.config.depth,
             )
-            return EntryNode(span.ends, seat, model.worker, neighbours)
+            return EntryNode(span.ends, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
         own = KvBudget(budget.rooms[rank : rank + 1])
         machine = Stage(
@@ -389,7 +389,7 @@ class RingRuntime:
 
     def _close(self, number: int) -> None:
         if link := self._links.pop(number, None):
-            link.settle()
+            link.stop_watching()
             self._discard(link)
 
     def _discard(self, link: _IdleLink) -> None:
@@ -403,5 +403,5 @@ class RingRuntime:
 
 
 async def _closed(link: _IdleLink) -> None:
-    await link.settled()
+    await link.watch_ended()
     await link.close()

@@ -16,7 +16,7 @@ from meshllm.protocol.session.messages import Blob
 from meshllm.protocol.trust.handshake import Features
 
 
-class Way(Protocol):
+class NextLink(Protocol):
     """Properties of the link to the next rank."""
 
     @property
@@ -32,7 +32,7 @@ class Way(Protocol):
         """Features that the next rank supports."""
 
 
-def settle(mode: WireMode, config: Any, dtype: torch.dtype) -> WireMode:
+def resolve_wire_mode(mode: WireMode, config: Any, dtype: torch.dtype) -> WireMode:
     """Return the wire mode for a model: ``auto`` means exact for a mixture of experts.
 
     A rounding error could change which experts are chosen.
@@ -43,12 +43,12 @@ def settle(mode: WireMode, config: Any, dtype: torch.dtype) -> WireMode:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class SessionEncoder:
     """Encodes the hidden states of one session."""
 
     key: SessionKey
     is_int8: bool
-    _outgoing: "Outgoing"
+    _encoder: "ActivationEncoder"
 
     def seal(self, hidden: Tensor, compute_us: int, *, is_step: bool) -> Blob:
         """Seal a hidden state ``[1, T, D]`` that took ``compute_us`` to compute.
@@ -56,32 +56,32 @@ class Lane:
         Raises:
             ModelError: it cannot be encoded.
         """
-        packed = self._outgoing.packs(hidden.nbytes, compute_us, is_step=is_step)
+        packed = self._encoder.packs(hidden.nbytes, compute_us, is_step=is_step)
         return sealed(self.key, hidden, int8=self.is_int8, packed=packed and not self.is_int8)
 
 
-class Outgoing:
+class ActivationEncoder:
     """Encodes hidden states for the next rank, for all sessions."""
 
-    def __init__(self, mode: WireMode, way: Way | None) -> None:
-        """Encode for the link ``way``; None if this rank sends nothing."""
-        self._way = way
+    def __init__(self, mode: WireMode, link: NextLink | None) -> None:
+        """Encode for ``link``; None if this rank sends nothing."""
+        self._link = link
         self._compression = Compression(mode)
 
-    def lane(self, session: SessionId) -> Lane:
+    def for_session(self, session: SessionId) -> SessionEncoder:
         """Return the encoder of a session, with the same mode each time."""
-        round_trip_us = self._way.round_trip_us if self._way else 0
+        round_trip_us = self._link.round_trip_us if self._link else 0
         is_int8 = self._compression.is_int8(session, round_trip_us, self._rate)
-        return Lane(session_key(session), is_int8 and self._knows(Features.INT8), self)
+        return SessionEncoder(session_key(session), is_int8 and self._supports(Features.INT8), self)
 
     def packs(self, size: int, compute_us: int, *, is_step: bool) -> bool:
         """Record the compute time of rows; return whether their ``size`` bytes are packed."""
         self._compression.note(compute_us, size, self._rate, is_step=is_step)
-        return self._compression.packs(size) and self._knows(Features.PACKED)
+        return self._compression.packs(size) and self._supports(Features.PACKED)
 
     @property
     def _rate(self) -> float | None:
-        return self._way.bytes_per_s if self._way else None
+        return self._link.bytes_per_s if self._link else None
 
-    def _knows(self, feature: Features) -> bool:
-        return self._way is None or bool(self._way.features & feature)
+    def _supports(self, feature: Features) -> bool:
+        return self._link is None or bool(self._link.features & feature)

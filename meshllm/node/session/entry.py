@@ -12,15 +12,23 @@ from meshllm.errors import LinkLost, MeshError
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.runner import Runner
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
-from meshllm.node.compute.batcher import Batch
+from meshllm.node.compute.batcher import Batcher
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
-from meshllm.node.session.activation_codec import Outgoing
-from meshllm.node.session.generation import Ahead, Ended, Ends, Generation, Order, Output, Picked
-from meshllm.node.session.resume import Missed, start_from
+from meshllm.node.session.activation_codec import ActivationEncoder
+from meshllm.node.session.generation import (
+    Ahead,
+    Ended,
+    EntryRunners,
+    Generation,
+    Order,
+    Output,
+    Picked,
+)
+from meshllm.node.session.resume import CacheMiss, start_from
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
-from meshllm.node.session.turns import Turn, begin_split, take_turns
+from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.wire import fault_code
 from meshllm.node.timer import Alarm
 from meshllm.protocol.drafting.drafter import Drafting
@@ -49,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class EntryConfig:
     """Configuration of the entry of one ring."""
 
     ring: int
@@ -79,28 +87,32 @@ class EntryNode:
     """Runs generations; the stages, if any, hold the other layers."""
 
     def __init__(
-        self, ends: Ends, seat: Seat, worker: Worker, neighbours: Neighbours | None = None
+        self,
+        ends: EntryRunners,
+        config: EntryConfig,
+        worker: Worker,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._ends = ends
-        self._seat = seat
+        self._config = config
         self._neighbours = neighbours
-        self.pace = seat.pace
+        self.pace = config.pace
         """Called once per generation."""
         self._speculation: Speculation | None = None
-        if seat.drafting:
-            times = StepTimes(together=ends.front.is_steady, ring=seat.ring)
+        if config.drafting:
+            times = StepTimes(together=ends.front.is_steady, ring=config.ring)
             self._speculation = Speculation(
-                seat.drafting, times, draft=seat.draft, depth=seat.depth
+                config.drafting, times, draft=config.draft, depth=config.depth
             )
         self._jobs = asyncio.TaskGroup()
         self._head: HeadParts | None = None
         if ends.head and ends.helped:
             self._head = HeadParts(ends.helped, ends.head)
-        self._turns = Batch(worker, partial(take_turns, ends, self._head), self._jobs)
-        self._outgoing = Outgoing(seat.wire, neighbours)
-        shelf = shelf_for(seat.budget, seat.prefix_bytes, seat.slack)
-        self._prefixes: Prefixes[SpanCache] = Prefixes(shelf, seat.slack)
-        self._admission = Admission(seat.budget, seat.max_sessions)
+        self._samples = Batcher(worker, partial(sample_batch, ends, self._head), self._jobs)
+        self._encoder = ActivationEncoder(config.wire, neighbours)
+        shelf = shelf_for(config.budget, config.prefix_bytes, config.slack)
+        self._prefixes: Prefixes[SpanCache] = Prefixes(shelf, config.slack)
+        self._admission = Admission(config.budget, config.max_sessions)
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
@@ -109,12 +121,12 @@ class EntryNode:
     @property
     def budget(self) -> KvBudget:
         """KV budget of running and kept sessions, on every rank."""
-        return self._seat.budget
+        return self._config.budget
 
     @property
     def drafting(self) -> Drafting | None:
         """Drafter for speculative decoding."""
-        return self._seat.drafting
+        return self._config.drafting
 
     @property
     def runners(self) -> list[Runner]:
@@ -134,7 +146,7 @@ class EntryNode:
     async def run(self) -> MeshError:
         """Serve until a neighbour is lost, and return why; in a ring of one, until cancelled."""
         try:
-            async with self._jobs, self._alarm, self._turns:
+            async with self._jobs, self._alarm, self._samples:
                 if self._neighbours is None:
                     await asyncio.Event().wait()  # never set
                     raise AssertionError
@@ -173,26 +185,26 @@ class EntryNode:
         """Wait for admission of a task; hold its reservation inside the context."""
         try:
             if not self._admission.ask(task.session, task.limit):
-                turn = asyncio.get_running_loop().create_future()
-                self._waiting[task.session] = turn
-                await turn
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiting[task.session] = waiter
+                await waiter
             yield
         finally:
             self._waiting.pop(task.session, None)
             for session in self._admission.leave(task.session):
-                turn = self._waiting.pop(session)
-                if not turn.done():  # else it was cancelled and leaves by itself
-                    turn.set_result(None)
+                waiter = self._waiting.pop(session)
+                if not waiter.done():  # else it was cancelled and leaves by itself
+                    waiter.set_result(None)
 
     def _task(self, session: SessionId, order: Order) -> Task:
         return Task(
             session=session,
-            epoch=self._seat.epoch,
-            ring=self._seat.ring,
+            epoch=self._config.epoch,
+            ring=self._config.ring,
             prompt=order.prompt,
             max_tokens=order.max_tokens,
             context=self._ends.context,
-            slack=self._seat.slack,
+            slack=self._config.slack,
             keep_from=MIN_SHARED if self._prefixes.shelf.keeps else None,
         )
 
@@ -207,8 +219,8 @@ class EntryNode:
         if self._speculation:
             clock = asyncio.get_running_loop().time
             speculator = Speculator(self._speculation, order.prompt, clock, self._prepared)
-        lane = self._outgoing.lane(session)
-        generation = Generation(order, machine, self._ends, lane, now, speculator, start)
+        encoder = self._encoder.for_session(session)
+        generation = Generation(order, machine, self._ends, encoder, now, speculator, start)
         self._sessions[session] = generation
         self._act(session, machine.open(now, start.base))
         return generation
@@ -221,8 +233,8 @@ class EntryNode:
         if generation is None:
             return
         if isinstance(message, Logits):
-            if message.epoch == self._seat.epoch and generation.asked:
-                generation.asked.receive(message)
+            if message.epoch == self._config.epoch and generation.logits_request:
+                generation.logits_request.receive(message)
             return
         if isinstance(message, Data):
             generation.gauge.returned(self._now(), message.pos + message.rows)
@@ -239,7 +251,7 @@ class EntryNode:
                 case Embed():
                     self._embed(session, generation, action)
                 case Pick():
-                    self._turn(session, generation, action)
+                    self._pick(session, generation, action)
                 case Forward():
                     self._forward(generation, action)
                 case Closed(tallies):
@@ -255,7 +267,7 @@ class EntryNode:
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
             is_lone = message.rows == 1 and self.sessions == 1
             if is_lone and self._neighbours.helps and self._head and self._head.control.asks():
-                generation.asked = LogitsRequest(message.gen, message.pos)
+                generation.logits_request = LogitsRequest(message.gen, message.pos)
                 action = Forward(replace(message, flags=message.flags | Flags.HELP))
         self._neighbours.forward(action)
 
@@ -280,29 +292,29 @@ class EntryNode:
             self._prefixes.forget(base.session)
         if machine.kept and cache is not None:
             prompt = generation.prompt_tokens
-            self._seat.budget.release(session)  # counted as kept from now on
+            self._config.budget.release(session)  # counted as kept from now on
             self._prefixes.keep(session, machine.kept, prompt, cache, machine.reach, self._now())
 
-    def _turn(self, session: SessionId, generation: Generation, job: Pick) -> None:
+    def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
         """Sample, and start the next step before the tokens are delivered."""
         # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
-        turn = Turn(generation, job, Stopwatch(), Stopwatch())
-        ahead = generation.ahead = Ahead(turn.watch_ahead)
-        picked = partial(self._picked, session, generation, turn)
-        submit = partial(self._turns.submit, turn, picked, ahead.hear)
+        sample = SampleJob(generation, job, Stopwatch(), Stopwatch())
+        ahead = generation.ahead = Ahead(sample.watch_ahead)
+        picked = partial(self._picked, session, generation, sample)
+        submit = partial(self._samples.submit, sample, picked, ahead.hear)
         if self._head is None:
             submit()
             return
-        head, split = self._head, self._head.begin(generation.asked_for(job))
-        turn.split = split
+        head, split = self._head, self._head.begin(generation.logits_request_for(job))
+        sample.split = split
         if split.request is None:
             submit()
         else:
-            self._turns.alone(
-                partial(begin_split, head, turn),
+            self._samples.submit_alone(
+                partial(compute_own_logits, head, sample),
                 lambda error: picked(error) if error else head.wait(split, submit),
             )
 
@@ -314,7 +326,7 @@ class EntryNode:
         if ahead:
             ahead.ask(embedded)
         else:
-            self._turns.alone(partial(generation.embed, job, watch), embedded)
+            self._samples.submit_alone(partial(generation.embed, job, watch), embedded)
 
     def _embedded(
         self,
@@ -325,7 +337,7 @@ class EntryNode:
         result: Blob | Exception | None,
     ) -> None:
         match result:
-            case Missed():
+            case CacheMiss():
                 logger.info("prefix lost, restarting from the first token: %s", result)
                 self._act(session, generation.machine.missed(self._now()))
             case Exception():  # the supervisor: a bug ends its session only
@@ -336,17 +348,21 @@ class EntryNode:
                 self._act(session, generation.machine.computed(blob, self._now()))
 
     def _picked(
-        self, session: SessionId, generation: Generation, turn: Turn, result: Picked | Exception
+        self,
+        session: SessionId,
+        generation: Generation,
+        sample: SampleJob,
+        result: Picked | Exception,
     ) -> None:
-        if turn.split and self._head:
-            self._head.learn(turn.split)
+        if sample.split and self._head:
+            self._head.learn(sample.split)
         if session not in self._sessions:
             return
         if isinstance(result, Exception):  # as above
             self._fail(session, generation, result)
             return
-        if turn.job.pos > generation.prompt_tokens:
-            generation.gauge.computed(turn.watch.spent)
+        if sample.job.pos > generation.prompt_tokens:
+            generation.gauge.computed(sample.watch.spent)
         generation.gauge.tokens(self._now(), len(result.tokens))
         actions = generation.machine.picked(
             result.tokens, self._now(), result.steps, stop=result.is_last

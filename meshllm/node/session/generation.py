@@ -15,8 +15,8 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute.gauge import Gauge, Measured
 from meshllm.node.compute.stopwatch import Stopwatch
-from meshllm.node.session.activation_codec import Lane
-from meshllm.node.session.resume import Missed, Start, go_back
+from meshllm.node.session.activation_codec import SessionEncoder
+from meshllm.node.session.resume import CacheMiss, Start, crop_cache
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened
 from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
@@ -57,7 +57,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EntryRunners:
     """Runners of the entry."""
 
     front: Runner
@@ -101,22 +101,22 @@ class Ahead:
     """A prefetched Embed; its result waits for the job that requests it, or the job for it."""
 
     watch: Stopwatch
-    _tell: Callable[[Any], None] | None = None
+    _callback: Callable[[Any], None] | None = None
     _results: list[Any] = field(default_factory=list)
 
     def hear(self, result: Blob | Exception | None) -> None:
         """Take the result."""
         self._results.append(result)
-        self._meet()
+        self._deliver()
 
-    def ask(self, tell: Callable[[Any], None]) -> None:
-        """Call ``tell`` with the result, at once if it is known."""
-        self._tell = tell
-        self._meet()
+    def ask(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with the result, at once if it is known."""
+        self._callback = callback
+        self._deliver()
 
-    def _meet(self) -> None:
-        if self._tell and self._results:
-            self._tell(self._results.pop())
+    def _deliver(self) -> None:
+        if self._callback and self._results:
+            self._callback(self._results.pop())
 
 
 class Generation:
@@ -126,8 +126,8 @@ class Generation:
         self,
         order: Order,
         machine: Entry,
-        ends: Ends,
-        lane: Lane,
+        ends: EntryRunners,
+        encoder: SessionEncoder,
         begin: float,
         speculator: Speculator | None,
         start: Start,
@@ -142,11 +142,11 @@ class Generation:
         self.ahead: Ahead | None = None
         self.depth = 1
         """Most steps in flight, from the next Pick on."""
-        self.asked: LogitsRequest | None = None
+        self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
         self._order = order
         self._ends = ends
-        self._lane = lane
+        self._encoder = encoder
         self._speculator = speculator
         self.base = start.base
         self.cache: SpanCache | None = None
@@ -162,10 +162,10 @@ class Generation:
         """Number of prompt tokens."""
         return len(self._order.prompt)
 
-    def asked_for(self, job: Pick) -> LogitsRequest | None:
+    def logits_request_for(self, job: Pick) -> LogitsRequest | None:
         """Return the logits request that belongs to this job, if any."""
-        asked = self.asked
-        return asked if asked and (asked.gen, asked.pos + 1) == (job.gen, job.pos) else None
+        request = self.logits_request
+        return request if request and (request.gen, request.pos + 1) == (job.gen, job.pos) else None
 
     def take_ahead(self, job: Embed | None) -> Ahead | None:
         """Return the prefetched step if it is this job; discard it otherwise."""
@@ -208,20 +208,20 @@ class Generation:
         if self._is_alone:
             self._rows = output[:, -1 - job.guesses :]
             return None
-        blob = self._lane.seal(output, watch.spent.compute_us, is_step=self._is_step(job))
+        blob = self._encoder.seal(output, watch.spent.compute_us, is_step=self._is_step(job))
         watch.serialised()
         return blob
 
     @property
     def key(self) -> SessionKey:
         """Key that seals its blobs."""
-        return self._lane.key
+        return self._encoder.key
 
     def open(self, job: Pick, watch: Stopwatch) -> Tensor:
         """Return the rows [1, 1 + G, D] for the head; in a ring of one they are logits."""
         watch.queued()
         self._next = None
-        rows = self._rows if job.blob is None else opened(self._lane.key, job.blob)
+        rows = self._rows if job.blob is None else opened(self._encoder.key, job.blob)
         if rows is None:
             raise ModelError(f"No hidden state to sample the token at position {job.pos} from")
         watch.serialised()
@@ -244,16 +244,16 @@ class Generation:
         return self._next, torch.tensor([self._next.tokens]), cache
 
     def _cropped(self, length: int) -> SpanCache:
-        """Return the cache, cropped; raise `Missed` if it cannot be."""
+        """Return the cache, cropped; raise `CacheMiss` if it cannot be."""
         if make := self._make_cache:
             self._make_cache = None
             try:
                 self.cache = make()
             except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
                 self.cache = self._ends.front.new_cache()
-                raise Missed(str(error)) from None
+                raise CacheMiss(str(error)) from None
         assert self.cache is not None
-        go_back(self.cache, length)
+        crop_cache(self.cache, length)
         return self.cache
 
     def _is_step(self, job: Embed) -> bool:

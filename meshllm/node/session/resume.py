@@ -8,16 +8,16 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.protocol.kv_cache.prefix_index import Base
 
 
-class Missed(Exception):
+class CacheMiss(Exception):
     """A cache lacks the positions that a job continues from."""
 
 
-def go_back(cache: SpanCache, length: int) -> None:
-    """Crop a cache; raise `Missed` if it is shorter, or cannot be cropped that far."""
+def crop_cache(cache: SpanCache, length: int) -> None:
+    """Crop a cache; raise `CacheMiss` if it is shorter, or cannot be cropped that far."""
     try:
         cache.crop(length)
     except ModelError as error:
-        raise Missed(str(error)) from None
+        raise CacheMiss(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

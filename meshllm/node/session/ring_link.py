@@ -17,7 +17,7 @@ from meshllm.transport import contract
 logger = logging.getLogger(__name__)
 
 
-class Peer:
+class RingLink:
     """Sends to and receives from one neighbour until the link is lost."""
 
     def __init__(self, link: contract.Link, machine: Link) -> None:
@@ -61,7 +61,7 @@ class Peer:
         queue.append(action.message)
         is_next = len(queue) == 1 and self._next_queue() is queue
         if not (self._is_idle and is_next and self._offer(queue)):
-            self._rouse()
+            self._wake_writer()
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
         """Run the link until it is lost, close it, and return the reason.
@@ -90,7 +90,7 @@ class Peer:
             for action in self._machine.receive(message, clock()):
                 self._act(action, deliver)
             if self._machine.is_met and (self._control or self._data):
-                self._rouse()
+                self._wake_writer()
 
     def _act(self, action: Action, deliver: Callable[[SessionMessage], None]) -> None:
         match action:
@@ -98,7 +98,7 @@ class Peer:
                 if self._own and isinstance(self._own[-1], Beat):
                     self._own.pop()  # unsent: the neighbour does not read
                 self._own.append(message)
-                self._rouse()
+                self._wake_writer()
             case Deliver(message):
                 deliver(message)
             case Lost(text):
@@ -109,7 +109,7 @@ class Peer:
     async def _write(self) -> None:
         clock = asyncio.get_running_loop().time
         for action in self._machine.open(clock()):
-            self._act(action, _nowhere)
+            self._act(action, _refuse)
         while True:
             while queue := self._next_queue():
                 await self._send(queue)
@@ -117,7 +117,7 @@ class Peer:
             self._is_idle = True
             await self._wake.wait()
 
-    def _rouse(self) -> None:
+    def _wake_writer(self) -> None:
         self._is_idle = False
         self._wake.set()
 
@@ -133,7 +133,7 @@ class Peer:
             # It moves later with every message, and earlier only once: when the link opens.
             await asyncio.sleep(min(deadline - clock(), BEAT))
             for action in self._machine.expire(clock()):
-                self._act(action, _nowhere)
+                self._act(action, _refuse)
 
     def _offer(self, queue: deque[Message]) -> bool:
         """Send the only message of a queue if that does not block; return whether it was sent."""
@@ -166,39 +166,39 @@ class Peer:
 class Neighbours:
     """The links to the previous and the next rank; sessions travel from one to the other."""
 
-    def __init__(self, before: Peer, after: Peer) -> None:
-        self._before = before
-        self._after = after
-        self.forward = after.post
+    def __init__(self, previous: RingLink, next_: RingLink) -> None:
+        self._previous = previous
+        self._next = next_
+        self.forward = next_.post
 
     @property
     def round_trip_us(self) -> int:
         """Smoothed round trip to the next rank; 0 until it is measured."""
-        return self._after.round_trip_us
+        return self._next.round_trip_us
 
     @property
     def bytes_per_s(self) -> float | None:
         """Rate of the link to the next rank; None if the transport does not know it."""
-        return self._after.bytes_per_s
+        return self._next.bytes_per_s
 
     @property
     def features(self) -> Features:
         """Features that the next rank supports."""
-        return self._after.features
+        return self._next.features
 
     @property
     def helps(self) -> bool:
         """On the entry: whether the last rank, its previous one, can compute logits."""
-        return bool(self._before.features & Features.HELP)
+        return bool(self._previous.features & Features.HELP)
 
     @property
     def is_waiting(self) -> bool:
         """Whether rows wait to be sent to the next rank."""
-        return self._after.is_waiting
+        return self._next.is_waiting
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
         """Run both links until one is lost, close both, and return the reason."""
-        peers = (self._before.run(deliver), self._after.run(_nowhere))
+        peers = (self._previous.run(deliver), self._next.run(_refuse))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in peers]
             done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -207,6 +207,6 @@ class Neighbours:
         return next(iter(done)).result()
 
 
-def _nowhere(message: SessionMessage) -> None:
+def _refuse(message: SessionMessage) -> None:
     """Refuse session messages of the next rank: sessions travel one way."""
     raise PeerFault(f"{type(message).__name__} against the direction of the ring")

@@ -31,20 +31,20 @@ class LogitsRequest:
         self.gen = gen
         self.pos = pos
         self._answer: Blob | None = None
-        self._tell: Callable[[Blob], None] | None = None
+        self._callback: Callable[[Blob], None] | None = None
 
     def receive(self, logits: Logits) -> None:
         """Take the answer to this request; only the first one counts."""
         if self._answer is None and (logits.gen, logits.pos) == (self.gen, self.pos):
             self._answer = logits.blob
-            if self._tell:
-                self._tell(self._answer)
+            if self._callback:
+                self._callback(self._answer)
 
-    def then(self, tell: Callable[[Blob], None]) -> None:
-        """Call ``tell`` with the answer, at once if it is known."""
-        self._tell = tell
+    def set_callback(self, callback: Callable[[Blob], None]) -> None:
+        """Call ``callback`` with the answer, at once if it is known."""
+        self._callback = callback
         if self._answer is not None:
-            tell(self._answer)
+            callback(self._answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class HeadParts:
             go_on()
             return
 
-        def take(answer: Blob | None) -> None:
+        def resume(answer: Blob | None) -> None:
             timer.cancel()
-            request.then(_nobody)
+            request.set_callback(_ignore)
             step.answer = answer
             if answer is None:
                 self.control.missed()
@@ -108,8 +108,8 @@ class HeadParts:
 
         latest = part.end_s + self.control.patience(part.end_s - part.begin_s)
         left = max(0.0, latest - time.perf_counter())
-        timer = asyncio.get_running_loop().call_later(left, take, None)
-        request.then(take)
+        timer = asyncio.get_running_loop().call_later(left, resume, None)
+        request.set_callback(resume)
 
     def learn(self, step: SplitStep) -> None:
         """Record the outcome of a step."""
@@ -165,5 +165,5 @@ class HeadParts:
         return given.view(1, 1, -1)
 
 
-def _nobody(_: Blob) -> None:
+def _ignore(_: Blob) -> None:
     """Ignore an answer that came too late."""

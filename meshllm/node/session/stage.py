@@ -14,11 +14,11 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.lm_head import BLOCK
 from meshllm.model.steps.runner import Runner
 from meshllm.names import SessionId, WireMode
-from meshllm.node.compute.batcher import Batch, attempt, through
+from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
-from meshllm.node.session.activation_codec import Lane, Outgoing
-from meshllm.node.session.resume import Missed, go_back
+from meshllm.node.session.activation_codec import ActivationEncoder, SessionEncoder
+from meshllm.node.session.resume import CacheMiss, crop_cache
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, sealed
 from meshllm.node.timer import Alarm
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Session:
     """What this rank holds for a session; used on the compute thread."""
 
-    lane: Lane
+    encoder: SessionEncoder
     cache: SpanCache
 
 
@@ -54,11 +54,11 @@ class StageNode:
         self._head = head
         self._runner = runner
         self._neighbours = neighbours
-        self._outgoing = Outgoing(wire, neighbours)
-        self._held: dict[SessionId, _Held] = {}
+        self._encoder = ActivationEncoder(wire, neighbours)
+        self._sessions: dict[SessionId, _Session] = {}
         self._kept: dict[SessionId, SpanCache] = {}
         self._jobs = asyncio.TaskGroup()
-        self._steps = Batch(worker, self._step, self._jobs)
+        self._steps = Batcher(worker, self._step, self._jobs)
         self._alarm = Alarm(lambda: machine.deadline, self._expire)
 
     drafting = None
@@ -76,7 +76,7 @@ class StageNode:
     @property
     def sessions(self) -> int:
         """Number of sessions with a KV cache here."""
-        return len(self._held)
+        return len(self._sessions)
 
     async def run(self) -> MeshError:
         """Serve until a neighbour is lost; return the reason."""
@@ -84,7 +84,7 @@ class StageNode:
             async with self._jobs, self._alarm, self._steps:
                 reason = await self._neighbours.run(self._receive)
         finally:
-            self._held.clear()
+            self._sessions.clear()
             self._kept.clear()
         logger.info("a stage lost its ring: %s", reason)
         return reason
@@ -104,7 +104,7 @@ class StageNode:
                 case Compute():
                     self._serve(action, Stopwatch())
                 case Free() | Keep() | Adopt():
-                    self._steps.alone(partial(self._change, action))
+                    self._steps.submit_alone(partial(self._change, action))
                 case _:
                     assert_never(action)
         self._alarm.reset()
@@ -113,14 +113,14 @@ class StageNode:
         served = partial(self._served, job, watch)
         if job.is_step:
             self._steps.submit(
-                (job, watch), served, *([self._helped] if self._is_asked(job) else [])
+                (job, watch), served, *([self._logits_done] if self._wants_logits(job) else [])
             )
         else:
-            self._steps.alone(partial(self._prefill, job, watch), served)
+            self._steps.submit_alone(partial(self._prefill, job, watch), served)
 
     def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
         match result:
-            case Missed():
+            case CacheMiss():
                 actions = self._machine.missed(job.session)
             case Exception():  # the supervisor: a bug ends its session only
                 actions = self._machine.failed(job.session, fault_code(result), str(result))
@@ -128,10 +128,10 @@ class StageNode:
                 actions = self._machine.computed(job.session, blob, self._now(), watch.spent)
         self._act(actions)
 
-    def _is_asked(self, job: Compute) -> bool:
+    def _wants_logits(self, job: Compute) -> bool:
         return self._head is not None and job.helps is not None
 
-    def _helped(self, result: Logits | Exception | None) -> None:
+    def _logits_done(self, result: Logits | Exception | None) -> None:
         match result:
             case Exception():  # the entry computes them itself
                 logger.warning("no logits for the entry: %s", result)
@@ -147,10 +147,10 @@ class StageNode:
     def _change(self, action: Free | Keep | Adopt) -> None:
         match action:
             case Free(session):
-                self._held.pop(session, None)
+                self._sessions.pop(session, None)
                 self._kept.pop(session, None)
             case Keep(session):
-                if held := self._held.pop(session, None):
+                if held := self._sessions.pop(session, None):
                     self._kept[session] = held.cache
             case Adopt():
                 self._adopt(action)
@@ -167,57 +167,61 @@ class StageNode:
             logger.exception("cannot copy a cache")
         else:
             if cache is not None:
-                self._held[job.session] = _Held(self._outgoing.lane(job.session), cache)
+                self._sessions[job.session] = _Session(
+                    self._encoder.for_session(job.session), cache
+                )
 
     def _prefill(self, job: Compute, watch: Stopwatch) -> Blob | None:
         held, hidden = self._opened(job, watch)
         return self._sealed(job, held, self._runner.prefill(hidden, held.cache), watch)
 
     def _step(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
-        def run(opened: list[tuple[_Held, Tensor]]) -> list[tuple[_Held, Tensor]]:
+        def run(opened: list[tuple[_Session, Tensor]]) -> list[tuple[_Session, Tensor]]:
             caches = [held.cache for held, _ in opened]
             outputs = self._runner.step_many([hidden for _, hidden in opened], caches)
             return [(held, output) for (held, _), output in zip(opened, outputs, strict=True)]
 
-        ran = through(run, [attempt(self._opened, *step) for step in steps])
+        ran = map_valid(run, [attempt(self._opened, *step) for step in steps])
         sent = [
             result if isinstance(result, Exception) else attempt(self._sealed, job, *result, watch)
             for result, (job, watch) in zip(ran, steps, strict=True)
         ]
         yield sent
-        if any(self._is_asked(job) for job, _ in steps):
+        if any(self._wants_logits(job) for job, _ in steps):
             yield [
-                attempt(self._help, job, rows) for rows, (job, _) in zip(sent, steps, strict=True)
+                attempt(self._logits, job, rows) for rows, (job, _) in zip(sent, steps, strict=True)
             ]
 
-    def _help(self, job: Compute, sent: Blob | Exception | None) -> Logits | None:
+    def _logits(self, job: Compute, sent: Blob | Exception | None) -> Logits | None:
         """Compute this rank's part of the logits, if requested, while the rows travel."""
         if self._head is None or job.helps is None or not isinstance(sent, Blob):
             return None
-        key = self._held[job.session].lane.key
+        key = self._sessions[job.session].encoder.key
         rows = opened(key, sent)  # [1, T, D], as the entry receives them: they may be rounded
         logits = self._head.step(rows, None)  # [1, T, V']
         blob = sealed(key, logits.view(rows.shape[1], -1, BLOCK))
         return Logits(job.session, self._machine.epoch, job.helps, job.pos, blob)
 
-    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_Held, Tensor]:
+    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_Session, Tensor]:
         """Return the session and its rows [1, T, D]."""
         watch.queued()
-        if job.session not in self._held:
-            held = _Held(self._outgoing.lane(job.session), self._runner.new_cache())
-            self._held[job.session] = held
-        held = self._held[job.session]
-        hidden = opened(held.lane.key, job.blob)
+        if job.session not in self._sessions:
+            held = _Session(self._encoder.for_session(job.session), self._runner.new_cache())
+            self._sessions[job.session] = held
+        held = self._sessions[job.session]
+        hidden = opened(held.encoder.key, job.blob)
         watch.serialised()
-        go_back(held.cache, job.pos)
+        crop_cache(held.cache, job.pos)
         return held, hidden
 
-    def _sealed(self, job: Compute, held: _Held, output: Tensor, watch: Stopwatch) -> Blob | None:
+    def _sealed(
+        self, job: Compute, held: _Session, output: Tensor, watch: Stopwatch
+    ) -> Blob | None:
         watch.computed()
         if not job.keep:
             return None
         rows, took_us = output[:, -job.keep :], watch.spent.compute_us
-        blob = held.lane.seal(rows, took_us, is_step=job.is_step)
+        blob = held.encoder.seal(rows, took_us, is_step=job.is_step)
         watch.serialised()
         return blob
 

@@ -17,7 +17,7 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
 from meshllm.request import Answer, Event, HopReport, Piece, Prefilled, Request
 
-MOST_LETTERS = 64  # upper bound of characters per token; English averages about 4
+MAX_TOKEN_CHARS = 64  # upper bound of characters per token; English averages about 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RingBackend:
             return ends or stream.stopped
 
         order = Order(prompt, request.sampling, request.max_tokens, is_last)
-        said: list[str] = []
+        written: list[str] = []
         tokens: list[int] = []
         async with aclosing(self.entry.generate(order)) as outputs:
             async for output in outputs:
@@ -55,15 +55,15 @@ class RingBackend:
                         yield output
                     case Token(token):
                         tokens.append(token)
-                        said.append(pieces.popleft())
+                        written.append(pieces.popleft())
                     case Ended(reason, measured):
-                        said.append(stream.finish())
+                        written.append(stream.finish())
                     case _:
                         assert_never(output)
-                if said and said[-1] and not isinstance(output, Prefilled):
-                    yield Piece(said[-1])
+                if written and written[-1] and not isinstance(output, Prefilled):
+                    yield Piece(written[-1])
         yield Answer(
-            text="".join(said),
+            text="".join(written),
             tokens=tuple(tokens),
             prompt_tokens=len(prompt),
             cached_tokens=measured.reused,
@@ -78,10 +78,10 @@ class RingBackend:
 
 def _check_length(request: Request, context: int) -> None:
     """Raise `UserError` for a prompt that is too long, before it is tokenized."""
-    letters = len(request.raw or "") + sum(len(turn["content"]) for turn in request.turns)
-    if letters > context * MOST_LETTERS:
+    chars = len(request.raw or "") + sum(len(turn["content"]) for turn in request.turns)
+    if chars > context * MAX_TOKEN_CHARS:
         raise UserError(
-            f"The prompt has {letters} characters, too many for {context} tokens of context"
+            f"The prompt has {chars} characters, too many for {context} tokens of context"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.node.compute.batcher import Batch, attempt, through
+from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.worker import Worker, compute_thread
 
 
@@ -16,12 +16,12 @@ class Recorder:
     """Doubles numbers in two phases; negative ones fail."""
 
     def __init__(self, worker: Worker, jobs: asyncio.TaskGroup) -> None:
-        self.turns: list[list[int]] = []
-        self.batch = Batch(worker, self.run, jobs)
+        self.batches: list[list[int]] = []
+        self.batcher = Batcher(worker, self.run, jobs)
         self.fault: Exception | None = None
 
     def run(self, jobs: Sequence[int]) -> Iterator[Sequence[Any]]:
-        self.turns.append(list(jobs))
+        self.batches.append(list(jobs))
         yield [attempt(_double, job) for job in jobs]
         if self.fault:
             raise self.fault
@@ -30,7 +30,7 @@ class Recorder:
     def submit(self, number: int) -> list[asyncio.Future[int]]:
         """Submit a job, and return the results of its phases."""
         told: list[asyncio.Future[int]] = [asyncio.Future(), asyncio.Future()]
-        self.batch.submit(number, *(_settling(future) for future in told))
+        self.batcher.submit(number, *(_settling(future) for future in told))
         return told
 
 
@@ -39,7 +39,7 @@ async def recording() -> AsyncIterator[tuple[Worker, Recorder]]:
     """Open a running batcher."""
     async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
         recorder = Recorder(worker, jobs)
-        async with recorder.batch:
+        async with recorder.batcher:
             yield worker, recorder
 
 
@@ -77,19 +77,19 @@ async def test_waiting_jobs_run_in_one_batch() -> None:
         ]
         await recorder.submit(7)[1]
 
-    assert recorder.turns == [[0, 1, 2, 3, 4], [7]]
+    assert recorder.batches == [[0, 1, 2, 3, 4], [7]]
 
 
 async def test_jobs_of_one_batch_may_have_fewer_phases_than_others() -> None:
     async with recording() as (worker, recorder):
         gate, short = busy(worker), asyncio.Future[int]()
-        recorder.batch.submit(1, _settling(short))
+        recorder.batcher.submit(1, _settling(short))
         whole = recorder.submit(2)
         gate.set()
 
         assert [await future for future in (short, *whole)] == [2, 4, 8]
 
-    assert recorder.turns == [[1, 2]]
+    assert recorder.batches == [[1, 2]]
 
 
 async def test_a_job_that_fails_fails_alone() -> None:
@@ -125,8 +125,8 @@ async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> N
     async def work() -> None:
         async with recording() as (worker, recorder):
             gate = busy(worker)
-            recorder.batch.submit(1, heard.append, fail)
-            recorder.batch.submit(2, heard.append, fail)
+            recorder.batcher.submit(1, heard.append, fail)
+            recorder.batcher.submit(2, heard.append, fail)
             gate.set()
             await asyncio.sleep(10)
 
@@ -141,12 +141,12 @@ async def test_a_closed_batcher_reports_nothing_and_runs_nothing() -> None:
     heard: list[int] = []
     async with recording() as (worker, recorder):
         gate = busy(worker)
-        recorder.batch.submit(1, heard.append, heard.append)
+        recorder.batcher.submit(1, heard.append, heard.append)
         asyncio.get_running_loop().call_later(0.05, gate.set)
     await asyncio.sleep(0)
-    recorder.batch.submit(2, heard.append, heard.append)
+    recorder.batcher.submit(2, heard.append, heard.append)
 
-    assert recorder.turns == [[1]]
+    assert recorder.batches == [[1]]
     assert not heard
 
 
@@ -157,7 +157,7 @@ async def test_a_batcher_without_jobs_waits_for_no_others() -> None:
         gate = busy(worker)
         worker.start(gate.set)  # never before the gate is open
         async with asyncio.timeout(5):
-            await recorder.batch.__aexit__(None, None, None)
+            await recorder.batcher.__aexit__(None, None, None)
         assert not gate.is_set()
         gate.set()
 
@@ -176,17 +176,17 @@ async def test_a_function_runs_by_itself() -> None:
     async with recording() as (worker, recorder):
         gate = busy(worker)
         recorder.submit(1)
-        recorder.batch.alone(lambda: order.append("first"))
-        recorder.batch.alone(lambda: order.append("second"), told.append)
-        recorder.batch.alone(lambda: 1 // 0, told.append)
+        recorder.batcher.submit_alone(lambda: order.append("first"))
+        recorder.batcher.submit_alone(lambda: order.append("second"), told.append)
+        recorder.batcher.submit_alone(lambda: 1 // 0, told.append)
         last = recorder.submit(2)  # in the batch of the first
         gate.set()
         await last[1]
         await worker.run(int)
         await asyncio.sleep(0)
-    recorder.batch.alone(lambda: order.append("late"))
+    recorder.batcher.submit_alone(lambda: order.append("late"))
 
-    assert recorder.turns == [[1, 2]]
+    assert recorder.batches == [[1, 2]]
     assert order == ["first", "second"]
     assert told[0] is None
     assert isinstance(told[1], ZeroDivisionError)
@@ -204,7 +204,7 @@ async def test_no_job_is_lost_between_the_threads() -> None:
             for number in range(8):
                 group.create_task(ask(number))
 
-    assert sum(map(len, recorder.turns)) == 8 * 200
+    assert sum(map(len, recorder.batches)) == 8 * 200
 
 
 def test_valid_values_are_mapped_together_and_failures_stay() -> None:
@@ -214,6 +214,6 @@ def test_valid_values_are_mapped_together_and_failures_stay() -> None:
         seen.append(values)
         return [value + 1 for value in values]
 
-    assert through(run, [1, error, None, 2]) == [2, error, None, 3]
-    assert through(run, [None, error]) == [None, error]
+    assert map_valid(run, [1, error, None, 2]) == [2, error, None, 3]
+    assert map_valid(run, [None, error]) == [None, error]
     assert seen == [[1, 2]]

@@ -16,7 +16,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute import warm_up
-from meshllm.node.compute.warm_up import Rehearsal
+from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
@@ -26,7 +26,7 @@ from meshllm.testing.models import tiny_model
 QUIET_S = 0.05
 
 
-class Rehearsed:
+class FakeRunner:
     """A runner that notes its steps."""
 
     def __init__(self, steps: int, error: Exception | None = None) -> None:
@@ -51,24 +51,24 @@ def tiny(tmp_path: Path) -> Source:
 
 
 @asynccontextmanager
-async def begin(*runners: Rehearsed) -> AsyncIterator[tuple[Rehearsal, Worker]]:
+async def begin(*runners: FakeRunner) -> AsyncIterator[tuple[WarmUp, Worker]]:
     async with compute_thread() as worker:
         ranks = [(worker, cast("Runner", runner)) for runner in runners]
-        yield Rehearsal(ranks, asyncio.Event()), worker
+        yield WarmUp(ranks, asyncio.Event()), worker
 
 
 async def test_all_runners_run_all_of_their_steps() -> None:
-    runners = Rehearsed(3), Rehearsed(0), Rehearsed(5)
+    runners = FakeRunner(3), FakeRunner(0), FakeRunner(5)
 
     async with begin(*runners) as (whole, _):
         await whole.run()
 
-    assert whole._over.is_set()
+    assert whole._done.is_set()
     assert [each.done for each in runners] == [3, 0, 5]
 
 
 async def test_no_step_runs_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, gate = Rehearsed(3), Event()
+    runner, gate = FakeRunner(3), Event()
 
     async with begin(runner) as (whole, worker):
         held = worker.start(gate.wait, 10)
@@ -90,7 +90,7 @@ async def test_no_step_runs_while_others_compute(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_request_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Rehearsed(10**9)
+    runner = FakeRunner(10**9)
 
     async with begin(runner) as (whole, worker):
         task = asyncio.create_task(whole.run())
@@ -107,7 +107,7 @@ async def test_a_request_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyPa
     assert begun > 0
     assert after <= begun + 1
     assert task.cancelled()
-    assert not whole._over.is_set()
+    assert not whole._done.is_set()
 
 
 async def test_results_are_released() -> None:
@@ -124,13 +124,13 @@ async def test_results_are_released() -> None:
 async def test_an_error_in_one_runner_does_not_stop_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    runners = Rehearsed(1, ValueError("strange code")), Rehearsed(1)
+    runners = FakeRunner(1, ValueError("strange code")), FakeRunner(1)
 
     with caplog.at_level(logging.WARNING):
         async with begin(*runners) as (whole, _):
             await whole.run()
 
-    assert whole._over.is_set()
+    assert whole._done.is_set()
     assert "ValueError: strange code" in caplog.text
     assert runners[1].done == 1
 
@@ -145,22 +145,22 @@ async def test_a_warm_ring_records_nothing_for_its_first_request(
         nodes=nodes, own_threads=own_threads, inference=InferenceConfig(threads=1)
     )
 
-    async def answer(*, is_rehearsed: bool) -> tuple[list[int], int]:
-        monkeypatch.setattr(warm_up, "QUIET_S", QUIET_S if is_rehearsed else 99.0)
+    async def answer(*, is_warm: bool) -> tuple[list[int], int]:
+        monkeypatch.setattr(warm_up, "QUIET_S", QUIET_S if is_warm else 99.0)
         async with open_local_ring(tiny, options) as ring:
             runners = [*ring.entry._ends.runners, *(stage._runner for stage in ring.stages)]
             if not all(runner.is_steady for runner in runners):
                 pytest.skip("this processor adds in another order")
-            if is_rehearsed:
+            if is_warm:
                 await ring.warmed_up()
             before = sum(runner.prepared for runner in runners)
             tokens = [token async for token in ring.tokens([5, 6, 7] * 6, Sampling(), 60)]
             return tokens, sum(runner.prepared for runner in runners) - before
 
-    rehearsed, prepared = await answer(is_rehearsed=True)
-    plain, late = await answer(is_rehearsed=False)
+    warm, prepared = await answer(is_warm=True)
+    plain, late = await answer(is_warm=False)
 
-    assert rehearsed == plain
+    assert warm == plain
     assert prepared == 0
     assert late > 0
 

@@ -104,7 +104,7 @@ async def test_loading_may_take_longer(clock: Clock) -> None:
 
     async with compute_thread() as worker:
         assert await worker.run(take, LOAD_HANG_S - 1) == 0
-        assert await worker.spare(0, take, LOAD_HANG_S - 1) == 0
+        assert await worker.run_when_idle(0, take, LOAD_HANG_S - 1) == 0
         assert await asyncio.wrap_future(worker.start(take, HANG_S)) == HANG_S
 
 

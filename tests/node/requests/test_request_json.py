@@ -23,7 +23,7 @@ from meshllm.errors import (
 from meshllm.node.requests import request_json
 from meshllm.node.requests.request_json import (
     EVENT_BYTES,
-    LINE_LETTERS,
+    LINE_CHARS,
     LINE_TOKENS,
     REQUEST_BYTES,
     AnswerReader,
@@ -135,7 +135,7 @@ def test_an_answer_of_any_length_travels_in_bounded_lines_and_repeats_nothing(co
     assert events[-1] == answer
     assert "".join(event.text for event in events if isinstance(event, Piece)) == text
     assert max(map(len, lines)) <= 512 * 1024 < EVENT_BYTES
-    assert len(lines) == -(-count // LINE_LETTERS) + max(1, -(-count // LINE_TOKENS))
+    assert len(lines) == -(-count // LINE_CHARS) + max(1, -(-count // LINE_TOKENS))
     assert sum(map(len, lines)) < 14 * count + 1000
 
 
@@ -190,7 +190,7 @@ def test_an_error_of_a_newer_version_keeps_its_message() -> None:
 def test_the_length_of_an_error_is_bounded() -> None:
     error = error_from_fields(error_to_fields(MeshError("x" * 10_000, hint="y" * 10_000)))
 
-    assert len(str(error)) == len(error.hint or "") == request_json.MESSAGE_LETTERS
+    assert len(str(error)) == len(error.hint or "") == request_json.MESSAGE_CHARS
 
 
 def test_a_malformed_error_is_a_peer_fault() -> None:

@@ -13,7 +13,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut, UserError
 from meshllm.names import NodeId
 from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
-from meshllm.node.requests.router import MAX_ASKED, RING_S, Desk
+from meshllm.node.requests.router import MAX_PER_PEER, RING_S, Desk
 from meshllm.protocol.membership.codec import Ask, Hush, Said
 from meshllm.protocol.ring.failover import ATTEMPTS
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
@@ -450,21 +450,21 @@ def test_an_invalid_request_is_reported_to_its_sender(world: World, data: bytes)
 
 
 def test_the_requests_of_a_peer_are_limited(world: World) -> None:
-    desk = world.add(ME, FakeRing(attempts=[[None]] * (MAX_ASKED + 1)))
+    desk = world.add(ME, FakeRing(attempts=[[None]] * (MAX_PER_PEER + 1)))
 
     async def story() -> None:
-        for number in range(MAX_ASKED + 1):
+        for number in range(MAX_PER_PEER + 1):
             ask = Ask(bytes([number]) * 16, request_to_json(REQUEST))
             desk.receive(OTHER, ask, is_client=False)
         desk.receive(ENTRY, Ask(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
-        assert len(desk._served) == MAX_ASKED + 1  # the other peer has its own
+        assert len(desk._served) == MAX_PER_PEER + 1  # the other peer has its own
         desk.lost(OTHER)
         desk.lost(ENTRY)
 
     world.run(story)
     (told,) = world.said(OTHER)
-    assert str(told) == f"{MAX_ASKED} requests of this node are in progress"
+    assert str(told) == f"{MAX_PER_PEER} requests of this node are in progress"
     assert world.said(ENTRY) == []
 
 

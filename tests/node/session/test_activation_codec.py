@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshllm.names import SessionId, WireMode
-from meshllm.node.session.activation_codec import Outgoing, settle
+from meshllm.node.session.activation_codec import ActivationEncoder, resolve_wire_mode
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.testing.models import tiny_model
@@ -39,14 +39,14 @@ def session(number: int) -> SessionId:
     ],
 )
 def test_rows_are_sealed_in_the_chosen_mode(mode: WireMode, dtype: DType) -> None:
-    lane = Outgoing(mode, None).lane(session(1))
+    encoder = ActivationEncoder(mode, None).for_session(session(1))
 
-    assert lane.seal(torch.ones(1, 2, 64).bfloat16(), 5, is_step=True).dtype is dtype
+    assert encoder.seal(torch.ones(1, 2, 64).bfloat16(), 5, is_step=True).dtype is dtype
 
 
-def sent_as(outgoing: Outgoing, rows: int, *, is_step: bool = False) -> DType:
+def sent_as(encoder: ActivationEncoder, rows: int, *, is_step: bool = False) -> DType:
     return (
-        outgoing.lane(session(1))
+        encoder.for_session(session(1))
         .seal(torch.ones(1, rows, 1024).bfloat16(), 5, is_step=is_step)
         .dtype
     )
@@ -67,52 +67,52 @@ def sent_as(outgoing: Outgoing, rows: int, *, is_step: bool = False) -> DType:
 def test_exact_rows_are_packed_if_that_saves_twice_its_cost(
     mbit: float, rows: int, *, is_packed: bool
 ) -> None:
-    outgoing = Outgoing(WireMode.EXACT, Known(bytes_per_s=mbit * MBIT))
+    encoder = ActivationEncoder(WireMode.EXACT, Known(bytes_per_s=mbit * MBIT))
 
-    assert sent_as(outgoing, rows) is (DType.BFLOAT16_PACKED if is_packed else DType.BFLOAT16)
+    assert sent_as(encoder, rows) is (DType.BFLOAT16_PACKED if is_packed else DType.BFLOAT16)
 
 
-@pytest.mark.parametrize("way", [None, Known(bytes_per_s=None), Known(bytes_per_s=float("inf"))])
+@pytest.mark.parametrize("link", [None, Known(bytes_per_s=None), Known(bytes_per_s=float("inf"))])
 @pytest.mark.parametrize("mode", [WireMode.EXACT, WireMode.AUTO])
-def test_nothing_is_packed_at_an_unknown_rate(mode: WireMode, way: Known | None) -> None:
-    assert sent_as(Outgoing(mode, way), 256) is DType.BFLOAT16
+def test_nothing_is_packed_at_an_unknown_rate(mode: WireMode, link: Known | None) -> None:
+    assert sent_as(ActivationEncoder(mode, link), 256) is DType.BFLOAT16
 
 
 @pytest.mark.parametrize("mode", [WireMode.PLAIN, WireMode.INT8])
 def test_plain_and_int8_modes_pack_nothing(mode: WireMode) -> None:
-    outgoing = Outgoing(mode, Known(bytes_per_s=MBIT))
+    encoder = ActivationEncoder(mode, Known(bytes_per_s=MBIT))
 
-    assert sent_as(outgoing, 256) is not DType.BFLOAT16_PACKED
+    assert sent_as(encoder, 256) is not DType.BFLOAT16_PACKED
 
 
 @pytest.mark.parametrize("mode", [WireMode.EXACT, WireMode.INT8])
 def test_rows_go_plain_to_a_rank_without_features(mode: WireMode) -> None:
-    knows = Outgoing(mode, Known(bytes_per_s=MBIT))
-    does_not = Outgoing(mode, Known(bytes_per_s=MBIT, features=Features(0)))
+    supported = ActivationEncoder(mode, Known(bytes_per_s=MBIT))
+    unsupported = ActivationEncoder(mode, Known(bytes_per_s=MBIT, features=Features(0)))
 
-    assert sent_as(knows, 256) in {DType.BFLOAT16_PACKED, DType.BFLOAT16_INT8}
-    assert sent_as(does_not, 256) is DType.BFLOAT16
+    assert sent_as(supported, 256) in {DType.BFLOAT16_PACKED, DType.BFLOAT16_INT8}
+    assert sent_as(unsupported, 256) is DType.BFLOAT16
 
 
 def test_decode_steps_use_the_rate_of_the_last_prefill() -> None:
-    way = Known(bytes_per_s=MBIT)
-    outgoing = Outgoing(WireMode.EXACT, way)
+    link = Known(bytes_per_s=MBIT)
+    encoder = ActivationEncoder(WireMode.EXACT, link)
 
-    before = sent_as(outgoing, 1, is_step=True)
-    sent_as(outgoing, 256)
-    way.bytes_per_s = 1000 * MBIT
-    behind = sent_as(outgoing, 1, is_step=True)
+    before = sent_as(encoder, 1, is_step=True)
+    sent_as(encoder, 256)
+    link.bytes_per_s = 1000 * MBIT
+    behind = sent_as(encoder, 1, is_step=True)
 
     assert (before, behind) == (DType.BFLOAT16, DType.BFLOAT16_PACKED)
-    assert sent_as(outgoing, 256) is DType.BFLOAT16
+    assert sent_as(encoder, 256) is DType.BFLOAT16
 
 
 def test_auto_packs_a_session_that_it_does_not_round() -> None:
-    way = Known()
-    outgoing = Outgoing(WireMode.AUTO, way)
+    link = Known()
+    encoder = ActivationEncoder(WireMode.AUTO, link)
 
-    assert sent_as(outgoing, 256) is DType.BFLOAT16_PACKED
-    assert not outgoing.lane(session(1)).is_int8
+    assert sent_as(encoder, 256) is DType.BFLOAT16_PACKED
+    assert not encoder.for_session(session(1)).is_int8
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,6 @@ def test_auto_packs_a_session_that_it_does_not_round() -> None:
 def test_auto_is_exact_for_a_mixture_of_experts(tmp_path: Path, name: str, mode: WireMode) -> None:
     config = tiny_model(tmp_path, name).config
 
-    assert settle(WireMode.AUTO, config, torch.float32) is mode
-    assert settle(WireMode.INT8, config, torch.float32) is WireMode.INT8
-    assert settle(WireMode.EXACT, config, torch.float32) is WireMode.EXACT
+    assert resolve_wire_mode(WireMode.AUTO, config, torch.float32) is mode
+    assert resolve_wire_mode(WireMode.INT8, config, torch.float32) is WireMode.INT8
+    assert resolve_wire_mode(WireMode.EXACT, config, torch.float32) is WireMode.EXACT

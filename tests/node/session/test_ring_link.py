@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, SessionId
-from meshllm.node.session.ring_link import Neighbours, Peer
+from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import SILENCE, Link
 from meshllm.protocol.session.messages import (
@@ -36,8 +36,8 @@ async def pair() -> tuple[contract.Link, contract.Link]:
     return ours, theirs
 
 
-def peer_on(link: contract.Link) -> Peer:
-    return Peer(link, Link(Hello(OURS, 1, PLAN), peer=THEIRS))
+def ring_link_on(link: contract.Link) -> RingLink:
+    return RingLink(link, Link(Hello(OURS, 1, PLAN), peer=THEIRS))
 
 
 async def say(link: contract.Link, *messages: Message) -> None:
@@ -56,7 +56,7 @@ async def hear(link: contract.Link) -> list[Message]:
 def test_messages_go_both_ways_after_a_hello() -> None:
     async def story() -> tuple[list[SessionMessage], list[Message], MeshError]:
         ours, theirs = await pair()
-        peer, delivered = peer_on(ours), list[SessionMessage]()
+        peer, delivered = ring_link_on(ours), list[SessionMessage]()
         peer.post(Forward(CANCEL))
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0), GAP)
         running = asyncio.create_task(peer.run(delivered.append))
@@ -77,7 +77,7 @@ def test_messages_go_both_ways_after_a_hello() -> None:
 def test_session_messages_wait_for_the_handshake() -> None:
     async def story() -> list[Message]:
         ours, theirs = await pair()
-        peer = peer_on(ours)
+        peer = ring_link_on(ours)
         peer.post(Forward(CANCEL))
         await say(theirs, Hello(THEIRS, 1, PLAN))
         await peer.run(lambda _: None)  # until it is silent for too long
@@ -91,7 +91,7 @@ def test_session_messages_wait_for_the_handshake() -> None:
 def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> None:
     async def story() -> tuple[list[int], list[Message]]:
         ours, theirs = await pair()
-        peer, sent = peer_on(ours), []
+        peer, sent = ring_link_on(ours), []
         running = asyncio.create_task(peer.run(lambda _: None))
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
         await asyncio.sleep(0.1)
@@ -117,7 +117,7 @@ def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> Non
 def test_a_failed_offer_ends_the_link_and_not_its_caller() -> None:
     async def story() -> BaseException | None:
         ours, theirs = await pair()
-        peer = peer_on(ours)
+        peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
         await asyncio.sleep(0.1)
@@ -136,7 +136,7 @@ def test_silence_is_loss() -> None:
     async def story() -> tuple[float, MeshError]:
         ours, theirs = await pair()
         await say(theirs, Hello(THEIRS, 1, PLAN))
-        reason = await peer_on(ours).run(lambda _: None)
+        reason = await ring_link_on(ours).run(lambda _: None)
         return asyncio.get_running_loop().time(), reason
 
     at, reason = run_virtual(story())
@@ -148,7 +148,7 @@ def test_silence_is_loss() -> None:
 def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
     async def story() -> MeshError:
         ours, theirs = await pair()
-        peer = peer_on(ours)
+        peer = ring_link_on(ours)
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
         for _ in range(QUEUE_MESSAGES + 9):  # more than the link buffers
             peer.post(Forward(CANCEL))
@@ -160,7 +160,7 @@ def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
 def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
     async def story() -> tuple[int, bool]:
         ours, theirs = await pair()
-        peer = peer_on(ours)
+        peer = ring_link_on(ours)
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
         for _ in range(QUEUE_MESSAGES + 9):
             peer.post(Forward(CANCEL))
@@ -182,7 +182,7 @@ def test_a_neighbour_of_another_plan_is_refused() -> None:
     async def story() -> MeshError:
         ours, theirs = await pair()
         await say(theirs, Hello(THEIRS, 2, PLAN))
-        return await peer_on(ours).run(lambda _: None)
+        return await ring_link_on(ours).run(lambda _: None)
 
     assert "epoch 2" in str(run_virtual(story()))
 
@@ -193,6 +193,6 @@ def test_the_next_rank_may_not_send_against_the_ring() -> None:
         for link in (before_them, after_them):
             await say(link, Hello(THEIRS, 1, PLAN))
         await say(after_them, GAP)
-        return await Neighbours(peer_on(before), peer_on(after)).run(lambda _: None)
+        return await Neighbours(ring_link_on(before), ring_link_on(after)).run(lambda _: None)
 
     assert "against the direction" in str(run_virtual(story()))

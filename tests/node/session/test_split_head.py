@@ -142,7 +142,7 @@ async def test_an_invalid_answer_only_disables_the_feature(
 @pytest.mark.parametrize("place", [(1, 0), (0, 1)], ids=["generation", "position"])
 def test_an_answer_to_another_request_is_ignored(place: tuple[int, int]) -> None:
     request, heard = LogitsRequest(*place), list[Blob]()
-    request.then(heard.append)
+    request.set_callback(heard.append)
 
     request.receive(logits_of(RIGHT))
 
@@ -153,11 +153,11 @@ def test_an_answer_to_another_request_is_ignored(place: tuple[int, int]) -> None
 def test_only_the_first_answer_counts(is_early: bool) -> None:
     request, heard = LogitsRequest(0, 0), list[Blob]()
     if not is_early:
-        request.then(heard.append)
+        request.set_callback(heard.append)
     for value in (1.0, 2.0):
         request.receive(logits_of(sealed(KEY, torch.tensor([value]))))
     if is_early:
-        request.then(heard.append)
+        request.set_callback(heard.append)
 
     assert [each.payload for each in heard] == [sealed(KEY, torch.tensor([1.0])).payload]
 
