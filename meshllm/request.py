@@ -53,6 +53,9 @@ class Request:
     """Longest answer, in tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not part of it."""
+    given: tuple[int, ...] = ()
+    """Tokens of the answer that an earlier ring sampled. The answer continues behind them: they
+    count against `max_tokens`, for penalties and stop texts, and are not repeated."""
 
 
 class FinishReason(StrEnum):
@@ -114,9 +117,12 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of the answer; whole characters only."""
+    """New text of the answer, whole characters only, and the new tokens."""
 
     text: str
+    """Empty while it depends on tokens to come."""
+    tokens: tuple[int, ...] = ()
+    """None for text that was held back until the end."""
 
 
 Event = Prefilled | Piece | Answer

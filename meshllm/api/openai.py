@@ -144,7 +144,7 @@ class _Reply:
         """Write what came as server-sent events: a comment for silence, nothing for progress."""
         if event is None:
             return b": patience\n\n"
-        if isinstance(event, Prefilled):
+        if isinstance(event, Prefilled) or (isinstance(event, Piece) and not event.text):
             return b""
         opening = b"" if self.is_begun else self.delta({"role": "assistant", "content": ""})
         self.is_begun = True

@@ -80,6 +80,7 @@ class ToyRunner:
 
     is_steady = True
     prepared = 0
+    vocabulary = VOCABULARY
     execution = Execution(Strategy.STOCK)
 
     def rehearsal(self) -> Iterator[None]:

@@ -34,6 +34,11 @@ class Runner:
         return self.steps.prefill(x, cache, rows)
 
     @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        return int(self.shard.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
     def is_steady(self) -> bool:
         """Whether several rows are computed in the time of one, or nearly."""
         return self.execution.strategy is not Strategy.STOCK

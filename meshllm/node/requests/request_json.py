@@ -3,7 +3,7 @@
 ::
 
     {"prefilled": [128, 512]}                                 progress
-    {"piece": "text"}                                         new text
+    {"piece": "text", "ids": [1]}                             new text and tokens
     {"tokens": [1, 2, ...]}                                   ids of a long answer, between nodes
     {"answer": {...}}                                         the last line of an answer
     {"error": {"message": ..., "code": "link_lost", ...}}     the last line of a failure
@@ -73,6 +73,7 @@ class _Line:
 
     prefilled: tuple[int, ...] | None = None
     piece: str | None = None
+    ids: tuple[int, ...] = ()
     tokens: tuple[int, ...] | None = None
     answer: Answer | None = None
     error: _Failure | None = None
@@ -97,6 +98,9 @@ def request_from_json(data: bytes) -> Request:
         raise WrongField("raw", "`raw` and `turns` cannot be combined", hint="omit one of them")
     if request.max_tokens < 1:
         raise WrongField("max_tokens", f"`max_tokens` is {request.max_tokens}, not at least 1")
+    if len(request.given) > request.max_tokens:
+        text = f"`given` has {len(request.given)} tokens, more than `max_tokens`"
+        raise WrongField("given", text)
     return request
 
 
@@ -105,8 +109,8 @@ def event_to_json(event: Event) -> bytes:
     match event:
         case Prefilled(done, total):
             return _write({"prefilled": [done, total]})
-        case Piece(text):
-            return _write({"piece": text})
+        case Piece(text, ids):
+            return _write({"piece": text, "ids": ids} if ids else {"piece": text})
         case Answer():
             return _write({"answer": lay_out(event)})
         case _:
@@ -116,9 +120,11 @@ def event_to_json(event: Event) -> bytes:
 def event_to_lines(event: Event) -> Iterator[bytes]:
     """Encode an event for `AnswerReader` as lines, each without newline."""
     match event:
-        case Piece(text):
-            for at in range(0, len(text), LINE_CHARS):
-                yield event_to_json(Piece(text[at : at + LINE_CHARS]))
+        case Piece(text, ids):
+            for at in range(LINE_CHARS, len(text), LINE_CHARS):
+                yield event_to_json(Piece(text[at - LINE_CHARS : at]))
+            if text or ids:
+                yield event_to_json(Piece(text[(len(text) - 1) // LINE_CHARS * LINE_CHARS :], ids))
         case Answer(tokens=tokens):
             at = 0
             for at in range(LINE_TOKENS, len(tokens), LINE_TOKENS):
@@ -155,12 +161,14 @@ class AnswerReader:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._ids = 0  # of pieces
 
     def take(self, data: bytes) -> Event | None:
         """Decode the next line as `event_from_json` does; None if it completes no event."""
         line = _read_line(data)
         self._tokens += line.tokens or ()
-        if len(self._tokens) > MAX_TOKENS:
+        self._ids += len(line.ids)
+        if max(len(self._tokens), self._ids) > MAX_TOKENS:
             raise PeerFault(f"The answer has more than {MAX_TOKENS} tokens")
         if line.tokens is not None:
             return None
@@ -187,7 +195,7 @@ def _event_of(line: _Line) -> Event | None:
         case _Line(prefilled=(done, total), piece=None, answer=None, error=None):
             return Prefilled(done, total)
         case _Line(prefilled=None, piece=str(text), answer=None, error=None):
-            return Piece(text)
+            return Piece(text, line.ids)
         case _Line(prefilled=None, piece=None, answer=Answer() as answer, error=None):
             return answer
         case _Line(prefilled=None, piece=None, answer=None, error=_Failure() as failure):

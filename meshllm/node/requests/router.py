@@ -100,12 +100,12 @@ class Desk:
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
         """
-        failover = Failover()
+        failover = Failover(request)
         self.counts.active += 1
         try:
             while True:
                 try:
-                    async with self._answering(request) as events:
+                    async with self._answering(failover.request) as events:
                         async for event in events:
                             if new := failover.take(event):
                                 if isinstance(new, Answer):
@@ -113,7 +113,7 @@ class Desk:
                                 yield new
                 except LinkLost as error:
                     delay = failover.lost(error)
-                    logger.info("ring lost during a request, retrying: %s", error)
+                    logger.info("ring lost after %d tokens, retrying: %s", failover.resumed, error)
                     await asyncio.sleep(delay)
                 else:
                     return

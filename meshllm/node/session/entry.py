@@ -139,6 +139,11 @@ class EntryNode:
         return self._ends.context
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens of the model."""
+        return self._ends.front.vocabulary
+
+    @property
     def sessions(self) -> int:
         """Number of generations in progress."""
         return len(self._sessions)
@@ -201,8 +206,8 @@ class EntryNode:
             session=session,
             epoch=self._config.epoch,
             ring=self._config.ring,
-            prompt=order.prompt,
-            max_tokens=order.max_tokens,
+            prompt=order.known,
+            max_tokens=order.max_tokens - len(order.given),
             context=self._ends.context,
             slack=self._config.slack,
             keep_from=MIN_SHARED if self._prefixes.shelf.keeps else None,
@@ -213,12 +218,12 @@ class EntryNode:
             raise self._lost
         session, now = task.session, self._now()
         # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
-        machine = Entry(task, self.pace(max(1, len(order.prompt)), self.sessions))
-        start = start_from(self._prefixes.find(order.prompt, now), self._ends.front.new_cache)
+        machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
+        start = start_from(self._prefixes.find(order.known, now), self._ends.front.new_cache)
         speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
-            speculator = Speculator(self._speculation, order.prompt, clock, self._prepared)
+            speculator = Speculator(self._speculation, order.known, clock, self._prepared)
         encoder = self._encoder.for_session(session)
         generation = Generation(order, machine, self._ends, encoder, now, speculator, start)
         self._sessions[session] = generation
@@ -343,7 +348,7 @@ class EntryNode:
             case Exception():  # the supervisor: a bug ends its session only
                 self._fail(session, generation, result)
             case blob:
-                if job.pos >= generation.prompt_tokens:
+                if job.pos >= generation.known_tokens:
                     generation.gauge.computed(watch.spent)
                 self._act(session, generation.machine.computed(blob, self._now()))
 
@@ -361,7 +366,7 @@ class EntryNode:
         if isinstance(result, Exception):  # as above
             self._fail(session, generation, result)
             return
-        if sample.job.pos > generation.prompt_tokens:
+        if sample.job.pos > generation.known_tokens:
             generation.gauge.computed(sample.watch.spent)
         generation.gauge.tokens(self._now(), len(result.tokens))
         actions = generation.machine.picked(

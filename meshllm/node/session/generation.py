@@ -52,8 +52,15 @@ class Order:
     prompt: tuple[int, ...]
     sampling: Sampling
     max_tokens: int
+    given: tuple[int, ...] = field(default=(), kw_only=True)
+    """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     is_last: Callable[[int], bool]
     """Called once per token, in order, on the compute thread: whether it ends the answer."""
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The tokens to prefill."""
+        return self.prompt + self.given
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ class Generation:
         self.cache: SpanCache | None = None
         """KV cache of the local layers, from the first job on."""
         self._make_cache: Callable[[], SpanCache] | None = start.make
-        self._history = list(order.prompt)
+        self._history = list(order.known)
         self._is_alone = ends.head is None
         self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
         self._next: Embed | None = None  # after the last Pick, unless another job comes first
@@ -161,6 +168,11 @@ class Generation:
     def prompt_tokens(self) -> int:
         """Number of prompt tokens."""
         return len(self._order.prompt)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt, and of the answer that were given."""
+        return len(self._order.known)
 
     def logits_request_for(self, job: Pick) -> LogitsRequest | None:
         """Return the logits request that belongs to this job, if any."""
@@ -257,7 +269,7 @@ class Generation:
         return self.cache
 
     def _is_step(self, job: Embed) -> bool:
-        return job.pos >= self.prompt_tokens and len(job.tokens) == 1 + job.guesses
+        return job.pos >= self.known_tokens and len(job.tokens) == 1 + job.guesses
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
         """Sample from ``logits`` [1 + G, V] until a draft token is rejected or the answer ends.

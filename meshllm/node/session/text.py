@@ -8,14 +8,15 @@ from typing import assert_never
 
 from meshllm.errors import UserError
 from meshllm.model.sampling import validate
+from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.tokenizer import Text
 from meshllm.node.compute.gauge import Measured
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryNode
-from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.node.session.generation import Ended, Order, Output, Token
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
-from meshllm.request import Answer, Event, HopReport, Piece, Prefilled, Request
+from meshllm.request import Answer, Event, FinishReason, HopReport, Piece, Prefilled, Request
 
 MAX_TOKEN_CHARS = 64  # upper bound of characters per token; English averages about 4
 
@@ -30,14 +31,13 @@ class RingBackend:
     plan: Plan
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Answer a request, see `Backend`."""
+        """Answer a request, see `Backend`: with what follows the tokens that were given."""
         text = self.text
         validate(request.sampling)
         _check_length(request, self.entry.context)
-        prompt = tuple(
-            await self.worker.run(_encode, text, request)
-        )  # seconds for megabytes of text
-        stream = text.stream(request.stop)
+        _check_given(request, self.entry.vocabulary)
+        # Megabytes of text take seconds.
+        prompt, stream = await self.worker.run(_prepare, text, request)
         pieces: deque[str] = deque()
 
         def is_last(token: int) -> bool:
@@ -45,10 +45,13 @@ class RingBackend:
             pieces.append("" if ends else stream.push(token))
             return ends or stream.stopped
 
-        order = Order(prompt, request.sampling, request.max_tokens, is_last)
+        order = Order(prompt, request.sampling, request.max_tokens, is_last, given=request.given)
+        finished = _finished(order, stream, text.end_tokens, self.entry.context)
         written: list[str] = []
         tokens: list[int] = []
-        async with aclosing(self.entry.generate(order)) as outputs:
+        async with aclosing(
+            _ended(finished) if finished else self.entry.generate(order)
+        ) as outputs:
             async for output in outputs:
                 match output:
                     case Prefilled():
@@ -56,17 +59,18 @@ class RingBackend:
                     case Token(token):
                         tokens.append(token)
                         written.append(pieces.popleft())
+                        yield Piece(written[-1], (token,))
                     case Ended(reason, measured):
                         written.append(stream.finish())
+                        if written[-1]:
+                            yield Piece(written[-1])
                     case _:
                         assert_never(output)
-                if written and written[-1] and not isinstance(output, Prefilled):
-                    yield Piece(written[-1])
         yield Answer(
             text="".join(written),
             tokens=tuple(tokens),
             prompt_tokens=len(prompt),
-            cached_tokens=measured.reused,
+            cached_tokens=min(measured.reused, len(prompt)),
             finish_reason=reason,
             ttft_ms=measured.ttft_s * 1e3,
             ms_per_token=measured.token_s * 1e3,
@@ -83,6 +87,35 @@ def _check_length(request: Request, context: int) -> None:
         raise UserError(
             f"The prompt has {chars} characters, too many for {context} tokens of context"
         )
+
+
+def _check_given(request: Request, vocabulary: int) -> None:
+    """Raise `UserError` for tokens that no ring of this model sampled."""
+    if unknown := [token for token in request.given if not 0 <= token < vocabulary]:
+        raise UserError(f"Token {unknown[0]} is not in the vocabulary of {vocabulary}")
+
+
+def _prepare(text: Text, request: Request) -> tuple[tuple[int, ...], TextStream]:
+    """Tokenize the prompt; make a stream that has read the given tokens."""
+    prompt, stream = tuple(_encode(text, request)), text.stream(request.stop)
+    for token in request.given:
+        stream.push(token)
+    return prompt, stream
+
+
+def _finished(
+    order: Order, stream: TextStream, ends: frozenset[int], context: int
+) -> FinishReason | None:
+    """Return why the given tokens are the whole answer; None if they are not."""
+    if stream.stopped or ends.intersection(order.given[-1:]):
+        return FinishReason.STOP
+    prompt, given = len(order.prompt), len(order.given)
+    is_full = given >= order.max_tokens or prompt + given >= context > prompt
+    return FinishReason.LENGTH if given and is_full else None
+
+
+async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
+    yield Ended(reason, Measured(0.0, 0.0, 0.0, 0, ()))
 
 
 def _encode(text: Text, request: Request) -> list[int]:

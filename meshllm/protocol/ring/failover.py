@@ -1,36 +1,55 @@
-"""Failover of one request: whether it is asked again, and what of the new answer is new.
+"""Failover of one request: the ledger of its tokens, and retries with backoff.
 
 Theory of operation
 -------------------
-The ingress holds a request until it is answered. When the ring breaks, it waits for the next one
-and asks again, with a longer pause each time. The text is a pure function of the request, so the
-new ring writes the same text, and what was already shown is skipped. Where it differs, the request
-ends with an error, since what was shown cannot be taken back.
+The ingress holds a request and the tokens of its answer until it is complete. When the ring breaks,
+the ingress waits for the next one and sends the request again with those tokens as
+`Request.given`: the new entry prefills prompt and tokens together and samples the next token. No
+decode step is repeated, and a token that was shown never changes, whatever the new ring rounds.
+What depends on earlier tokens (seed and position, penalties, stop texts, the length) is that of one
+answer, since it is a function of prompt and tokens.
 
-Only the ingress asks again: what it reports to a client is final, as `Reported`.
+Text that was held back until the end of the answer has no tokens of its own. If the ring breaks
+behind it, the next one repeats it, and it is shown once.
+
+Only the ingress retries: the loss that it reports to a client (`Reported`) is final. The client may
+turn to another ingress, with the tokens that it has.
 """
 
-from meshllm.errors import LinkLost, MeshError
-from meshllm.request import Answer, Event, Piece
+from dataclasses import replace
 
-ATTEMPTS = 8  # rings that one request may see break
-AGAIN_S = 0.25  # s of pause before the second attempt; each later one waits that much longer
+from meshllm.errors import LinkLost
+from meshllm.request import Answer, Event, Piece, Prefilled, Request
+
+ATTEMPTS = 8  # tries in a row without a new token, including the first
+AGAIN_S = 0.25  # s before the first retry; each further one in a row waits that much longer
 
 
 class Reported(LinkLost):
-    """An ingress has asked again as often as it may."""
+    """The ingress has used up its retries."""
 
 
 class Failover:
-    """One request through all attempts to answer it."""
+    """The state of one request across its attempts."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._attempts = 1
-        self._shown = ""
-        self._skip = 0  # characters of it that this attempt has still to repeat
+        self._text = ""
+        self._tokens: list[int] = []
+        self._tail = ""  # the end of the text, which was held back and has no tokens
+        self._skip = 0  # characters of it that this attempt has yet to repeat
+        self.resumed = 0
+        """Tokens that earlier attempts gave to this one."""
+
+    @property
+    def request(self) -> Request:
+        """The request of this attempt."""
+        given = self._tokens[: self.resumed]
+        return replace(self._request, given=(*self._request.given, *given))
 
     def lost(self, error: LinkLost) -> float:
-        """Begin another attempt; return the seconds to wait before it.
+        """Start another attempt; return the seconds to wait before it.
 
         Raises:
             LinkLost: ``error``, after the last attempt.
@@ -39,29 +58,26 @@ class Failover:
             raise error
         delay = self._attempts * AGAIN_S
         self._attempts += 1
-        self._skip = len(self._shown)
+        self.resumed, self._skip = len(self._tokens), len(self._tail)
         return delay
 
     def take(self, event: Event) -> Event | None:
-        """Return what of an event is new; None when nothing is.
-
-        Raises:
-            MeshError: the new ring writes another text, which cannot go on from what was shown.
-        """
+        """Return the new part of an event, None if nothing is new; an `Answer` becomes whole."""
         match event:
-            case Piece(text):
-                at = len(self._shown) - self._skip
-                self._check(self._shown.startswith(text[: self._skip], at))
-                new, self._skip = text[self._skip :], max(0, self._skip - len(text))
-                self._shown += new
-                return Piece(new) if new else None
-            case Answer():
-                self._check(self._skip == 0)
-        return event
+            case Prefilled():
+                return None if self._tokens else event
+            case Piece(text, tokens):
+                return self._piece(text, tokens)
+            case Answer(tokens=tokens):
+                known = self._tokens[: self.resumed]
+                return replace(event, text=self._text, tokens=(*known, *tokens))
 
-    @staticmethod
-    def _check(is_same: bool) -> None:
-        if not is_same:
-            raise MeshError(
-                "The answer cannot go on after its ring broke: the next one wrote another"
-            )
+    def _piece(self, text: str, tokens: tuple[int, ...]) -> Piece | None:
+        if tokens:
+            self._tokens += tokens
+            self._attempts = 1
+        else:
+            text, self._skip = text[self._skip :], max(0, self._skip - len(text))
+            self._tail += text
+        self._text += text
+        return Piece(text, tokens) if text or tokens else None

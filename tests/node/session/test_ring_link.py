@@ -154,7 +154,7 @@ def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
             peer.post(Forward(CANCEL))
         return await peer.run(lambda _: None)
 
-    assert "No word" in str(run_virtual(story()))
+    assert "No message" in str(run_virtual(story()))
 
 
 def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:

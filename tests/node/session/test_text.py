@@ -111,3 +111,59 @@ async def test_an_invalid_request_is_refused(ring: LocalRing, request_: Request)
         await events_of(ring, request_)
 
     assert ring.entry.sessions == 0
+
+
+SAMPLED = replace(
+    ASKED,
+    sampling=Sampling(
+        temperature=0.9, seed=3, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2
+    ),
+)
+
+
+@pytest.mark.parametrize("request_", [ASKED, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("given", [1, 2, 17, 39])
+async def test_an_answer_continues_behind_the_tokens_that_were_given(
+    ring: LocalRing, request_: Request, given: int
+) -> None:
+    events, whole = await events_of(ring, request_)
+    pieces = [event for event in events if isinstance(event, Piece)]
+    assert tuple(token for piece in pieces for token in piece.tokens) == whole.tokens
+
+    _, rest = await events_of(ring, replace(request_, given=whole.tokens[:given]))
+
+    assert rest.tokens == whole.tokens[given:]
+    assert "".join(piece.text for piece in pieces[:given]) + rest.text == whole.text
+    assert (rest.prompt_tokens, rest.finish_reason) == (whole.prompt_tokens, whole.finish_reason)
+
+
+async def test_given_tokens_that_are_the_whole_answer_compute_nothing(ring: LocalRing) -> None:
+    request = replace(ASKED, max_tokens=1000)
+    for asked in (ASKED, request, replace(ASKED, stop=("fox",), max_tokens=1000)):
+        events, whole = await events_of(ring, asked)
+
+        again, rest = await events_of(ring, replace(asked, given=whole.tokens))
+
+        assert (rest.tokens, rest.finish_reason) == ((), whole.finish_reason)
+        assert rest.text == "".join(e.text for e in events if isinstance(e, Piece) and not e.tokens)
+        assert not any(isinstance(event, Prefilled) for event in again)
+
+
+async def test_a_stop_text_may_begin_in_the_given_tokens(ring: LocalRing) -> None:
+    _, whole = await events_of(ring, ASKED)
+    stop = whole.text[20:32]
+    events, cut = await events_of(ring, replace(ASKED, stop=(stop,)))
+    given = len(cut.tokens) - 1
+    shown = "".join(e.text for e in events if isinstance(e, Piece) and e.tokens)
+
+    _, rest = await events_of(ring, replace(ASKED, stop=(stop,), given=cut.tokens[:given]))
+
+    assert rest.tokens == cut.tokens[given:]
+    assert cut.text.endswith(rest.text)
+    assert len(shown) <= len(cut.text)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 40])
+async def test_given_tokens_outside_the_vocabulary_are_refused(ring: LocalRing, token: int) -> None:
+    with pytest.raises(UserError, match=f"Token {token} is not in the vocabulary of"):
+        await events_of(ring, replace(ASKED, given=(3, token)))

@@ -1,72 +1,94 @@
-"""A request whose ring breaks is asked again, and nothing is shown twice."""
+"""A request whose ring breaks continues on the next one: every token once, the text once."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshllm.errors import LinkLost, MeshError
+from meshllm.errors import LinkLost
 from meshllm.protocol.ring.failover import AGAIN_S, ATTEMPTS, Failover, Reported
-from meshllm.request import Event, Piece, Prefilled
+from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from tests.builders.fake_ring import answer_of
 
-TEXT = "the ring goes on"
+REQUEST = Request(raw="What is a ring?", max_tokens=9, given=(7,))
+TEXTS = ("the", " r", "", "ing", " goes")
+TAIL = " on"
+GONE = LinkLost("gone")
 
 
-def cut(text: str, *places: int) -> list[Event]:
-    ends = sorted({0, *(place % len(text) for place in places), len(text)})
-    return [Piece(text[a:b]) for a, b in pairwise(ends)]
+def events(request: Request) -> list[Event]:
+    """Answer as an entry does that was given the first tokens."""
+    first = len(request.given) - len(REQUEST.given)
+    pieces: list[Event] = [Piece(text, (i,)) for i, text in enumerate(TEXTS) if i >= first]
+    answer = answer_of("".join((*TEXTS[first:], TAIL)), len(TEXTS) - first)
+    return [Prefilled(4, 4), *pieces, Piece(TAIL), with_tokens(answer, range(first, len(TEXTS)))]
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(0, 99))), max_size=ATTEMPTS - 1))
-def test_the_text_is_shown_once_wherever_rings_break(breaks: list[tuple[int, list[int]]]) -> None:
-    failover, shown = Failover(), ""
-    for seen, places in breaks:
-        for event in cut(TEXT, *places)[:seen]:
-            if new := failover.take(event):
-                assert isinstance(new, Piece)
-                shown += new.text
-        failover.lost(LinkLost("gone"))
-    for event in [*cut(TEXT, 3, 8), answer_of(TEXT, 4)]:
-        if isinstance(new := failover.take(event), Piece):
-            shown += new.text
-
-    assert shown == TEXT
+def with_tokens(answer: Answer, tokens: range) -> Answer:
+    return replace(answer, tokens=tuple(tokens))
 
 
-@pytest.mark.parametrize("second", ["the king", "th", "other"])
-def test_another_text_ends_the_request(second: str) -> None:
-    failover = Failover()
-    failover.take(Piece("the ring"))
-    failover.lost(LinkLost("gone"))
+@given(st.lists(st.integers(0, len(TEXTS) + 2), max_size=ATTEMPTS - 1))
+def test_every_token_and_text_is_shown_once_wherever_rings_break(breaks: list[int]) -> None:
+    failover, shown = Failover(REQUEST), list[Event]()
+    for seen in breaks:
+        shown += filter(None, map(failover.take, events(failover.request)[:seen]))
+        failover.lost(GONE)
+    shown += filter(None, map(failover.take, events(failover.request)))
 
-    def repeat() -> None:
-        for event in (Piece(second), answer_of(second, 1)):
-            failover.take(event)
+    pieces = [event for event in shown if isinstance(event, Piece)]
+    assert "".join(piece.text for piece in pieces) == "".join(TEXTS) + TAIL
+    assert [token for piece in pieces for token in piece.tokens] == [*range(len(TEXTS))]
+    assert isinstance(shown[-1], Answer)
+    assert (shown[-1].text, shown[-1].tokens) == ("".join(TEXTS) + TAIL, (0, 1, 2, 3, 4))
 
-    with pytest.raises(MeshError, match="the next one wrote another"):
-        repeat()
+
+def test_the_next_attempt_is_given_the_tokens_so_far() -> None:
+    failover = Failover(REQUEST)
+    assert failover.request == REQUEST
+
+    for token in (1, 2):
+        failover.take(Piece("x", (token,)))
+    failover.lost(GONE)
+    for token in (3, 4):
+        failover.take(Piece("x", (token,)))
+
+    assert failover.request.given == (7, 1, 2)
+    assert failover.resumed == 2
 
 
-def test_pauses_grow_and_attempts_end() -> None:
-    failover, error = Failover(), LinkLost("gone")
+def test_delays_grow_and_attempts_without_a_token_are_limited() -> None:
+    failover = Failover(REQUEST)
 
-    pauses = [failover.lost(error) for _ in range(ATTEMPTS - 1)]
+    delays = [failover.lost(GONE) for _ in range(ATTEMPTS - 1)]
 
-    assert pauses == [AGAIN_S * number for number in range(1, ATTEMPTS)]
+    assert delays == [AGAIN_S * number for number in range(1, ATTEMPTS)]
     with pytest.raises(LinkLost, match="gone"):
-        failover.lost(error)
+        failover.lost(GONE)
+
+
+def test_a_token_renews_the_attempts() -> None:
+    failover = Failover(REQUEST)
+
+    for before, after in pairwise(range(3 * ATTEMPTS)):
+        assert failover.lost(GONE) == AGAIN_S
+        failover.take(Piece("x", (before * after,)))
 
 
 def test_what_an_ingress_reports_is_final() -> None:
     with pytest.raises(Reported):
-        Failover().lost(Reported("no ring"))
+        Failover(REQUEST).lost(Reported("no ring"))
 
 
-def test_progress_is_told_in_each_attempt() -> None:
-    failover = Failover()
+def test_prefill_is_reported_until_the_first_token() -> None:
+    failover = Failover(REQUEST)
     failover.take(Prefilled(8, 8))
-    failover.lost(LinkLost("gone"))
-
+    failover.lost(GONE)
     assert failover.take(Prefilled(4, 8)) == Prefilled(4, 8)
+
+    failover.take(Piece("x", (1,)))
+    failover.lost(GONE)
+
+    assert failover.take(Prefilled(4, 9)) is None
