@@ -4,12 +4,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Protocol, assert_never
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.names import NodeId
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.names import NodeId, SessionId
 from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
 from meshllm.node.session.entry import EntryConfig, EntryNode
@@ -18,8 +20,10 @@ from meshllm.node.session.stage import StageNode
 from meshllm.node.timer import Alarm
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import shelf_for
+from meshllm.protocol.kv_cache.prefix_matching import Prefixes
 from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.plan import Stage as PlanStage
 from meshllm.protocol.ring.forming import (
     Action,
     Begin,
@@ -119,6 +123,28 @@ class _IdleLink:
         return self._link.statistics
 
 
+@dataclass(slots=True)
+class SessionStore:
+    """The prefix cache of a rank; it outlives a ring, as long as the next has the same stages."""
+
+    stages: tuple[PlanStage, ...]
+    prefixes: Prefixes[SpanCache]
+    """Its index, and on the entry the texts and their caches."""
+    caches: dict[SessionId, SpanCache]
+    """On a stage."""
+
+    @classmethod
+    def empty(cls, plan: Plan, budget: KvBudget, model: ModelRuntime) -> "SessionStore":
+        """Keep nothing yet."""
+        shelf = shelf_for(budget, model.prefix_bytes, model.slack)
+        return cls(plan.stages, Prefixes(shelf, model.slack), {})
+
+    def move(self, budget: KvBudget) -> None:
+        """Count the kept caches in the budget of the next ring; evict what does not fit."""
+        for session in self.prefixes.move(budget):
+            self.caches.pop(session, None)
+
+
 class RingRuntime:
     """The rank of a node in the ring of the plan in force."""
 
@@ -131,6 +157,7 @@ class RingRuntime:
         self._closing = set[asyncio.Task[None]]()
         self._numbers = count()
         self._span: LoadedSpan | None = None
+        self._store: SessionStore | None = None
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
         self._alarm = Alarm(lambda: self._machine.deadline, self._expire)
@@ -205,7 +232,7 @@ class RingRuntime:
                     self._job = self._job_of(action)
                     self._is_replaced.set()
                 case Release():
-                    self._span = None
+                    self._span = self._store = None
                     self._model.release()
                 case Close(number):
                     self._close(number)
@@ -257,6 +284,8 @@ class RingRuntime:
         try:
             rooms, rank = self._host.rooms(plan), plan.rank(self._me)
             room = rooms[rank] if rooms and rank is not None else 0
+            if self._store and self._store.stages != plan.stages:
+                self._store = None  # frees memory for the span
             self._span = await self._model.hold(plan, self._me, room)
         except MeshError as error:
             logger.warning("cannot load layers of %s: %s", plan.stages, error)
@@ -332,14 +361,13 @@ class RingRuntime:
         """Build the entry or a stage; None if a node of the plan has withdrawn its offer."""
         if (rooms := self._host.rooms(plan)) is None:
             return None
-        budget = self._model.budget(plan, rooms)
-        rank, ring, model, span = (
-            plan.rank(self._me) or 0,
-            len(plan.stages),
-            self._model,
-            self._span,
-        )
+        rank, ring = plan.rank(self._me) or 0, len(plan.stages)
+        model, span = self._model, self._span
         assert span is not None  # it was loaded before any link was dialled
+        budget = model.budget(plan, rooms)
+        own = KvBudget(budget.rooms[rank : rank + 1]) if rank else budget
+        store = self._store = self._store or SessionStore.empty(plan, own, model)
+        store.move(own)
         if span.ends is not None:
             config = EntryConfig(
                 ring,
@@ -347,8 +375,7 @@ class RingRuntime:
                 partial(self._pace, plan),
                 MAX_SESSIONS,
                 model.slack,
-                budget,
-                model.prefix_bytes,
+                store.prefixes,
                 model.drafting,
                 draft=span.draft,
                 wire=model.wire,
@@ -356,16 +383,17 @@ class RingRuntime:
             )
             return EntryNode(span.ends, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
-        own = KvBudget(budget.rooms[rank : rank + 1])
         machine = Stage(
             rank,
             ring,
             epoch=plan.epoch,
             max_sessions=MAX_SESSIONS,
             context=model.context,
-            shelf=shelf_for(own, model.prefix_bytes, model.slack),
+            shelf=store.prefixes.shelf,
         )
-        return StageNode(machine, span.runner, model.worker, neighbours, model.wire, span.help)
+        return StageNode(
+            machine, span.runner, model.worker, neighbours, store.caches, model.wire, span.help
+        )
 
     def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:
         """Return the pace of one prompt, by the latest times of the nodes."""

@@ -35,7 +35,6 @@ from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import shelf_for
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, Prefixes
 from meshllm.protocol.session.actions import Action, Closed, Embed, Pick, Task
 from meshllm.protocol.session.codec import size
@@ -69,10 +68,8 @@ class EntryConfig:
     """Concurrent generations; further ones wait."""
     slack: int | None
     """Most tokens by which a KV cache of this model can be cropped; None is unlimited."""
-    budget: KvBudget
-    """Bytes for KV caches on every rank, this one first."""
-    prefix_bytes: int | None = None
-    """Bytes for the prefix cache; None is what sessions leave of the budget."""
+    prefixes: Prefixes[SpanCache]
+    """Prefix cache, and the budget for KV caches on every rank, this one first."""
     drafting: Drafting | None = None
     """Drafter for speculative decoding, if caches can be cropped; None disables it."""
     wire: WireMode = WireMode.EXACT
@@ -110,9 +107,8 @@ class EntryNode:
             self._head = HeadParts(ends.helped, ends.head)
         self._samples = Batcher(worker, partial(sample_batch, ends, self._head), self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
-        shelf = shelf_for(config.budget, config.prefix_bytes, config.slack)
-        self._prefixes: Prefixes[SpanCache] = Prefixes(shelf, config.slack)
-        self._admission = Admission(config.budget, config.max_sessions)
+        self._prefixes = config.prefixes
+        self._admission = Admission(self.budget, config.max_sessions)
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
@@ -121,7 +117,7 @@ class EntryNode:
     @property
     def budget(self) -> KvBudget:
         """KV budget of running and kept sessions, on every rank."""
-        return self._config.budget
+        return self._prefixes.shelf.budget
 
     @property
     def drafting(self) -> Drafting | None:
@@ -297,7 +293,7 @@ class EntryNode:
             self._prefixes.forget(base.session)
         if machine.kept and cache is not None:
             prompt = generation.prompt_tokens
-            self._config.budget.release(session)  # counted as kept from now on
+            self.budget.release(session)  # counted as kept from now on
             self._prefixes.keep(session, machine.kept, prompt, cache, machine.reach, self._now())
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
@@ -379,10 +375,11 @@ class EntryNode:
         self._act(session, generation.machine.failed(fault_code(error), str(error), self._now()))
 
     def _end(self, reason: MeshError) -> None:
-        """Fail the generations in progress; their Close cannot come back."""
+        """Interrupt the generations in progress; their Close cannot come back."""
         self._lost = reason
         for session, generation in list(self._sessions.items()):
             generation.outcome = reason
+            generation.machine.interrupt()
             self._close(session, ())
 
     def _deadline(self) -> float | None:

@@ -40,23 +40,27 @@ class _Session:
 class StageNode:
     """Runs a span of layers for the sessions of a ring."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- its parts
         self,
         machine: Stage,
         runner: Runner,
         worker: Worker,
         neighbours: Neighbours,
+        kept: dict[SessionId, SpanCache],
         wire: WireMode = WireMode.EXACT,
         head: Runner | None = None,
     ) -> None:
-        """Serve; ``head`` is this rank's part of the LM head, if it has one."""
+        """Serve; ``head`` is this rank's part of the LM head, if it has one.
+
+        ``kept`` are the caches of the machine's prefix cache.
+        """
         self._machine = machine
         self._head = head
         self._runner = runner
         self._neighbours = neighbours
         self._encoder = ActivationEncoder(wire, neighbours)
         self._sessions: dict[SessionId, _Session] = {}
-        self._kept: dict[SessionId, SpanCache] = {}
+        self._kept = kept
         self._jobs = asyncio.TaskGroup()
         self._steps = Batcher(worker, self._step, self._jobs)
         self._alarm = Alarm(lambda: machine.deadline, self._expire)
@@ -83,9 +87,11 @@ class StageNode:
         try:
             async with self._jobs, self._alarm, self._steps:
                 reason = await self._neighbours.run(self._receive)
-        finally:
+        finally:  # what still runs on the compute thread only writes rows that are cropped later
+            for action in self._machine.interrupt(self._now()):
+                if isinstance(action, Keep | Free):
+                    self._change(action)
             self._sessions.clear()
-            self._kept.clear()
         logger.info("a stage lost its ring: %s", reason)
         return reason
 

@@ -114,6 +114,13 @@ class Shelf:
             self._items[session] = replace(item, used=now)
         return item.reach
 
+    def move(self, budget: KvBudget) -> list[SessionId]:
+        """Count what is kept in another budget; return the sessions that this evicts."""
+        self.budget = budget
+        for session, item in self._items.items():
+            budget.keep(session, item.reach)
+        return self.make_room()
+
     @property
     def deadline(self) -> float | None:
         """When `expire` has something to do."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from meshllm.names import SessionId
+from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import Base, Shelf
 
 MIN_SHARED = 16
@@ -75,6 +76,12 @@ class Prefixes(Generic[Cache]):
         self._texts[session] = _Text(array("i", tokens), min(prompt, len(tokens)), cache)
         self._drop(self.shelf.put(session, len(tokens), reach, now))
 
+    def move(self, budget: KvBudget) -> list[SessionId]:
+        """Count what is kept in another budget; return the sessions that this evicts."""
+        gone = self.shelf.move(budget)
+        self._drop(gone)
+        return gone
+
     def forget(self, session: SessionId) -> None:
         """Drop a text whose cache another rank has lost."""
         if self.shelf.take(session, 0, 0.0, whole=True):
@@ -86,7 +93,7 @@ class Prefixes(Generic[Cache]):
 
     def _drop(self, sessions: Sequence[SessionId]) -> None:
         for session in sessions:
-            del self._texts[session]
+            self._texts.pop(session, None)
 
     def _shared(self, prompt: "array[int]", text: _Text[Cache]) -> int:
         """Count the tokens that a prompt can reuse; never its last, which gives the first row."""

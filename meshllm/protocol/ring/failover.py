@@ -17,12 +17,13 @@ turn to another ingress, with the tokens that it has.
 """
 
 from dataclasses import replace
+from typing import assert_never
 
 from meshllm.errors import LinkLost
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 
 ATTEMPTS = 8  # tries in a row without a new token, including the first
-AGAIN_S = 0.25  # s before the first retry; each further one in a row waits that much longer
+AGAIN_S = 0.25  # s before the second retry in a row, the first is immediate; then that much longer
 
 
 class Reported(LinkLost):
@@ -56,7 +57,7 @@ class Failover:
         """
         if self._attempts == ATTEMPTS or isinstance(error, Reported):
             raise error
-        delay = self._attempts * AGAIN_S
+        delay = (self._attempts - 1) * AGAIN_S
         self._attempts += 1
         self.resumed, self._skip = len(self._tokens), len(self._tail)
         return delay
@@ -71,6 +72,8 @@ class Failover:
             case Answer(tokens=tokens):
                 known = self._tokens[: self.resumed]
                 return replace(event, text=self._text, tokens=(*known, *tokens))
+            case _:
+                assert_never(event)
 
     def _piece(self, text: str, tokens: tuple[int, ...]) -> Piece | None:
         if tokens:

@@ -36,6 +36,8 @@ steps behind those in flight; it replaces steps that were not injected by then.
 A prompt that shares a prefix with an earlier text continues from the caches that the ranks kept:
 the first Embed starts after the prefix, and a Resume runs ahead. A rank that has lost it reports a
 Gap like any other. What has been all round the ring by the end is kept likewise for later prompts.
+If the ring is lost, there is no Close: `interrupt` keeps what had been all round it, every stage
+keeps what it has, and the next attempt at the same answer continues from there like any prompt.
 
 Only results of the current gen count, and only those that end beyond ``done``: late and repeated
 ones are silently dropped. When a rank reports a Gap, or nothing came back for ``patience_s``
@@ -219,6 +221,12 @@ class Entry:
     def finish(self, reason: FinishReason, now: float) -> list[Action]:
         """End the answer where it is; also cancels it, at any time."""
         return [Done(reason), *self._leave(now, self._keepable)] if self._is_live else []
+
+    def interrupt(self) -> None:
+        """End without Close, as the ring is lost; what has been all round it may be kept."""
+        if self._is_live:
+            self._kept = self._keepable
+        self.state = State.CLOSED
 
     @property
     def deadline(self) -> float | None:

@@ -224,6 +224,13 @@ class Stage:
             return []
         return [*self._end(session), self._fault(state.running, code, text)]
 
+    def interrupt(self, now: float) -> list[Action]:
+        """End all sessions, as the ring is lost, and keep their caches in the prefix cache."""
+        ended: list[Action] = []
+        for session, state in list(self._sessions.items()):
+            ended += self._end(session, state.kv_len, now)
+        return ended
+
     def helped(self, logits: Logits) -> list[Action]:
         """Forward this rank's part of the logits of a step, unless the step is outdated."""
         state = self._sessions.get(logits.session)

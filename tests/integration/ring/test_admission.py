@@ -73,7 +73,7 @@ async def test_sessions_wait_for_room_and_all_are_served(
 
         assert most == 2
         assert answers == [answers[0]] * 6
-        assert ring.entry._config.budget.live_bytes == 0
+        assert ring.entry.budget.live_bytes == 0
 
 
 async def test_what_can_never_fit_is_refused_and_the_next_one_served(
@@ -113,14 +113,14 @@ async def test_who_gives_up_waiting_leaves_its_place(
         assert len(await third) == 5
         assert len(await first) == 50
         assert not ring.entry._waiting
-        assert ring.entry._config.budget.live_bytes == 0
+        assert ring.entry.budget.live_bytes == 0
 
 
 async def test_a_stage_refuses_what_an_entry_should_not_have_let_in(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ring_with(llama, monkeypatch, 2) as ring:
-        budget = ring.entry._config.budget
+        budget = ring.entry.budget
         budget.rooms = [budget.rooms[0]] * 2
         with pytest.raises(Busy, match=r"rank 1: No room for the cache of 5\d\d positions"):
             await ask(ring, tokens=600)

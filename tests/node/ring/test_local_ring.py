@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -21,10 +21,9 @@ from meshllm.node.session.generation import Ended, Order, Token
 from meshllm.protocol.planning.plan import Ends
 from meshllm.request import FinishReason, Prefilled, Sampling
 from meshllm.testing.clock import run_virtual
-from meshllm.testing.counting import CountingTransport
 from meshllm.testing.models import tiny_model
-from meshllm.transport.contract import Buffer, Channel, Link, LinkStatistics
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.builders.tampering import Tampering
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 TOKENS = 12
@@ -51,40 +50,6 @@ def reference(llama: Path) -> list[int]:
     )
     tokens: list[int] = generated[0, len(PROMPT) :].tolist()
     return tokens
-
-
-class Tampering(CountingTransport):
-    """Changes messages in transit: ``change`` gets each one, and may close the link instead."""
-
-    def __init__(self, change: Callable[[int, bytes], bytes | None]) -> None:
-        super().__init__(LoopbackTransport())
-        self._change = change
-
-    async def dial(self, address: str) -> Link:
-        return _Tampered(await super().dial(address), self)
-
-    def change(self, message: bytes) -> bytes | None:
-        return self._change(sum(channel is Channel.DATA for channel, _ in self.sent), message)
-
-
-class _Tampered:
-    def __init__(self, inner: Link, transport: Tampering) -> None:
-        self._inner = inner
-        self._transport = transport
-        self.receive = inner.receive
-        self.close = inner.close
-
-    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        whole = b"".join(message)
-        changed = self._transport.change(whole) if channel is Channel.DATA else whole
-        if changed is None:
-            await self._inner.close()
-            raise LinkLost("the link was cut")
-        await self._inner.send([changed], channel)
-
-    @property
-    def statistics(self) -> LinkStatistics:
-        return self._inner.statistics
 
 
 PLAIN = RingOptions(nodes=3, inference=InferenceConfig(threads=1, speculation=False))

@@ -110,3 +110,13 @@ def test_fewer_recurrent_states_are_kept() -> None:
         shelf = shelf_for(KvBudget([room(1 << 20)]), None, slack)
         gone = [shelf.put(SessionId(number.to_bytes(16)), 1, 1, 0.0) for number in range(most + 1)]
         assert sum(map(len, gone)) == 1
+
+
+def test_a_smaller_budget_evicts_the_least_recently_used() -> None:
+    shelf = shelf_of(3)
+    for number, session in enumerate((A, B)):
+        shelf.put(session, 1, 1, float(number))
+
+    assert shelf.move(KvBudget([room(1)])) == [A]
+    assert shelf.budget.kept_bytes == KvBudget([room(1)]).rooms[0].cost(256).held
+    assert shelf.take(B, 1, 2.0, whole=True)

@@ -106,3 +106,16 @@ def test_a_prefix_that_another_rank_has_lost_is_dropped() -> None:
     prefixes.forget(SessionId(b"a" * 16))
 
     assert prefixes.find((*PROMPT, *MORE), 1.0) is None
+
+
+def test_texts_move_to_the_budget_of_the_next_ring() -> None:
+    prefixes = kept()
+
+    assert prefixes.move(KvBudget([Room(9 * BLOCK, lambda tokens: (tokens, 0))])) == []
+    found = prefixes.find((*PROMPT, *MORE), 1.0)
+    assert found
+    assert found[0].length == len(PROMPT)
+
+    prefixes = kept()
+    assert prefixes.move(KvBudget([Room(0, lambda tokens: (tokens, 0))])) == [SessionId(b"a" * 16)]
+    assert prefixes.find((*PROMPT, *MORE), 1.0) is None

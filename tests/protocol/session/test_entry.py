@@ -974,3 +974,34 @@ def test_fewer_tokens_than_accepted_restart_after_the_last_one() -> None:
         Forward(Cancel(SESSION, EPOCH, 1)),
         Embed(1, 3, (91,)),
     ]
+
+
+def test_an_interrupted_session_keeps_what_was_all_round_the_ring() -> None:
+    entry = decoding()
+
+    entry.interrupt()
+
+    assert entry.state is State.CLOSED
+    assert entry.kept == [11, 12]
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == []
+    assert entry.deadline is None
+
+
+def test_a_prompt_that_is_interrupted_keeps_its_finished_chunks() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.1)
+    entry.receive(back(0, 2), 0.2)
+
+    entry.interrupt()
+
+    assert entry.kept == [11, 12]
+
+
+def test_an_answer_that_waits_for_its_close_keeps_what_it_asked_to_keep() -> None:
+    entry = decoding()
+    entry.finish(CANCELLED, 2.0)
+
+    entry.interrupt()
+
+    assert entry.kept == [11, 12]

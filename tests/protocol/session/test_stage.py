@@ -621,3 +621,27 @@ def test_a_copy_that_does_not_fit_is_not_made() -> None:
     stage._shelf.budget.reserve(THREE, BLOCK)
 
     assert stage.receive(copy, 1.0) == [Forward(copy)]
+
+
+def test_a_lost_ring_leaves_the_caches_of_its_sessions() -> None:
+    stage = shelved()
+    stage.receive(data(0, rows=3, session=TWO, flags=Flags.PREFILL), 1.0)
+    stage.computed(TWO, blob(3), 1.0, SPENT)
+    stage.receive(data(3, session=TWO), 1.0)  # runs
+    stage.receive(data(0, rows=2, session=THREE, flags=Flags.PREFILL), 1.0)  # never computed
+
+    assert stage.interrupt(2.0) == [Keep(TWO), Free(THREE)]
+
+    later = Stage(1, 3, epoch=EPOCH + 1, shelf=stage._shelf)
+    resume = Resume(SessionId(b"4" * 16), EPOCH + 1, TWO, 3, whole=True)
+    assert later.receive(resume, 3.0)[0] == Adopt(resume.session, TWO, 3, whole=True)
+    assert stage.budget.live_bytes == later.budget.live_bytes
+
+
+def test_a_lost_ring_without_a_prefix_cache_frees_everything() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, 0))
+    stage.receive(data(0, rows=3, flags=Flags.PREFILL), 1.0)
+    stage.computed(ONE, blob(3), 1.0, SPENT)
+
+    assert stage.interrupt(2.0) == [Free(ONE)]
+    assert stage.budget.live_bytes == 0

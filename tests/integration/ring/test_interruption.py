@@ -1,0 +1,147 @@
+"""A ring that breaks and forms again continues its sessions from the caches that it had."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshllm.errors import LinkLost
+from meshllm.model.files.source import resolve
+from meshllm.node.options import InferenceConfig
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.request import Sampling
+from meshllm.testing.models import tiny_model
+from tests.builders.tampering import Tampering
+
+PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
+TOKENS = 48
+SAMPLING = Sampling(temperature=0.9, seed=5, repetition_penalty=1.1, presence_penalty=0.2)
+
+
+class Cut:
+    """Closes a link of the ring once, at the message that a test chooses."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+
+    def __call__(self, number: int, message: bytes) -> bytes | None:
+        if self.at is None or number < self.at:
+            return message
+        self.at = None
+        return None
+
+
+async def attempt(
+    ring: LocalRing, given: list[int], on_token: Callable[[int], None] = lambda _: None
+) -> tuple[list[int], Ended | None]:
+    """Continue the answer behind ``given``; return the new tokens, and the end if it is reached."""
+    order = Order(PROMPT, SAMPLING, TOKENS, lambda _: False, given=tuple(given))
+    tokens: list[int] = []
+    try:
+        async for output in ring.entry.generate(order):
+            if isinstance(output, Token):
+                tokens.append(output.id)
+                on_token(len(tokens))
+            elif isinstance(output, Ended):
+                return tokens, output
+    except LinkLost:
+        pass
+    return tokens, None
+
+
+async def formed_again(ring: LocalRing) -> None:
+    while True:  # the ranks notice one after the other
+        for _ in range(100):
+            await asyncio.sleep(0)
+        await ring.formed()
+        if all(rank.runtime.entry or rank.runtime.stage for rank in ring._ranks):
+            return
+
+
+async def plain(folder: Path, *, speculation: bool) -> list[int]:
+    config = InferenceConfig(threads=1, speculation=speculation)
+    async with open_local_ring(resolve(str(folder)), RingOptions(3, inference=config)) as ring:
+        return (await attempt(ring, []))[0]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return tiny_model(folder, request.param, dtype=torch.bfloat16).folder
+
+
+@pytest.mark.parametrize("speculation", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("at", [1, 2, 30])
+async def test_a_broken_link_costs_no_computed_row(
+    folder: Path, at: int, speculation: bool
+) -> None:
+    whole = await plain(folder, speculation=speculation)
+    config = InferenceConfig(threads=1, speculation=speculation)
+    cut = Cut()
+    transport = Tampering(cut)
+    async with open_local_ring(
+        resolve(str(folder)), RingOptions(3, inference=config), transport
+    ) as ring:
+
+        def on_token(count: int) -> None:
+            if count == at:
+                cut.at = 0
+
+        first, ended = await attempt(ring, [], on_token)
+        assert ended is None
+        await formed_again(ring)
+        rest, ended = await attempt(ring, first)
+
+        assert first + rest == whole
+        assert ended is not None
+        assert ended.measured.reused == len(PROMPT) + len(first) - 1
+        assert ring.entry.budget.live_bytes == 0
+        assert [stage.budget.live_bytes for stage in ring.stages] == [0, 0]
+
+
+async def test_a_prompt_that_is_interrupted_continues_behind_its_finished_chunks(
+    folder: Path,
+) -> None:
+    config = InferenceConfig(threads=1, speculation=False, chunk=8)
+    cut = Cut()
+    async with open_local_ring(
+        resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
+    ) as ring:
+        whole, _ = await attempt(ring, [])
+    async with open_local_ring(
+        resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
+    ) as ring:
+        cut.at = 11
+        first, ended = await attempt(ring, [])
+        assert (first, ended) == ([], None)
+        await formed_again(ring)
+
+        tokens, ended = await attempt(ring, [])
+
+        assert tokens == whole
+        assert ended is not None
+        assert 16 <= ended.measured.reused < len(PROMPT)
+
+
+async def test_without_a_prefix_cache_the_answer_is_prefilled(folder: Path) -> None:
+    config = InferenceConfig(threads=1, speculation=False, prefix_bytes=0)
+    cut = Cut()
+    whole = await plain(folder, speculation=False)
+    async with open_local_ring(
+        resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
+    ) as ring:
+
+        def on_token(count: int) -> None:
+            if count == 9:
+                cut.at = 0
+
+        first, _ = await attempt(ring, [], on_token)
+        await formed_again(ring)
+        rest, ended = await attempt(ring, first)
+
+        assert len(first + rest) == len(whole)
+        assert ended is not None
+        assert ended.measured.reused == 0
