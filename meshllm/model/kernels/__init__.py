@@ -1,1 +1,1 @@
-"""Kernels, compiled for the processor or the GPU at hand."""
+"""Kernels, compiled for this machine's CPU (LLVM) or GPU (Triton)."""

@@ -1,8 +1,8 @@
-"""Attention of a few rows, compiled.
+"""Decode attention of a few rows over the KV cache, row-invariant.
 
-Each row is computed by itself, with all numbers in float32: products with the keys it sees, their
-softmax (two passes, the largest is taken away first), the mean of the values. A block is one row
-and the heads that share one head of keys.
+Each row is computed by itself, in float32: dot products with the keys it sees, their softmax (two
+passes, with the maximum subtracted), the weighted mean of the values. A block is one row and the
+query heads that share one key head (GQA).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from torch import Tensor
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, Code, bits_of, float_of
 from meshllm.model.kernels.jit import Native, works
 
-THREADED = 1 << 18  # values of keys; for fewer the other threads would come too late
+THREADED = 1 << 18  # values of keys times rows; for fewer, starting threads takes too long
 
 _FIELDS = (
     *("*query", "query_head", "query_row", "*key", "key_head", "key_row"),
@@ -25,24 +25,24 @@ _FIELDS = (
     *("groups", "rows", "keys", "window", "scale"),
 )
 _HELD = 16  # vectors of queries that are kept in registers
-_OUT = 4  # vectors of the mean, for each head, that are summed up at a time
-_BLOCK = 1024  # values that are summed up by themselves, so that a long sum stays exact
-_LINE = 64  # bytes that come from memory at a time
+_OUT = 4  # vectors of the mean, per head, that are accumulated at a time
+_BLOCK = 1024  # keys whose values are summed separately, to keep a long sum accurate
+_LINE = 64  # bytes of a cache line
 _DTYPES = torch.bfloat16, torch.float32
 
 
 def takes(key: Tensor) -> bool:
-    """Whether it attends to such keys here."""
+    """Whether this kernel supports such keys on this machine."""
     return key.dtype in _DTYPES and key.device.type == "cpu" and works()
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend with the last T places, each as it would alone: see `attention.attend_alone`.
+    """Causal attention of the last T positions, each as if alone; see `attention.attend_alone`.
 
     Raises:
-        ValueError: these do not belong together.
+        ValueError: shapes or dtypes do not match, or ``window`` is not positive.
     """
     batch, heads, rows, width = query.shape
     groups, keys, width_out = value.shape[1:]
@@ -50,7 +50,7 @@ def attend(
     fits = fits and batch == len(value) == 1 and (window is None or window > 0)
     if not fits or key.shape != (1, groups, keys, width):
         shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
-        raise ValueError(f"attention of {shapes}")
+        raise ValueError(f"Invalid attention of {shapes}")
     query, key, value = (
         each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value)
     )
@@ -72,18 +72,18 @@ def attend(
 
 
 KEYS, SCORES, SEEN = slice(6, 12), slice(13, 15), slice(17, 19)
-"""Of what `Native.given` writes down for `prepare`: of keys and then of values the address and the
-strides between heads and between rows; address and room of scores; keys, and those of a window."""
+"""Places in the arguments (`Native.given`) of `prepare`: address, head stride and row stride of the
+keys and of the values; address and size of a score buffer; number of keys, and of a window."""
 
 
 def prepare(
     query: Tensor, mixed: Tensor, groups: int, scale: float
 ) -> tuple[Native, int, list[int]]:
-    """Find what attends with rows that stay where they are to keys that are told later.
+    """Return a kernel for queries at a fixed address, its heads per tile, and its fields.
 
-    query [1, H, T, D] and mixed [1, T, H, E], bfloat16, the latter contiguous. Also tells how many
-    heads, each of `room_for` numbers, scores are kept of in each thread; `KEYS`, `SCORES` and
-    `SEEN` are to be set.
+    query [1, H, T, D] and mixed [1, T, H, E], bfloat16, the latter contiguous. The caller sets
+    `KEYS`, `SCORES` and `SEEN` before each call; each thread needs a score buffer of `room_for`
+    numbers per head of a tile.
     """
     heads, rows, width = query.shape[1:]
     function, held = _function(heads // groups, width, mixed.shape[3], query.dtype)
@@ -93,13 +93,13 @@ def prepare(
 
 
 def room_for(keys: int) -> int:
-    """Tell how many numbers of room scores take."""
+    """Return the size of a score buffer for ``keys`` keys, in numbers."""
     return (keys // LANES + 2) * LANES
 
 
 @cache
 def _function(each: int, width: int, width_out: int, dtype: torch.dtype) -> tuple[Native, int]:
-    """Compile it for heads of a shape; tell how many heads are held in registers at a time."""
+    """Compile the kernel for heads of a shape; return it and the heads computed at a time."""
     lanes = gcd(LANES, width, width_out)
     held = next(n for n in (4, 2, 1) if each % n == 0 and (n == 1 or n * width <= _HELD * lanes))
     shape = _Shape(each, held, lanes, width // lanes, width_out // lanes, dtype == torch.bfloat16)
@@ -108,12 +108,12 @@ def _function(each: int, width: int, width_out: int, dtype: torch.dtype) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of the heads that share a head of keys."""
+    """The query heads that share a key head."""
 
     each: int
-    """How many they are."""
+    """Their number."""
     held: int
-    """How many are computed at a time."""
+    """Heads computed at a time, a tile: as many as fit in registers."""
     lanes: int
     parts: int
     """Vectors of a key."""
@@ -125,7 +125,7 @@ class _Shape:
     def write(
         self, code: Code, fields: Mapping[str, ir.Value], block: ir.Value, thread: ir.Value
     ) -> None:
-        """Write what is done for a row and a head of keys."""
+        """Emit the attention of one row over one key head."""
         work = _Work(self, code, fields, block, thread)
         with code.rounds(code.index(self.each // self.held)) as tile:
             work.head = code.do.add(work.first, code.do.mul(tile.index, code.index(self.held)))
@@ -136,7 +136,7 @@ class _Shape:
 
 
 class _Work:
-    """Writes the parts of it."""
+    """Emits its parts: scores, softmax, weighted mean."""
 
     def __init__(
         self,
@@ -173,14 +173,14 @@ class _Work:
         return HALF if self.shape.is_half else FLOAT
 
     def score(self) -> list[ir.Value]:
-        """Multiply with every key; give the largest product of each head."""
+        """Emit the scores of every key; return the largest score of each head."""
         code, do, shape = self.code, self.code.do, self.shape
         asked = [
             [self._load(self._query(head), part) for part in range(shape.parts)]
             for head in range(shape.held)
         ]
         scale = float_of(code, self.fields["scale"])
-        for place in self.scores:  # what fills the last vector counts for nothing
+        for place in self.scores:  # padding of the last vector
             code.store(FLOAT, code.floats(-inf), place, self.seen)
         least = [code.number(-inf)] * shape.held
         with code.rounds(self.seen, *least) as loop:
@@ -188,7 +188,7 @@ class _Work:
             parts = [self._load(key, part) for part in range(shape.parts)]
             value = code.at(self.value, do.mul(loop.index, self.fields["value_row"]), self.kind)
             for at in range(0, shape.parts_out * shape.lanes, _LINE // (2 if shape.is_half else 4)):
-                code.fetch(code.at(value, code.index(at), self.kind))  # `mix` wants it soon
+                code.fetch(code.at(value, code.index(at), self.kind))  # `mix` reads it soon
             for head, (place, most) in enumerate(zip(self.scores, loop.held, strict=True)):
                 product = code.floats(0.0, shape.lanes)
                 for mine, its in zip(asked[head], parts, strict=True):
@@ -199,7 +199,7 @@ class _Work:
         return loop.then
 
     def exponentiate(self, largest: list[ir.Value]) -> list[ir.Value]:
-        """Turn scores into the exponential of what they lack to the largest; give their sums."""
+        """Replace scores by exp(score - largest); return their sums."""
         code, do = self.code, self.code.do
         peaks = [code.spread(peak) for peak in largest]
         vectors = do.udiv(do.add(self.seen, code.index(LANES - 1)), code.index(LANES))
@@ -212,7 +212,7 @@ class _Work:
         return [code.sum(total) for total in loop.then]
 
     def mix(self, totals: list[ir.Value], parts: range) -> None:
-        """Sum up these parts of the values, each as often as its share, and store the mean."""
+        """Sum these parts of the values, weighted by the scores, and store the mean."""
         code, do, shape = self.code, self.code.do, self.shape
         none = [code.floats(0.0, shape.lanes)] * (len(parts) * shape.held)
         blocks = do.udiv(do.add(self.seen, code.index(_BLOCK - 1)), code.index(_BLOCK))

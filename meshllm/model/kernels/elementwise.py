@@ -1,8 +1,8 @@
-"""Sums, products and copies of numbers one by one, compiled.
+"""Elementwise sums, products, copies and table look-ups.
 
-What a function of one bfloat16 number gives is looked up: there are 65,536 of them, so a table that
-torch made has its bits, whatever the function. Rows may lie anywhere: three sizes and the strides
-of each operand are fields, so a function is compiled once for all shapes.
+A unary function of bfloat16 is a look-up: the type has 65,536 values, so a table computed by torch
+gives torch's bits, whatever the function. Operands are strided: three sizes and the strides of each
+operand are arguments, so a kernel is compiled once for all shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +19,19 @@ from meshllm.model.kernels.jit import Native
 
 DTYPES = {torch.bfloat16: HALF, torch.float32: FLOAT}
 NUMBERS = 1 << 16
-"""That bfloat16 knows; a table has as many, in the order of their bits."""
+"""Values of bfloat16; a table has one entry for each, in the order of their bits."""
 
 TARGET = slice(6, 9)
-"""Of `copy_lines`: address, and strides."""
+"""Place of the target's address and strides in the arguments of `copy_lines`."""
 SOURCE = 10
-"""Of `copy_lines`: address."""
+"""Place of the source's address in the arguments of `copy_lines`."""
 
 _DIMS = 3
 _SIZES = "planes", "lines", "parts"
 
 
 class Task(Enum):
-    """What is done with one number of each operand, in float32, before it is rounded."""
+    """An operation on one number of each operand, in float32; the result is rounded."""
 
     ADD = "fadd"
     SUBTRACT = "fsub"
@@ -43,10 +43,10 @@ class Task(Enum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Numbers that lie somewhere."""
+    """A strided tensor in memory."""
 
     place: int
-    """Their address; whoever asks may use other marks, which are passed on."""
+    """Its address, or a placeholder of the caller, which is passed through."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -54,18 +54,18 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """What a function has to know of an operand."""
+    """What a kernel is specialised for, per operand."""
 
     kind: ir.Type
     is_dense: bool
-    """Whether the numbers of a line lie side by side; else they lie `step` apart."""
+    """Whether the numbers of a line are adjacent; else they are `step` apart."""
 
 
 def call_for(task: Task, out: View, *inputs: View) -> tuple[Native, list[int]] | None:
-    """Find a function and what it is to be called with, on one thread; None where there is none.
+    """Return a kernel and its fields, for one thread; None if the operands are not supported.
 
-    ``out`` has the shape of the result; inputs are broadcast to it. Of a table, which is the last
-    input, nothing counts but the place.
+    ``out`` has the shape of the result; inputs are broadcast to it. A table is the last input; only
+    its `place` is used.
     """
     table = inputs[-1:] if task is Task.LOOK_UP else ()
     operands = out, *inputs[: len(inputs) - len(table)]
@@ -96,10 +96,10 @@ def call_for(task: Task, out: View, *inputs: View) -> tuple[Native, list[int]] |
 
 
 def copy_lines(shape: Sequence[int], strides: Sequence[int]) -> tuple[Native, list[int]]:
-    """Find what copies bfloat16 [G, T, D] with such strides, the last of them 1, and its fields.
+    """Return a kernel that copies bfloat16 [G, T, D] of these strides, the last 1, and its fields.
 
-    Where from and where to, there with the strides between the G and between the T, is to be set:
-    numbers `SOURCE` and `TARGET` of what `Native.given` writes down.
+    The caller sets the source address, and the target's address and strides of G and T, in the
+    arguments (`Native.given`), at `SOURCE` and `TARGET`.
     """
     half = _Operand(HALF, is_dense=True)
     lanes = gcd(LANES, shape[2])
@@ -108,7 +108,7 @@ def copy_lines(shape: Sequence[int], strides: Sequence[int]) -> tuple[Native, li
 
 
 def _broadcast(view: View, shape: Sequence[int]) -> tuple[int, ...]:
-    """Give the strides of a view of such a shape; 0 where it has one number for all."""
+    """Return the strides of a view broadcast to a shape; 0 for broadcast dimensions."""
     ahead = len(shape) - len(view.shape)
     strides = [
         0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True)
@@ -119,7 +119,7 @@ def _broadcast(view: View, shape: Sequence[int]) -> tuple[int, ...]:
 def _collapse(
     shape: Sequence[int], strides: Sequence[Sequence[int]]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Join dimensions that lie one behind the other in all operands: sizes, with their strides."""
+    """Merge dimensions that are contiguous in all operands; return sizes with their strides."""
     dims: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in reversed(list(zip(shape, *strides, strict=True))):
         if size == 1:
@@ -135,7 +135,7 @@ def _collapse(
 
 @cache
 def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> Native:
-    """Compile it for vectors of so many lanes; the first operand is the result."""
+    """Compile the kernel for vectors of ``lanes``; the first operand is the result."""
     names = [f"operand{at}" for at in range(len(operands))]
     fields = [*_SIZES]
     for name in names:
@@ -179,7 +179,7 @@ def _compute(
     numbers: Sequence[ir.Value],
     table: ir.Value | None,
 ) -> ir.Value:
-    """Write what becomes of vectors of numbers."""
+    """Emit the operation on vectors of numbers."""
     do = code.do
     if task is Task.LOOK_UP:
         bits = do.extract_element(numbers[0], code.index(0))

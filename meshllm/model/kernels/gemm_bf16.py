@@ -1,16 +1,15 @@
-"""Products with matrices of bfloat16 on processors without instructions for it.
+"""GEMV and GEMM with bf16 weights, for CPUs without bf16 instructions.
 
 Theory of operation
 -------------------
-A product of two bfloat16 is exact in float32, so the bits of a sum depend on the order of adding
-and on nothing else. There are two orders, each the same for a row in any company:
+The product of two bfloat16 is exact in float32, so the bits of a sum depend only on the order of
+summation. There are two orders; in each a row is row-invariant:
 
-- Few rows: input k is added to sum k modulo `LANES_OF_ROW`, and these sums are added in halves.
-  Weights are read as they lie in their file, once for all rows.
-- Many rows: inputs are cut into blocks of `PART`. In a block the product with the second of each
-  pair of inputs is added, then that with the first; then the sums of the blocks one after the
-  other, and the bias. A block of weights is transposed once, so that each lane of a vector is an
-  output.
+- Few rows (GEMV): input k is added to sum k modulo `LANES_OF_ROW`, and these sums are added in a
+  tree of halves. Weights are read as stored in their file, once for all rows.
+- Many rows (GEMM): inputs are cut into blocks of `PART`. In a block, for each pair of inputs the
+  second product is added, then the first; then the sums of the blocks one after the other, and the
+  bias. A block of weights is transposed once, so that each lane of a vector is an output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,18 +24,18 @@ from meshllm.model.kernels.jit import Native, room
 from meshllm.model.kernels.scratch import scratch
 
 LANES_OF_ROW = 64
-"""Sums of one product with one row; inputs are a multiple of it."""
+"""Partial sums per output of a GEMV; the number of inputs is a multiple of this."""
 OUTPUTS = 64
-"""Of a block of many rows; their number is a multiple of it."""
+"""Outputs of a GEMM block; the number of outputs is a multiple of this."""
 PART = 768
-"""Inputs of a block of many rows: as many as stay in the processor's cache."""
+"""Inputs of a GEMM block: as many as fit in the CPU cache."""
 MOST_ROWS = 192
-"""Whose sums are kept beside the weights in the processor's cache."""
+"""Rows of a GEMM: their sums fit in the CPU cache next to a block of weights."""
 
-_FEW_OUTPUTS = 16  # of a block of few rows
-_TOGETHER = 4  # outputs that share what is loaded of several rows, where there are registers
-_TILE = 6  # rows whose sums are held in registers; of many, twice as many where there are more
-_AHEAD = 2048  # weights that are on their way: processors themselves ask for fewer
+_FEW_OUTPUTS = 16  # outputs of a GEMV block
+_TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
+_TILE = 6  # rows whose sums fit in registers; in a GEMM, twice as many with AVX-512
+_AHEAD = 2048  # weights; prefetch distance, larger than that of hardware prefetchers
 _FEW = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
 _MANY = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
@@ -45,36 +44,36 @@ _MANY = (
 
 
 class Matrix:
-    """Weights [N, K] and a bias [N], bfloat16, which are read where they lie."""
+    """Weights [N, K] and a bias [N], bfloat16, read in place."""
 
     __slots__ = ("_bias", "_inputs", "_kept", "_outputs", "_weights")
 
     def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
-        """Take weights whose place and shape do not change any more.
+        """Take weights whose address and shape do not change afterwards.
 
         Raises:
-            ValueError: K is no multiple of `LANES_OF_ROW`, or what is given is of another dtype,
-                has gaps, is on a GPU, or does not belong together.
+            ValueError: K is not a multiple of `LANES_OF_ROW`, the shapes do not match, or a tensor
+                is not bfloat16, not contiguous or not on the CPU.
         """
-        self._kept = weights, bias  # for as long as they are pointed to
+        self._kept = weights, bias  # keeps their addresses valid
         for tensor in (weights,) if bias is None else (weights, bias):
             if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
-                raise ValueError(f"{tensor.dtype} on {tensor.device}")
+                raise ValueError(f"Weights must be bfloat16, not {tensor.dtype} on {tensor.device}")
             if not tensor.is_contiguous():
-                raise ValueError("weights with gaps")
+                raise ValueError("Weights must be contiguous")
         if weights.dim() != 2 or weights.shape[1] % LANES_OF_ROW or not weights.numel():
-            raise ValueError(f"a matrix {list(weights.shape)}")
+            raise ValueError(f"Unsupported weights of shape {list(weights.shape)}")
         self._outputs, self._inputs = weights.shape
         if bias is not None and bias.shape != (self._outputs,):
-            raise ValueError(f"a bias {list(bias.shape)} for {self._outputs} outputs")
+            raise ValueError(f"Bias of shape {list(bias.shape)} for {self._outputs} outputs")
         self._weights = weights.data_ptr()
         self._bias = 0 if bias is None else bias.data_ptr()
 
     def few(self, rows: Tensor) -> Tensor:
-        """Multiply rows [M, K], each as one by itself: [M, N], bfloat16.
+        """Multiply rows [M, K] in the order of few rows, each as if alone: [M, N], bfloat16.
 
         Raises:
-            ValueError: the rows are longer or shorter, of another dtype, or on a GPU.
+            ValueError: the rows are not [M, K], not bfloat16 or not on the CPU.
         """
         count, outputs = self._count(rows), self._outputs
         tiles = -(-count // _TILE) or 1
@@ -92,14 +91,14 @@ class Matrix:
         return products if tiles * each == count else products[:count]
 
     def many(self, rows: Tensor) -> Tensor:
-        """Multiply rows [M, K] in blocks of inputs: [M, N], bfloat16.
+        """Multiply rows [M, K] in the order of many rows, by blocks of inputs: [M, N], bfloat16.
 
         Raises:
-            ValueError: N is no multiple of `OUTPUTS`, or as of `few`.
+            ValueError: N is not a multiple of `OUTPUTS`, or as for `few`.
         """
         count, outputs = self._count(rows), self._outputs
         if outputs % OUTPUTS:
-            raise ValueError(f"{outputs} outputs")
+            raise ValueError(f"{outputs} outputs are not a multiple of {OUTPUTS}")
         if count > MOST_ROWS:
             return torch.cat([self.many(each) for each in torch.split(rows, MOST_ROWS)])
         tiles, part = -(-count // max(_TILE, room() // 2)) or 1, min(PART, self._inputs)
@@ -118,7 +117,7 @@ class Matrix:
         return products[:count]
 
     def _count(self, rows: Tensor) -> int:
-        """Tell how many rows there are."""
+        """Check rows and return their number."""
         shape = rows.shape
         if len(shape) != 2 or shape[1] != self._inputs:
             raise ValueError(f"rows {list(shape)} for a matrix of {self._inputs} inputs")
@@ -128,7 +127,7 @@ class Matrix:
 
 
 def _widened(rows: Tensor, count: int) -> Tensor:
-    """Give rows [M, K] as float32, and some of zeros behind them."""
+    """Convert rows [M, K] to float32, padded with zeros to ``count`` rows."""
     wide, given = torch.empty(count, rows.shape[1], dtype=torch.float32), rows.shape[0]
     wide[:given] = rows
     if given < count:
@@ -138,8 +137,8 @@ def _widened(rows: Tensor, count: int) -> Tensor:
 
 @cache
 def _few(rows: int, together: int, has_bias: bool) -> Native:
-    """Compile it for tiles of so many rows and outputs; rows of one are still bfloat16."""
-    kind = HALF if rows == 1 else FLOAT  # of which one takes no other operation to be made
+    """Compile the GEMV for tiles of so many rows and outputs; a single row is still bfloat16."""
+    kind = HALF if rows == 1 else FLOAT  # so a single row needs no conversion beforehand
     vectors, tile = LANES_OF_ROW // LANES, rows * together
     columns = next(n for n in (vectors, vectors // 2, 1) if n == 1 or tile * n <= room())
 
@@ -182,7 +181,7 @@ def _add_lanes(
     steps: ir.Value,
     columns: tuple[int, int],
 ) -> list[list[ir.Value]]:
-    """Add up some of the lanes of the products of outputs and rows."""
+    """Accumulate some of the lanes of the products of outputs and rows."""
     do, (start, count) = code.do, columns
     zeros = [code.floats(0.0)] * (len(weights) * len(rows) * count)
     with code.rounds(steps, *zeros) as loop:
@@ -194,7 +193,7 @@ def _add_lanes(
             numbers = [[code.widen(number) for number in row] for row in numbers]
         sums = iter(_chunks(loop.held, count))
         for output in weights:
-            for line in range(0, LANES_OF_ROW, 32):  # what a cache reads at a time
+            for line in range(0, LANES_OF_ROW, 32):  # a cache line
                 ahead = do.add(first, code.index(_AHEAD + line))
                 code.fetch(code.at(output, ahead, HALF))
             values = [code.widen(code.load(HALF, output, place, LANES)) for place in places]
@@ -204,7 +203,7 @@ def _add_lanes(
 
 
 def _add_up(code: Code, sums: list[ir.Value]) -> ir.Value:
-    """Add sums in halves."""
+    """Add up partial sums in a tree of halves."""
     while len(sums) > 1:
         half = len(sums) // 2
         sums = [code.do.fadd(*both) for both in zip(sums[:half], sums[half:], strict=True)]
@@ -217,7 +216,7 @@ def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
 
 @cache
 def _many(rows: int, has_bias: bool) -> Native:
-    """Compile it for tiles of so many rows."""
+    """Compile the GEMM for tiles of so many rows."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
     wide = LANES * columns
 
@@ -263,7 +262,7 @@ def _round(
     *,
     has_bias: bool,
 ) -> None:
-    """Write what a line has come to in a block: its first output, and where its sums lie."""
+    """Round and store a row's sums of a block, given its first output and their address."""
     do, (first, totals) = code.do, block
     for place in range(0, OUTPUTS, LANES):
         at, output = (
@@ -279,7 +278,7 @@ def _round(
 def _turn(
     code: Code, weights: ir.Value, turned: ir.Value, sizes: tuple[ir.Value, ir.Value]
 ) -> None:
-    """Write pairs of weights [64, K / 2] to [pairs, 64], of so many pairs."""
+    """Transpose pairs of weights [64, K / 2] to [count, 64]; ``sizes`` are K / 2 and count."""
     do, (pairs, count) = code.do, sizes
     with code.rounds(code.index(OUTPUTS // LANES)) as group:
         output = do.mul(group.index, code.index(LANES))
@@ -301,7 +300,7 @@ def _add_pairs(
     count: ir.Value,
     places: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Add up the products of rows with ``count`` pairs of inputs, for outputs at some places."""
+    """Accumulate the products of rows with ``count`` pairs of inputs, for outputs at ``places``."""
     do = code.do
     with code.rounds(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
         line = code.at(turned, do.mul(loop.index, code.index(OUTPUTS)), WORD)

@@ -1,20 +1,19 @@
-"""Products with matrices of 8 bits, compiled.
+"""GEMM with int8 weights and int16 activations.
 
 Theory of operation
 -------------------
-Processors with VNNI multiply pairs of whole numbers of 16 bits and add the products up in 32, twice
-as fast as float32; others take more than one instruction for it. So a row [K] becomes such numbers
-first: each `GROUP` of its inputs has a scale, the power of two with which the largest needs 15 bits
-and a sign. What is bfloat16 and at least a 128th of the largest stays exactly what it is, what is
-smaller is off by a 32,768th of that at most; a sum over a group is exact. So it does not matter
-what is added first, and a row has the same bits in any company, with any number of threads, on any
-processor. The sums of the groups, each rounded to float32, times their scales are added as such, in
-order.
+CPUs with VNNI multiply pairs of int16 and accumulate the products in int32, twice as fast as
+float32; others need more than one instruction. So a row [K] is quantised to int16 first: each
+`GROUP` of its inputs has a scale, the power of two with which the largest value needs 15 bits and a
+sign. A bfloat16 value of at least 1/128 of the largest stays exact; the error of a smaller one is
+at most 1/32,768 of the largest. The sum over a group is exact, so its order does not matter and the
+kernel is row-invariant: a row has the same bits in any batch, with any number of threads, on any
+CPU. The group sums, rounded to float32, times their scales are accumulated in float32, in order.
 
-A few rows wait for the weights to come from memory: these are read once, in the order in which
-they lie there, become 16 bits in the processor's registers, and meet all rows. `OUTPUTS` of a
-matrix [N, K] lie together: for each pair of inputs two weights of so many outputs. Of rows, those
-that meet the weights in one pass, a tile, do: for each pair of inputs two numbers of each.
+A few rows are bound by memory bandwidth: weights are read once, in memory order, widened to int16
+in registers, and multiplied with all rows. `OUTPUTS` outputs of a matrix [N, K] are interleaved:
+for each pair of inputs, two weights of each output. The rows of a tile, those multiplied in one
+pass, are interleaved alike: for each pair of inputs, two values of each row.
 """
 
 import platform
@@ -30,16 +29,16 @@ from meshllm.model.kernels.jit import Native, room
 from meshllm.model.kernels.prefetch import AHEAD, LINE, Pass, ask
 
 OUTPUTS = 64
-"""Of a block; two lines of the processor's cache for each pair of inputs."""
+"""Outputs of a block; two cache lines for each pair of inputs."""
 GROUP = 128
-"""Inputs of a row that have a scale."""
+"""Inputs of a row that share a scale."""
 
-_MOST = 6  # rows whose sums are held in registers; twice as many where there are more
-_FEW = 1 << 16  # numbers that one thread turns into whole ones as soon as several do
-_LARGEST = 32767.0  # of a whole number, or the smallest; what is rounded beyond becomes so much
+_MOST = 6  # rows of a tile, whose sums fit in registers; twice as many with AVX-512
+_FEW = 1 << 16  # values that one thread quantises as fast as several
+_LARGEST = 32767.0  # magnitude of an int16; larger results of rounding are clamped
 _EXPONENT, _BIAS, _ENDLESS = 23, 127, 255  # of a float32 (IEEE 754-2019, 3.4)
-_LEAST = 15  # exponent, with its bias, that leaves a scale one that is not denormal
-_NOTHING = 0x7FC00000  # no number
+_LEAST = 15  # smallest biased exponent of a value whose scale is not denormal
+_NOTHING = 0x7FC00000  # NaN
 _ROUNDER = "*given", "*whole", "*sizes", "inputs", "groups", "rows", "each"
 _MULTIPLIER = (
     *("tiles", "pairs", "groups", "*weights", "*scales", "*whole", "*sizes", "*products"),
@@ -51,13 +50,12 @@ _WIDENER = "*weights", "*scales", "*wide", "pairs", "outputs"
 def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     """Multiply rows [M, K] by weights [N / 64, K / 2, 64, 2], int8: [M, N], in the dtype of rows.
 
-    Where K is odd the weights have one input more, of zeros. ``scales`` [N], float32, are what the
-    sums, float32 too, are multiplied with before they are rounded. A row with what is no number, or
-    none of these that ends, comes to what is no number.
+    If K is odd, the weights have one more input, of zeros. The float32 sums are multiplied by
+    ``scales`` [N], float32, before they are rounded. A row with NaN or an infinity gives NaN.
 
     Raises:
-        ValueError: the rows are longer or shorter than those of the matrix, of no numbers, or on a
-            GPU; there are more or fewer scales than outputs; or the weights have gaps.
+        ValueError: K is 0 or not that of the weights, the rows are not on the CPU, there is not one
+            scale per output, or the weights are not contiguous int8.
     """
     _check(rows, weights, scales)
     count, inputs = rows.shape
@@ -87,25 +85,27 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
 
 def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
     if weights.dtype != torch.int8 or scales.dtype != torch.float32 or not weights.is_contiguous():
-        raise ValueError(f"weights of {weights.dtype}, scales of {scales.dtype}, or with gaps")
+        strides = weights.stride()
+        raise ValueError(f"weights of {weights.dtype} {strides}, scales of {scales.dtype}")
     if weights.shape[2:] != (OUTPUTS, 2) or len(scales) != OUTPUTS * len(weights):
         raise ValueError(f"{len(scales)} scales for weights of {list(weights.shape)}")
     inputs = rows.shape[1]
     if not inputs or inputs + inputs % 2 != 2 * weights.shape[1] or not rows.is_cpu:
         raise ValueError(
-            f"rows of {inputs} numbers on {rows.device} for {2 * weights.shape[1]} inputs"
+            f"rows of {inputs} values on {rows.device} for {2 * weights.shape[1]} inputs"
         )
 
 
 def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
-    """Write weights [B, K / 2, 64, 2], int8, times their scales to ``wide`` [K, 64 B], bfloat16.
+    """Dequantise weights [B, K / 2, 64, 2], int8, to ``wide`` [K, 64 B], bfloat16.
 
     Raises:
-        ValueError: ``wide`` or ``scales`` have the shape of another matrix.
+        ValueError: ``wide`` or ``scales`` does not match the shape of the weights.
     """
     blocks, pairs, outputs, _ = weights.shape
     if wide.shape != (2 * pairs, blocks * outputs) or len(scales) != wide.shape[1]:
-        raise ValueError(f"no room of {list(wide.shape)} for weights of {list(weights.shape)}")
+        shape = list(weights.shape)
+        raise ValueError(f"output {list(wide.shape)}, {len(scales)} scales for weights of {shape}")
     _widener()(
         *(blocks, torch.get_num_threads(), weights.data_ptr(), scales.data_ptr()),
         *(wide.data_ptr(), pairs, wide.shape[1]),
@@ -114,7 +114,7 @@ def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
 
 @cache
 def _rounder(is_half: bool) -> Native:
-    """Compile what turns a tile into whole numbers of 16 bits, and says what these are of."""
+    """Compile the quantiser of a tile, to int16 and one scale per row and group."""
     kind = HALF if is_half else FLOAT
 
     def write(code: Code, fields: Mapping[str, ir.Value], tile: ir.Value, _: ir.Value) -> None:
@@ -150,7 +150,7 @@ def _rounder(is_half: bool) -> Native:
 
 
 def _pad(code: Code, kind: ir.Type, row: ir.Value, padded: ir.Value, inputs: ir.Value) -> ir.Value:
-    """Copy the last group of a row, with zeros behind it, unless it is whole; say whether it is."""
+    """Copy the last group of a row, padded with zeros, unless it is full; return whether it is."""
     do = code.do
     left = do.urem(inputs, code.index(GROUP))
     is_whole = do.icmp_unsigned("==", left, code.index(0))
@@ -164,14 +164,14 @@ def _pad(code: Code, kind: ir.Type, row: ir.Value, padded: ir.Value, inputs: ir.
 
 
 def _rounded(code: Code, numbers: Iterable[ir.Value]) -> tuple[list[ir.Value], ir.Value]:
-    """Round float32 to whole numbers of 16 bits; the bits of what these are of come second."""
+    """Round float32 to int16; return these and the bits of their scale."""
     do, words, numbers = code.do, ir.VectorType(WORD, LANES), list(numbers)
     positive = ir.Constant(words, [0x7FFFFFFF] * LANES)
     most, *others = [do.and_(do.bitcast(number, words), positive) for number in numbers]
     for other in others:
         most = code.larger(most, other)
     exponent = code.larger(do.lshr(code.most(most), _word(_EXPONENT)), _word(_LEAST))
-    # The largest becomes 2^14 to 2^15: times 2^14, divided by the power of two in it.
+    # Brings the largest to [2^14, 2^15): times 2^14, divided by the power of two in it.
     up = do.shl(do.sub(_word(2 * _BIAS + 14), exponent), _word(_EXPONENT))
     down = do.shl(do.sub(exponent, _word(14)), _word(_EXPONENT))
     is_endless = do.icmp_unsigned("==", exponent, _word(_ENDLESS))
@@ -193,7 +193,7 @@ def _word(value: int) -> ir.Constant:
 
 @cache
 def _multiplier(rows: int, is_half: bool, tiles: int) -> Native:
-    """Compile it for tiles of so many rows, and at least so many."""
+    """Compile the GEMM for tiles of ``rows`` rows, and at least ``tiles`` of them."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
     wide = LANES * columns
     passes = OUTPUTS // wide * tiles
@@ -245,11 +245,11 @@ def _add(
     group: tuple[ir.Value, ir.Value],
     way: tuple[Pass, ir.Value],
 ) -> list[ir.Value]:
-    """Add up the products of a group of the inputs of a tile with a block's weights.
+    """Sum the products of one group of a tile's inputs with a block of weights.
 
-    ``block`` is its weights, and which of its outputs are wanted; ``tile`` the group's numbers, and
-    how many rows; ``group`` its own number, and the pairs of all; ``way`` is the pass, and where
-    the weights lie that are passed over next.
+    ``block`` is its weights and the outputs to compute; ``tile`` the values of the group and the
+    number of rows; ``group`` its index and the number of input pairs in all; ``way`` the pass and
+    the address of the weights to prefetch.
     """
     do, (weights, columns), (given, rows), (one, following) = code.do, block, tile, way
     each, shorts = code.index(GROUP // 2), ir.VectorType(HALF, 2 * LANES)

@@ -1,9 +1,9 @@
-"""Writes functions in LLVM's language.
+"""Emits kernels in LLVM IR.
 
-What is written says itself what is added to what: vectors of `LANES` numbers, each lane on its own,
-products and sums rounded once. LLVM reorders nothing of it, so numbers have the same bits on every
-processor, however wide its registers are (what is no number stays none, but may be another one of
-these; `Code.dot` has an exception of its own).
+The IR fixes the order of summation: vectors of `LANES` numbers, each lane on its own, products and
+sums rounded once. LLVM does not reorder them, so results have the same bits on every CPU, whatever
+the width of its registers. A NaN stays a NaN, perhaps with another payload; `Code.dot` has one more
+exception.
 """
 
 import struct
@@ -13,79 +13,79 @@ from dataclasses import dataclass, field
 
 from llvmlite import ir
 
-LANES = 16  # float32 values of a vector: the widest registers there are; others take it in parts
+LANES = 16  # float32 values of a vector: an AVX-512 register; narrower CPUs take it in parts
 BYTE, HALF, WORD, INT = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
 PAIRS_FEATURE = "avx512bf16"
-"""What processors that have `Code.dot` call it."""
+"""LLVM's name of the CPU feature that `Code.dot` needs."""
 ROUND = 1.5 * 2**23
-"""Added to a number that is small beside it, it leaves the nearest whole one in the lowest bits."""
+"""Added to a much smaller number, it leaves the nearest integer in the lowest bits of the sum."""
 
 _LOG2_E = 1.4426950408889634
-_LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first one short (Cephes, expf.c)
+_LN_2 = 0.693359375, -2.12194440e-4  # in two parts, the first of few bits (Cephes, expf.c)
 _SERIES = 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
-_LEAST = -87.0  # of an exponent; what is less becomes so little
+_LEAST = -87.0  # smallest argument of `Code.exp`; lower ones are clamped to it
 
 
 @dataclass(slots=True)
 class Loop:
-    """What goes round in a loop."""
+    """The index and the loop-carried values of a loop."""
 
     index: ir.Value
-    """Which round it is, from 0."""
+    """The iteration, from 0."""
     held: list[ir.Value]
-    """As the round began."""
+    """Carried values at the start of an iteration."""
     then: list[ir.Value] = field(default_factory=list[ir.Value])
-    """As it ends, to be set by the body; behind the loop, as the last one ended."""
+    """The same at its end, to be set by the body; after the loop, those of the last iteration."""
 
 
-class _Halves(ir.Type):  # type: ignore[misc]  # llvmlite says nothing of its types
-    """Pairs of bfloat16, which llvmlite has no name for."""
+class _Halves(ir.Type):  # type: ignore[misc]  # llvmlite is untyped
+    """A vector of pairs of bfloat16, a type that llvmlite lacks."""
 
     def _to_string(self) -> str:
         return f"<{2 * LANES} x bfloat>"
 
 
-_HALVES = _Halves()  # the only one: llvmlite compares types by what they are
+_HALVES = _Halves()  # a singleton: llvmlite compares such types by identity
 
 
 class Code:
-    """Writes the body of a function."""
+    """Emits the body of a kernel."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.do = builder
 
     def index(self, value: int) -> ir.Constant:
-        """Write a whole number of 64 bits."""
+        """Return a constant of 64 bits."""
         return ir.Constant(INT, value)
 
     def floats(self, value: float, lanes: int = LANES) -> ir.Constant:
-        """Write a number, rounded to float32, in every lane."""
+        """Return a vector with a constant, rounded to float32, in every lane."""
         rounded = struct.unpack("f", struct.pack("f", value))[0]
         return ir.Constant(ir.VectorType(FLOAT, lanes), [rounded] * lanes)
 
     def number(self, value: float) -> ir.Constant:
-        """Write one number."""
+        """Return a float32 constant."""
         return ir.Constant(FLOAT, value)
 
     def at(self, start: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
-        """Point to the value number ``index`` behind ``start``."""
+        """Return the address of element ``index`` of the array at ``start``."""
         return self.do.gep(start, [index], source_etype=kind)
 
     def load(self, kind: ir.Type, start: ir.Value, index: ir.Value, lanes: int = 0) -> ir.Value:
-        """Load a value, or so many, from number ``index`` behind ``start``."""
+        """Load element ``index`` of the array at ``start``, or ``lanes`` elements from there."""
         wanted = ir.VectorType(kind, lanes) if lanes else kind
         return self.do.load(self.at(start, index, kind), align=_bytes(kind), typ=wanted)
 
     def store(self, kind: ir.Type, value: ir.Value, start: ir.Value, index: ir.Value) -> None:
-        """Store values at number ``index`` behind ``start``."""
+        """Store a value or a vector at element ``index`` of the array at ``start``."""
         self.do.store(value, self.at(start, index, kind), align=_bytes(kind))
 
     def fetch(self, place: ir.Value, *, is_far: bool = False) -> None:
-        """Let the line of memory at ``place`` come to the processor; there need be none.
+        """Prefetch the cache line at ``place``, which need not be mapped memory.
 
-        What is wanted later is better kept ``is_far``: in the second of its caches.
+        Use ``is_far``, the L2 cache, for what is needed later.
         """
         module, name, flag = self.do.module, "llvm.prefetch.p0", ir.Constant(WORD, 0)
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), WORD, WORD, WORD])
@@ -94,7 +94,7 @@ class Code:
         self.do.call(known, [place, flag, near, data])
 
     def spread(self, value: ir.Value, lanes: int = LANES) -> ir.Value:
-        """Put a number into every lane."""
+        """Broadcast a number to every lane."""
         kind = ir.VectorType(value.type, lanes)
         one = self.do.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
         nowhere = ir.Constant(kind, ir.Undefined)
@@ -105,11 +105,11 @@ class Code:
         return self._call("fma", left, right, added)
 
     def dot(self, pairs: ir.Value, others: ir.Value, added: ir.Value) -> ir.Value:
-        """Multiply pairs of bfloat16, given as words of 32 bits, and add both products.
+        """Multiply pairs of bfloat16, given as 32-bit words, and add both products.
 
-        As `fma` of what the higher halves are and then of the lower ones, to the last bit; but what
-        is smaller than 2^-126 counts as 0 (Intel, Architecture Instruction Set Extensions,
-        VDPBF16PS). Only where the processor has the `PAIRS_FEATURE`.
+        Bit for bit the `fma` of the higher halves and then of the lower ones, except that denormals
+        (below 2^-126) count as 0 (Intel, Architecture Instruction Set Extensions, VDPBF16PS). Only
+        for CPUs with the `PAIRS_FEATURE`.
         """
         module, name = self.do.module, "llvm.x86.avx512bf16.dpbf16ps.512"
         known = module.globals.get(name) or ir.Function(
@@ -121,10 +121,10 @@ class Code:
     def multiply_pairs(
         self, pairs: ir.Value, others: ir.Value, added: ir.Value, *, at_once: bool
     ) -> ir.Value:
-        """Multiply pairs of whole numbers of 16 bits and add both products: words of 32 bits.
+        """Multiply pairs of int16 and add both products, in int32.
 
-        Nothing is rounded, so it is the same number however it is done. ``at_once`` is how x86 has
-        instructions for it; others have some that multiply and add one by one.
+        Nothing is rounded, so the result does not depend on the form. With ``at_once`` it matches
+        the x86 instructions for pairs; other CPUs have instructions that multiply and add one.
         """
         do, wide = self.do, ir.VectorType(WORD, LANES)
         if at_once:
@@ -136,23 +136,23 @@ class Code:
         return added
 
     def parted(self, vector: ir.Value) -> list[ir.Value]:
-        """Part the lanes of even numbers from those of odd ones."""
+        """Split a vector into its even and its odd lanes."""
         lanes = vector.type.count
         parts = range(0, lanes, 2), range(1, lanes, 2)
         return [self.do.shuffle_vector(vector, vector, _mask(part)) for part in parts]
 
     def low(self, words: ir.Value) -> ir.Value:
-        """Turn the lower halves of words, which are bfloat16, into float32."""
+        """Convert the lower halves of words, which are bfloat16, to float32."""
         sixteen = ir.Constant(words.type, [16] * words.type.count)
         return self.do.bitcast(self.do.shl(words, sixteen), FLOATS)
 
     def high(self, words: ir.Value) -> ir.Value:
-        """Turn the higher halves of words, which are bfloat16, into float32."""
+        """Convert the higher halves of words, which are bfloat16, to float32."""
         mask = ir.Constant(words.type, [0xFFFF0000] * words.type.count)
         return self.do.bitcast(self.do.and_(words, mask), FLOATS)
 
     def turn(self, lines: Sequence[ir.Value]) -> list[ir.Value]:
-        """Transpose a square: as many vectors as each has lanes, a power of 2."""
+        """Transpose a square matrix: as many vectors as each has lanes, a power of 2."""
         lanes, lines = len(lines), list(lines)
         apart = lanes // 2
         while apart:
@@ -167,11 +167,11 @@ class Code:
         return lines
 
     def root(self, number: ir.Value) -> ir.Value:
-        """Take the square root, rounded once."""
+        """Return the square root, rounded once."""
         return self._call("sqrt", number)
 
     def _call(self, name: str, *values: ir.Value) -> ir.Value:
-        """Call what LLVM has for values of one type."""
+        """Call an LLVM intrinsic for values of one type."""
         kind, module = values[0].type, self.do.module
         full = f"llvm.{name}." + (f"v{kind.count}f32" if kind != FLOAT else "f32")
         known = module.globals.get(full) or ir.Function(
@@ -180,10 +180,7 @@ class Code:
         return self.do.call(known, values)
 
     def exp(self, x: ir.Value) -> ir.Value:
-        """Raise e to numbers that are 0 or less, within 3 units in the last place (Cephes, expf.c).
-
-        What is no number stays none.
-        """
+        """Return e to the power of numbers <= 0, within 3 ulp (Cephes, expf.c); NaN stays NaN."""
         do, given, least = self.do, x, self.floats(_LEAST)
         x = do.select(do.fcmp_ordered("<", x, least), least, x)
         shifted = self.fma(x, self.floats(_LOG2_E), self.floats(ROUND))
@@ -199,26 +196,26 @@ class Code:
         return do.select(do.fcmp_unordered("uno", given, given), given, raised)
 
     def halves(self, vector: ir.Value) -> list[ir.Value]:
-        """Cut a vector in two."""
+        """Split a vector into its lower and its upper half."""
         lanes = vector.type.count // 2
         parts = range(lanes), range(lanes, 2 * lanes)
         return [self.do.shuffle_vector(vector, vector, _mask(part)) for part in parts]
 
     def sum(self, vector: ir.Value) -> ir.Value:
-        """Add up the lanes, halves first; their number is a power of 2."""
+        """Sum the lanes in a tree, halves first; their number is a power of 2."""
         while vector.type.count > 1:
             vector = self.do.fadd(*self.halves(vector))
         return self.do.extract_element(vector, ir.Constant(WORD, 0))
 
     def widen(self, bits: ir.Value) -> ir.Value:
-        """Turn bfloat16, given as whole numbers, into float32."""
+        """Convert bfloat16, given as integers, to float32."""
         lanes = bits.type.count
         wide = self.do.zext(bits, ir.VectorType(WORD, lanes))
         high = self.do.shl(wide, ir.Constant(wide.type, [16] * lanes))
         return self.do.bitcast(high, ir.VectorType(FLOAT, lanes))
 
     def narrow(self, values: ir.Value) -> ir.Value:
-        """Round float32 to bfloat16, given as whole numbers; ties go to the even one."""
+        """Round float32 to bfloat16, returned as integers; ties go to even."""
         lanes = values.type.count
         kind = ir.VectorType(WORD, lanes)
         bits = self.do.bitcast(values, kind)
@@ -228,23 +225,23 @@ class Code:
         return self.do.trunc(self.do.lshr(rounded, sixteen), ir.VectorType(HALF, lanes))
 
     def whole(self, numbers: ir.Value) -> ir.Value:
-        """Turn whole numbers with a sign, of 32 bits at most, into float32, rounded once."""
+        """Convert signed integers of at most 32 bits to float32, rounded once."""
         return self.do.sitofp(numbers, ir.VectorType(FLOAT, numbers.type.count))
 
     def most(self, words: ir.Value) -> ir.Value:
-        """Find the largest of the lanes, whole numbers without a sign; they are a power of 2."""
+        """Return the largest lane, as unsigned integers; their number is a power of 2."""
         while words.type.count > 1:
             one, other = self.halves(words)
             words = self.larger(one, other)
         return self.do.extract_element(words, ir.Constant(WORD, 0))
 
     def larger(self, one: ir.Value, other: ir.Value) -> ir.Value:
-        """Take the larger of whole numbers without a sign, in each lane."""
+        """Return the larger of two unsigned integers, in each lane."""
         return self.do.select(self.do.icmp_unsigned(">", one, other), one, other)
 
     @contextmanager
     def rounds(self, count: ir.Value, *start: ir.Value) -> Iterator[Loop]:
-        """Write a loop of ``count`` rounds, 1 at least."""
+        """Emit a loop of ``count`` iterations, at least 1; ``start`` are its carried values."""
         do, before = self.do, self.do.block
         body = do.append_basic_block("round")
         do.branch(body)
@@ -264,12 +261,12 @@ class Code:
 
 
 def bits_of(value: float) -> int:
-    """Give the bits of a float32, to be passed as a field."""
+    """Return the bits of a float32, to be passed as a field."""
     return int(struct.unpack("I", struct.pack("f", value))[0])
 
 
 def float_of(code: Code, bits: ir.Value) -> ir.Value:
-    """Read a field that `bits_of` made."""
+    """Read a field that was made by `bits_of`."""
     return code.do.bitcast(code.do.trunc(bits, WORD), FLOAT)
 
 

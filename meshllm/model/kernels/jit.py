@@ -1,17 +1,16 @@
-"""Compiles functions for the processor at hand.
+"""JIT compiler for CPU kernels.
 
 Theory of operation
 -------------------
-A kernel of a library adds up in an order that depends on how much it is given, on the processor and
-on the version. Functions of `meshllm.model.kernels.ir` say themselves what is added to what. LLVM
-is a library and wants no compiler on the machine; a function takes it some ten milliseconds, a
-tenth of a second at most, when it is first wanted. Its machine code is kept in the user's cache
-folder under the text of the function, the processor and the version of LLVM, and read from there
-by the next process, unless others may write to that folder.
+The summation order of a library kernel depends on the shape, the CPU and the library version.
+Kernels written with `meshllm.model.kernels.ir` fix their own summation order. LLVM is used as a
+library, so no compiler has to be installed; compiling a kernel takes some ten milliseconds, a tenth
+of a second at most, on first use. The machine code is cached in the user's cache folder, keyed by
+the IR, the CPU and the version of llvmlite, and loaded from there by later processes. Without a
+folder that only the user can write to, nothing is cached.
 
-Work is cut into blocks. Each thread takes the next one that nobody took, so one that is held up
-holds up nobody else. The threads are those that torch computes with: a second set of them would
-wait for the same cores.
+Work is divided into blocks. Each thread claims the next free block, so a delayed thread does not
+delay the others. The threads are those of torch: a second pool would compete for the same cores.
 """
 
 import ctypes
@@ -36,43 +35,43 @@ from meshllm.config import cache_path
 from meshllm.model.json_cache import recall, remember
 from meshllm.model.kernels.ir import INT, Code
 
-_TEAM = "GOMP_parallel"  # of GNU's OpenMP, and of LLVM's, which has the names of both
-_NOT_EXECUTABLE = "this system lets no memory become executable"
-_NO_TEAM = f"torch {torch.__version__} depends on no OpenMP library with `{_TEAM}`"
+_TEAM = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
+_NOT_EXECUTABLE = "this system forbids executable memory"
+_NO_TEAM = f"torch {torch.__version__} is not linked to an OpenMP library with `{_TEAM}`"
 _lock = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
 Write = Callable[[Code, Mapping[str, ir.Value], ir.Value, ir.Value], None]
-"""Writes what is done for one block, given the fields, its number and that of the thread."""
+"""Emits the code of one block, given the fields, the block index and the thread index."""
 
 
 class Native:
-    """A compiled function."""
+    """A compiled kernel."""
 
     def __init__(self, fields: Sequence[str], write: Write, held: Collection[str] = ()) -> None:
-        """Compile what ``write`` writes.
+        """Compile the code that ``write`` emits for each block.
 
-        ``fields`` name the whole numbers that it is given; a name with a star is an address. Those
-        in ``held`` point to what outlives a step, such as weights: a recording keeps the address.
+        ``fields`` name its integer arguments; a leading star marks a pointer. Pointers named in
+        ``held`` refer to memory that outlives a step, such as weights: a trace may record them.
 
         Raises:
-            RuntimeError: this system does not allow it, see `works`, or the code is not valid.
+            RuntimeError: the system forbids executable memory, see `works`, or the IR is invalid.
         """
         self.held = frozenset(f"*{name}" for name in held)
-        assert self.held.issubset(fields), "only addresses are held"
-        self._engine, self.digest = _compile(fields, write)  # owns the code; names what it does
+        assert self.held.issubset(fields), "only pointers can be held"
+        self._engine, self.digest = _compile(fields, write)  # the engine owns the machine code
         self.address: int = self._engine.get_function_address("work")
         self.fields = tuple(fields)
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         self._fields = ctypes.c_int64 * (3 + len(fields))
 
     def given(self, blocks: int, *values: int) -> "ctypes.Array[ctypes.c_int64]":
-        """Write down what the function is called with; the first two numbers are 0 each time."""
+        """Return the argument array; its first two items are counters that must start at 0."""
         return self._fields(0, 0, blocks, *values)
 
     def __call__(self, blocks: int, threads: int, *values: int) -> None:
-        """Do ``blocks`` blocks with so many threads, where torch has them."""
+        """Run ``blocks`` blocks on ``threads`` threads of torch; on one if these are not found."""
         if _hearing.hear:
             _hearing.hear(self, blocks, threads, values)
         given = self.given(blocks, *values)
@@ -84,11 +83,11 @@ class Native:
 
 
 Hear = Callable[[Native, int, int, Sequence[int]], None]
-"""Hears of a call: of what, with how many blocks, threads and which fields."""
+"""Observes a call: the kernel, its blocks, threads and field values."""
 
 
 class _Hearing(threading.local):
-    """Who hears of the calls of a thread."""
+    """The observer of a thread's kernel calls."""
 
     hear: Hear | None = None
 
@@ -98,7 +97,7 @@ _hearing = _Hearing()
 
 @contextmanager
 def heard(hear: Hear | None) -> Iterator[None]:
-    """Tell of the calls of this thread; None stops that for a while."""
+    """Pass this thread's kernel calls to ``hear`` within the block; None suspends observation."""
     before, _hearing.hear = _hearing.hear, hear
     try:
         yield
@@ -107,19 +106,19 @@ def heard(hear: Hear | None) -> Iterator[None]:
 
 
 def processor() -> tuple[str, str]:
-    """Name the processor to compile for, and what it can do, as LLVM does."""
+    """Return LLVM's name of the CPU to compile for, and its feature string."""
     return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
 
 
 def can(*features: str) -> bool:
-    """Whether it can any of this."""
+    """Whether the CPU has any of these LLVM features."""
     return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))
 
 
 def machine() -> tuple[str, ...]:
-    """Tell the processor from others in the keys of what is measured: its model and features."""
+    """Return what identifies the CPU in cache keys of measurements: its model and features."""
     model = platform.processor()
-    with suppress(OSError):  # of other systems, where the name that LLVM has says more
+    with suppress(OSError):  # not on Linux: there LLVM's name says more
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         model = next((line for line in lines if line.startswith("model name")), model)
     return model, *processor(), torch.backends.cpu.get_cpu_capability()
@@ -127,14 +126,14 @@ def machine() -> tuple[str, ...]:
 
 @cache
 def room() -> int:
-    """Tell how many vectors of `LANES` sums its registers hold, and what else the work needs."""
-    return 24 if can("avx512f") else 6  # of 32; of 16 in pairs, or of 32 in fours
+    """Return how many vectors of `LANES` sums fit in registers next to the other operands."""
+    return 24 if can("avx512f") else 6  # of 32; of 16 in pairs (AVX2), or of 32 in fours (NEON)
 
 
 def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
-    """Compile a loop that takes blocks until there are no more.
+    """Compile a loop that claims blocks until none are left; return the engine and a digest.
 
-    It is given a pointer to whole numbers: blocks taken, threads that came, blocks, and the fields.
+    Its argument points to integers: blocks claimed, threads started, blocks in all, the fields.
     """
     module = ir.Module("native")
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), "work")
@@ -162,7 +161,7 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
         text = str(module)
         parsed = binding.parse_assembly(text)
-        parsed.verify()  # LLVM compiles what is not valid as well, to anything
+        parsed.verify()  # LLVM compiles invalid IR, too, to arbitrary code
         engine = binding.create_mcjit_compiler(parsed, machine)
         key = text, *processor(), llvmlite.__version__
         if folder := private_folder():
@@ -172,14 +171,14 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
 
 
 def _keep(engine: Any, folder: Path, *key: str) -> None:
-    """Let the engine take its machine code from a folder, or leave it there."""
+    """Make the engine load its machine code from a cache folder, or store it there."""
 
     def find(_: Any) -> bytes | None:
         try:
             known = recall(folder, *key)
             code = b64decode(known["code"])
             return code if blake3(code).hexdigest() == known["digest"] else None
-        except (TypeError, ValueError, LookupError):  # unknown, or damaged
+        except (TypeError, ValueError, LookupError):  # not cached, or damaged
             return None
 
     def keep(_: Any, code: bytes) -> None:
@@ -191,20 +190,20 @@ def _keep(engine: Any, folder: Path, *key: str) -> None:
 
 @cache
 def private_folder() -> Path | None:
-    """Make the folder of machine code, and of verdicts on it.
+    """Create the cache folder of machine code, and of trial results of that code.
 
-    None where it cannot be made, is not the user's, or can be written to by others.
+    None if it cannot be created, belongs to another user, or is writable by others.
     """
     folder = cache_path() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
-        logger.info("machine code is not kept: %s", error)
+        logger.info("machine code is not cached: %s", error)
         return None
     is_own = os.name != "posix" or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
     if not is_own:
-        logger.warning("`%s` is not used: others own it or can write to it", folder)
+        logger.warning("`%s` is not used as a cache: another user owns or can write to it", folder)
     return folder if is_own else None
 
 
@@ -227,7 +226,7 @@ def _machine() -> Any:
 
 @cache
 def works() -> bool:
-    """Whether memory may become executable; a hardened system refuses, and LLVM would crash."""
+    """Whether memory can be made executable; on a hardened system LLVM would crash."""
     if os.name != "posix":
         return True
     page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -243,9 +242,9 @@ def works() -> bool:
 
 @cache
 def team() -> Callable[[int, int, int, int], None] | None:
-    """Find how torch's own threads are set to work; None where it is built with others."""
+    """Return the OpenMP function that starts torch's threads; None if torch uses others."""
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
-        # It is loaded already; what it depends on is searched, too.
+        # The library is loaded already; its dependencies are searched, too.
         start = getattr(ctypes.CDLL(str(path)), _TEAM, None)
         if start is not None:
             start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -257,7 +256,7 @@ def team() -> Callable[[int, int, int, int], None] | None:
 
 
 def limits() -> tuple[str, ...]:
-    """Say why kernels are not compiled here, or use one thread; empty where all is well."""
+    """Return why kernels are not compiled here, or use one thread; empty if neither holds."""
     if not works():
         return (f"no compiled kernels: {_NOT_EXECUTABLE}",)
     return () if team() else (f"compiled kernels use one thread: {_NO_TEAM}",)

@@ -1,12 +1,12 @@
-"""Asks for weights before a function wants them.
+"""Software prefetch of weights.
 
 Theory of operation
 -------------------
-One row waits for the weights to come from memory; of many rows only some have room for their sums
-in the processor's registers, so each block of weights is passed over several times. Only the first
-pass over it would wait for memory, and memory would wait for all others. So every pass asks for its
-share of what is passed over next, and the weights come evenly, behind the sums. A single pass asks
-for what lies a little ahead of itself.
+A single row is bound by memory bandwidth. Of many rows only some fit their sums in registers, so a
+kernel makes several passes over each block of weights. Without prefetch the first pass would wait
+for memory, and memory would idle during the others. So every pass prefetches its share of the next
+block, which spreads the loads evenly and overlaps them with arithmetic. A single pass prefetches a
+fixed distance ahead of itself.
 """
 
 from typing import NamedTuple
@@ -15,23 +15,23 @@ from llvmlite import ir
 
 from meshllm.model.kernels.ir import BYTE, Code
 
-LINE = 64  # bytes that a processor's cache reads at a time; some read two
-AHEAD = 1 << 14  # bytes that weights are on their way which are passed over once
+LINE = 64  # bytes of a cache line; some CPUs fetch two at a time
+AHEAD = 1 << 14  # bytes; prefetch distance of weights that are read in a single pass
 
 
 class Pass(NamedTuple):
-    """One of several, each of as many steps, over the same weights."""
+    """One of several passes over the same weights, all of the same number of steps."""
 
     number: ir.Value
     least: int
-    """Passes that there are, at least."""
+    """Lower bound of the number of passes."""
     steps: ir.Value
 
 
 def ask(code: Code, following: ir.Value, lines: int, one: Pass, step: ir.Value) -> None:
-    """Ask in a step for its share of what lies from ``following`` on, ``lines`` for each step.
+    """Prefetch a step's share of the weights at ``following``, ``lines`` cache lines per step.
 
-    ``lines`` is a power of two. Memory that does not exist may be asked for.
+    ``lines`` is a power of two. The weights may lie beyond mapped memory.
     """
     do, share = code.do, max(1, lines // (1 << one.least.bit_length() - 1))
     done = do.add(do.mul(one.number, one.steps), step)

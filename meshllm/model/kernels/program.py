@@ -1,8 +1,8 @@
-"""Calls of compiled functions, one after the other, as one call.
+"""A list of kernel calls that runs as a single call from Python.
 
-Between two functions that are called from Python some ten microseconds go by, most of them to find
-what was pushed out of the processor's cache by the weights. A program is a list in memory: of each
-call the function, its fields and its threads.
+Between two kernels called from Python some ten microseconds pass, mostly on cache misses: the
+weights evicted the interpreter's data from the CPU cache. A program is an array in memory with the
+function, the arguments and the threads of each call.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from meshllm.model.kernels.ir import INT, WORD, Code
 from meshllm.model.kernels.jit import Native
 
 _FIELDS = "*calls", "count", "team"
-_EACH = 3  # numbers of a call
+_EACH = 3  # integers per call
 _VOID, _PLACE = ir.VoidType(), ir.PointerType()
 _WORK = ir.FunctionType(_VOID, [_PLACE])
 _START = ir.FunctionType(_VOID, [_PLACE, _PLACE, WORD, WORD])
@@ -26,28 +26,28 @@ _START = ir.FunctionType(_VOID, [_PLACE, _PLACE, WORD, WORD])
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is called."""
+    """A kernel and its arguments."""
 
     native: Native
     threads: int
     given: "ctypes.Array[ctypes.c_int64]"
-    """Two numbers of its own, the blocks and the fields, which may change; see `Native.given`."""
+    """Two counters, the blocks and the fields, which may be changed; see `Native.given`."""
     kept: Any
-    """What the fields point to, as far as it is this call's to keep."""
+    """Memory that the fields point to, if this call owns it."""
 
     @classmethod
     def of(
         cls, native: Native, blocks: int, threads: int, values: Sequence[int], kept: Any = None
     ) -> "Call":
-        """Write down a call."""
+        """Build a call from field values."""
         return cls(native, threads, native.given(blocks, *values), kept)
 
 
 class Program:
-    """Calls that are made again and again."""
+    """A list of calls that is run repeatedly."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        """Take one call at least; what they are given stays their own, and may be shared."""
+        """Take at least one call; argument arrays are not copied, and calls may share them."""
         self._kept = list(calls)
         numbers = [
             number
@@ -60,11 +60,11 @@ class Program:
         self._fields = ctypes.addressof(self._calls), len(calls), address or 0
 
     def share(self, call: int, threads: int) -> None:
-        """Let a call have so many threads."""
+        """Set the number of threads of a call."""
         self._calls[_EACH * call + 2] = threads
 
     def run(self) -> None:
-        """Make all calls."""
+        """Run all calls in order."""
         _runner()(1, 1, *self._fields)
 
 

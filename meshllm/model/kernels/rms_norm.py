@@ -1,7 +1,7 @@
-"""Root mean square norm of rows, compiled.
+"""Fused RMS norm of rows (arXiv:1910.07467).
 
-What stock code does in six operations, with their roundings: to bfloat16 before the weights are
-multiplied with, and behind (arXiv:1910.07467).
+Replaces six operations of stock code, with their roundings to bfloat16: before and after the
+multiplication with the weights.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ _FIELDS = "*rows", "*weight", "*normed", "eps"
 
 
 def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm rows [..., D], bfloat16 and contiguous, and multiply with ``weight`` [D].
+    """Normalise rows [..., D], bfloat16 and contiguous, and multiply by ``weight`` [D].
 
     Raises:
-        ValueError: the rows are longer or shorter than the weights.
+        ValueError: the rows and the weights differ in length.
     """
     (width,) = weight.shape
     if rows.shape[-1] != width:
-        raise ValueError(f"rows of {rows.shape[-1]} numbers for {width} weights")
+        raise ValueError(f"rows of {rows.shape[-1]} values for {width} weights")
     normed = torch.empty_like(rows)
     _function(width)(
         rows.numel() // width,
@@ -38,7 +38,7 @@ def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @cache
 def _function(width: int) -> Native:
-    """Compile it for rows of a width."""
+    """Compile the kernel for rows of a width."""
     lanes = gcd(LANES, width)
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:

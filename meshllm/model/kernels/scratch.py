@@ -1,4 +1,4 @@
-"""Memory that functions write again and again."""
+"""Scratch memory that kernels reuse, one buffer per thread."""
 
 import threading
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class _Scratch(threading.local):
-    """Memory of a thread: new pages would take longer to come."""
+    """The buffer of a thread; new pages would cost page faults."""
 
     numbers = torch.empty(0, dtype=torch.bfloat16)
 
@@ -16,7 +16,7 @@ _scratch = _Scratch()
 
 
 def scratch(count: int) -> Tensor:
-    """Lend room for so many bfloat16 numbers, until the same thread asks again."""
+    """Return a buffer of ``count`` bfloat16 numbers, valid until this thread's next call."""
     if len(_scratch.numbers) < count:
         _scratch.numbers = torch.empty(count, dtype=torch.bfloat16)
     return _scratch.numbers[:count]

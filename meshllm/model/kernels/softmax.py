@@ -1,10 +1,9 @@
-"""Softmax of columns, compiled.
+"""In-place causal (or sliding-window) softmax over columns.
 
-Scores of many rows stand in columns, as the product of keys with queries gives them: neighbours in
+The scores of a row are a column, as the product of keys with queries gives them: neighbours in
 memory belong to different rows, and a vector holds as many rows as it has lanes. Each lane goes
-down its own column three times: for the largest score, for the exponentials of what the others lack
-to it, and to divide them by their sum. What a row may not see becomes 0 on the way, so nobody
-writes a mask.
+down its own column three times: for the largest score, for the exponentials of the differences from
+it, and to divide these by their sum. Keys that a row may not see become 0, so no mask is needed.
 """
 
 from collections.abc import Mapping
@@ -19,29 +18,29 @@ from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
 from meshllm.model.kernels.jit import Native
 
 COLUMNS = LANES
-"""Their number is a multiple of it."""
+"""Their number is a multiple of this."""
 
-_STRIP = 64  # columns that go down together; two lines of the processor's cache in bfloat16
+_STRIP = 64  # columns that are processed together; two cache lines of bfloat16
 
 _FIELDS = "*scores", "*starts", "*seen", "strips", "keys", "columns"
 
 
 def share_out(scores: Tensor, rows: int, window: int | None = None) -> None:
-    """Turn scores [G, S, C] into their softmax over S, in their place.
+    """Replace scores [G, S, C] by their causal softmax over S, in place.
 
-    bfloat16 or float32, in C order; C is a multiple of `COLUMNS`. Column c is of row c mod ``rows``
-    of the last ``rows`` of S places: it sees the keys up to its own place, ``window`` of them at
-    most.
+    bfloat16 or float32, in C order; C is a multiple of `COLUMNS`. Column c belongs to row
+    c mod ``rows`` of the last ``rows`` of S positions: it sees the keys up to its own position, at
+    most ``window`` of them.
 
     Raises:
-        ValueError: these do not belong together.
+        ValueError: the shape, dtype, layout or device is not supported.
     """
     groups, keys, columns = scores.shape
     kinds = torch.bfloat16, torch.float32
     if columns % COLUMNS or not 0 < rows <= keys or scores.dtype not in kinds:
-        raise ValueError(f"softmax of {list(scores.shape)} {scores.dtype} for {rows} rows")
+        raise ValueError(f"Invalid softmax of {list(scores.shape)} {scores.dtype}, {rows} rows")
     if not scores.is_contiguous() or scores.device.type != "cpu":
-        raise ValueError(f"softmax of scores anyhow on {scores.device}")
+        raise ValueError(f"Scores must be contiguous and on the CPU, not on {scores.device}")
     stops = torch.arange(columns, dtype=torch.int32).remainder_(rows).add_(keys - rows + 1)
     starts = (stops - min(window or keys, keys)).clamp_min_(0)
     seen = stops - starts
@@ -56,7 +55,7 @@ def share_out(scores: Tensor, rows: int, window: int | None = None) -> None:
 
 @cache
 def _function(is_half: bool, width: int) -> Native:
-    """Compile it for strips of so many columns."""
+    """Compile the kernel for strips of ``width`` columns."""
     kind = HALF if is_half else FLOAT
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:

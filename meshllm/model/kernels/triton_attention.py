@@ -1,13 +1,13 @@
-"""Attention of a few rows on a GPU, each with a cache of its own.
+"""Decode attention of a few rows on a GPU, each over its own KV cache.
 
-Theory of operation: a graph does again what it was recorded with, at the same addresses. But caches
-grow, move and belong to sessions, so where the keys and values of a row are is not in the call: it
-is read from a table in the memory of the GPU. A launch adds all rows to their caches, the next one
-attends: one program for a row, the heads that share a head of keys, and a part of the keys; and the
-last one puts the parts together. How the keys are parted depends on how many the row sees, and on
-nothing else, so that a row has the same bits in any company. Numbers are float32 in between.
+Theory of operation: a CUDA graph replays its kernels with the addresses it was captured with. But
+KV caches grow, move and belong to sessions, so the address of a row's keys and values is not an
+argument: kernels read it from a table in GPU memory. One launch appends all rows to their caches.
+The next one attends (split-KV, as in flash-decoding): one program per row, per group of query heads
+that share a key head, and per part of the keys. The last one combines the parts. The split depends
+only on how many keys the row sees, so a row is row-invariant. Intermediate results are float32.
 
-Triton comes with torch where torch is built for GPUs; nothing else imports this module.
+Triton comes only with GPU builds of torch, so this module is imported only on a GPU.
 """
 
 import torch
@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 _PARTS = 16  # of the keys, at most
-_BLOCK_BYTES = 1 << 14  # of keys that are looked at together
-_LEAST = 16  # rows or columns of a product
+_BLOCK_BYTES = 1 << 14  # of keys that are loaded together
+_LEAST = 16  # rows or columns of a `tl.dot`
 
 
 def attend(
@@ -28,13 +28,13 @@ def attend(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Add rows to their caches, and attend with each to all that its cache holds up to it.
+    """Append rows to their KV caches; causal attention of each row over its own cache.
 
-    query [1, H, T, D], key [1, G, T, D] and value [1, G, T, E] with H a multiple of G; table [T, 4]
-    of int64: the addresses of a row's keys and values, the rows that these have room for, and the
-    place of this one among them, -1 where there is no row. Keys are [1, G, room, D], values
-    [1, G, room, E], without gaps. ``window`` is how many keys a row sees, its own included.
-    Returns [1, T, H, E], with zeros where there is no row.
+    query [1, H, T, D], key [1, G, T, D] and value [1, G, T, E] with H a multiple of G; table
+    [T, 4], int64, per row: the addresses of its cached keys and values, the capacity of the cache
+    in rows, and the row's position in it, -1 for an unused row. Cached keys are contiguous
+    [1, G, capacity, D], values [1, G, capacity, E]. ``window`` is how many keys a row sees, its own
+    included. Returns [1, T, H, E], zeros for unused rows.
     """
     heads, rows, width = query.shape[1:]
     groups, width_out = value.shape[1], value.shape[3]
@@ -88,7 +88,7 @@ def _append(
     WIDE: tl.constexpr,
     WIDE_OUT: tl.constexpr,
 ):
-    """Copy the key and the value of one row, of one head, into its cache."""
+    """Copy the key and value of one row and one key head into the row's cache."""
     row, group = tl.program_id(0), tl.program_id(1)
     entry = table + row * FIELDS
     place = tl.load(entry + 3)
@@ -124,7 +124,7 @@ def _attend_part(
     WIDE: tl.constexpr,
     WIDE_OUT: tl.constexpr,
 ):
-    """Attend to a part of the keys: give a sum of values, the largest score, a sum of shares."""
+    """Attend to one part of the keys: store weighted value sum, largest score, sum of weights."""
     row, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1) * EACH
     entry = table + row * FIELDS
@@ -188,7 +188,7 @@ def _put_together(
     E: tl.constexpr,
     WIDE_OUT: tl.constexpr,
 ):
-    """Add up what the parts of the keys gave to one head of one row."""
+    """Combine the results of all parts of the keys for one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
     at = row * tl.num_programs(1) + head
     part, e = tl.arange(0, PARTS), tl.arange(0, WIDE_OUT)

@@ -1,1 +1,1 @@
-"""Modules that take the place of stock ones: row-invariant, packed or quantised."""
+"""Replacements of stock modules: row-invariant, packed, quantised or fused."""

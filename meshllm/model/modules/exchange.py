@@ -1,4 +1,4 @@
-"""Decides which modules of a model are exchanged for faster ones: on load, for steps, in timing."""
+"""Replaces modules of a model by faster ones: on load, for row-invariant steps, for timing."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshllm.model.modules.rms_norm import quicken, slow_down
 from meshllm.names import Quant
 
 
-def exchange_modules(  # noqa: PLR0913 -- what decides, each by its name
+def exchange_modules(  # noqa: PLR0913 -- keyword options
     model: nn.Module,
     device: torch.device,
     quant: Quant = Quant.NONE,
@@ -26,14 +26,14 @@ def exchange_modules(  # noqa: PLR0913 -- what decides, each by its name
     mapped: bool = True,
     whole: nn.Module | None = None,
 ) -> str:
-    """Exchange modules in place; say why rows are not invariant where they should be, or "".
+    """Replace modules in place; return why steps cannot be row-invariant as wanted, or "".
 
-    On load, with ``quant``, matrices are quantised, but those in or under ``skip``. Without, they
-    are laid out anew where that gives the same bits sooner, and where they are ``mapped``: of a
-    cast matrix two copies would stay.
+    On load, matrices are quantised to ``quant``, except those in or under ``skip``. Without
+    ``quant`` they are repacked if that is faster with the same bits, and if they are ``mapped``
+    from a file: of a cast matrix, both copies would stay in memory.
 
-    For row-invariant steps, ``whole`` is the whole model, on meta: every shard of it concludes the
-    same. On a GPU steps are row-invariant as they are, see `meshllm.model.steps.cuda_graph`.
+    For row-invariant steps, ``whole`` is the whole model, on meta, so that all its shards decide
+    alike. On a GPU, steps are row-invariant already, see `meshllm.model.steps.cuda_graph`.
     """
     if device != CPU:
         return ""
@@ -41,7 +41,7 @@ def exchange_modules(  # noqa: PLR0913 -- what decides, each by its name
         dtype = next(whole.parameters()).dtype
         floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1))
         if floors is None or not steady(model, floors):
-            return "this processor adds up few rows in another order than many"
+            return "this CPU sums few rows in another order than many"
         quicken(model)
     elif quant is not Quant.NONE:
         quantise(model, quant, skip=skip, digests=digests, cache=cache, mapped=mapped)
@@ -52,6 +52,6 @@ def exchange_modules(  # noqa: PLR0913 -- what decides, each by its name
 
 
 def restore_modules(model: nn.Module) -> None:
-    """Take back what was exchanged for row-invariant steps."""
+    """Undo the replacements for row-invariant steps."""
     loosen(model)
     slow_down(model)

@@ -1,7 +1,7 @@
-"""Products with matrices of 4 bits.
+"""GEMM with int4 weights.
 
-Weights have a scale and a zero per `GROUP` inputs of an output, activations stay as they are. The
-kernel sums every output of every row by itself, in one order.
+Weights have a scale and a zero point per `GROUP` inputs of an output; activations keep their dtype.
+torch's kernel sums each output of each row separately, in one order.
 """
 
 import torch
@@ -10,15 +10,15 @@ from torch import Tensor
 from meshllm.model.modules.quant_form import Form, Packed, Shape
 
 GROUP = 64  # inputs per scale and zero: 4.5 bits a weight, 3.55 times fewer than bfloat16
-OUTPUTS = 16  # the kernel takes multiples
-CHUNK_ROWS = 4096  # of a matrix rounded at a time; a multiple of the 64 that are packed together
+OUTPUTS = 16  # the kernel requires a multiple of it
+CHUNK_ROWS = 4096  # of a matrix quantised at a time; a multiple of the 64 that are packed together
 
-_SHRINKS = (1.0, 0.9, 0.8)  # of the range of a group: cutting its ends off often costs less
-_TINY = 1e-30  # instead of the range of a group of equal weights
+_SHRINKS = (1.0, 0.9, 0.8)  # of the range of a group: clipping its ends often reduces the error
+_TINY = 1e-30  # smallest scale, for groups of equal weights
 
 
 class Int4Matrix:
-    """Weights of 4 bits with a scale and a zero per group of inputs."""
+    """int4 weights with a scale and a zero point per group of inputs."""
 
     __slots__ = ("_data", "_scale", "shape")
 
@@ -35,14 +35,14 @@ class Int4Matrix:
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
-    """Pack a matrix [N, K]; scale and zero are in its dtype, as the kernel wants them."""
+    """Quantise and pack a matrix [N, K]; scales and zero points have its dtype, for the kernel."""
     parts = [_pack_rows(rows) for rows in torch.split(weight, CHUNK_ROWS)]
     data = torch.cat([data for data, _ in parts])
     return {"data": data, "scale": torch.cat([scale for _, scale in parts], 1).contiguous()}
 
 
 def form(shape: Shape, dtype: torch.dtype) -> Form:
-    """Tell what `pack` makes of a matrix of that dtype."""
+    """Return the shapes and dtypes of what `pack` returns for a matrix of that dtype."""
     outputs, inputs = shape
     return {
         "data": ((outputs, inputs // 2), torch.uint8),
@@ -51,7 +51,7 @@ def form(shape: Shape, dtype: torch.dtype) -> Form:
 
 
 def order(_shape: Shape) -> str:
-    """Name the order of the bytes: the kernel packs for the vector registers of the processor."""
+    """Name the memory layout: the kernel packs for the vector width of the CPU."""
     return torch.backends.cpu.get_cpu_capability()
 
 
@@ -64,7 +64,7 @@ def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     low, high = groups.aminmax(dim=2)
     for shrink in _SHRINKS:
         scale = ((high - low) * (shrink / 15)).clamp_min_(_TINY)
-        # The kernel takes a code c for (c - 8) * scale + zero, both rounded to the dtype.
+        # The kernel decodes c as (c - 8) * scale + zero, both rounded to the dtype.
         pair = torch.stack((scale, (high + low) / 2 + scale / 2), 2).to(weight.dtype)
         scale, zero = (value.float()[..., None] for value in pair.unbind(2))
         code = ((groups - zero) / scale.clamp_min(_TINY)).round_().add_(8).clamp_(0, 15)

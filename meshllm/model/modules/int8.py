@@ -1,12 +1,11 @@
-"""Matrices of 8 bits.
+"""GEMM with int8 weights.
 
 Theory of operation
 -------------------
 Weights have one scale per output; activations keep 16 bits, so an outlier among them costs the
 others next to nothing. `meshllm.model.kernels.gemm_int8` multiplies them: it reads each weight once
-for a few rows and gives each row the same bits in any company. A prompt waits for the multiplying:
-where the processor multiplies whole matrices of 16-bit numbers, some weights at a time are
-multiplied with their scales, rounded to these, and go to torch.
+for a few rows and is row-invariant. Prefill is bound by arithmetic instead: on CPUs with bf16
+matrix instructions, some weights at a time are dequantised to bfloat16 and multiplied by torch.
 """
 
 from functools import cache
@@ -19,15 +18,15 @@ from meshllm.model.kernels.gemm_int8 import OUTPUTS
 from meshllm.model.kernels.scratch import scratch
 from meshllm.model.modules.quant_form import Form, Packed, Shape
 
-CHUNK_ROWS = 4096  # of a matrix rounded at a time
-MANY = 48  # rows from which on widening paid beside products in float32
-WIDE_BYTES = 2 << 20  # of weights that are widened at a time: they stay in the processor's cache
-_FAST = "amx-bf16", "bf16"  # what processors call multiplying matrices of 16-bit numbers
-_TINY = 1e-30  # instead of the largest weight of an output without any
+CHUNK_ROWS = 4096  # of a matrix quantised at a time
+MANY = 48  # rows from which on dequantising pays
+WIDE_BYTES = 2 << 20  # of weights that are dequantised at a time: they stay in the CPU cache
+_FAST = "amx-bf16", "bf16"  # LLVM's names of bf16 matrix instructions, of x86 and of ARM
+_TINY = 1e-30  # used as the largest weight of an all-zero output
 
 
 class Int8Matrix:
-    """Weights of 8 bits with a scale per output."""
+    """int8 weights with a scale per output."""
 
     __slots__ = ("_data", "_scale", "shape")
 
@@ -63,12 +62,12 @@ class Int8Matrix:
 
 @cache
 def multiplies_matrices() -> bool:
-    """Whether the processor multiplies matrices of bfloat16 faster than anything else."""
+    """Whether the CPU has instructions that multiply bf16 matrices."""
     return jit.can(*_FAST)
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
-    """Pack a matrix [N, K]; beside the result, a few rows are held."""
+    """Quantise and pack a matrix [N, K]; it takes memory for `CHUNK_ROWS` besides the result."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // OUTPUTS)
     data = torch.zeros(blocks, -(-inputs // 2), OUTPUTS, 2, dtype=torch.int8)
@@ -86,7 +85,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
 
 
 def form(shape: Shape, _dtype: torch.dtype) -> Form:
-    """Tell what `pack` makes of a matrix."""
+    """Return the shapes and dtypes of what `pack` returns."""
     blocks = -(-shape[0] // OUTPUTS)
     return {
         "data": ((blocks, -(-shape[1] // 2), OUTPUTS, 2), torch.int8),
@@ -95,5 +94,5 @@ def form(shape: Shape, _dtype: torch.dtype) -> Form:
 
 
 def order(_shape: Shape) -> str:
-    """Name the order of the bytes, the same on every processor."""
+    """Name the memory layout, the same on every CPU."""
     return f"pairs in blocks of {OUTPUTS}"

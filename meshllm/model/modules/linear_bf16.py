@@ -1,11 +1,10 @@
-"""Linear modules of bfloat16 with one order of adding, compiled.
+"""Row-invariant bf16 linear layers for CPUs without bf16 instructions.
 
-Theory of operation: where a processor has no instructions for bfloat16, torch multiplies one row
-slower than its weights come from memory, two rows three times as slow, and prompts at a fraction of
-what the processor can. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to
-`MOST_ROWS` rows in one way, and more, of prompts, in another. A row of a step has the same bits in
-any company. On other processors torch's kernels are as fast, see
-`meshllm.model.modules.linear_padded`.
+Theory of operation: on such CPUs torch multiplies a single row slower than memory delivers the
+weights, two rows three times as slow, and prompts at a fraction of the peak rate. There
+`meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one order of
+summation, more (prompts) in another. So a row of a decode step has the same bits in any batch. On
+other CPUs torch's kernels are as fast, see `meshllm.model.modules.linear_padded`.
 """
 
 from functools import cache
@@ -20,28 +19,28 @@ from meshllm.model.kernels.ir import PAIRS_FEATURE
 from meshllm.model.modules.int8 import multiplies_matrices
 
 MOST_ROWS = 17
-"""Of all sessions that compute together; so many are multiplied as one is."""
+"""Rows of a batched step, of all its sessions, that have the bits of a single row."""
 
 
 class NativeLinear(nn.Linear):
-    """A linear module that multiplies its weights where they lie."""
+    """A linear module with a compiled GEMM that reads its weights in place."""
 
     def __init__(self, plain: nn.Linear) -> None:
-        """Take over weights, which may change and move no more.
+        """Take over weights, which must not change or move afterwards.
 
         Raises:
-            ValueError: as of `Matrix`.
+            ValueError: as for `Matrix`.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
-        self._plain = (plain,)  # no module of this one, whose weights have the names that they had
+        self._plain = (plain,)  # not a submodule, so that the weights keep their names
         bias = None if self.bias is None else self.bias.detach()
         self._matrix = Matrix(self.weight.detach(), bias)
 
     @property
     def plain(self) -> nn.Linear:
-        """What it stands for."""
+        """The module that it replaces."""
         return self._plain[0]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
@@ -56,9 +55,9 @@ class NativeLinear(nn.Linear):
 
 
 def native_of(plain: nn.Linear) -> NativeLinear | None:
-    """Make a module of the same weights; None where torch is as fast.
+    """Return a replacement with the same weights; None where torch is as fast.
 
-    It takes no hooks over, so modules that have some stay, too.
+    Hooks would be lost, so modules with hooks are not replaced either.
     """
     weight, hooks = plain.weight, plain._forward_hooks | plain._forward_pre_hooks
     if weight.device.type != "cpu" or not weight.is_contiguous() or hooks or not is_native(plain):
@@ -67,7 +66,7 @@ def native_of(plain: nn.Linear) -> NativeLinear | None:
 
 
 def is_native(like: nn.Linear) -> bool:
-    """Whether there is a `NativeLinear` for such modules on the CPU; ``like`` may be on meta."""
+    """Whether `NativeLinear` supports such modules on the CPU; ``like`` may be on meta."""
     return (
         type(like) is nn.Linear
         and like.weight.dtype == torch.bfloat16
@@ -79,11 +78,11 @@ def is_native(like: nn.Linear) -> bool:
 
 @cache
 def adds_pairs() -> bool:
-    """Whether the processor has an instruction that multiplies and adds pairs of bfloat16."""
+    """Whether the CPU has an instruction that multiplies and adds pairs of bfloat16."""
     return jit.can(PAIRS_FEATURE)
 
 
 @cache
 def use_own_gemm() -> bool:
-    """Whether this processor has no instructions for bfloat16, and runs what is compiled."""
+    """Whether this CPU has no bf16 instructions and can run compiled kernels."""
     return jit.works() and not adds_pairs() and not multiplies_matrices()

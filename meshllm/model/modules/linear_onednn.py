@@ -1,14 +1,14 @@
-"""Matrices laid out in memory as the processor's kernel reads them.
+"""Linear layers with weights prepacked in the layout of oneDNN.
 
 Theory of operation
 -------------------
-A matrix lies in its file row by row. The kernel for 16-bit numbers wants blocks of it turned round
-and does that on the way, for every token; a copy that was laid out once saves the turning. The copy
-takes memory as the weights do; their own pages are mapped from the file, are not read again, and go
-when somebody else needs the room.
+A matrix is stored in its file row by row. oneDNN's kernel for 16-bit numbers needs transposed
+blocks and reorders them on the fly, for every token; a copy that is packed once saves that. The
+copy takes as much memory as the weights; their own pages are mapped from the file, are not read
+again, and are reclaimed when memory is short.
 
-Whether that is sooner, and gives the same bits, is a matter of the processor and the shape. So one
-matrix of each shape is tried on load, and all of the shape are exchanged or none.
+Whether that is faster, and gives the same bits, depends on the CPU and the shape. So one matrix of
+each shape is tried on load, and either all matrices of that shape are replaced or none.
 """
 
 import time
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from meshllm.model.modules.linear_bf16 import is_native
 from meshllm.model.modules.specimen import MOST_ROWS, specimen
 
-SMALLEST = 1 << 18  # values; a smaller matrix stays in the processor's cache as it is
-LARGEST = 1 << 26  # values; of a larger one no second is made to try, its many outputs are enough
+SMALLEST = 1 << 18  # values; a smaller matrix fits in the CPU cache anyway
+LARGEST = 1 << 26  # values; a larger matrix is tried itself: it has enough outputs to differ
 ROWS = (1, 2, 5, 8, 17, MOST_ROWS)
-"""Rows that are compared: of a token, a draft and a prompt, even and odd."""
-GAIN = 0.9  # of the time; for less a copy is not worth its memory
+"""Numbers of rows to compare: of a token, a draft and a prompt, even and odd."""
+GAIN = 0.9  # of the time; a smaller gain is not worth the memory of a copy
 TRIALS = 5
 
 Apply = Callable[[Tensor], Tensor]
@@ -33,10 +33,10 @@ _Kind = tuple[int, int, torch.dtype, bool]
 
 
 class PackedLinear(nn.Linear):
-    """A linear module that computes with a copy of its matrix."""
+    """A linear module that computes with a packed copy of its matrix."""
 
     def __init__(self, plain: nn.Linear) -> None:
-        """Copy; raise `RuntimeError` where no kernel knows this dtype on this processor."""
+        """Pack a copy; raise `RuntimeError` if this CPU has no kernel for the dtype."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
@@ -46,7 +46,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N], as the plain module does."""
-        if not input.is_contiguous():  # then the bias is added to what was rounded already
+        if not input.is_contiguous():  # stock code then adds the bias to rounded sums
             return super().forward(input)
         result: Tensor = self._multiply(input, *self._packed)
         return result
@@ -54,7 +54,7 @@ class PackedLinear(nn.Linear):
 
 @torch.inference_mode()
 def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
-    """Exchange the linear modules whose copies are faster; none in or under ``skip``."""
+    """Replace the linear modules whose packed copies are faster; none in or under ``skip``."""
     gains: dict[_Kind, bool] = {}
     for name, plain in list(_candidates(model)):
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):
@@ -68,7 +68,7 @@ def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
 
 @torch.inference_mode()
 def same(one: Apply, other: Apply, x: Tensor) -> bool:
-    """Whether two modules give the same bits for the first rows of ``x`` [M, K], however many."""
+    """Whether two modules give the same bits for the first `ROWS` rows of ``x`` [M, K]."""
     batches = [x[:rows][None] for rows in ROWS]
     return all(torch.equal(one(batch), other(batch)) for batch in batches)
 
@@ -80,25 +80,25 @@ def sooner(one: Apply, other: Apply, x: Tensor) -> bool:
 
 
 def _gains(plain: nn.Linear) -> bool:
-    """Whether copies of this shape give the same bits, and sooner."""
+    """Whether packed copies of this shape give the same bits, faster."""
     sample, x = specimen(plain) if plain.weight.numel() <= LARGEST else _itself(plain)
     try:
         packed = PackedLinear(sample)
         return same(sample, packed, x) and sooner(sample, packed, x[:1])
-    except (RuntimeError, AttributeError):  # this processor, or this build of torch, has no kernel
+    except (RuntimeError, AttributeError):  # this CPU, or this build of torch, has no kernel
         return False
 
 
 def _itself(plain: nn.Linear) -> tuple[nn.Linear, Tensor]:
-    """Take a matrix as it is, with a few rows [M, K]: those that a head is asked for."""
+    """Return the matrix itself and a few rows [M, K], as many as an LM head computes."""
     generator = torch.Generator().manual_seed(0)
     return plain, torch.randn(8, plain.in_features, generator=generator).to(plain.weight.dtype)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Find large 16-bit matrices that nothing else is attached to.
+    """Yield linear modules with large 16-bit matrices and without hooks.
 
-    Those of float32 are multiplied by another library, with other bits.
+    Matrices of float32 are multiplied by another library, with other bits.
     """
     for name, module in model.named_modules():
         if (

@@ -1,11 +1,11 @@
-"""Matrices that give a row the same bits whatever rows are beside it.
+"""Row-invariant (batch-invariant) linear layers, by padding to a minimum number of rows.
 
-Theory of operation: a kernel may add up the products of one row in another order than those of
+Theory of operation: a kernel may sum the products of one row in another order than those of
 several, and the last bit of the sum depends on the order. Which numbers of rows agree depends on
-shape, dtype, processor and library, so it is tried, with sums that cancel: what is left of them is
-the rounding of the order. Mostly one row is the exception; it is then computed with rows of zeros
-beside it, which costs next to nothing, as the time goes into reading the matrix. Copies of a matrix
-in another layout (`meshllm.model.modules.linear_onednn`) have its bits, and so its floor.
+shape, dtype, CPU and library, so it is tried, with sums that cancel: what is left of them is the
+rounding error of the order. Usually only a single row differs; it is then padded with rows of
+zeros, which costs next to nothing, as most of the time is spent reading the matrix. Packed copies
+(`meshllm.model.modules.linear_onednn`) give the same bits, and so need the same minimum.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from meshllm.model.modules.linear_bf16 import NativeLinear, is_native, native_of
 from meshllm.model.modules.specimen import specimen
 
 FLOORS = (1, 2, 3)
-"""Rows to which fewer are filled up; more would cost time."""
+"""Minimum numbers of rows to try; larger ones would cost time."""
 
-_OUTPUTS = 4096  # of a large matrix that are tried
+_OUTPUTS = 4096  # outputs of a large matrix that are tried
 
 
 class SteadyLinear(nn.Module):
-    """A linear module that computes with ``floor`` rows at least."""
+    """A linear module that pads its input to at least ``floor`` rows."""
 
     def __init__(self, plain: nn.Linear, floor: int) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class SteadyLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix [N, K], where stock code asks for its dtype."""
+        """The matrix [N, K]; stock code reads its dtype."""
         return self.plain.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """Of the outputs [N]."""
+        """The bias [N]."""
         return self.plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,13 +51,13 @@ class SteadyLinear(nn.Module):
 
 
 Floors = dict[tuple[int, int], int]
-"""Rows that matrices need, by outputs (`_OUTPUTS` at most) and inputs."""
+"""Minimum number of rows, by outputs (at most `_OUTPUTS`) and inputs."""
 
 
 def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> Floors | None:
-    """Try every shape of the linear modules of a whole model, which may be on meta.
+    """Find the minimum rows of every linear shape of a whole model, which may be on meta.
 
-    None where these numbers of rows do not agree, or a linear module is of the model's own kind.
+    None if ``counts`` of rows do not agree, or a linear module is a subclass or of another dtype.
     """
     floors: Floors = {}
     for module in model.modules():
@@ -76,7 +76,7 @@ def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> 
 
 
 def steady(model: nn.Module, floors: Floors) -> bool:
-    """Exchange the linear modules that need more rows, or are compiled; say if all are known."""
+    """Replace linear modules that need padding or have a compiled form; False if one is unknown."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or module.weight.is_meta:
             continue
@@ -84,7 +84,7 @@ def steady(model: nn.Module, floors: Floors) -> bool:
             model.set_submodule(name, own)
             continue
         floor = floors.get(_shape(module))
-        if floor is None:  # one with a hook, where compiled ones were counted on
+        if floor is None:  # it has a hook, so it has no compiled form after all
             return False
         if floor > 1:
             model.set_submodule(name, SteadyLinear(module, floor))
@@ -92,7 +92,7 @@ def steady(model: nn.Module, floors: Floors) -> bool:
 
 
 def loosen(model: nn.Module) -> None:
-    """Take back what `steady` exchanged."""
+    """Undo `steady`."""
     for name, module in list(model.named_modules()):
         if isinstance(module, SteadyLinear | NativeLinear):
             model.set_submodule(name, module.plain)
@@ -106,13 +106,13 @@ def _shape(module: nn.Linear) -> tuple[int, int]:
 def _floor(
     outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], _threads: int
 ) -> int | None:
-    """Find the smallest number of rows from which on all of ``counts`` agree."""
+    """Return the smallest number of rows from which on all of ``counts`` agree."""
     linear, x = specimen(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
     results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}
     return next((floor for floor in FLOORS if _agree(results, floor)), None)
 
 
 def _agree(results: dict[int, Tensor], floor: int) -> bool:
-    """Whether all from ``floor`` rows on are the same as far as they go."""
+    """Whether all results of at least ``floor`` rows are equal in the rows they share."""
     many = results[max(results)]
     return all(torch.equal(each, many[:rows]) for rows, each in results.items() if rows >= floor)

@@ -1,4 +1,4 @@
-"""Which modules of a model can be quantised, and which together."""
+"""Selects the modules of a model that can be quantised, and those that can share a matrix."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Modules that often read the same rows; where they do not, it costs time and nothing else."""
+"""Modules that usually read the same input; if they do not, sharing a matrix only costs time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A module or parameter that stays as it is though it multiplies."""
+    """A module or parameter that is multiplied by but not quantised."""
 
     name: str
     shape: tuple[int, ...]
     reason: str
     lossy: bool = False
-    """It could have been exchanged, but its results would have been too far off."""
+    """It could be quantised, but its error would be too large."""
 
 
 def choose(
     model: nn.Module, kind: Quant, skip: Iterable[str]
 ) -> tuple[dict[str, nn.Linear], list[Plain]]:
-    """Find the linear modules that can be exchanged, and what cannot."""
+    """Return the linear modules that can be quantised, and what cannot."""
     unused = tuple(f"{name}." for name in skip)
     linears, plain = {}, []
     for name, module in model.named_modules():
@@ -50,7 +50,7 @@ def choose(
 
 
 def families(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
-    """Divide modules into those that read the same rows, by their names."""
+    """Group modules that read the same input, by their names."""
     done: set[str] = set()
     for name in linears:
         if name not in done:
@@ -63,13 +63,13 @@ def families(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
 
 
 def _alike(linears: Iterable[nn.Linear | None]) -> bool:
-    """Whether there are all, and one matrix can hold them."""
+    """Whether all exist and fit in one matrix."""
     kinds = {linear and (linear.in_features, linear.weight.dtype) for linear in linears}
     return len(kinds) == 1 and None not in kinds
 
 
 def _strange(module: nn.Linear) -> str:
-    """Say what is attached to a module that another in its place would lose."""
+    """Return why a module must not be replaced; empty if it may be."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:

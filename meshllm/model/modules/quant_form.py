@@ -1,4 +1,4 @@
-"""What a packed matrix is."""
+"""Types of packed matrices."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,9 +9,9 @@ from torch import Tensor
 Shape = tuple[int, int]
 """Outputs N and inputs K."""
 Packed = Mapping[str, Tensor]
-"""What a packed matrix is kept as: its ``data`` and ``scale``."""
+"""The tensors of a packed matrix: its ``data`` and ``scale``."""
 Form = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""The shapes and dtypes of that."""
+"""Their shapes and dtypes."""
 
 
 class Matrix(Protocol):

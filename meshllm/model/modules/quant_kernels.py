@@ -1,4 +1,4 @@
-"""The ways to hold weights, and the kernel for each."""
+"""The kernel of each kind of quantisation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from meshllm.names import Quant
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How matrices are packed and multiplied."""
+    """Functions that pack and multiply matrices."""
 
     pack: Callable[[Tensor], Packed]
     open: Callable[[Packed, Shape], Matrix]
     form: Callable[[Shape, torch.dtype], Form]
-    """What `pack` makes of a matrix of such a shape and dtype."""
+    """Returns the shapes and dtypes of what `pack` returns."""
     order: Callable[[Shape], str]
-    """Names how its bytes are ordered on this processor."""
+    """Names the memory layout on this CPU."""
     limit: float
-    """Relative error of a good matrix on sampled rows."""
+    """Largest relative error on sampled rows that is accepted."""
 
 
 KERNELS = {
@@ -35,21 +35,21 @@ KERNELS = {
 
 
 def kernel(kind: Quant) -> Kernel:
-    """Find the kernel; raise `ModelError` where none works on this system."""
+    """Return the kernel; raise `ModelError` if it does not work on this system."""
     found, shape = KERNELS[kind], (64, 64)
     try:
         found.open(found.pack(torch.ones(shape)), shape)(torch.ones(1, 64))
     except (RuntimeError, AttributeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(
-            f"There is no {kind} kernel here, with torch {torch.__version__}: {reason}",
+            f"No {kind} kernel on this machine with torch {torch.__version__}: {reason}",
             hint="use `--quant none`",
         ) from None
     return found
 
 
 def unfit(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
-    """Say why a kernel does not take a matrix; empty when it does."""
+    """Return why a kernel does not support a matrix; empty if it does."""
     outputs, inputs = shape
     if not outputs * inputs:
         return "it is empty"
@@ -58,14 +58,14 @@ def unfit(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
     if kind is Quant.INT8:
         return ""
     if inputs % int4.GROUP:
-        return f"{inputs} inputs are no multiple of {int4.GROUP}"
+        return f"{inputs} inputs are not a multiple of {int4.GROUP}"
     if outputs % int4.OUTPUTS:
-        return f"{outputs} outputs are no multiple of {int4.OUTPUTS}"
+        return f"{outputs} outputs are not a multiple of {int4.OUTPUTS}"
     return ""
 
 
 def packed_bytes(kind: Quant, shape: Shape, dtype: torch.dtype) -> int:
-    """Tell the memory that a matrix takes."""
+    """Return the bytes that a matrix takes in memory."""
     outputs, inputs = shape
     if kind is Quant.NONE or unfit(kind, shape, dtype):
         return outputs * inputs * dtype.itemsize
@@ -73,5 +73,5 @@ def packed_bytes(kind: Quant, shape: Shape, dtype: torch.dtype) -> int:
 
 
 def size_of(form: Form) -> int:
-    """Tell the memory that tensors of a form take."""
+    """Return the bytes that tensors of a form take."""
     return sum(prod(shape) * dtype.itemsize for shape, dtype in form.values())

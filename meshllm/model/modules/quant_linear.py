@@ -1,4 +1,4 @@
-"""Linear modules that multiply by packed matrices."""
+"""Linear modules with packed matrices."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from meshllm.model.modules.quant_form import Matrix
 
 
 class Siblings:
-    """Modules that read the same rows, as query, key and value do: one product serves them all.
+    """Modules that read the same input, as query, key and value do, fused into one product.
 
-    The first one called computes for the others. Each compares its rows with those that were
-    computed, so what a family does between the calls changes the time and never the result.
+    The first one called computes for all. Each compares its input with the one computed, so what a
+    model family does between the calls affects the time but never the result.
     """
 
     __slots__ = ("_parts", "_x", "matrix", "sizes")
@@ -25,9 +25,9 @@ class Siblings:
         self._x: Tensor | None = None
 
     def multiply(self, index: int, x: Tensor) -> Tensor:
-        """Multiply ``x`` [..., K] by the matrix of one of them: [M, N], M being its rows."""
+        """Multiply ``x`` [..., K], of M rows, by the matrix of one of the modules: [M, N]."""
         if index in self._parts and self._same(x):
-            return self._parts.pop(index)  # with the last of them the memory goes
+            return self._parts.pop(index)  # the last one frees the memory
         product = self.matrix(x.reshape(-1, x.shape[-1]))
         if len(self.sizes) == 1:
             return product
@@ -40,7 +40,7 @@ class Siblings:
 
 
 class QuantLinear(nn.Module):
-    """What stands for a linear module: the same call, other numbers inside."""
+    """A replacement of a linear module that multiplies by a packed matrix."""
 
     def __init__(self, plain: nn.Linear, siblings: Siblings, index: int) -> None:
         super().__init__()
@@ -56,5 +56,5 @@ class QuantLinear(nn.Module):
         return y.to(input.dtype).contiguous().view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Say which module it stands for."""
+        """Return the shape of the module that it replaces."""
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -1,11 +1,11 @@
-"""Packed matrices in files, mapped when they are wanted again.
+"""On-disk cache of packed matrices, which are memory-mapped when they are loaded again.
 
-A file is a safetensors file of bytes, so reading one runs no code. It holds its key and a hash of
-what it holds, and is believed only when both and every size are as expected; otherwise the matrix
-is packed again. The hash is verified once, and again when the size, time or inode of the file is
-another one: all else is mapped and read only when it is used. The worst that a forged file can do
-is wrong numbers. A file that nobody wanted for `UNUSED_S` is removed when a model is quantised: it
-can be made again.
+A matrix is a safetensors file of bytes, so reading one runs no code. The file contains its key and
+a hash of its contents, and is used only if both and every size are as expected; otherwise the
+matrix is packed again. The hash is verified once, and again if the size, time or inode of the file
+has changed; the rest is mapped and read only when it is used. The worst that a forged file can do
+is wrong numbers. A file that was unused for `UNUSED_S` is evicted when a model is quantised: it can
+be made again.
 """
 
 import ctypes
@@ -33,20 +33,20 @@ from meshllm.model.json_cache import recall, remember
 from meshllm.model.modules.quant_form import Form, Packed
 from meshllm.model.split.skeleton import Skeleton
 
-_NAME_DIGITS = 64  # of the name of a file, hexadecimal
-_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not name
+_NAME_DIGITS = 64  # hexadecimal digits of a file name
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not define
 UNUSED_S = 30 * 86_400.0
-"""Seconds after which a file goes that was not read again."""
-_TICK_NS = 2_000_000_000  # more than what two changes of a file may have the same time for
-ALIGNMENT = 64  # bytes; a vector register loads a line of the processor's cache at once
+"""Seconds after which an unread file is evicted."""
+_TICK_NS = 2_000_000_000  # more than the granularity of file timestamps
+ALIGNMENT = 64  # bytes; a vector register loads a cache line at once
 
 log = logging.getLogger(__name__)
 
 
 def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, str]:
-    """Digest the stored tensors of a stripped model: name of the parameter -> hexadecimal.
+    """Return digests, in hexadecimal, of the stored tensors of a stripped model, by parameter.
 
-    What was hashed is remembered in the folder ``cache``; then the weights are not read.
+    Digests are cached in the folder ``cache``, so that the weights are read only once.
 
     Raises:
         ModelError: a file of weights is damaged.
@@ -63,7 +63,7 @@ def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, s
 
 
 def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
-    """Map a packed matrix of a known form; None when it is missing or not what it should be."""
+    """Map a packed matrix of a known form; None if it is missing or invalid."""
     path = _path(folder, key)
     try:
         stat = path.stat()
@@ -80,11 +80,11 @@ def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     is_verified = recall(folder, "verified", key) == verified
     is_right = about.get("key") == key and _fits(stored, form)
     if not is_right or not (is_verified or about.get("hash") == _hash(stored)):
-        log.info("`%s` is packed again: it is not what it should be", path)
+        log.info("`%s` is packed again: its key, size or hash does not match", path)
         return None
     if not is_verified and time.time_ns() - stat.st_mtime_ns >= _TICK_NS:
         remember(folder, verified, "verified", key)
-    with suppress(OSError):  # of somebody else, or read only: it counts as older than it is
+    with suppress(OSError):  # another user's, or read-only: it may be evicted too early
         os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
     return {
         name: stored[name][: _bytes(shape, dtype)].view(dtype).view(shape)
@@ -93,7 +93,7 @@ def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
 
 
 def keep(folder: Path, key: str, packed: Packed) -> None:
-    """Write a packed matrix so that a reader sees all of it or nothing."""
+    """Write a packed matrix atomically; if that is not possible, log it."""
     path = _path(folder, key)
     stored = {name: _padded(tensor) for name, tensor in packed.items()}
     unfinished = None
@@ -110,31 +110,31 @@ def keep(folder: Path, key: str, packed: Packed) -> None:
         os.utime(unfinished, ns=(now, now - _TICK_NS))  # any later change has another time
         unfinished.replace(path)
     except OSError as error:
-        log.info("`%s` is not kept: %s", path, error)
+        log.info("`%s` is not cached: %s", path, error)
         if unfinished is not None:
             with suppress(OSError):
                 unfinished.unlink()
 
 
 def tidy(folder: Path) -> None:
-    """Remove what nobody wanted for long; what a process has mapped stays until it ends."""
+    """Evict files unused for `UNUSED_S`; what a process has mapped stays until it ends."""
     oldest = time.time() - UNUSED_S
     for path in folder.glob(f"{'[0-9a-f]' * _NAME_DIGITS}.safetensors"):
-        with suppress(OSError):  # another process removes it, too
+        with suppress(OSError):  # another process may have removed it
             stat = path.stat()
             if max(stat.st_atime, stat.st_mtime) < oldest:
                 path.unlink()
-                log.info("`%s` was not wanted for long: removed", path)
+                log.info("`%s` evicted: unused for %d days", path, UNUSED_S // 86_400)
 
 
 def page_out(tensor: Tensor) -> None:
-    """Let the system take the memory of a tensor now; what is read again comes back."""
+    """Page out the memory of a mapped tensor; what is read again is paged in."""
     if sys.platform != "linux":
         return
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = tensor.data_ptr() + tensor.nbytes - begin
     advise = ctypes.CDLL(None).madvise
-    advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _PAGE_OUT)  # an older one refuses
+    advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _PAGE_OUT)  # older ones refuse
 
 
 def _path(folder: Path, key: str) -> Path:
@@ -146,7 +146,7 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _fits(stored: Mapping[str, Tensor], form: Form) -> bool:
-    """Whether there are exactly the bytes that a form takes."""
+    """Whether the stored tensors have exactly the bytes of a form."""
     return all(
         stored[name].dtype is torch.uint8 and stored[name].shape == (_ceil(_bytes(shape, dtype)),)
         for name, (shape, dtype) in form.items()
@@ -158,7 +158,7 @@ def _ceil(size: int) -> int:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Show a tensor as bytes, in whole lines of the processor's cache."""
+    """View a tensor as bytes, padded to whole cache lines."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     missing = _ceil(len(flat)) - len(flat)
     return torch.cat((flat, flat.new_zeros(missing))) if missing else flat
@@ -172,7 +172,7 @@ def _hash(stored: Mapping[str, Tensor]) -> str:
 
 
 def _header(stored: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
-    """Begin a safetensors file; spaces behind the header, which it allows, align the tensors."""
+    """Return the header of a safetensors file; trailing spaces, which are valid, align tensors."""
     entries: dict[str, object] = {"__metadata__": about}
     begin = 0
     for name, tensor in stored.items():

@@ -1,14 +1,13 @@
-"""Exchanges the linear modules of a model for quantised ones.
+"""Replaces the linear modules of a model by quantised ones.
 
 Theory of operation
 -------------------
-Each matrix is packed on its own and, with the digest of what it was packed from, kept on disk; on
-the next start it is mapped from there and the plain weights are not read. Modules that read the
-same rows become one matrix. Before it is used, a matrix is tried on sampled rows, some with
-outliers: where the result is too far from the plain one, its modules stay plain and are named in
-the log.
+Each matrix is packed separately and cached on disk, keyed by the digest of its weights; on the next
+start it is mapped from there and the plain weights are not read. Modules that read the same input
+share a matrix. Before it is used, a matrix is tested on sampled rows, some with outliers: if the
+error is too large, its modules stay plain and are named in the log.
 
-Lookup tables stay as they are, and so do parameters that no linear module holds, as the stacked
+Embedding tables stay as they are, and so do parameters outside linear modules, such as the stacked
 experts of a mixture. A head tied to the embedding is packed; the table then serves lookups only.
 """
 
@@ -28,27 +27,27 @@ from meshllm.model.modules.quant_linear import QuantLinear, Siblings
 from meshllm.model.modules.quant_store import find, keep, page_out, tidy
 from meshllm.names import Quant
 
-SAMPLES = 16  # rows that a matrix is tried on
+SAMPLES = 16  # rows that a matrix is tested on
 OUTLIERS = 3  # inputs of every second sample that are `LARGER` times larger than the rest
 LARGER = 100.0
 
-_RECIPE = "2"  # of what is kept: to be changed with the numbers that packing gives
-_TINY = 1e-30  # instead of the size of a row of zeros
+_RECIPE = "2"  # version of cached matrices; change it if packing gives other numbers
+_TINY = 1e-30  # smallest norm that an error is divided by
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a model."""
+    """The result of quantising a model."""
 
     kind: Quant
     modules: int = 0
-    """Linear modules that were exchanged."""
+    """Linear modules that were replaced."""
     bytes: int = 0
     """Memory of their packed matrices."""
     plain_bytes: int = 0
-    """Memory that the same took before."""
+    """Memory that they took before."""
     plain: tuple[Plain, ...] = ()
 
 
@@ -62,14 +61,14 @@ def quantise(
     cache: Path | None = None,
     mapped: bool = True,
 ) -> Report:
-    """Exchange the linear modules of a model in place, but those in or under ``skip``.
+    """Replace the linear modules of a model in place, except those in or under ``skip``.
 
-    ``digests`` of the weights by name of the parameter, as `quant_store.digest_weights` makes
-    them, let packed matrices be kept in the folder ``cache``. Plain weights that are ``mapped``
-    from a file stay in reach, unread; others are given up.
+    With ``digests`` of the weights by parameter name, from `quant_store.digest_weights`, packed
+    matrices are cached in the folder ``cache``. Plain weights that are ``mapped`` from a file stay
+    available, unread; others are freed.
 
     Raises:
-        ModelError: this processor, or this build of torch, has no kernel for it.
+        ModelError: this CPU, or this build of torch, has no such kernel.
     """
     if kind is Quant.NONE:
         return Report(kind)
@@ -85,7 +84,7 @@ def quantise(
 
 
 class _Work:
-    """Packs and exchanges the matrices of one model, one at a time."""
+    """Packs and replaces the matrices of one model, one at a time."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class _Work:
         }
 
     def exchange(self, linears: Mapping[str, nn.Linear]) -> list[Plain]:
-        """Exchange modules that read the same rows; return those that stay plain."""
+        """Replace modules that read the same input; return those that stay plain."""
         modules = list(linears.values())
         shape = sum(module.out_features for module in modules), modules[0].in_features
         matrix = self._find(modules, shape)
@@ -127,12 +126,12 @@ class _Work:
         return None if packed is None else self._kernel.open(packed, shape)
 
     def _make(self, modules: Sequence[nn.Linear], shape: Shape) -> tuple[Matrix | None, float]:
-        """Pack and try a matrix; one that is good is kept, and mapped from where it is kept."""
+        """Pack and test a matrix; cache it if it is good, and map it from the cache."""
         weights = [module.weight.detach() for module in modules]
         packed = self._kernel.pack(weights[0] if len(weights) == 1 else torch.cat(weights))
         matrix = self._kernel.open(packed, shape)
         error = _error(matrix, weights)
-        if not error <= self._kernel.limit:  # it may be no number
+        if not error <= self._kernel.limit:  # it may be NaN
             return None, error
         key = self._key(modules, shape)
         if self._cache is not None and key is not None:
@@ -141,7 +140,7 @@ class _Work:
         return matrix, error
 
     def _key(self, modules: Sequence[nn.Linear], shape: Shape) -> str | None:
-        """Say in words what a packed matrix is; None when there is a weight without a digest."""
+        """Return the cache key of a packed matrix; None if a weight has no digest."""
         digests = [self._digests.get(id(module.weight), "") for module in modules]
         if not all(digests):
             return None
@@ -164,7 +163,7 @@ class _Work:
 
 
 def _error(matrix: Matrix, weights: Sequence[Tensor]) -> float:
-    """Compare a packed matrix with the plain ones it was packed from; the worst of them counts."""
+    """Return the largest relative error of a packed matrix against its plain ones."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, matrix.shape[1], generator=generator)
     x[::2, torch.randperm(x.shape[1], generator=generator)[:OUTLIERS]] *= LARGER

@@ -1,9 +1,9 @@
-"""Norms in one call.
+"""Fused RMS norms.
 
-A stock norm is six operations, each of which takes longer to call than to compute, four norms in a
-layer. Whether a module is what it looks like is tried, on rows of several sizes: it has to give the
-same numbers but for two units in the last place, as each is rounded twice. On a GPU torch has a
-norm in one call; it rounds once where stock code may round twice.
+A stock norm is six operations, each of which takes longer to call than to compute, and a layer may
+have four norms. Whether a module is an RMS norm is tested on rows of several magnitudes: its
+results must agree with ours within two ulp, as each is rounded twice. On a GPU torch's own fused
+norm is used; it rounds once where stock code may round twice.
 """
 
 from collections.abc import Iterator
@@ -18,46 +18,46 @@ from torch.nn import functional
 from meshllm.model.kernels.jit import works
 from meshllm.model.kernels.rms_norm import norm
 
-FEW = 512  # rows, heads counted; stock code works on more of them at a time
+FEW = 512  # rows times heads; more are left to stock code, which uses several threads
 
 _SIZES = (0.01, 1.0, 100.0)
 _ROWS = 4
-_UNIT = 2**-7  # of the last place of a bfloat16 number, relative to it
+_UNIT = 2**-7  # an ulp of bfloat16, relative to the number
 _UNITS = 2  # that rounding twice may change
-_ALIKE = 2**-10  # of all numbers together
-_MOST_UNITS = 4  # that rounding otherwise, three times, may change
+_ALIKE = 2**-10  # largest relative error of all numbers together
+_MOST_UNITS = 4  # that different rounding, three times, may change
 
 
 class QuickNorm(nn.Module):
-    """What stands for a norm: the same call, and the same numbers or nearly, as was tried."""
+    """A replacement of a norm by the compiled kernel, with nearly the same results."""
 
     def __init__(self, plain: Any, eps: float) -> None:
         super().__init__()
-        self._plain = (plain,)  # no module of this one, whose weights have the names that they had
+        self._plain = (plain,)  # not a submodule, so that the weights keep their names
         self.eps = eps
         self.weight: nn.Parameter = plain.weight
         self.width = plain.weight.shape[0]
 
     @property
     def plain(self) -> nn.Module:
-        """What it stands for."""
+        """The module that it replaces."""
         module: nn.Module = self._plain[0]
         return module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm rows [..., D]."""
+        """Normalise rows [..., D]."""
         few = 0 < x.numel() <= FEW * self.width
         if few and x.dtype == torch.bfloat16 and x.device.type == "cpu":
             if x.is_contiguous():
                 return norm(x, self.weight, self.eps)
-            # Laid out as stock code leaves it: products may take another way with other strides.
+            # With the strides of stock code: with others, a product may use another kernel.
             return torch.empty_like(x).copy_(norm(x.contiguous(), self.weight, self.eps))
         result: Tensor = self._plain[0](x)
         return result
 
 
 class FusedNorm(nn.Module):
-    """Torch's own norm in the place of a stock one."""
+    """A replacement of a norm by torch's own fused norm."""
 
     def __init__(self, plain: Any, eps: float) -> None:
         super().__init__()
@@ -65,15 +65,15 @@ class FusedNorm(nn.Module):
         self.weight: nn.Parameter = plain.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm rows [..., D]."""
+        """Normalise rows [..., D]."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 @contextmanager
 def fused(model: nn.Module) -> Iterator[int]:
-    """Exchange norms for torch's own for a while, those that are what they look like; count them.
+    """Replace RMS norms by torch's own within the block; yield their number.
 
-    They are alike where rounding is all that differs: a unit or two in the last place.
+    A module is replaced only if its results differ by no more than rounding.
     """
     exchanged: dict[str, nn.Module] = {}
     try:
@@ -90,7 +90,7 @@ def fused(model: nn.Module) -> Iterator[int]:
 
 @torch.inference_mode()
 def quicken(model: nn.Module) -> None:
-    """Exchange the norms that are what they look like."""
+    """Replace RMS norms by the compiled kernel, if their results agree with it."""
     if not works():
         return
     for name, module, eps in _norms(model):
@@ -102,14 +102,14 @@ def quicken(model: nn.Module) -> None:
 
 
 def slow_down(model: nn.Module) -> None:
-    """Take back what `quicken` exchanged."""
+    """Undo `quicken`."""
     for name, module in list(model.named_modules()):
         if isinstance(module, QuickNorm):
             model.set_submodule(name, module.plain)
 
 
 def _norms(model: nn.Module) -> list[tuple[str, Any, float]]:
-    """Find what looks like a norm: its name, itself, its epsilon."""
+    """Find modules that look like RMS norms: name, module, epsilon."""
     found = []
     for name, module in model.named_modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -119,9 +119,9 @@ def _norms(model: nn.Module) -> list[tuple[str, Any, float]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it takes rows and has weights for one, and nothing else.
+    """Whether a module takes rows and has one vector of weights, and nothing else.
 
-    The norms of recurrent layers may take a gate besides.
+    The norms of recurrent layers may take a gate, too.
     """
     parameters = dict(module.named_parameters())
     weight = parameters.pop("weight", None)
@@ -140,7 +140,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _agree(plain: Any, own: nn.Module, *, most: float, mean: float) -> bool:
-    """Compare them on rows; ``most`` of a number and ``mean`` of all may differ."""
+    """Compare two norms; ``most`` is the largest relative error of a number, ``mean`` of all."""
     generator, weight = torch.Generator().manual_seed(0), plain.weight
     for size in _SIZES:
         drawn = torch.randn(1, _ROWS, weight.shape[0], generator=generator) * size

@@ -1,17 +1,17 @@
-"""Matrices to try kernels on."""
+"""Probe matrices for comparing the summation orders of kernels."""
 
 import torch
 from torch import Tensor, nn
 
 MOST_ROWS = 64
-"""Of a specimen."""
+"""Rows of a probe."""
 
 
 def specimen(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
-    """Draw a matrix and rows [M, K] whose products cancel: what is left is the rounding.
+    """Draw a matrix and rows [M, K] whose products cancel: what is left is the rounding error.
 
-    Sums taken in another order differ in all of it; of the sums of ordinary numbers, rounded to 16
-    bits, about one in ten thousand shows it.
+    It changes entirely with the order of summation; of the sums of ordinary numbers, rounded to 16
+    bits, about one in ten thousand differs.
     """
     generator = torch.Generator().manual_seed(0)
     half, dtype = like.in_features // 2, like.weight.dtype
@@ -23,7 +23,7 @@ def specimen(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
 
     plain = nn.Linear(like.in_features, like.out_features, like.bias is not None, device="meta")
     plain.weight = nn.Parameter(draw(like.out_features, -1))
-    if like.bias is not None:  # as small as what is left
+    if like.bias is not None:  # as small as the rounding error
         bias = torch.randn(like.out_features, generator=generator) * 1e-5
         plain.bias = nn.Parameter(bias.to(dtype))
     return plain, draw(MOST_ROWS, 1)

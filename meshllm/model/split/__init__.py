@@ -1,1 +1,1 @@
-"""The split: a stock model on meta, cut into parts, with the KV cache of a part."""
+"""Model splitting: a stock model on meta, its shards, and the KV cache of a shard."""

@@ -1,6 +1,6 @@
-"""Which modules of a stock model stand before and after its layers.
+"""Finds the layers of a stock model, and which modules run before and after them.
 
-Found by running the stock forward once on meta, with every layer stubbed and every module watched.
+It runs the stock forward once on meta, with every layer stubbed and the other modules hooked.
 """
 
 from collections.abc import Iterator
@@ -35,15 +35,15 @@ PROBE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What foreign model code raises when it is run in a way, or a size, it was not made for."""
+"""What third-party model code raises when run in a way, or at a size, it was not made for."""
 
 META_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
-"""What stock code raises on meta, where there is no data to look at."""
+"""What stock code raises on meta, where tensors have no data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the stock forward takes, read once from its signature."""
+    """The arguments of the stock forward, read once from its signature."""
 
     cache: str
     """The name of the argument that takes the cache."""
@@ -71,7 +71,7 @@ def examine(model: nn.Module, count: int) -> Anatomy:
     """Find the parts of a stock model on meta that has ``count`` layers.
 
     Raises:
-        ModelError: it has no list of so many layers, or its forward does not run without them.
+        ModelError: it has no list of ``count`` layers, or its forward does not run without them.
     """
     layers = _find_layers(model, count)
     call = _read_call(model)
@@ -85,7 +85,7 @@ def examine(model: nn.Module, count: int) -> Anatomy:
 
 
 def _find_layers(model: nn.Module, count: int) -> str:
-    """Name the heaviest list of ``count`` modules."""
+    """Return the name of the list of ``count`` modules with the most parameters."""
     sizes: dict[str, int] = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
@@ -107,7 +107,7 @@ def _read_call(model: nn.Module) -> Call:
 
 
 def _find_ends(model: nn.Module, layers: str) -> list[str]:
-    """Name the outermost modules with parameters that neither hold the layers nor are in them."""
+    """Return the outermost modules with parameters that are neither around nor in the layers."""
     ends: list[str] = []
     for name, module in model.named_modules():
         holds = f"{layers}.".startswith(f"{name}.") or not name
@@ -120,7 +120,7 @@ def _find_ends(model: nn.Module, layers: str) -> list[str]:
 def _trace(
     model: nn.Module, layers: str, arity: int, call: Call, ends: list[str]
 ) -> list[str] | None:
-    """List the ends in the order they are called, and the layers; None when the arity is wrong."""
+    """Return the ends and the layers in the order of their calls; None if the arity is wrong."""
     calls: list[str] = []
     with stubbed(model, layers, arity) as stubs, ExitStack() as hooks:
         for name, module in [*((e, model.get_submodule(e)) for e in ends), (layers, stubs[-1])]:
@@ -135,7 +135,7 @@ def _trace(
 def run_on_meta(model: Any, call: Call, cache: SpanCache) -> tuple[int, ...] | None:
     """Run a stock forward without data; return the shape of the logits, without V.
 
-    None when it raised: stubs were of the wrong arity, or a layer looked at data. What it wrote
+    None if it raised: stubs were of the wrong arity, or a layer is data-dependent. What it wrote
     into the cache until then stays.
     """
     tokens = torch.zeros(PROBE, dtype=torch.long, device="meta")
@@ -151,7 +151,7 @@ def run_on_meta(model: Any, call: Call, cache: SpanCache) -> tuple[int, ...] | N
 
 @contextmanager
 def _eager(model: Any) -> Iterator[None]:
-    """Have masks made for eager attention for a while: others look whether they are needed."""
+    """Select eager attention within the block: masks of other kinds are data-dependent."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
     names = [config._attn_implementation_internal for config in configs]
     try:
@@ -167,7 +167,7 @@ def _eager(model: Any) -> Iterator[None]:
 def stubbed(
     model: nn.Module, layers: str, arity: int, keep: int | None = None
 ) -> Iterator[nn.ModuleList]:
-    """Replace every layer but one by a stub for a while."""
+    """Replace every layer except ``keep`` by a stub within the block."""
     parts = cast("nn.ModuleList", model.get_submodule(layers))
     originals = list(parts)
     try:

@@ -1,7 +1,7 @@
-"""Keys, values and states of one session for the layers of a span.
+"""The KV cache, and recurrent states, of one session for the layers of a span.
 
-The layers keep their global index; those of others are dummies. Rows of attention are appended in
-place, where transformers' own cache copies all of them for every token.
+Layers keep their global index; those outside the span are dummies. Keys and values are appended in
+place, whereas transformers' own cache copies all of them for every token.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from meshllm.names import Span
 
 
 class Rows:
-    """A tensor ``[B, H, T, D]`` that grows in place along T, as `rows_for` says."""
+    """A tensor ``[B, H, T, D]`` that grows in place along T; `rows_for` sets its capacity."""
 
     __slots__ = ("buffer", "used")
 
@@ -36,11 +36,11 @@ class Rows:
 
     @property
     def held(self) -> Tensor:
-        """All rows."""
+        """All rows in use."""
         return self.buffer.narrow(-2, 0, self.used)
 
     def extend(self, count: int, window: int = 0) -> None:
-        """Add rows, which are yet to be written; where room is made, a window drops old ones."""
+        """Add rows without writing them; a reallocation drops rows older than ``window``."""
         stop = self.used + count
         if stop > self.buffer.shape[-2]:
             before = self.buffer
@@ -67,14 +67,14 @@ class Rows:
 
 
 def _looked_up(number: int) -> property:
-    """Make an attribute of what is in the rows: no view is made where nobody looks at it."""
+    """Return a property that views the rows; the view is created only when it is read."""
 
     def look(layer: Any) -> Tensor | None:
         return layer.rows[number].held if layer.is_initialized else None
 
     def change(_layer: Any, value: Tensor | None) -> None:
-        if value is not None and value.numel():  # stock code begins with none, and with empty ones
-            raise TypeError("keys and values are written in place")
+        if value is not None and value.numel():  # stock code assigns None and empty tensors
+            raise TypeError("Keys and values can only be written in place")
 
     return property(look, change)
 
@@ -86,12 +86,12 @@ class _InPlace(DynamicLayer):  # type: ignore[misc]  # transformers is not follo
     values = _looked_up(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Begin with rows like these."""
+        """Create empty rows of these shapes and dtypes."""
         super().lazy_initialization(key_states, value_states)
         self.rows = Rows(key_states), Rows(value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> int:
-        """Append rows; count what they see."""
+        """Append rows; return how many rows they see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         seen = self.extend(key_states.shape[-2])
@@ -100,11 +100,11 @@ class _InPlace(DynamicLayer):  # type: ignore[misc]  # transformers is not follo
         return seen
 
     def extend(self, tokens: int) -> int:
-        """Make room for the rows of a step, to be written by others; count what they see."""
+        """Add rows for the caller to write; return how many rows they see."""
         raise NotImplementedError
 
     def _extend(self, tokens: int, window: int = 0) -> None:
-        """Extend keys and values, or neither: there may be memory for one of them only."""
+        """Extend keys and values, or neither if memory runs out after the first."""
         before = [(rows.buffer, rows.used) for rows in self.rows]
         try:
             for rows in self.rows:
@@ -116,7 +116,7 @@ class _InPlace(DynamicLayer):  # type: ignore[misc]  # transformers is not follo
 
 
 class GrowingLayer(_InPlace):
-    """Full attention."""
+    """Keys and values of full attention."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
@@ -126,12 +126,12 @@ class GrowingLayer(_InPlace):
         return self.keys, self.values
 
     def extend(self, tokens: int) -> int:
-        """Make room for the rows of a step, to be written by others; count what they see."""
+        """Add rows for the caller to write; return how many rows they see."""
         self._extend(tokens)
         return self.rows[0].used
 
     def get_seq_length(self) -> int:
-        """Count the rows."""
+        """Return the number of rows."""
         return self.rows[0].used if self.is_initialized else 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -142,7 +142,7 @@ class GrowingLayer(_InPlace):
 
 
 class WindowLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
-    """Attention over a sliding window; `SLACK` rows behind it stay, to be able to go back."""
+    """Keys and values of a sliding window; `SLACK` older rows are kept for `crop`."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
@@ -152,7 +152,7 @@ class WindowLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]  #
         return self.keys[..., -seen:, :], self.values[..., -seen:, :]
 
     def extend(self, tokens: int) -> int:
-        """Make room for the rows of a step, to be written by others; count what they see."""
+        """Add rows for the caller to write; return how many rows they see."""
         seen: int = min(self.cumulative_length, self.sliding_window - 1) + tokens
         self._extend(tokens, self.sliding_window)
         self.cumulative_length += tokens
@@ -165,7 +165,7 @@ class WindowLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]  #
         return forgotten + self.sliding_window - 1 if forgotten else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` rows; the caller has looked at `floor`."""
+        """Drop the last ``-tokens_to_remove`` rows; the caller has checked `floor`."""
         if self.is_initialized and tokens_to_remove:
             self.cumulative_length += tokens_to_remove
             for rows in self.rows:
@@ -179,9 +179,9 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
     """The cache of one session for the layers of one span."""
 
     length: int
-    """Tokens so far; the shard counts them."""
+    """Tokens so far; updated by the shard."""
     layers: list[Any]
-    """By global index; dummies stand for the layers of others."""
+    """By global index; dummies for layers outside the span."""
 
     def __init__(self, config: Any, span: Span) -> None:
         super().__init__(config=config)
@@ -194,12 +194,12 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
 
     @property
     def croppable(self) -> bool:
-        """Whether tokens can be taken back; recurrent and convolution states know no way back."""
+        """Whether tokens can be removed; recurrent and convolution states cannot be rolled back."""
         return all(type(layer) in _CROPPABLE for layer in self.layers)
 
     @property
     def extends(self) -> bool:
-        """Whether all layers of the span take rows that others write, see `GrowingLayer.extend`."""
+        """Whether the caller can write the rows of all layers, see `GrowingLayer.extend`."""
         return all(
             isinstance(layer, GrowingLayer | WindowLayer | DummyLayer) for layer in self.layers
         )
@@ -213,7 +213,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
 
     @property
     def slack(self) -> int | None:
-        """How many tokens `crop` takes back at any time, a step of guesses besides; None is any."""
+        """Tokens that `crop` can always remove, besides a step of drafts; None is no limit."""
         if not self.croppable:
             return 0
         windows = any(isinstance(layer, WindowLayer) for layer in self.layers)
@@ -221,7 +221,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
 
     @property
     def bytes(self) -> int:
-        """Memory of the states, room made ahead included."""
+        """Memory of the states, including spare capacity."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for layer in self.layers
@@ -235,7 +235,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         After a forward that raised, ``crop(cache.length)`` makes the layers agree again.
 
         Raises:
-            ModelError: the states cannot go back that far; the cache is unharmed.
+            ModelError: the states cannot be rolled back that far; the cache is unchanged.
         """
         if length == 0:
             self.layers = self._own(DynamicCache(config=self._config).layers)
@@ -243,8 +243,8 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             return
         if length > self.length or (length < self.length and length < self.floor):
             raise ModelError(
-                f"Cannot crop a cache of {self.length} tokens to {length};"
-                f" from {self.floor} on it can",
+                f"Cannot crop a cache of {self.length} tokens to {length}:"
+                f" the valid range is {self.floor} to {self.length}",
                 hint="crop it to 0 and prefill again",
             )
         for layer in self.layers:
@@ -254,10 +254,10 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
 
     @torch.inference_mode()
     def branch(self, length: int) -> "SpanCache":
-        """Make another cache of the first ``length`` tokens; this one stays as it is.
+        """Copy the first ``length`` tokens to a new cache.
 
         Raises:
-            ModelError: the states cannot go back that far.
+            ModelError: the states cannot be rolled back that far.
         """
         other = SpanCache(self._config, self._span)
         for index, layer in enumerate(self.layers):
@@ -272,13 +272,13 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         return other
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count the tokens before this step; stock code asks layer 0, which may be another's."""
+        """Return the tokens before this step; stock code reads layer 0, even outside the span."""
         if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], CacheLayerMixin):
             return int(self.layers[layer_idx].get_seq_length())
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Give (keys, offset) for a mask; where no layer of the span attends, nobody reads it."""
+        """Return (keys, offset) for a mask, which is unused if no layer of the span attends."""
         if not self._attends:
             return self.length + query_length, 0
         own = layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], CacheLayerMixin)
@@ -288,13 +288,13 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Tell whether there was a step before; stock code may ask where the span has no state."""
+        """Whether there was a step before; stock code may call it for layers outside the span."""
         if layer_idx is None and not self._recurs:
             return self.length > 0
         return bool(super().has_previous_state(layer_idx, state_idx))
 
     def _own(self, layers: list[Any]) -> list[Any]:
-        """Put dummies in place of what is not in the span."""
+        """Replace the layers outside the span by dummies."""
         return [
             _suit(layer) if index in self._span else DummyLayer()
             for index, layer in enumerate(layers)
@@ -302,7 +302,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
 
 
 def slack_of(config: Any, layers: int) -> int | None:
-    """Say how far the caches of a whole model can go back, see `SpanCache.slack`."""
+    """Return `SpanCache.slack` of a whole model."""
     return SpanCache(config, Span(0, layers)).slack
 
 
@@ -316,7 +316,7 @@ def _suit(layer: Any) -> Any:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Find the tensors in attributes, and in dicts and tuples of them."""
+    """Yield the tensors in attributes, and in dicts and tuples of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -1,16 +1,16 @@
-"""Makes torch's oneMKL give the same bits wherever and whenever it is called.
+"""Makes torch's oneMKL reproducible: the same bits for any address and any call.
 
-oneMKL adds up the products of a small float32 matrix in an order that depends on the addresses of
-its operands (modulo 16 bytes with AVX2). Weights lie at any offset of their file, keys at any
-stride of a cache: parts of a model and the whole would differ in their last bits. With
+oneMKL sums the products of a small float32 matrix in an order that depends on the addresses of its
+operands (modulo 16 bytes with AVX2). Weights are stored at any offset of their file, keys at any
+stride of a cache: shards and the whole model would differ in their last bits. With
 ``MKL_CBWR=AUTO`` (conditional numerical reproducibility) addresses do not matter, and no product
-takes longer. The library reads that variable in its first call.
+takes longer. The library reads that variable on its first call.
 
-torch computes functions like the cosine with oneMKL, some numbers in each thread. The library looks
-for the code that suits the processor when a function is first called; where several threads do that
-at once, one of them may run code of half the digits, that one time (oneMKL before 2025.0, see
-https://github.com/pytorch/pytorch/issues/188792). A process would read its first prompt with other
-bits than all others, once in twenty times. One number is computed by one thread.
+torch computes functions like the cosine with oneMKL, on several threads. The library selects the
+code for the CPU when a function is first called; if several threads do that at once, one of them
+may run code of half the precision, that one time (oneMKL before 2025.0, see
+https://github.com/pytorch/pytorch/issues/188792). One process in twenty would compute its first
+prompt with other bits than the rest. A call with a single number uses a single thread.
 """
 
 import logging
@@ -30,7 +30,7 @@ FUNCTIONS = (
 
 @torch.inference_mode()
 def settle() -> None:
-    """Ask for reproducible products, and call each function once; it takes some milliseconds."""
+    """Enable reproducible products and call each function once; it takes some milliseconds."""
     os.environ.setdefault("MKL_CBWR", "AUTO")
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
@@ -38,9 +38,9 @@ def settle() -> None:
             getattr(torch, name)(one)
     if has_onemkl() and rounds_by_alignment():
         log.warning(
-            "oneMKL rounds by the alignment of matrices, so parts of a float32 model may differ"
-            " from the whole by about 1e-6: set `MKL_CBWR=AUTO`, or import meshllm before torch"
-            " multiplies"
+            "oneMKL products depend on the alignment of matrices, so shards of a float32 model may"
+            " differ from the whole by about 1e-6: set `MKL_CBWR=AUTO`, or import meshllm before"
+            " torch's first product"
         )
 
 
@@ -51,7 +51,7 @@ def has_onemkl() -> bool:
 
 @torch.inference_mode()
 def rounds_by_alignment() -> bool:
-    """Whether products of float32 matrices depend on where these lie in memory."""
+    """Whether products of float32 matrices depend on their alignment in memory."""
     generator = torch.Generator().manual_seed(0)
     x, matrix = (torch.randn(rows, 60, generator=generator) for rows in (7, 84))
     return any(
@@ -62,6 +62,6 @@ def rounds_by_alignment() -> bool:
 
 
 def _at(values: Tensor, offset: int) -> Tensor:
-    """Copy so many values behind an address that is a multiple of 64 bytes."""
+    """Copy values to an address ``offset`` elements past a multiple of 64 bytes."""
     room = values.new_empty(values.numel() + offset)
     return room[offset:].view(values.shape).copy_(values)

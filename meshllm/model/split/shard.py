@@ -3,14 +3,14 @@
 Theory of operation
 -------------------
 The whole model is the sequence (embed, layer 0, ..., layer L-1, head). A shard holds a contiguous
-part of it; stubs stand for the rest, at their global index. A hidden state enters as the output of
+part of it; stubs replace the rest, at their global index. A hidden state enters as the output of
 layer ``start - 1`` (as the input of layer 0 when ``start`` is 0) and leaves as the output of layer
-``stop - 1`` (as the input of layer 0 when ``stop`` is 0), where the stock forward is cut off. What
-the stock forward makes around the layers (masks, rotary tables) it makes in every shard, from the
-same positions and lengths; so nothing but the hidden state has to travel.
+``stop - 1`` (as the input of layer 0 when ``stop`` is 0), where the stock forward is aborted. What
+the stock forward computes around the layers (masks, rotary tables) it computes in every shard, from
+the same positions and lengths; so only the hidden state is sent.
 
 A family whose layers share more than that (a second residual, the embeddings, keys of another
-layer) gives wrong numbers here: `meshllm.model.parity.check` finds out before a user does.
+layer) gives wrong numbers here: `meshllm.model.parity.check` detects this before a user does.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from meshllm.names import Quant
 
 
 class Shard:
-    """Layers ``[start, stop)`` with or without the ends; one thread at a time runs it."""
+    """Layers ``[start, stop)`` with or without the ends; not thread-safe."""
 
     def __init__(
         self,
@@ -40,31 +40,31 @@ class Shard:
         self.embed = part.embed
         self.head = part.head
         self.layers = skeleton.layers
-        """Of the whole model."""
+        """Number of layers of the whole model."""
         self.model = skeleton.model
-        """The stock model, stripped; its modules may be exchanged for faster ones."""
+        """The stock model, stripped; its modules may be replaced by faster ones."""
         hold(self.model)
         self.device = device
-        """Where its weights are, and where it takes and gives rows."""
+        """The device of its weights, inputs and outputs."""
         self.quant = quant
-        """How its matrices are held."""
+        """The quantisation of its matrices."""
         self.outputs = skeleton.anatomy.outputs
-        """Names of the modules behind the layers."""
+        """Names of the modules after the layers."""
         self.arity = skeleton.anatomy.arity
         """How many values a layer returns; 0 is a bare tensor."""
         self._parts = skeleton.parts
         self._call = skeleton.anatomy.call
         self._entering: Tensor | None = None
         self._gate = _open_gates(self, skeleton.parts)
-        # Without a cache stock code looks into the positions for packed texts: a wait, on a GPU.
+        # Without a cache, stock code reads the positions to detect packed texts: a GPU sync.
         self._no_states = self.new_cache() if part.head and not part.span else None
 
     def new_cache(self) -> SpanCache:
-        """Make an empty cache for one session."""
+        """Return an empty KV cache for one session."""
         return SpanCache(self.model.config, self.span)
 
     def layer(self, index: int) -> nn.Module:
-        """Give a layer by its index in the whole model; a stub stands for one of another span."""
+        """Return a layer by its index in the whole model; a stub if it is outside the span."""
         return self._parts[index]
 
     @torch.inference_mode()
@@ -77,14 +77,14 @@ class Shard:
         attention_mask: Tensor | None = None,
         rows: int | None = None,
     ) -> Tensor:
-        """Run ``x`` behind what the cache holds, and count it there.
+        """Run ``x`` after the tokens in the cache, and append it to the cache.
 
         ``x`` is token ids ``[B, T]``, int64, with the embedding; else the hidden state
-        ``[B, T, D]`` before layer ``start``. Returns the logits ``[B, T, V]`` with the head, of
-        the last ``rows`` only where given; else the hidden state ``[B, T, D]`` after the span.
+        ``[B, T, D]`` before layer ``start``. Returns the logits ``[B, T, V]`` with the head, only
+        of the last ``rows`` if given; else the hidden state ``[B, T, D]`` after the span.
 
-        ``position_ids`` ``[B, T]`` go on from the cache by default; ``attention_mask``
-        ``[B, S + T]`` is 0 where a row is padding. Without a cache, ``x`` is a whole sequence.
+        ``position_ids`` ``[B, T]`` continue those of the cache by default; ``attention_mask``
+        ``[B, S + T]`` is 0 for padding. Without a cache, ``x`` is a whole sequence.
         """
         options = self._options(x, cache, position_ids, attention_mask)
         if rows is not None and self._call.logits_to_keep:
@@ -101,7 +101,7 @@ class Shard:
         position_ids: Tensor | None,
         attention_mask: Tensor | None,
     ) -> dict[str, Any]:
-        """Say what the stock forward is to do, in the words of its own signature."""
+        """Return the arguments of the stock forward, by the names of its signature."""
         call = self._call
         # A copy: some families scale their embeddings in place, and ``x`` enters only after that.
         given = {"input_ids": x} if self.embed else {"inputs_embeds": x.clone()}
@@ -135,14 +135,14 @@ class Shard:
     def _enter(
         self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the hidden state that comes to layer 0."""
+        """Replace the hidden state that is passed to layer 0."""
         if args:
             return (self._entering, *args[1:]), kwargs
         return args, kwargs | {key(kwargs): self._entering}
 
 
 def _open_gates(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:
-    """Let hidden states in and out; return the stub that lets them in, where it is one."""
+    """Install the hooks where hidden states enter and leave; return the stub of entry, if any."""
     gate = None
     if not shard.embed and shard.span.start:
         gate = layers[shard.span.start - 1]

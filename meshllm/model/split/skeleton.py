@@ -1,4 +1,4 @@
-"""A stock model on meta of which a shard keeps a part."""
+"""A stock model on meta, which is stripped to the part that a shard holds."""
 
 import copy
 from collections.abc import Iterator
@@ -24,30 +24,30 @@ settle()  # on import: before any model runs, stock ones too
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a model: layers, and the ends that go with them."""
+    """A part of a model: a span of layers, with or without the ends."""
 
     span: Span
     embed: bool
-    """Hold what stands before layer 0."""
+    """Hold the modules before layer 0."""
     head: bool
-    """Hold what stands after the last layer."""
+    """Hold the modules after the last layer."""
 
     def check(self, layers: int) -> None:
-        """Raise `ModelError` unless a model of so many layers has this part, in one piece."""
+        """Raise `ModelError` unless this is a contiguous part of a model of ``layers`` layers."""
         start, stop = self.span.start, self.span.stop
         if stop > layers:
             raise ModelError(f"Span `{self.span}` is beyond the {layers} layers of the model")
         if (self.embed and start != 0) or (self.head and stop != layers):
             raise ModelError(
-                f"Span `{self.span}` of {layers} layers does not reach the ends it is to hold"
+                f"Span `{self.span}` of {layers} layers does not reach the ends it must hold"
             )
         if not self.span and not self.embed and not self.head:
-            raise ModelError(f"Span `{self.span}` without ends is nothing to run")
+            raise ModelError(f"Empty span `{self.span}` without embedding or head")
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A stock model on meta and its parts."""
+    """A stock model on meta and its anatomy."""
 
     model: Any
     """A `PreTrainedModel`."""
@@ -60,7 +60,7 @@ class Skeleton:
         return cast("nn.ModuleList", self.model.get_submodule(self.anatomy.layers))
 
     def foreign(self, part: Part) -> frozenset[str]:
-        """Name the ends that a part does not run, even where it holds their weights for a tie."""
+        """Return the ends that a part does not run, even if it holds their weights for a tie."""
         inputs, outputs = self.anatomy.inputs, self.anatomy.outputs
         none: frozenset[str] = frozenset()
         return (none if part.embed else inputs) | (none if part.head else outputs)
@@ -93,7 +93,7 @@ def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skel
 
 
 def strip(skeleton: Skeleton, part: Part) -> None:
-    """Replace by stubs what a part does not hold; both sides of a tie stay with either end."""
+    """Replace by stubs what a part does not hold; either end keeps both sides of a tie."""
     part.check(skeleton.layers)
     model, anatomy = skeleton.model, skeleton.anatomy
     for index, layer in enumerate(skeleton.parts):
@@ -110,13 +110,13 @@ def strip(skeleton: Skeleton, part: Part) -> None:
 
 
 def _choose(config: Any) -> tuple[Any, Any]:
-    """Pick the model class for a config, and the part of the config that it takes."""
+    """Return the model class for a config, and the part of the config that it takes."""
     try:
         kind = _get_model_class(config, MODEL_FOR_CAUSAL_LM_MAPPING)
     except KeyError:
         raise ModelError(
-            f"Model type `{config.model_type}` is no causal language model of transformers",
-            hint="meshllm runs what `AutoModelForCausalLM` runs",
+            f"Model type `{config.model_type}` is not a causal language model of transformers",
+            hint="choose a model that `AutoModelForCausalLM` supports",
         ) from None
     takes_text = kind.config_class is config.sub_configs.get("text_config")
     return kind, config.get_text_config() if takes_text else config
@@ -124,7 +124,7 @@ def _choose(config: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from talking for a while: what is wrong is told as errors."""
+    """Silence transformers within the block: problems are raised as errors."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,8 +1,8 @@
-"""Stand-ins for the modules that a shard does not hold.
+"""Stubs for the modules that a shard does not hold.
 
 A stub keeps its global index and its name in the model, so the stock forward finds what it counts,
-enumerates and asks for. Reading an attribute that a stub lacks gives that of the module it stands
-for, on meta: some families ask their layers what kind they are.
+enumerates and reads. Reading an attribute that a stub lacks returns that of the module that it
+replaces, on meta: some families read the kind of their layers.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Stub(nn.Module):
-    """Stands for a module without being its parent, so that its parameters are none of ours."""
+    """Replaces a module without registering it, so that its parameters are not part of ours."""
 
     def __init__(self, stands_for: nn.Module) -> None:
         super().__init__()
@@ -25,31 +25,31 @@ class Stub(nn.Module):
 
 
 class LayerStub(Stub):
-    """Passes the hidden state on in place of a layer."""
+    """Replaces a layer; returns the hidden state unchanged."""
 
     def __init__(self, layer: nn.Module, arity: int) -> None:
         super().__init__(layer)
         self.rest = (None,) * (arity - 1) if arity else None
         self.hidden: Tensor | None = None
-        """What to pass on instead of what comes in."""
+        """If set, returned instead of the input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what a layer would: the hidden state, and nothing else."""
+        """Return what a layer would: the hidden state, and None for the rest."""
         hidden = self.hidden if self.hidden is not None else first(args, kwargs)
         return hidden if self.rest is None else (hidden, *self.rest)
 
 
 class EndStub(Stub):
-    """Stands for a module before the first or after the last layer; its result is thrown away."""
+    """Replaces a module before the first or after the last layer; its result is discarded."""
 
     def __init__(self, end: nn.Module) -> None:
         super().__init__(end)
-        # A wider type here would widen what the stock forward derives from it, as rotary tables.
+        # A wider dtype here would widen what the stock forward derives from it, e.g. rotary tables.
         self.dtype = next(end.parameters()).dtype
         self.looks_up = isinstance(end, nn.Embedding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the input, or a zero that fits any shape when the input is no hidden state."""
+        """Return the input, or a zero that fits any shape if the input is not a hidden state."""
         value = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         if self.looks_up or not value.is_floating_point():
             return value.new_zeros(1, 1, 1, dtype=self.dtype)
@@ -57,7 +57,7 @@ class EndStub(Stub):
 
 
 class Stop(Exception):
-    """Ends the stock forward where a span ends, with the hidden state."""
+    """Aborts the stock forward at the end of a span; carries the hidden state."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ class Stop(Exception):
 
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Pick the hidden state from the arguments of a layer."""
+    """Return the hidden state from the arguments of a layer."""
     hidden: Tensor = args[0] if args else kwargs[key(kwargs)]
     return hidden
 
 
 def key(kwargs: dict[str, Any]) -> str:
-    """Name the keyword that carries the hidden state, in a call without positional arguments."""
+    """Return the keyword that carries the hidden state, in a call without positional arguments."""
     return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))

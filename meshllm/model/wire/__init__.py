@@ -1,1 +1,1 @@
-"""Hidden states as bytes."""
+"""Encodings of hidden states as bytes."""

@@ -1,13 +1,13 @@
-"""Hidden states as 8-bit integers for slow links.
+"""int8 encoding of hidden states, for slow links.
 
-Each row is cut into blocks of `BLOCK` values, the last one as long as is left. A block is a scale,
-the bfloat16 nearest to its largest magnitude / 127, and for each value the nearest multiple of that
-scale; zeros stay zeros. A value is off by half a scale at most: 0.4 % of the largest of its block.
-The scales of all rows come first, then the integers: 17 / 16 of a byte per value.
+Each row is cut into blocks of `BLOCK` values; the last one may be shorter. A block is a scale, the
+bfloat16 nearest to its largest magnitude / 127, and for each value the nearest multiple of that
+scale; zeros stay zeros. The error of a value is at most half a scale: 0.4 % of the largest of its
+block. The scales of all rows come first, then the integers: 17 / 16 of a byte per value.
 
-Nothing of a row depends on the rows beside it, so rows together are the same as rows alone. A
-bfloat16 for a scale has the range of a float32: a float16 comes 1 % nearer on hidden states of real
-models, but has no scale for those above 8 million.
+The encoding of a row does not depend on other rows. A bfloat16 scale has the range of a float32: a
+float16 scale is 1 % more accurate on hidden states of real models, but too small for values above 8
+million.
 """
 
 from math import inf, prod
@@ -19,23 +19,23 @@ from torch.nn.functional import pad
 from meshllm.errors import ModelError
 
 BLOCK = 32
-"""Values of one scale."""
+"""Values per scale."""
 
 _MOST = 127
 _SCALE = torch.bfloat16
-_LEAST = float(torch.finfo(_SCALE).tiny)  # of a scale: the next is 1/2**126, which has an inverse
+_LEAST = float(torch.finfo(_SCALE).tiny)  # of a scale: 2**-126, which has a finite inverse
 
 
 def packed_size(shape: tuple[int, ...]) -> int:
-    """Count the bytes of rows of this shape, the values of a row last."""
+    """Return the encoded bytes of rows of this shape, the values of a row last."""
     return prod(shape) + _scale_bytes(shape)
 
 
 def pack(rows: Tensor) -> Tensor:
-    """Round ``rows`` [..., D] of any float type, on the CPU, to bytes [`packed_size`].
+    """Encode ``rows`` [..., D] of any float type, on the CPU, as bytes [`packed_size`].
 
     Raises:
-        ModelError: a value is infinite or none.
+        ModelError: a value is infinite or NaN.
     """
     shape = tuple(rows.shape)
     blocks = _blocks(rows)  # [N, D / 32, 32], float32
@@ -43,7 +43,7 @@ def pack(rows: Tensor) -> Tensor:
     scales = (largest * (1 / _MOST)).clamp_min_(_LEAST).to(_SCALE)
     if not float(scales.max()) < inf:
         raise ModelError(
-            "A hidden state that is not finite cannot travel in 8 bits",
+            "Cannot encode hidden states as int8: a value is not finite",
             hint="leave out `--wire`, or load the model with another `--dtype`",
         )
     blocks.mul_(scales.float().reciprocal_().unsqueeze(-1)).round_()
@@ -55,21 +55,21 @@ def pack(rows: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the rows of ``shape`` that were packed as ``packed``, `packed_size` bytes, uint8.
+    """Decode rows of ``shape`` from ``packed``, `packed_size` bytes, uint8.
 
     Raises:
-        ModelError: a scale is none that `pack` writes.
+        ModelError: a scale is invalid: not finite, or smaller than `pack` writes.
     """
     edge = _scale_bytes(shape)
     head = packed[:edge]
     scales = (head.clone() if head.data_ptr() % _SCALE.itemsize else head).view(_SCALE).float()
-    least, largest = scales.aminmax()  # both are no numbers if one scale is none
+    least, largest = scales.aminmax()  # both are NaN if any scale is NaN
     if not _LEAST <= float(least) <= float(largest) < inf:
-        raise ModelError(f"Rows of shape {list(shape)} in 8 bits with scales that nobody writes")
+        raise ModelError(f"int8 payload of shape {list(shape)} with invalid scales")
     blocks = _blocks(packed[edge:].view(torch.int8).view(shape))
     blocks *= scales.view(blocks.shape[:2]).unsqueeze(-1)
     if _MOST * float(largest) > (limit := torch.finfo(dtype).max):
-        blocks.clamp_(-limit, limit)  # a scale that was rounded up may lead beyond the last number
+        blocks.clamp_(-limit, limit)  # a scale that was rounded up may exceed the range
     return blocks.flatten(1)[:, : shape[-1]].to(dtype).reshape(shape)
 
 
@@ -78,7 +78,7 @@ def _scale_bytes(shape: tuple[int, ...]) -> int:
 
 
 def _blocks(rows: Tensor) -> Tensor:
-    """Copy rows [..., D] as float32 in whole blocks [N, D / 32, 32], filled up with zeros."""
+    """Copy rows [..., D] to float32 blocks [N, D / 32, 32], padded with zeros."""
     flat = rows.to(torch.float32, copy=True).reshape(-1, rows.shape[-1])
     if missing := -rows.shape[-1] % BLOCK:
         flat = pad(flat, (0, missing))

@@ -1,8 +1,8 @@
-"""Tensors as bytes and back.
+"""Encodes tensors as bytes and decodes them.
 
 The codes are those of the wire: 1 float32, 2 bfloat16, 3 float16, in C order, little endian; 4, 5,
-6 for the same types in 8 bits, see `meshllm.model.wire.int8`; and 7, 8, 9 for the same values in
-fewer bytes, see `meshllm.model.wire.lossless`.
+6 the same types as int8, see `meshllm.model.wire.int8`; and 7, 8, 9 the same types compressed
+without loss, see `meshllm.model.wire.lossless`.
 """
 
 from math import prod
@@ -17,24 +17,24 @@ from meshllm.model.wire.lossless import deflate, inflate
 
 _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_IN_8_BITS = len(_CODES)  # what is added to a code
+_IN_8_BITS = len(_CODES)  # added to a code
 _PACKED = 2 * len(_CODES)
 
 
 def to_payload(
     hidden: Tensor, *, int8: bool = False, packed: bool = False
 ) -> tuple[int, tuple[int, ...], memoryview]:
-    """Show a tensor as code, shape and bytes; contiguous CPU memory is not copied.
+    """Encode a tensor as code, shape and bytes; contiguous CPU memory is shared, not copied.
 
-    With ``int8`` the values are rounded to 8 bits, which halves the bytes. With ``packed`` they are
-    what they were in fewer bytes, where that can be.
+    With ``int8`` the values are rounded to 8 bits, which halves 16-bit types. With ``packed`` they
+    are compressed without loss, if that shrinks them.
 
     Raises:
-        ModelError: the element type has no code, or a value to be rounded is not finite.
+        ModelError: the dtype has no code, or a value to be rounded is not finite.
     """
     if (code := _CODES.get(hidden.dtype)) is None:
         raise ModelError(
-            f"Hidden states of `{hidden.dtype}` cannot travel",
+            f"Cannot send hidden states of `{hidden.dtype}`",
             hint="load the model with `--dtype bfloat16` or `--dtype float32`",
         )
     own = hidden.detach().cpu()
@@ -50,18 +50,18 @@ def to_payload(
 def from_payload(
     code: int, shape: tuple[int, ...], payload: bytes | bytearray | memoryview
 ) -> Tensor:
-    """Show bytes as a tensor that shares the memory of ``payload``.
+    """Decode bytes to a tensor, which shares the memory of ``payload``.
 
-    A read-only or misaligned payload is copied once: torch has no read-only tensors. One in 8 bits
-    becomes the type that it was, one in fewer bytes what it was.
+    A read-only or misaligned payload is copied once: torch has no read-only tensors. int8 and
+    compressed payloads are decoded to the original type.
 
     Raises:
-        ModelError: an unknown code, or bytes that do not fill ``shape``, or that nobody writes.
+        ModelError: the code is unknown, the size does not match ``shape``, or the data is corrupt.
     """
     way = _PACKED if code > _PACKED else _IN_8_BITS if code > _IN_8_BITS else 0
     dtype = _DTYPES.get(code - way)
     if dtype is None or len(payload) not in _sizes(shape, dtype, way):
-        raise ModelError(f"{len(payload)} bytes are no tensor of code {code}, shape {list(shape)}")
+        raise ModelError(f"Invalid payload: {len(payload)} bytes, code {code}, shape {list(shape)}")
     if way == _PACKED:
         payload = inflate(payload, prod(shape), dtype.itemsize)
     elif memoryview(payload).readonly:

@@ -1,4 +1,4 @@
-"""Numbers one by one have the bits of torch, however they lie."""
+"""Elementwise kernels give the bits of torch, for any strides."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from meshllm.model.steps.lowering import calls_for
 aten = torch.ops.aten
 HALF, FLOAT = torch.bfloat16, torch.float32
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+pytestmark = pytest.mark.skipif(not jit.works(), reason="executable memory is forbidden here")
 
 
 def draw(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
@@ -24,12 +24,12 @@ def draw(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
 
 
 def check(function: Any, *args: Any, **kwargs: Any) -> None:
-    """Do an operation both ways; what lies around the result stays as it is."""
+    """Run an operation both ways; memory around the result is unchanged."""
     expected = function(*args, **kwargs)
     around = torch.full((expected.numel() * 4 + 64,), 7.0, dtype=expected.dtype)
     out = around.as_strided(expected.shape, expected.stride(), 32)
     calls = calls_for(function, args, kwargs, [out])
-    assert calls is not None, f"no function for {function}"
+    assert calls is not None, f"no kernel for {function}"
 
     Program(calls).run()
 
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[Any, Any]] = {
     "heads": (draw(1, 5, 16, 128).transpose(1, 2), draw(1, 1, 5, 128, seed=1)),
     "one row": (draw(1, 1, 8, 64).transpose(1, 2), draw(1, 1, 1, 64, seed=1)),
     "odd": (draw(3, 7), draw(7, seed=1)),
-    "turned": (draw(3, 7).T, draw(7, 3, seed=1)),
+    "transposed": (draw(3, 7).T, draw(7, 3, seed=1)),
     "gaps": (draw(4, 34)[:, ::2], draw(4, 17, seed=1)),
     "both dtypes": (draw(2, 48, dtype=FLOAT), draw(2, 48, seed=1)),
     "one number": (draw(1, 1, 1, dtype=FLOAT), draw(64, dtype=FLOAT, seed=1)),
@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("function", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor], ids=str)
-def test_sums_and_products(function: Any, shape: str) -> None:
+def test_sums_and_products_are_those_of_torch(function: Any, shape: str) -> None:
     check(function, *SHAPES[shape])
 
 
@@ -72,17 +72,17 @@ UNARY: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", UNARY)
-def test_functions_of_one_number(name: str) -> None:
+def test_unary_functions_are_those_of_torch(name: str) -> None:
     function, args, kwargs = UNARY[name]
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(HALF)
-    numbers = numbers[~function(numbers, *args, **kwargs).isnan()]  # these are equal to none
+    numbers = numbers[~function(numbers, *args, **kwargs).isnan()]  # NaN equals nothing
 
     check(function, numbers, *args, **kwargs)
-    if name != "gelu":  # which torch computes otherwise where it has gaps
+    if name != "gelu":  # torch computes it otherwise for strided input
         check(function, draw(1, 3, 8, 64).transpose(1, 2), *args, **kwargs)
 
 
-def test_copies() -> None:
+def test_copies_are_those_of_torch() -> None:
     x = draw(1, 3, 8, 64)
     check(aten.clone.default, x.transpose(1, 2), memory_format=torch.contiguous_format)
     check(aten.reshape.default, x.transpose(1, 2), [-1, 64])
@@ -94,7 +94,7 @@ def test_copies() -> None:
 
 
 OTHERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-    "whole numbers": (aten.mul.Tensor, (torch.ones(4, dtype=torch.int64), 2), {}),
+    "integers": (aten.mul.Tensor, (torch.ones(4, dtype=torch.int64), 2), {}),
     "a number of another dtype": (aten.add.Tensor, (draw(4), draw(dtype=FLOAT)), {}),
     "a factor": (aten.add.Tensor, (draw(4), draw(4)), {"alpha": 2}),
     "powers of a number": (aten.pow.Scalar, (2, draw(4)), {}),
@@ -107,7 +107,7 @@ OTHERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_stays_with_torch(name: str) -> None:
+def test_unsupported_operations_are_left_to_torch(name: str) -> None:
     function, args, kwargs = OTHERS[name]
     result = function(*args, **kwargs)
 
@@ -115,7 +115,7 @@ def test_what_stays_with_torch(name: str) -> None:
     assert calls_for(function, args, kwargs, [each.contiguous() for each in outs]) is None
 
 
-def test_lines_are_copied_to_where_they_are_to_be() -> None:
+def test_lines_are_copied_to_an_address_set_later() -> None:
     x, target = draw(1, 5, 8, 48).transpose(1, 2), torch.zeros(1, 8, 20, 48, dtype=HALF)
     function, values = copy_lines(x.shape[1:], x.stride()[1:])
     given = function.given(1, *values)

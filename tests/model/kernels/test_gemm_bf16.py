@@ -1,4 +1,4 @@
-"""Products of bfloat16 in the orders that are promised, each row as it would be alone."""
+"""bf16 GEMV and GEMM: documented summation orders, row-invariant."""
 
 from collections.abc import Callable, Iterator
 
@@ -29,14 +29,14 @@ def multiply_many(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw rows, a matrix and a bias whose products leave nothing but their rounding."""
+    """Draw rows, a matrix and a bias whose products cancel except for rounding errors."""
     like = nn.Linear(inputs, outputs, device="meta", dtype=torch.bfloat16)
     plain, x = specimen(like)
     return x, plain.weight.detach(), plain.bias.detach()
 
 
 def in_lanes(x: Tensor, weight: Tensor) -> Tensor:
-    """Add up [M, N] as is promised of few rows."""
+    """Sum [M, N] in the documented order of few rows."""
     products = x.float()[:, None] * weight.float()  # [M, N, K], exact
     sums = torch.zeros(len(x), len(weight), LANES_OF_ROW)
     for start in range(0, x.shape[1], LANES_OF_ROW):
@@ -48,7 +48,7 @@ def in_lanes(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, weight: Tensor, part: int) -> Tensor:
-    """Add up [M, N] as is promised of many rows."""
+    """Sum [M, N] in the documented order of many rows."""
     sums = []
     for rows, weights in zip(
         *(torch.split(each.float(), part, 1) for each in (x, weight)), strict=True
@@ -65,7 +65,7 @@ def in_blocks(x: Tensor, weight: Tensor, part: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), FEW)
-def test_few_rows_are_added_up_in_lanes(outputs: int, inputs: int) -> None:
+def test_few_rows_are_summed_in_lanes(outputs: int, inputs: int) -> None:
     x, weight, bias = drawn(outputs, inputs)
     sums = in_lanes(x[:7], weight)
 
@@ -74,7 +74,7 @@ def test_few_rows_are_added_up_in_lanes(outputs: int, inputs: int) -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), MANY)
-def test_many_rows_are_added_up_in_blocks(outputs: int, inputs: int) -> None:
+def test_many_rows_are_summed_in_blocks(outputs: int, inputs: int) -> None:
     x, weight, bias = drawn(outputs, inputs)
     sums = in_blocks(x, weight, PART)
 
@@ -84,7 +84,7 @@ def test_many_rows_are_added_up_in_blocks(outputs: int, inputs: int) -> None:
 
 
 @pytest.mark.usefixtures("_threads")
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     x, weight, bias = drawn(192, 1088)
     x = torch.cat([x, x.flip(0) * 3, x.roll(1, 0)[:, :1088], x[:9]])
     assert len(x) > MOST_ROWS
@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
                 assert torch.equal(way(x[-rows:], weight, bias), expected[-rows:])
 
 
-def test_what_is_no_number_stays_none_and_stays_where_it_is() -> None:
+def test_nan_and_infinity_affect_only_their_row() -> None:
     x, weight, _ = drawn(64, 128)
     x[1, 3], x[2, 5] = torch.nan, torch.inf
 
@@ -118,7 +118,7 @@ def test_no_rows_have_no_products() -> None:
     assert multiply_many(x[:0], weight).shape == (0, 64)
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_invalid_operands_are_refused() -> None:
     x, weight, bias = drawn(64, 128)
 
     for rows, matrix, extra in (

@@ -1,4 +1,4 @@
-"""Products with bytes, each row as it would be alone."""
+"""int8 GEMM: exact sums, row-invariant."""
 
 import platform
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def matrix(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("shape", "rows"), list(zip(SHAPES, [1, 7, 16, 100], strict=True)))
-def test_whole_numbers_are_multiplied_exactly(shape: tuple[int, int], rows: int) -> None:
+def test_integers_are_multiplied_exactly(shape: tuple[int, int], rows: int) -> None:
     whole, blocks, scales = matrix(*shape)
     x = torch.randint(-100, 101, (rows, shape[1])).float()
 
@@ -45,7 +45,7 @@ def test_whole_numbers_are_multiplied_exactly(shape: tuple[int, int], rows: int)
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES[1:], DTYPES, strict=True)))
-def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     _, blocks, scales = matrix(*shape)
     x = torch.randn(130, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     torch.set_num_threads(1)
@@ -60,16 +60,16 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int], dtype: t
 
 
 @pytest.fixture
-def _anew() -> Iterator[None]:
-    """Forget what was compiled, before and after."""
+def _recompile() -> Iterator[None]:
+    """Clear the cache of compiled kernels, before and after."""
     gemm_int8._multiplier.cache_clear()
     yield
     gemm_int8._multiplier.cache_clear()
 
 
-@pytest.mark.usefixtures("_anew")
+@pytest.mark.usefixtures("_recompile")
 @pytest.mark.parametrize("shape", SHAPES[2:3])
-def test_processors_without_one_instruction_for_it_give_the_same_bits(
+def test_cpus_without_pair_instructions_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     _, blocks, scales = matrix(*shape)
@@ -84,7 +84,7 @@ def test_processors_without_one_instruction_for_it_give_the_same_bits(
 
 
 def expected(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
-    """Multiply as it is said to be done, with torch."""
+    """Multiply in the documented way, with torch."""
     total = torch.zeros(len(x), len(whole))
     for own, weights in zip(
         torch.split(x.float(), GROUP, 1), torch.split(whole, GROUP, 1), strict=True
@@ -102,7 +102,7 @@ def expected(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
     ("inputs", "rows", "size"),
     [(1, 1, 0.1), (3, 5, 1e30), (128, 13, 1e-36), (129, 25, 0.1), (257, 5, 1e-36), (300, 1, 1e30)],
 )
-def test_it_is_done_as_it_is_said_to_be(inputs: int, rows: int, size: float) -> None:
+def test_the_result_is_the_documented_one(inputs: int, rows: int, size: float) -> None:
     whole, blocks, scales = matrix(128, inputs)
     x = torch.randn(rows, inputs) * size
 
@@ -121,7 +121,7 @@ def test_the_largest_sum_there_can_be_has_room(sign: int) -> None:
 
 @pytest.mark.parametrize(("inputs", "rows"), [(576, 9), (640, 17)])
 @torch.inference_mode()
-def test_a_product_is_recorded_as_calls_alone(inputs: int, rows: int) -> None:
+def test_a_product_is_traced_as_kernel_calls_only(inputs: int, rows: int) -> None:
     _, blocks, scales = matrix(192, inputs)
     x = torch.randn(2, rows, inputs).bfloat16()
     with Recorder([x[0], torch.zeros(1, rows)]) as recorder:
@@ -131,13 +131,13 @@ def test_a_product_is_recorded_as_calls_alone(inputs: int, rows: int) -> None:
 
     found = tape.run(x[1], torch.zeros(1, rows), [], [])
 
-    if rows < 17:  # of two tiles one row is cut off
+    if rows < 17:  # with two tiles, one row of padding is cut off
         assert list(map(type, recording.items)) == [KernelCall, KernelCall]
     assert torch.equal(found, multiply(x[1], blocks, scales))
 
 
 def diagonal(inputs: int) -> tuple[Tensor, Tensor]:
-    """Make a matrix that gives each input back."""
+    """Return an identity matrix."""
     blocks = torch.zeros(inputs // OUTPUTS, inputs // 2, OUTPUTS, 2, dtype=torch.int8)
     for at in range(inputs):
         blocks[at // OUTPUTS, at // 2, at % OUTPUTS, at % 2] = 1
@@ -145,7 +145,7 @@ def diagonal(inputs: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("size", [1e-30, 0.37, 1.0, 250.0, 1e30])
-def test_numbers_near_the_largest_stay_and_others_are_off_by_little(size: float) -> None:
+def test_values_near_the_largest_are_exact_and_others_have_small_errors(size: float) -> None:
     generator = torch.Generator().manual_seed(6)
     x = (torch.randn(9, 3 * GROUP, generator=generator).exp() ** 4 * size).bfloat16()
     x *= torch.where(torch.rand(x.shape, generator=generator) < 0.5, -1, 1).bfloat16()
@@ -160,7 +160,7 @@ def test_numbers_near_the_largest_stay_and_others_are_off_by_little(size: float)
 
 
 def test_the_largest_number_of_float32_is_rounded_within_16_bits() -> None:
-    x = torch.full((1, GROUP), 2 - 2**-23)  # 32,768 of its scale, if it had so many
+    x = torch.full((1, GROUP), 2 - 2**-23)  # would be 32,768 times its scale
     x[0, 1] = -x[0, 1]
 
     y = multiply(x, *diagonal(GROUP))
@@ -184,7 +184,7 @@ def test_an_outlier_costs_the_rest_of_its_group_little_and_other_groups_nothing(
 @pytest.mark.parametrize(
     ("bad", "dtype"), list(zip([torch.nan, torch.inf, -torch.inf], DTYPES, strict=True))
 )
-def test_what_is_no_number_spoils_its_row_alone(bad: float, dtype: torch.dtype) -> None:
+def test_nan_and_infinity_affect_only_their_row(bad: float, dtype: torch.dtype) -> None:
     _, blocks, scales = matrix(192, 576)
     x = torch.randn(8, 576).to(dtype)
     clean = multiply(x, blocks, scales)
@@ -198,7 +198,7 @@ def test_what_is_no_number_spoils_its_row_alone(bad: float, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-45, -1e-40, 1e-35, 3.4e38])
-def test_the_smallest_and_the_largest_come_to_about_what_they_are(number: float) -> None:
+def test_the_smallest_and_largest_values_are_approximated(number: float) -> None:
     x = torch.full((2, GROUP), number)
 
     y = multiply(x, *diagonal(GROUP))
@@ -207,7 +207,7 @@ def test_the_smallest_and_the_largest_come_to_about_what_they_are(number: float)
 
 
 @pytest.mark.usefixtures("_threads")
-def test_several_callers_with_several_threads_do_not_disturb_one_another() -> None:
+def test_concurrent_callers_with_several_threads_do_not_interfere() -> None:
     _, blocks, scales = matrix(24 * OUTPUTS, 3000)
     torch.set_num_threads(1)
     given = [torch.randn(rows, 3000).bfloat16() for rows in (97, 150, 97, 150)]
@@ -224,7 +224,7 @@ def test_several_callers_with_several_threads_do_not_disturb_one_another() -> No
         assert all(torch.equal(each, expected) for each in own)
 
 
-def test_nothing_is_written_beside_the_weights() -> None:
+def test_nothing_is_written_outside_the_output() -> None:
     _, blocks, scales = matrix(64, 32)
     wide = torch.full((34, 64), 7.0, dtype=torch.bfloat16)
 
@@ -235,7 +235,7 @@ def test_nothing_is_written_beside_the_weights() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3])
-def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
+def test_weights_are_dequantised_exactly(shape: tuple[int, int]) -> None:
     whole, blocks, scales = matrix(*shape)
     scales = scales * 1.1
     wide = torch.empty(2 * blocks.shape[1], shape[0], dtype=torch.bfloat16)
@@ -245,14 +245,14 @@ def test_weights_are_widened_as_they_are(shape: tuple[int, int]) -> None:
     assert torch.equal(wide[: shape[1]], (whole.float() * scales[:, None]).bfloat16().T)
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_invalid_operands_are_refused() -> None:
     _, blocks, scales = matrix(64, 32)
 
-    with pytest.raises(ValueError, match="rows of 0 numbers on cpu for 0 inputs"):
+    with pytest.raises(ValueError, match="rows of 0 values on cpu for 0 inputs"):
         multiply(torch.zeros(1, 0), blocks[:, :0], scales)
-    with pytest.raises(ValueError, match="rows of 30 numbers on cpu for 32 inputs"):
+    with pytest.raises(ValueError, match="rows of 30 values on cpu for 32 inputs"):
         multiply(torch.zeros(1, 30), blocks, scales)
-    with pytest.raises(ValueError, match="with gaps"):
+    with pytest.raises(ValueError, match=r"weights of torch.int8 \("):
         multiply(torch.zeros(1, 32), blocks[:, :1].expand(1, 16, 64, 2), scales)
     with pytest.raises(ValueError, match=r"scales of torch.bfloat16"):
         multiply(torch.zeros(1, 32), blocks, scales.bfloat16())
@@ -263,7 +263,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     for wide in (torch.zeros(32, 128), torch.zeros(31, 64)):
         with pytest.raises(ValueError, match=r"for weights of \[1, 16, 64, 2\]"):
             widen(blocks, scales, wide.bfloat16())
-    with pytest.raises(ValueError, match="no room of"):
+    with pytest.raises(ValueError, match="5 scales for weights of"):
         widen(blocks, scales[:5], torch.zeros(32, 64).bfloat16())
     with pytest.raises(ValueError, match="on meta"):
         multiply(torch.zeros(1, 32, device="meta"), blocks, scales)

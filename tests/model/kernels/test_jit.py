@@ -1,4 +1,4 @@
-"""Compiled functions: every block once, and the same bits from every processor."""
+"""Compiled kernels: every block runs once, with the same bits on every CPU."""
 
 import json
 import math
@@ -25,10 +25,10 @@ from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code, bits_of, flo
 from meshllm.model.kernels.jit import Native
 
 BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
-"""A processor of 2013: half as wide, half as many registers."""
+"""A CPU of 2013: registers half as wide, and half as many."""
 
 
-def test_every_block_is_done_once_whoever_takes_it() -> None:
+def test_every_block_runs_once_with_any_number_of_threads() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         before = code.load(INT, fields["to"], block)
         code.store(
@@ -46,7 +46,7 @@ def test_every_block_is_done_once_whoever_takes_it() -> None:
 
 
 def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
-    """Compile a sum anew with machine code in a folder; return 40 + 2, and whether it was there."""
+    """Compile a sum with a cache folder; return 40 + 2, and whether it came from the cache."""
 
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         code.store(INT, code.do.add(fields["one"], fields["other"]), fields["to"], code.index(0))
@@ -72,7 +72,7 @@ def test_machine_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert sum_of(tmp_path, monkeypatch) == (42, False)
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "nothing"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
 def test_damaged_machine_code_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -83,7 +83,7 @@ def test_damaged_machine_code_is_compiled_again(
     damaged = {
         "cut": text[: len(text) // 2],
         "changed": json.dumps(known | {"code": known["code"][::-1]}),
-        "nothing": "{}",
+        "empty": "{}",
     }
     record.write_text(damaged[damage])
 
@@ -111,10 +111,10 @@ def test_machine_code_that_others_can_write_is_not_run(
     assert find() is None
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: the first thread does all")
-def test_threads_have_numbers_of_their_own() -> None:
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: the first thread runs all blocks")
+def test_threads_have_different_indices() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
-        with code.rounds(code.index(1 << 20)) as loop:  # so long that the other one comes
+        with code.rounds(code.index(1 << 20)) as loop:  # long enough for the other thread to start
             code.store(INT, loop.index, fields["to"], code.index(4))
         code.store(INT, by, fields["to"], block)
 
@@ -127,9 +127,9 @@ def test_threads_have_numbers_of_their_own() -> None:
     assert {0, 1} in [numbers() for _ in range(200)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loaded libraries are not listed")
-def test_no_library_is_loaded_to_find_torchs_threads() -> None:
-    told = run_python(
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux only")
+def test_finding_torchs_threads_loads_no_library() -> None:
+    output = run_python(
         """
         import torch
         from llvmlite import binding
@@ -141,12 +141,12 @@ def test_no_library_is_loaded_to_find_torchs_threads() -> None:
         """
     )
 
-    assert told == "True set()"
+    assert output == "True set()"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it cannot be forbidden so")
-def test_where_memory_may_not_become_executable_there_is_an_error() -> None:
-    told = run_python(
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux only")
+def test_a_system_that_forbids_executable_memory_is_detected() -> None:
+    output = run_python(
         """
         import ctypes, torch
         from meshllm.model.kernels import jit
@@ -166,13 +166,13 @@ def test_where_memory_may_not_become_executable_there_is_an_error() -> None:
         """
     )
 
-    if told == "skip":
-        pytest.skip("this kernel does not know it")
-    first, limit, second = told.splitlines()
+    if output == "skip":
+        pytest.skip("this kernel does not support it")
+    first, limit, second = output.splitlines()
     assert first == "False 48.0"
-    assert limit == "no compiled kernels: this system lets no memory become executable"
-    assert second.startswith("ModelError There is no int8 kernel here")
-    assert second.endswith("this system lets no memory become executable")
+    assert limit == "no compiled kernels: this system forbids executable memory"
+    assert second.startswith("ModelError No int8 kernel on this machine")
+    assert second.endswith("this system forbids executable memory")
 
 
 def run_python(code: str) -> str:
@@ -187,13 +187,13 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_without_torchs_threads_one_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchs_threads_one_thread_runs_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "team", lambda: None)
 
-    test_every_block_is_done_once_whoever_takes_it()
+    test_every_block_runs_once_with_any_number_of_threads()
 
 
-def test_it_is_said_once_that_torchs_threads_are_not_found(
+def test_missing_threads_of_torch_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(jit, "_TEAM", "of_no_library")
@@ -211,7 +211,7 @@ def test_it_is_said_once_that_torchs_threads_are_not_found(
     assert [record.getMessage() for record in caplog.records] == [limit]
 
 
-def test_several_sessions_may_call_at_the_same_time() -> None:
+def test_concurrent_calls_do_not_interfere() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         code.store(INT, fields["what"], fields["to"], block)
 
@@ -226,7 +226,7 @@ def test_several_sessions_may_call_at_the_same_time() -> None:
         assert all(pool.map(call, range(1, 200)))
 
 
-def test_code_that_is_not_valid_is_not_compiled() -> None:
+def test_invalid_ir_is_not_compiled() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         with code.do.if_then(ir.Constant(ir.IntType(1), 0)):
             value = code.do.add(fields["what"], code.index(1))
@@ -252,7 +252,7 @@ def unary(name: str) -> Native:
     return Native(("*from", "*to"), write)
 
 
-def test_numbers_are_rounded_as_torch_rounds_them() -> None:
+def test_rounding_is_that_of_torch() -> None:
     drawn = torch.randint(-(2**31), 2**31 - 1, (1 << 16,)).to(torch.int32).view(torch.float32)
     values = torch.cat([drawn[drawn.isfinite()][: 1 << 15], torch.zeros(LANES)])
     values[-LANES:-6] = torch.tensor(
@@ -267,7 +267,7 @@ def test_numbers_are_rounded_as_torch_rounds_them() -> None:
     assert torch.equal(wide.view(torch.int32), values.bfloat16().float().view(torch.int32))
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     values, narrow = torch.full((LANES,), math.nan), torch.zeros(LANES, dtype=torch.bfloat16)
 
     unary("narrow")(1, 1, values.data_ptr(), narrow.data_ptr())
@@ -287,7 +287,7 @@ def test_a_number_is_passed_by_its_bits() -> None:
 
 
 def computed() -> list[Tensor]:
-    """Compute something with every function there is."""
+    """Compute something with every kernel."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -313,8 +313,8 @@ def computed() -> list[Tensor]:
     return [*results, wide]
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors are not x86")
-def test_a_lesser_processor_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 only")
+def test_an_older_cpu_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = (
         jit.room,
         native_attention._function,
@@ -325,7 +325,7 @@ def test_a_lesser_processor_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch)
         softmax._function,
     )
     if not binding.get_host_cpu_features().get("fma"):
-        pytest.skip("this processor is a lesser one")
+        pytest.skip("this CPU is older")
     here = computed()
 
     for each in compiled:

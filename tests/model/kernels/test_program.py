@@ -1,4 +1,4 @@
-"""Functions run one after the other, each with its fields and threads, each time."""
+"""Lists of kernel calls run in order, each with its arguments and threads."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from meshllm.model.steps.lowering import calls_for
 
 aten = torch.ops.aten
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+pytestmark = pytest.mark.skipif(not jit.works(), reason="executable memory is forbidden here")
 
 
-def test_calls_are_made_in_their_order_each_time() -> None:
+def test_calls_run_in_order_each_time() -> None:
     x, y = torch.zeros(64), torch.ones(64)
     add = calls_for(aten.add.Tensor, (x, y), {}, [x]) or []
     double = calls_for(aten.mul.Tensor, (x, 2.0), {}, [x]) or []
@@ -48,7 +48,7 @@ def test_threads_share_a_call(
         assert torch.equal(y, expected)
 
 
-def test_who_does_not_listen_hears_nothing() -> None:
+def test_calls_are_observed_only_within_the_block() -> None:
     x, heard = torch.zeros(16), list[object]()
     (call,) = calls_for(aten.add.Tensor, (x, x), {}, [x]) or []
 

@@ -1,4 +1,4 @@
-"""Softmax of columns: what rows see, what they do not, and what is no number."""
+"""Causal softmax over columns: visible keys, hidden keys, and NaN."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def draw(groups: int, keys: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def expected(scores: Tensor, rows: int, window: int | None) -> Tensor:
-    """Do it with a mask, in float64."""
+    """Compute it with a mask, in float64."""
     keys = scores.shape[1]
     places = keys - rows + torch.arange(scores.shape[2]) % rows
     behind = places - torch.arange(keys)[:, None]
@@ -33,7 +33,7 @@ def expected(scores: Tensor, rows: int, window: int | None) -> Tensor:
         (100, 17, 8 * COLUMNS),
     ],
 )
-def test_a_row_shares_out_what_it_sees(
+def test_a_row_is_the_softmax_of_the_keys_it_sees(
     keys: int, rows: int, columns: int, window: int | None, dtype: torch.dtype
 ) -> None:
     scores = draw(3, keys, columns, dtype)
@@ -46,7 +46,7 @@ def test_a_row_shares_out_what_it_sees(
 
 
 @pytest.mark.parametrize("size", [1e4, 3e38])
-def test_large_scores_are_shared_out(size: float) -> None:
+def test_large_scores_do_not_overflow(size: float) -> None:
     scores = draw(1, 30, COLUMNS, torch.float32).clamp(-1, 1) * size
     exact = expected(scores, 30, None)
 
@@ -55,7 +55,7 @@ def test_large_scores_are_shared_out(size: float) -> None:
     assert torch.allclose(scores.double(), exact, atol=1e-6)
 
 
-def test_a_window_that_is_longer_than_all_hides_nothing() -> None:
+def test_a_window_longer_than_the_keys_hides_nothing() -> None:
     scores = draw(1, 5, COLUMNS, torch.float32)
     other = scores.clone()
 
@@ -65,7 +65,7 @@ def test_a_window_that_is_longer_than_all_hides_nothing() -> None:
     assert torch.equal(scores, other)
 
 
-def test_a_column_has_the_same_bits_with_any_threads() -> None:
+def test_a_column_has_the_same_bits_with_any_number_of_threads() -> None:
     found, threads = [], torch.get_num_threads()
     try:
         for count in (1, 2):
@@ -79,10 +79,10 @@ def test_a_column_has_the_same_bits_with_any_threads() -> None:
     assert torch.equal(*found)
 
 
-def test_what_is_no_number_stays_in_its_column() -> None:
+def test_nan_affects_only_its_column() -> None:
     scores = draw(1, 10, COLUMNS, torch.float32)
     scores[0, 2, 5] = torch.nan
-    scores[0, 9, 4] = torch.nan  # nobody of this column sees it
+    scores[0, 9, 4] = torch.nan  # no row of this column sees it
 
     share_out(scores, 10)
 
@@ -90,7 +90,7 @@ def test_what_is_no_number_stays_in_its_column() -> None:
     assert scores.isnan().any(1).sum() == 1
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_invalid_scores_are_refused() -> None:
     for scores, rows in (
         (torch.zeros(1, 4, COLUMNS - 1), 2),
         (torch.zeros(1, 4, COLUMNS), 5),
@@ -99,5 +99,5 @@ def test_what_does_not_belong_together_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="softmax of"):
             share_out(scores, rows)
-    with pytest.raises(ValueError, match="anyhow"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         share_out(torch.zeros(1, COLUMNS, 64).transpose(1, 2)[:, :, :COLUMNS], 2)

@@ -1,4 +1,4 @@
-"""Attention on a GPU, beside attention in float32 row by row."""
+"""Attention on a GPU, compared with float32 attention row by row."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from tests.builders.fake_gpu import needs_gpu
     [(4, 2, 16, 16, None), (6, 2, 24, 24, 7), (16, 8, 128, 128, None), (4, 1, 80, 48, 33),
      (8, 1, 256, 256, None)],
 )  # fmt: skip
-def test_rows_attend_where_the_table_says(
+def test_rows_attend_to_the_caches_in_the_table(
     dtype: torch.dtype, heads: int, groups: int, width: int, width_out: int, window: int | None
 ) -> None:
-    from meshllm.model.kernels.triton_attention import attend  # only here Triton is sure to be
+    from meshllm.model.kernels.triton_attention import attend  # Triton is installed only with a GPU
 
     gpu, generator = choose("cuda", dtype), torch.Generator().manual_seed(0)
 
@@ -64,7 +64,7 @@ def test_rows_attend_where_the_table_says(
 
 
 def attend_plainly(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Attend in float32 with the last rows, to [1, T, H, E]."""
+    """Causal attention of the last rows in float32: [1, T, H, E]."""
     each = query.shape[1] // key.shape[1]
     key, value = (held.float().repeat_interleave(each, 1) for held in (key, value))
     scores = query.float() @ key.transpose(2, 3) * 0.3

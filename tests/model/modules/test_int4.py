@@ -1,4 +1,4 @@
-"""Products with half bytes: near the plain ones, and the same whoever else is multiplied."""
+"""int4 GEMM: close to the plain product, and row-invariant."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,9 @@ def relative(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_normal_weights_lose_about_a_tenth(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_error_of_normal_weights_is_about_a_tenth(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     weight, x = normal(*shape).to(dtype), normal(32, shape[1]).to(dtype)
 
     y = packed(weight)(x)
@@ -72,7 +74,7 @@ def test_the_number_of_threads_changes_no_bit(rows: int) -> None:
     assert torch.equal(matrix(x), alone)
 
 
-def test_it_takes_less_than_two_sevenths_of_bfloat16() -> None:
+def test_it_takes_less_than_two_sevenths_of_the_memory_of_bfloat16() -> None:
     weight = normal(256, 1024).bfloat16()
 
     assert weight.nbytes / sum(part.nbytes for part in pack(weight).values()) > 3.5
@@ -89,25 +91,25 @@ def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_form_is_known_before(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_form_is_known_before_packing(shape: tuple[int, int], dtype: torch.dtype) -> None:
     parts = pack(normal(*shape).to(dtype))
     made = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
 
     assert made == form(shape, dtype)
 
 
-def test_rows_may_lie_anyhow() -> None:
+def test_rows_may_be_strided() -> None:
     matrix, x = packed(normal(32, 64)), normal(64, 6)
 
     for rows in (x.T, normal(12, 64)[::2], normal(6, 128)[:, ::2]):
         assert torch.equal(matrix(rows), matrix(rows.clone(memory_format=torch.contiguous_format)))
 
 
-def test_equal_weights_are_kept() -> None:
+def test_equal_weights_are_exact() -> None:
     weight = torch.full((16, 64), 0.5)
 
     assert relative(packed(weight)(torch.ones(1, 64)), torch.full((1, 16), 32.0)) < 1e-6
 
 
-def test_the_order_of_the_bytes_has_a_name() -> None:
+def test_the_memory_layout_has_a_name() -> None:
     assert order((64, 64))

@@ -1,4 +1,4 @@
-"""Products with bytes: near the plain ones, and the same whoever else is multiplied."""
+"""int8 GEMM: close to the plain product."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_normal_weights_lose_less_than_a_hundredth(
+def test_the_error_of_normal_weights_is_about_a_hundredth(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     weight, x = normal(*shape).to(dtype), normal(9, shape[1]).to(dtype)
@@ -46,7 +46,7 @@ def test_normal_weights_lose_less_than_a_hundredth(
 
 def test_outliers_cost_the_other_columns_next_to_nothing() -> None:
     weight, x = normal(64, 512), normal(8, 512)
-    weight[:, [3, 77, 400]] = 0  # what they add themselves would hide what the others lose
+    weight[:, [3, 77, 400]] = 0  # or their products would hide the errors of the others
     before = packed(weight)(x)
     x[:, [3, 77, 400]] *= torch.tensor([60.0, 120.0, 200.0])
 
@@ -55,7 +55,9 @@ def test_outliers_cost_the_other_columns_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("outputs", [64, 200, 1000])
-def test_a_prompt_is_multiplied_as_near(monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
+def test_prefill_has_the_same_error_with_and_without_dequantising(
+    monkeypatch: pytest.MonkeyPatch, outputs: int
+) -> None:
     weight, x = normal(outputs, 96), normal(int8.MANY, 96).bfloat16()
     exact, matrix = x.float() @ weight.T, packed(weight)
     monkeypatch.setattr(int8, "WIDE_BYTES", 2 * 96 * 64 * 3)
@@ -66,7 +68,7 @@ def test_a_prompt_is_multiplied_as_near(monkeypatch: pytest.MonkeyPatch, outputs
 
     assert [y.shape for y in found] == [exact.shape] * 2
     assert all(relative(y.float(), exact) < 0.012 for y in found)
-    assert not torch.equal(*found)  # there are two ways, and both were gone
+    assert not torch.equal(*found)  # both code paths were taken
 
 
 def test_weights_are_left_as_they_are() -> None:
@@ -78,7 +80,7 @@ def test_weights_are_left_as_they_are() -> None:
     assert torch.equal(weight, before)
 
 
-def test_rows_may_lie_anyhow() -> None:
+def test_rows_may_be_strided() -> None:
     matrix, x = packed(normal(32, 64)), normal(64, 6)
 
     for rows in (x.T, x.T.bfloat16(), normal(12, 64)[::2], normal(6, 128)[:, ::2]):
@@ -103,13 +105,13 @@ def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_form_is_known_before(shape: tuple[int, int]) -> None:
+def test_the_form_is_known_before_packing(shape: tuple[int, int]) -> None:
     made = {name: (tuple(part.shape), part.dtype) for name, part in pack(normal(*shape)).items()}
 
     assert made == form(shape, torch.bfloat16)
 
 
-def test_packed_bytes_are_used_where_they_lie() -> None:
+def test_packed_tensors_are_not_copied() -> None:
     parts = pack(normal(64, 64))
     matrix, x = Int8Matrix(parts, (64, 64)), normal(1, 64)
     before = matrix(x)

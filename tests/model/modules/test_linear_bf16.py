@@ -1,4 +1,4 @@
-"""Which modules are exchanged for compiled ones, and a row has the same bits in any company."""
+"""Which modules are replaced by compiled ones, and that they are row-invariant."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from meshllm.model.modules.linear_bf16 import (
     native_of,
 )
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+pytestmark = pytest.mark.skipif(not jit.works(), reason="executable memory is forbidden here")
 
 
 @pytest.fixture(autouse=True)
-def _asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchange on every processor."""
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enable the replacement on every CPU."""
     monkeypatch.setattr(linear_bf16, "use_own_gemm", lambda: True)
 
 
@@ -37,7 +37,7 @@ def made(plain: nn.Linear) -> NativeLinear:
 
 @pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 64, True), (100, 192, False)])
 @torch.inference_mode()
-def test_rows_of_a_step_are_rows_alone_and_near_those_of_torch(
+def test_rows_of_a_step_are_row_invariant_and_close_to_torch(
     outputs: int, inputs: int, bias: bool
 ) -> None:
     plain = linear(outputs, inputs, bias=bias)
@@ -51,7 +51,7 @@ def test_rows_of_a_step_are_rows_alone_and_near_those_of_torch(
 
 
 @torch.inference_mode()
-def test_rows_of_any_shape_and_layout_are_taken() -> None:
+def test_rows_of_any_shape_and_layout_are_supported() -> None:
     module, x = made(linear(128, 192, bias=True)), torch.randn(64, 192).bfloat16()
 
     expected = module(x)
@@ -63,7 +63,7 @@ def test_rows_of_any_shape_and_layout_are_taken() -> None:
 
 
 @torch.inference_mode()
-def test_many_rows_of_outputs_that_fill_no_blocks_stay_with_torch(
+def test_many_rows_with_an_incomplete_output_block_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, x = linear(100, 64), torch.randn(40, 64).bfloat16()
@@ -72,7 +72,7 @@ def test_many_rows_of_outputs_that_fill_no_blocks_stay_with_torch(
     assert torch.equal(made(plain)(x), plain(x))
 
 
-def test_what_is_of_another_kind_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_modules_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(nn.Linear):
         pass
 
@@ -90,7 +90,7 @@ def test_what_is_of_another_kind_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16", "bf16"])
-def test_a_processor_with_instructions_for_bfloat16_needs_none(
+def test_a_cpu_with_bf16_instructions_is_detected(
     monkeypatch: pytest.MonkeyPatch, feature: str
 ) -> None:
     monkeypatch.undo()
@@ -100,7 +100,7 @@ def test_a_processor_with_instructions_for_bfloat16_needs_none(
         assert any(tried) == bool(known)
 
 
-def test_a_bad_row_is_nothing_to_others() -> None:
+def test_nan_affects_only_its_row() -> None:
     module, x = made(linear(64, 128)), torch.randn(3, 128).bfloat16()
     clean: Tensor = module(x)
     x[1] = torch.nan

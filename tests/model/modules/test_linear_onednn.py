@@ -1,4 +1,4 @@
-"""Which matrices are copied, and that no copy changes a bit; how fast they are is not asked."""
+"""Which matrices are packed, and that packing changes no bit; speed is not tested."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from meshllm.testing.models import stock_model, tiny_model
 
 @pytest.fixture(autouse=True)
 def _copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile nothing, which goes first."""
+    """Disable the compiled modules, which take precedence."""
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
 
 
@@ -28,19 +28,19 @@ def copy_of(plain: nn.Linear) -> PackedLinear:
     try:
         return PackedLinear(plain)
     except (RuntimeError, AttributeError) as error:
-        pytest.skip(f"this processor has no kernel for packed matrices: {error}")
+        pytest.skip(f"this CPU has no kernel for packed matrices: {error}")
 
 
 def exact_copy_of(plain: nn.Linear) -> PackedLinear:
     sample, x = specimen(plain)
     if not same(sample, copy_of(sample), x):
-        pytest.skip("this processor adds in another order")
+        pytest.skip("this CPU sums in another order")
     return PackedLinear(plain)
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Believe that every copy is faster, and that it has the same bits."""
+    """Assume that every copy is faster, with the same bits."""
     copy_of(linear())
     monkeypatch.setattr(module, "sooner", lambda *_: True)
     monkeypatch.setattr(module, "same", lambda *_: True)
@@ -48,7 +48,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_copy_that_passes_gives_the_bits_of_the_matrix(bias: bool) -> None:
+def test_an_accepted_copy_gives_the_bits_of_the_matrix(bias: bool) -> None:
     plain = linear(1024, 768, bias=bias)
     packed = exact_copy_of(plain)
 
@@ -70,7 +70,7 @@ def test_rows_of_any_shape_give_the_bits_of_the_matrix(bias: bool) -> None:
             assert torch.equal(packed(rows.contiguous()), plain(rows.contiguous()))
 
 
-def test_a_sum_in_another_order_is_noticed() -> None:
+def test_another_summation_order_is_detected() -> None:
     plain, x = specimen(linear())
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
     other = linear()
@@ -80,7 +80,7 @@ def test_a_sum_in_another_order_is_noticed() -> None:
     assert not same(plain, lambda rows: other(rows[..., order]), x)
 
 
-def test_a_specimen_has_the_shape_of_the_module() -> None:
+def test_a_probe_has_the_shape_of_the_module() -> None:
     plain, x = specimen(linear(8, 7, bias=True))
 
     assert plain.weight.shape == (8, 7)
@@ -90,7 +90,7 @@ def test_a_specimen_has_the_shape_of_the_module() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_what_gains_is_exchanged_and_keeps_its_weights() -> None:
+def test_a_faster_copy_replaces_the_module_and_keeps_its_weights() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear(bias=True))
     names = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
 
@@ -101,7 +101,7 @@ def test_what_gains_is_exchanged_and_keeps_its_weights() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_what_is_skipped_stays() -> None:
+def test_skipped_modules_are_not_replaced() -> None:
     model = nn.ModuleDict({"head": linear(), "header": linear(), "ends": nn.Sequential(linear())})
 
     pack(model, skip={"head", "ends"})
@@ -112,7 +112,7 @@ def test_what_is_skipped_stays() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_what_others_listen_to_stays() -> None:
+def test_a_module_with_a_hook_is_not_replaced() -> None:
     model = nn.Sequential(linear())
     model[0].register_forward_hook(lambda *_: None)
 
@@ -122,7 +122,7 @@ def test_what_others_listen_to_stays() -> None:
 
 
 @pytest.mark.parametrize("other", [linear(64, 64), linear().float(), linear().to("meta")])
-def test_small_wide_and_empty_matrices_stay(
+def test_small_float32_and_meta_matrices_are_not_replaced(
     other: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_gains", lambda _: True)
@@ -135,7 +135,7 @@ def test_small_wide_and_empty_matrices_stay(
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("reason", ["same", "sooner"])
-def test_other_bits_or_no_gain_leave_the_plain_module(
+def test_other_bits_or_no_speedup_leave_the_plain_module(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, reason, lambda *_: False)
@@ -146,7 +146,7 @@ def test_other_bits_or_no_gain_leave_the_plain_module(
     assert type(model[0]) is nn.Linear
 
 
-def test_a_matrix_too_large_for_a_second_is_tried_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_too_large_for_a_probe_is_tried_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Linear] = []
     monkeypatch.setattr(module, "LARGEST", 0)
 
@@ -162,7 +162,7 @@ def test_a_matrix_too_large_for_a_second_is_tried_itself(monkeypatch: pytest.Mon
     assert tried == [plain]
 
 
-def test_a_processor_without_the_kernel_keeps_the_plain_module(
+def test_a_cpu_without_the_kernel_keeps_the_plain_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: nn.Linear) -> None:
@@ -202,7 +202,7 @@ def test_a_head_that_only_shares_its_weights_is_not_copied(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(("dtype", "packed"), [(torch.float16, True), (torch.bfloat16, False)])
-def test_cast_weights_and_those_to_be_exchanged_are_not_copied(
+def test_cast_weights_and_those_not_to_be_packed_are_not_copied(
     tmp_path: Path, dtype: torch.dtype, packed: bool
 ) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Matrices whose rows do not depend on each other's company."""
+"""Row-invariant linear layers by padding."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ COUNTS = (1, 2, 3, 5, 9, 17)
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """Try again what was tried with other functions of torch."""
+    """Clear the cached results of trials, before and after."""
     module._floor.cache_clear()
     yield
     module._floor.cache_clear()
@@ -34,8 +34,8 @@ def model_of(inputs: int, outputs: int, dtype: torch.dtype, kind: type = nn.Line
     return nn.Sequential(kind(inputs, outputs, dtype=dtype))
 
 
-def moody(least: int) -> Callable[..., Any]:
-    """Add up fewer rows in another order: the effect, on any processor."""
+def row_variant(least: int) -> Callable[..., Any]:
+    """Return a linear that sums fewer rows in another order, to show the effect on any CPU."""
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
         products = x[..., None, :] * weight  # [..., N, K]
@@ -47,8 +47,8 @@ def moody(least: int) -> Callable[..., Any]:
     return linear
 
 
-def test_a_matrix_that_minds_few_rows_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "linear", moody(3))
+def test_a_row_variant_matrix_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "linear", row_variant(3))
     model = nn.Sequential(nn.Linear(96, 40, bias=False))
     x = torch.randn(1, 17, 96)
     before = model(x)
@@ -63,24 +63,26 @@ def test_a_matrix_that_minds_few_rows_gets_more(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(model(x[:, :rows]), before[:, :rows])
 
 
-def test_where_more_rows_do_not_help_there_is_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "linear", moody(5))
+def test_no_minimum_is_found_if_padding_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "linear", row_variant(5))
 
     assert find_floors(model_of(96, 40, torch.float32), torch.float32, COUNTS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (96, 256), (2048, 64), (33, 7)])
-def test_rows_are_the_same_in_any_company_where_it_is_said(
+def test_rows_have_the_same_bits_in_any_batch_if_a_minimum_is_found(
     inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
     model = model_of(inputs, outputs, dtype)
     floors = find_floors(model, dtype, COUNTS)
     if floors is None:
-        pytest.skip(f"this processor has no such kernel for {inputs} x {outputs} in {dtype}")
+        pytest.skip(f"this CPU has no such kernel for {inputs} x {outputs} in {dtype}")
     steady(model, floors)
     x = torch.randn(1, 17, inputs).to(dtype)
-    x[..., inputs // 2 : inputs // 2 * 2] = -x[..., : inputs // 2]  # the sums are their rounding
+    x[..., inputs // 2 : inputs // 2 * 2] = -x[
+        ..., : inputs // 2
+    ]  # the sums cancel except for rounding errors
 
     whole = model(x)
 
@@ -89,7 +91,7 @@ def test_rows_are_the_same_in_any_company_where_it_is_said(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(
+def test_a_packed_copy_needs_the_minimum_of_its_matrix(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
@@ -97,7 +99,7 @@ def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(
     floors = find_floors(model, dtype, COUNTS)
     pack(model)
     if floors is None or not isinstance(model.get_submodule("0"), PackedLinear):
-        pytest.skip("no such copy, or no such kernel, on this processor")
+        pytest.skip("no such copy, or no such kernel, on this CPU")
     steady(model, floors)
     x = torch.randn(1, 17, 2048).to(dtype)
     x[..., 1024:] = -x[..., :1024]
@@ -109,7 +111,7 @@ def test_a_copy_in_another_layout_has_the_floor_of_its_matrix(
 
 
 @torch.inference_mode()
-def test_what_is_compiled_needs_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_module_needs_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: True)
     plain, x = specimen(nn.Linear(896, 64, False, device="meta", dtype=torch.bfloat16))
     model = nn.Sequential(plain)
@@ -124,7 +126,7 @@ def test_what_is_compiled_needs_no_floor(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model[0] is plain
 
 
-def test_a_module_that_cannot_be_exchanged_where_that_was_counted_on_is_told_of(
+def test_a_module_whose_hook_prevents_its_compiled_form_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: True)
@@ -136,17 +138,17 @@ def test_a_module_that_cannot_be_exchanged_where_that_was_counted_on_is_told_of(
     assert not steady(model, floors)
 
 
-def test_of_a_linear_module_of_the_model_s_own_nothing_is_known() -> None:
+def test_a_subclass_of_linear_has_no_minimum() -> None:
     model = model_of(96, 40, torch.bfloat16, Own)
 
     assert find_floors(model, torch.bfloat16, COUNTS) is None
 
 
-def test_a_matrix_of_another_dtype_is_none_that_was_tried() -> None:
+def test_a_matrix_of_another_dtype_has_no_minimum() -> None:
     assert find_floors(model_of(96, 40, torch.float32), torch.bfloat16, COUNTS) is None
 
 
-def test_weight_and_bias_are_where_stock_code_looks_for_them() -> None:
+def test_weight_and_bias_are_those_of_the_plain_module() -> None:
     plain = nn.Linear(8, 4)
     linear = SteadyLinear(plain, 2)
 

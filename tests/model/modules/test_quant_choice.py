@@ -1,4 +1,4 @@
-"""What is exchanged, what stays, and what goes together."""
+"""Which modules are quantised, which stay plain, and which are grouped."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class Special(nn.Linear):
     pass
 
 
-def test_every_linear_module_that_fits_is_chosen() -> None:
+def test_every_supported_linear_module_is_chosen() -> None:
     model = nn.ModuleDict(
         {"a": Attention(), "odd": nn.Linear(60, 16), "table": nn.Embedding(9, 64)}
     )
@@ -29,12 +29,12 @@ def test_every_linear_module_that_fits_is_chosen() -> None:
 
     assert list(linears) == ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj"]
     assert [(p.name, p.shape, p.reason) for p in plain] == [
-        ("odd", (16, 60), "60 inputs are no multiple of 64")
+        ("odd", (16, 60), "60 inputs are not a multiple of 64")
     ]
     assert not plain[0].lossy
 
 
-def test_what_is_skipped_is_not_even_named() -> None:
+def test_skipped_modules_are_not_reported() -> None:
     model = nn.ModuleDict({"a": Attention(), "ab": nn.Linear(64, 64), "odd": nn.Linear(60, 16)})
 
     linears, plain = choose(model, Quant.INT4, ["a", "odd"])
@@ -43,7 +43,7 @@ def test_what_is_skipped_is_not_even_named() -> None:
     assert plain == []
 
 
-def test_what_another_module_would_lose_keeps_it() -> None:
+def test_a_module_whose_replacement_would_lose_something_stays_plain() -> None:
     hooked = nn.Linear(64, 64)
     hooked.register_forward_hook(lambda *_: None)
     with torch.device("meta"):
@@ -56,7 +56,7 @@ def test_what_another_module_would_lose_keeps_it() -> None:
     assert [p.reason for p in plain] == ["it is a Special", "it has hooks", "it is on meta"]
 
 
-def test_stacked_experts_are_named() -> None:
+def test_stacked_experts_are_reported() -> None:
     model = nn.Module()
     model.gate_up_proj = nn.Parameter(torch.zeros(4, 32, 64))
     model.convolution = nn.Parameter(torch.zeros(64, 1, 4))
@@ -66,7 +66,7 @@ def test_stacked_experts_are_named() -> None:
     assert [(p.name, p.shape) for p in plain] == [("gate_up_proj", (4, 32, 64))]
 
 
-def test_query_key_and_value_go_together() -> None:
+def test_query_key_and_value_are_grouped() -> None:
     linears, _ = choose(nn.ModuleDict({"a": Attention(), "b": Attention()}), Quant.INT8, [])
 
     assert list(families(linears)) == [
@@ -77,13 +77,13 @@ def test_query_key_and_value_go_together() -> None:
     ]
 
 
-def test_what_cannot_read_the_same_rows_goes_alone() -> None:
+def test_modules_with_different_inputs_are_not_grouped() -> None:
     linears, _ = choose(Attention(inputs=128), Quant.INT8, [])
 
     assert list(families(linears)) == [("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",)]
 
 
-def test_a_missing_sibling_leaves_the_others_alone() -> None:
+def test_a_group_with_a_missing_module_is_split() -> None:
     linears, _ = choose(Attention(width=60), Quant.INT4, [])
 
     assert list(families(linears)) == [("k_proj",), ("v_proj",), ("o_proj",)]

@@ -1,4 +1,4 @@
-"""Which kernel takes which matrix."""
+"""Which kernel supports which matrix."""
 
 import dataclasses
 
@@ -22,13 +22,13 @@ BF16 = torch.bfloat16
         (Quant.INT8, (7, 0), BF16, "it is empty"),
         (Quant.INT4, (0, 64), BF16, "it is empty"),
         (Quant.INT4, (16, 64), BF16, ""),
-        (Quant.INT4, (16, 65), BF16, "65 inputs are no multiple of 64"),
-        (Quant.INT4, (17, 64), BF16, "17 outputs are no multiple of 16"),
+        (Quant.INT4, (16, 65), BF16, "65 inputs are not a multiple of 64"),
+        (Quant.INT4, (17, 64), BF16, "17 outputs are not a multiple of 16"),
         (Quant.INT8, (16, 64), torch.float64, "its weights are torch.float64"),
         (Quant.INT4, (16, 64), torch.int8, "its weights are torch.int8"),
     ],
 )
-def test_what_a_kernel_does_not_take_has_a_reason(
+def test_an_unsupported_matrix_has_a_reason(
     kind: Quant, shape: tuple[int, int], dtype: torch.dtype, reason: str
 ) -> None:
     assert unfit(kind, shape, dtype) == reason
@@ -43,12 +43,12 @@ def test_what_a_kernel_does_not_take_has_a_reason(
         (Quant.INT4, (1000, 1000), 2_000_000),  # it stays plain
     ],
 )
-def test_the_memory_is_known_before(kind: Quant, shape: tuple[int, int], size: int) -> None:
+def test_the_memory_is_known_before_packing(kind: Quant, shape: tuple[int, int], size: int) -> None:
     assert packed_bytes(kind, shape, BF16) == size
 
 
 @pytest.mark.parametrize("kind", [Quant.INT8, Quant.INT4])
-def test_the_memory_that_is_foretold_is_taken(kind: Quant) -> None:
+def test_the_predicted_memory_is_that_of_the_packed_tensors(kind: Quant) -> None:
     packed = KERNELS[kind].pack(torch.ones(512, 256, dtype=BF16))
 
     taken = sum(tensor.nbytes for tensor in packed.values())
@@ -56,19 +56,17 @@ def test_the_memory_that_is_foretold_is_taken(kind: Quant) -> None:
 
 
 @pytest.mark.parametrize("kind", [Quant.INT8, Quant.INT4])
-def test_a_processor_without_a_kernel_is_named(
-    kind: Quant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_kernel_is_an_error(kind: Quant, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_weight: Tensor) -> Packed:
         raise RuntimeError("no such kernel\nat 0x0")
 
     monkeypatch.setitem(KERNELS, kind, dataclasses.replace(KERNELS[kind], pack=refuse))
 
-    with pytest.raises(ModelError, match=f"no {kind} kernel here, .*: no such kernel$") as error:
+    with pytest.raises(ModelError, match=f"No {kind} kernel on .*: no such kernel$") as error:
         kernel(kind)
     assert error.value.hint == "use `--quant none`"
 
 
 @pytest.mark.parametrize("kind", [Quant.INT8, Quant.INT4])
-def test_this_processor_has_a_kernel(kind: Quant) -> None:
+def test_this_cpu_has_a_kernel(kind: Quant) -> None:
     assert kernel(kind) is KERNELS[kind]

@@ -1,4 +1,4 @@
-"""Modules that read the same rows share one product, and nothing that is wrong."""
+"""Modules that read the same input share one product, and never a wrong one."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_one_product_serves_all() -> None:
         torch.testing.assert_close(mine, theirs(x))
 
 
-def test_any_order_of_calls_gives_the_same() -> None:
+def test_any_order_of_calls_gives_the_same_result() -> None:
     _, plain, modules = family(4, 2, 3)
     a, b = torch.randn(1, 8), torch.randn(3, 8)
 
@@ -54,7 +54,7 @@ def test_any_order_of_calls_gives_the_same() -> None:
         torch.testing.assert_close(modules[index](x), plain[index](x))
 
 
-def test_rows_that_change_between_the_calls_are_multiplied_again() -> None:
+def test_input_that_changes_between_calls_is_multiplied_again() -> None:
     _, plain, modules = family(4, 2)
     x = torch.randn(1, 8)
     modules[0](x)
@@ -64,7 +64,7 @@ def test_rows_that_change_between_the_calls_are_multiplied_again() -> None:
     torch.testing.assert_close(modules[1](x), plain[1](x))
 
 
-def test_rows_of_another_dtype_are_multiplied_again() -> None:
+def test_input_of_another_dtype_is_multiplied_again() -> None:
     matrix, _, modules = family(4, 2, dtype=torch.bfloat16)
     x = torch.ones(1, 8, dtype=torch.bfloat16)
     modules[0](x)
@@ -74,7 +74,7 @@ def test_rows_of_another_dtype_are_multiplied_again() -> None:
     assert matrix.calls == 2
 
 
-def test_the_last_one_gives_the_memory_back() -> None:
+def test_the_last_call_frees_the_memory() -> None:
     _, _, modules = family(4, 2)
     x = torch.randn(1, 8)
 
@@ -84,7 +84,7 @@ def test_the_last_one_gives_the_memory_back() -> None:
     assert not modules[0]._siblings._parts
 
 
-def test_one_alone_keeps_nothing() -> None:
+def test_a_single_module_caches_nothing() -> None:
     matrix, plain, [module] = family(4)
     x = torch.randn(1, 8)
 
@@ -105,7 +105,7 @@ def test_the_result_is_like_that_of_the_plain_module(dtype: torch.dtype) -> None
         torch.testing.assert_close(mine, theirs, atol=0.01, rtol=0.01)
 
 
-def test_what_stock_code_looks_at_is_still_there() -> None:
+def test_attributes_that_stock_code_reads_are_kept() -> None:
     _, plain, modules = family(4, bias=True)
 
     assert modules[0].weight is plain[0].weight

@@ -1,4 +1,4 @@
-"""Packed matrices come back as they were kept, or not at all."""
+"""Cached packed matrices are loaded unchanged, or not at all."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_kept_is_found(file: Path) -> None:
+def test_a_cached_matrix_is_found(file: Path) -> None:
     found = find(file.parent, KEY, FORM)
 
     assert found is not None
@@ -55,24 +55,24 @@ def test_what_was_kept_is_found(file: Path) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_what_is_found_lies_where_vectors_are_quick(file: Path) -> None:
+def test_mapped_tensors_are_aligned(file: Path) -> None:
     found = find(file.parent, KEY, FORM)
 
     assert found is not None
     assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in found.values())
 
 
-def test_anyone_can_read_the_file(file: Path) -> None:
+def test_the_file_is_a_safetensors_file(file: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         assert sorted(opened.keys()) == ["data", "scale"]
         assert opened.metadata()["key"] == KEY
 
 
-def test_nothing_unfinished_is_left(file: Path) -> None:
+def test_no_temporary_file_is_left(file: Path) -> None:
     assert [path.suffix for path in file.parent.iterdir()] == [".safetensors"]
 
 
-def test_what_was_never_kept_is_not_found(tmp_path: Path) -> None:
+def test_an_uncached_matrix_is_not_found(tmp_path: Path) -> None:
     assert find(tmp_path, KEY, FORM) is None
     assert find(tmp_path / "nowhere", KEY, FORM) is None
 
@@ -82,7 +82,7 @@ def test_another_key_finds_nothing(file: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [0.0, 0.02, 0.3, 0.5, 0.9])
-def test_no_changed_byte_is_believed(file: Path, where: float) -> None:
+def test_a_changed_byte_is_detected(file: Path, where: float) -> None:
     content = bytearray(file.read_bytes())
     content[int(where * len(content))] ^= 1
     file.write_bytes(content)
@@ -105,7 +105,7 @@ def test_a_file_that_was_verified_is_mapped_without_reading_it(file: Path) -> No
     assert find(file.parent, KEY, FORM) is None
 
 
-def test_what_was_changed_a_moment_ago_is_verified_again(file: Path) -> None:
+def test_a_recently_changed_file_is_verified_again(file: Path) -> None:
     os.utime(file)
     assert find(file.parent, KEY, FORM) is not None
     stat, content = file.stat(), bytearray(file.read_bytes())
@@ -118,13 +118,13 @@ def test_what_was_changed_a_moment_ago_is_verified_again(file: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, 500, -1])
-def test_no_part_of_a_file_is_believed(file: Path, size: int) -> None:
+def test_a_truncated_file_is_refused(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
     assert find(file.parent, KEY, FORM) is None
 
 
-def test_a_file_under_another_name_is_not_believed(file: Path) -> None:
+def test_a_renamed_file_is_refused(file: Path) -> None:
     file.replace(quant_store._path(file.parent, "another"))
 
     assert find(file.parent, "another", FORM) is None
@@ -139,11 +139,11 @@ def test_a_file_under_another_name_is_not_believed(file: Path) -> None:
         FORM | {"more": ((1,), torch.uint8)},
     ],
 )
-def test_a_file_of_another_form_is_not_believed(file: Path, form: Form) -> None:
+def test_a_file_of_another_form_is_refused(file: Path, form: Form) -> None:
     assert find(file.parent, KEY, form) is None
 
 
-def test_tensors_of_another_kind_are_not_believed(file: Path) -> None:
+def test_tensors_of_another_dtype_are_refused(file: Path) -> None:
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -161,7 +161,7 @@ def test_a_pickle_is_not_opened(file: Path) -> None:
     assert find(file.parent, KEY, FORM) is None
 
 
-def test_a_folder_that_cannot_be_written_costs_the_file_only(
+def test_an_unwritable_folder_is_only_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
     with caplog.at_level(logging.INFO, "meshllm"):
         keep(tmp_path / "file", KEY, PACKED)
 
-    assert "is not kept" in caplog.text
+    assert "is not cached" in caplog.text
 
 
 def test_a_file_that_cannot_be_finished_is_removed(
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_finished_is_removed(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_nobody_wants_goes(file: Path) -> None:
+def test_unused_files_are_evicted(file: Path) -> None:
     other = file.parent / "speed.safetensors"
     other.write_text("not ours")
     long_ago = time.time() - UNUSED_S - 1
@@ -197,7 +197,7 @@ def test_what_nobody_wants_goes(file: Path) -> None:
     assert list(file.parent.iterdir()) == [other]
 
 
-def test_what_is_read_again_stays(file: Path) -> None:
+def test_a_file_in_use_is_not_evicted(file: Path) -> None:
     long_ago = time.time() - UNUSED_S - 1
     os.utime(file, (long_ago, long_ago))
 
@@ -207,7 +207,7 @@ def test_what_is_read_again_stays(file: Path) -> None:
     assert file.exists()
 
 
-def test_memory_that_was_given_back_reads_the_same() -> None:
+def test_paged_out_memory_reads_the_same() -> None:
     tensor = torch.arange(100_000)
 
     page_out(tensor)
@@ -215,7 +215,7 @@ def test_memory_that_was_given_back_reads_the_same() -> None:
     assert torch.equal(tensor, torch.arange(100_000))
 
 
-def test_other_systems_keep_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_do_not_page_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.delattr("ctypes.CDLL")
 

@@ -1,4 +1,4 @@
-"""A model with quantised weights answers nearly as before, and quickly after the first start."""
+"""A quantised model gives nearly the same logits, and packs nothing on its next start."""
 
 import dataclasses
 import logging
@@ -43,7 +43,7 @@ def quantised(source: Source, kind: Quant, **options: Any) -> tuple[Any, Report]
 
 
 def no_packing(kind: Quant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let only what `kernel` tries itself be packed."""
+    """Allow only the packing that `kernel` does as its trial."""
     pack = KERNELS[kind].pack
 
     def refuse(weight: Tensor) -> Any:
@@ -61,7 +61,7 @@ def log_probabilities(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "far"), [(Quant.INT8, 0.02), (Quant.INT4, 0.3)])
-def test_the_answer_is_nearly_that_of_plain_weights(
+def test_the_logits_are_nearly_those_of_plain_weights(
     source: Source, kind: Quant, far: float
 ) -> None:
     plain = log_probabilities(stock_model(source))
@@ -93,10 +93,10 @@ def test_the_report_counts_modules_and_memory(
     assert report.plain_bytes == sum(module.weight.nbytes for module in found)
     assert report.plain_bytes > ratio * report.bytes
     assert len(report.plain) == 6 * 7 + 1 - modules
-    assert all("96 inputs are no multiple of 64" in plain.reason for plain in report.plain)
+    assert all("96 inputs are not a multiple of 64" in plain.reason for plain in report.plain)
 
 
-def test_a_tied_head_is_packed_and_the_table_stays(
+def test_a_tied_head_is_packed_and_the_embedding_stays_plain(
     tied: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain: Any = stock_model(tied)
@@ -112,14 +112,14 @@ def test_a_tied_head_is_packed_and_the_table_stays(
     quantised(tied, Quant.INT8, digests=digests, cache=tmp_path)
 
 
-def test_what_is_skipped_stays_plain(source: Source) -> None:
+def test_skipped_modules_stay_plain(source: Source) -> None:
     model, report = quantised(source, Quant.INT8, skip=["lm_head"])
 
     assert type(model.lm_head) is nn.Linear
     assert report.modules == 6 * 7
 
 
-def test_weights_that_are_no_pages_of_a_file_are_given_up(source: Source) -> None:
+def test_weights_that_are_not_mapped_are_freed(source: Source) -> None:
     model, _ = quantised(source, Quant.INT8, mapped=False)
 
     assert model.model.layers[0].mlp.up_proj.weight.is_meta
@@ -143,7 +143,7 @@ def test_the_next_start_packs_nothing(
     assert torch.equal(log_probabilities(second), log_probabilities(first))
 
 
-def test_what_is_kept_is_of_these_weights_only(
+def test_cached_matrices_are_of_these_weights_only(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = digest_weights(build(source.config, BF16), source.folder, tmp_path)
@@ -155,8 +155,8 @@ def test_what_is_kept_is_of_these_weights_only(
         quantised(source, Quant.INT8, digests=others, cache=tmp_path)
 
 
-@pytest.mark.parametrize("change", ["torch", "processor"])
-def test_what_is_kept_is_of_this_torch_and_processor_only(
+@pytest.mark.parametrize("change", ["torch", "cpu"])
+def test_cached_matrices_are_of_this_torch_and_cpu_only(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     digests = digest_weights(build(source.config, BF16), source.folder, tmp_path)
@@ -172,7 +172,7 @@ def test_what_is_kept_is_of_this_torch_and_processor_only(
         quantised(source, Quant.INT4, digests=digests, cache=tmp_path)
 
 
-def test_a_damaged_file_is_made_again(source: Source, tmp_path: Path) -> None:
+def test_a_damaged_file_is_replaced(source: Source, tmp_path: Path) -> None:
     digests = digest_weights(build(source.config, BF16), source.folder, tmp_path)
     first, _ = quantised(source, Quant.INT8, digests=digests, cache=tmp_path)
     kept = sorted(tmp_path.glob("*.safetensors"))
@@ -187,16 +187,16 @@ def test_a_damaged_file_is_made_again(source: Source, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in kept] == contents
 
 
-def test_without_digests_nothing_is_kept(source: Source, tmp_path: Path) -> None:
+def test_without_digests_nothing_is_cached(source: Source, tmp_path: Path) -> None:
     quantised(source, Quant.INT8, cache=tmp_path)
 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_module_that_would_lose_too_much_stays_plain(
+def test_a_module_with_too_large_an_error_stays_plain(
     source: Source, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strict = dataclasses.replace(KERNELS[Quant.INT8], limit=0.013)  # few inputs lose little
+    strict = dataclasses.replace(KERNELS[Quant.INT8], limit=0.013)  # few inputs have small errors
     monkeypatch.setitem(KERNELS, Quant.INT8, strict)
     model = stock_model(source)
     bad = model.get_submodule("model.layers.3.self_attn.k_proj")
@@ -213,7 +213,7 @@ def test_a_module_that_would_lose_too_much_stays_plain(
     assert "`model.layers.3.self_attn.k_proj` [32, 64] stays plain: its error would" in caplog.text
 
 
-def test_weights_that_are_no_numbers_stay_plain(source: Source) -> None:
+def test_weights_with_nan_stay_plain(source: Source) -> None:
     model = stock_model(source)
     with torch.no_grad():
         model.get_submodule("model.layers.3.mlp.up_proj").get_parameter("weight")[0, 0] = torch.nan
@@ -231,7 +231,7 @@ def test_stacked_experts_are_reported(tmp_path: Path) -> None:
     assert report.modules >= 6 * 4
 
 
-def test_a_processor_without_the_kernel_changes_nothing(
+def test_without_a_kernel_the_model_is_unchanged(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_weight: Tensor) -> Any:
@@ -246,7 +246,7 @@ def test_a_processor_without_the_kernel_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", [Quant.INT8, Quant.INT4])
-def test_parts_give_the_logits_of_the_whole(source: Source, kind: Quant) -> None:
+def test_shards_give_the_logits_of_the_whole(source: Source, kind: Quant) -> None:
     def part(start: int, stop: int) -> Shard:
         span = Span(start, stop)
         shard = load_shard(source, span, embed=start == 0, head=stop == 6, packed=False)
@@ -265,7 +265,7 @@ def test_parts_give_the_logits_of_the_whole(source: Source, kind: Quant) -> None
 
 
 @pytest.mark.parametrize("kind", [Quant.INT8, Quant.INT4])
-def test_a_shard_is_loaded_quantised_and_its_next_start_packs_nothing(
+def test_a_shard_is_loaded_quantised_and_packs_nothing_on_its_next_start(
     source: Source, kind: Quant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load() -> Shard:
@@ -278,13 +278,13 @@ def test_a_shard_is_loaded_quantised_and_its_next_start_packs_nothing(
     assert torch.equal(load().forward(x, None), before)
 
 
-def test_a_table_that_a_shard_only_holds_for_a_tie_is_not_packed(tied: Source) -> None:
+def test_an_embedding_held_only_for_a_tie_is_not_packed(tied: Source) -> None:
     shard = load_shard(tied, Span(0, 2), embed=True, head=False, quant=Quant.INT8)
 
     assert type(shard.model.lm_head) is nn.Linear
 
 
-def test_weights_that_were_cast_are_given_up(source: Source) -> None:
+def test_weights_that_were_cast_are_freed(source: Source) -> None:
     shard = load_shard(
         source, Span(0, 2), embed=False, head=False, dtype=torch.float32, quant=Quant.INT8
     )

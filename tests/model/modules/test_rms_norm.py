@@ -1,4 +1,4 @@
-"""Norms in one call: only what is one, and each row as it would be alone."""
+"""Fused RMS norms: only RMS norms are replaced, and rows are row-invariant."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def quickened(plain: nn.Module) -> nn.Module:
     return model[0]
 
 
-def test_what_was_exchanged_is_taken_back() -> None:
+def test_replacements_are_undone() -> None:
     plain = drawn(LlamaRMSNorm(64))
     model = nn.Sequential(plain)
     quicken(model)
@@ -40,7 +40,7 @@ def test_what_was_exchanged_is_taken_back() -> None:
 
 
 class Shifted(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
-    """Looks like a norm, and adds something."""
+    """Looks like an RMS norm, but is not one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 1.01  # type: ignore[no-any-return]
@@ -54,7 +54,7 @@ class Biased(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followe
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
 @pytest.mark.parametrize("width", [1, 24, 128, 1024, 1000])
-def test_a_norm_is_exchanged(kind: Any, width: int) -> None:
+def test_a_norm_is_replaced(kind: Any, width: int) -> None:
     plain = drawn(kind(width))
     model = nn.Sequential(plain)
 
@@ -73,7 +73,7 @@ def test_a_norm_is_exchanged(kind: Any, width: int) -> None:
     [GemmaRMSNorm(64), Shifted(64), Biased(64), nn.LayerNorm(64), nn.RMSNorm(64, 1e-6).float()],
     ids=lambda each: type(each).__name__,
 )
-def test_what_is_something_else_stays(other: nn.Module) -> None:
+def test_other_modules_are_not_replaced(other: nn.Module) -> None:
     model = nn.Sequential(other if isinstance(other, nn.RMSNorm) else drawn(other))
 
     quicken(model)
@@ -82,7 +82,7 @@ def test_what_is_something_else_stays(other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", [FalconH1RMSNormGated, Qwen3NextRMSNormGated])
-def test_a_norm_that_takes_a_gate_stays(kind: Any) -> None:
+def test_a_gated_norm_is_not_replaced(kind: Any) -> None:
     model, x = nn.Sequential(drawn(kind(64))), torch.randn(1, 3, 64).bfloat16()
 
     quicken(model)
@@ -90,14 +90,14 @@ def test_a_norm_that_takes_a_gate_stays(kind: Any) -> None:
     assert model[0](x, x).shape == x.shape
 
 
-def test_a_norm_with_a_hook_stays() -> None:
+def test_a_norm_with_a_hook_is_not_replaced() -> None:
     plain = drawn(LlamaRMSNorm(64))
     plain.register_forward_hook(lambda *_: None)
 
     assert not isinstance(quickened(plain), QuickNorm)
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     quick = QuickNorm(drawn(LlamaRMSNorm(100)), 1e-6)
     x = torch.randn(1, 17, 100).bfloat16()
 
@@ -112,7 +112,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, FEW + 1])
-def test_stock_code_takes_what_is_not_a_few_rows(rows: int) -> None:
+def test_many_rows_and_no_rows_are_left_to_stock_code(rows: int) -> None:
     plain = drawn(LlamaRMSNorm(16))
     x = torch.randn(rows, 16).bfloat16()
 
@@ -121,28 +121,28 @@ def test_stock_code_takes_what_is_not_a_few_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e18])
-def test_rows_of_any_size_are_normed(size: float) -> None:
+def test_rows_of_any_magnitude_are_normalised(size: float) -> None:
     plain, x = drawn(LlamaRMSNorm(64)), (torch.randn(3, 64) * size).bfloat16()
 
     assert torch.allclose(norm(x, plain.weight, 1e-6).float(), plain(x).float(), rtol=2**-6)
 
 
 def test_rows_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows of 16 numbers for 8 weights"):
+    with pytest.raises(ValueError, match="rows of 16 values for 8 weights"):
         norm(torch.zeros(1, 16).bfloat16(), torch.zeros(8).bfloat16(), 1e-6)
 
 
-def test_where_nothing_can_be_compiled_norms_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compiled_kernels_norms_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "works", lambda: False)
 
     assert not isinstance(quickened(drawn(LlamaRMSNorm(64))), QuickNorm)
 
 
-# Torch's own norm, for a while
+# Torch's own norm, within a block
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_norms_are_torchs_own_for_a_while(dtype: torch.dtype) -> None:
+def test_norms_are_torchs_own_within_the_block(dtype: torch.dtype) -> None:
     plain, other, odd = drawn(LlamaRMSNorm(64)).to(dtype), GemmaRMSNorm(64).to(dtype), Shifted(64)
     model, x = nn.Sequential(plain, other, odd), torch.randn(2, 3, 64).to(dtype)
     expected = plain(x)
@@ -157,7 +157,7 @@ def test_norms_are_torchs_own_for_a_while(dtype: torch.dtype) -> None:
     torch.testing.assert_close(given, expected, rtol=4 * unit, atol=0)
 
 
-def test_a_norm_that_fails_leaves_none_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_that_fails_leaves_none_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = [LlamaRMSNorm(64) for _ in range(3)]
     model, agree = nn.Sequential(*norms), rms_norm._agree
 

@@ -1,4 +1,4 @@
-"""The parts of a stock model, found by running it without its layers."""
+"""The anatomy of a stock model, found by running it without its layers."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ class Parts:
         ),
     ],
 )
-def test_the_ends_are_told_from_the_layers(name: str, parts: Parts) -> None:
+def test_the_ends_are_distinguished_from_the_layers(name: str, parts: Parts) -> None:
     anatomy = anatomy_of(name)
 
     assert Parts(anatomy.layers, set(anatomy.inputs), set(anatomy.outputs)) == parts
@@ -77,7 +77,7 @@ def test_the_signature_of_the_forward_is_read() -> None:
     assert anatomy_of("mamba").call.cache == "cache_params"
 
 
-def test_the_model_is_as_it_was_afterwards() -> None:
+def test_the_model_is_unchanged_afterwards() -> None:
     skeleton = build(tiny_config("llama", read_table()), torch.float32)
 
     assert {type(layer).__name__ for layer in skeleton.parts} == {"LlamaDecoderLayer"}
@@ -104,6 +104,6 @@ def test_a_model_that_does_not_run_without_its_layers_is_refused() -> None:
         examine(Odd(2), 2)
 
 
-def test_a_model_without_such_a_list_of_layers_is_refused() -> None:
+def test_a_model_without_a_list_of_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="`Odd` has no list of 3 layers"):
         examine(Odd(2), 3)

@@ -1,4 +1,4 @@
-"""What a session remembers: grown in place, cropped, dropped behind a window."""
+"""The KV cache of a session: grown in place, cropped, dropped behind a window."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def mistral() -> PreTrainedConfig:
 
 
 def rows(start: int, count: int) -> Tensor:
-    """Keys ``[1, 2, count, 3]`` that tell their position."""
+    """Return keys ``[1, 2, count, 3]`` whose values are their positions."""
     positions = torch.arange(start, start + count, dtype=torch.float32)
     return positions.view(1, 1, -1, 1).expand(1, 2, -1, 3)
 
 
 def write(cache: SpanCache, count: int, layer: int = 1) -> Tensor:
-    """Do what a forward does with the cache of one layer; return the keys that it sees."""
+    """Update the cache of one layer as a forward does; return the keys that it sees."""
     keys, _ = cache.update(rows(cache.length, count), rows(cache.length, count), layer)
     cache.length += count
     return torch.as_tensor(keys[0, 0, :, 0])
@@ -51,7 +51,7 @@ def test_full_attention_sees_every_row_that_was_not_cropped(steps: list[tuple[in
 @given(
     st.lists(st.tuples(st.integers(1, 2 * BLOCK), st.integers(0, SLACK)), min_size=1, max_size=6)
 )
-def test_a_window_sees_what_stock_code_makes_a_mask_for(steps: list[tuple[int, int]]) -> None:
+def test_a_window_matches_the_mask_sizes_of_stock_code(steps: list[tuple[int, int]]) -> None:
     cache = SpanCache(mistral(), Span(1, 2))
 
     for count, taken in steps:
@@ -62,16 +62,16 @@ def test_a_window_sees_what_stock_code_makes_a_mask_for(steps: list[tuple[int, i
         cache.crop(max(cache.floor, cache.length - taken, 1))
 
 
-def test_a_window_goes_back_by_its_slack_and_no_further() -> None:
+def test_a_window_can_be_cropped_by_its_slack_and_no_further() -> None:
     cache = SpanCache(mistral(), Span(1, 2))
     write(cache, 500)
-    write(cache, 5 * BLOCK + 1)  # makes room, and forgets what is far behind
+    write(cache, 5 * BLOCK + 1)  # reallocates, and drops rows far behind the window
 
     floor = cache.floor
 
     assert 0 < floor <= cache.length - SLACK
     with pytest.raises(
-        ModelError, match=f"of {cache.length} tokens to {floor - 1}; from {floor} on it can"
+        ModelError, match=f"to {floor - 1}: the valid range is {floor} to {cache.length}"
     ):
         cache.crop(floor - 1)
     cache.crop(floor)
@@ -93,7 +93,7 @@ def test_rows_are_appended_without_copying_the_others() -> None:
 
 @pytest.mark.parametrize("config", [llama(), mistral()], ids=["all", "window"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_no_memory_for_more_rows_costs_none_of_those_before(
+def test_running_out_of_memory_keeps_the_existing_rows(
     monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, failing: int
 ) -> None:
     cache = SpanCache(config, Span(1, 2))
@@ -146,7 +146,7 @@ def test_sliding_layers_get_a_window() -> None:
     assert type(SpanCache(mistral(), Span(0, 4)).layers[3]) is WindowLayer
 
 
-def test_stock_code_that_asks_layer_0_hears_the_length_of_the_session() -> None:
+def test_stock_code_that_reads_layer_0_gets_the_length_of_the_session() -> None:
     cache = SpanCache(llama(), Span(2, 3))
     write(cache, 7, layer=2)
 
@@ -180,7 +180,7 @@ def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 4])
-def test_a_crop_to_a_length_that_never_was_is_refused(length: int) -> None:
+def test_a_crop_to_an_invalid_length_is_refused(length: int) -> None:
     cache = SpanCache(llama(), Span(1, 2))
     write(cache, 3)
 
@@ -188,7 +188,7 @@ def test_a_crop_to_a_length_that_never_was_is_refused(length: int) -> None:
         cache.crop(length)
 
 
-def test_a_crop_to_nothing_frees_the_memory() -> None:
+def test_a_crop_to_0_frees_the_memory() -> None:
     cache = SpanCache(llama(), Span(1, 2))
     write(cache, 3)
 
@@ -198,7 +198,7 @@ def test_a_crop_to_nothing_frees_the_memory() -> None:
     assert write(cache, 2).tolist() == [0, 1]
 
 
-def test_bytes_are_those_of_the_room_made() -> None:
+def test_bytes_are_those_of_the_capacity() -> None:
     cache = SpanCache(llama(), Span(1, 2))
     write(cache, 3)
 
@@ -208,7 +208,7 @@ def test_bytes_are_those_of_the_room_made() -> None:
 
 @pytest.mark.parametrize("config", [llama(), mistral()], ids=["full", "window"])
 @pytest.mark.parametrize("step", [1, 17, 700, 2500])
-def test_what_is_allocated_depends_on_the_tokens_alone(config: PreTrainedConfig, step: int) -> None:
+def test_the_capacity_depends_only_on_the_tokens(config: PreTrainedConfig, step: int) -> None:
     cache = SpanCache(config, Span(1, 2))
     window = getattr(config, "sliding_window", None) or 0
 
@@ -220,16 +220,16 @@ def test_what_is_allocated_depends_on_the_tokens_alone(config: PreTrainedConfig,
 
 
 @given(st.integers(1, 1 << 22), st.integers(1, 1 << 12))
-def test_rows_are_made_ahead_by_an_eighth_at_most(count: int, more: int) -> None:
+def test_spare_capacity_is_an_eighth_at_most(count: int, more: int) -> None:
     assert count <= rows_for(count) <= max(count + BLOCK, count * 9 // 8 + 1)
     assert rows_for(count) <= rows_for(count + more)
 
 
-def test_a_window_takes_no_more_room_the_longer_the_session() -> None:
+def test_the_capacity_of_a_window_is_bounded() -> None:
     assert rows_for(1 << 20, WINDOW) == rows_for(MOST_ROWS + WINDOW + SLACK, WINDOW)
 
 
-def test_a_recurrent_state_cannot_go_back_but_can_start_anew() -> None:
+def test_a_recurrent_state_cannot_be_cropped_but_can_be_reset() -> None:
     cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
     cache.update_conv_state(torch.ones(1, 4, 3), 1)
     cache.length = 3
@@ -237,20 +237,20 @@ def test_a_recurrent_state_cannot_go_back_but_can_start_anew() -> None:
     assert not cache.croppable
     assert cache.bytes > 0
     assert cache.has_previous_state()
-    with pytest.raises(ModelError, match="from 3 on it can"):
+    with pytest.raises(ModelError, match="the valid range is 3 to 3"):
         cache.crop(2)
     cache.crop(3)
     cache.crop(0)
     assert not cache.has_previous_state()
 
 
-def test_it_is_a_cache_to_stock_code() -> None:
+def test_it_is_a_dynamic_cache_of_transformers() -> None:
     assert isinstance(SpanCache(llama(), Span(0, 4)), DynamicCache)
 
 
 @pytest.mark.parametrize("config", [llama(), mistral()], ids=["full", "window"])
 @torch.inference_mode()
-def test_a_branch_goes_its_own_way(config: PreTrainedConfig) -> None:
+def test_a_branch_is_independent(config: PreTrainedConfig) -> None:
     cache = SpanCache(config, Span(1, 2))
     write(cache, 20)
 
@@ -263,14 +263,14 @@ def test_a_branch_goes_its_own_way(config: PreTrainedConfig) -> None:
     assert write(cache, 1).tolist()[-8:] == [13.0, 14.0, 15.0, 16.0, 17.0, 18.0, 19.0, 20.0]
 
 
-def test_a_branch_of_full_attention_takes_no_more_room_than_it_needs() -> None:
+def test_a_branch_of_full_attention_takes_only_the_memory_it_needs() -> None:
     cache = SpanCache(llama(), Span(1, 2))
     write(cache, 10 * BLOCK)
 
     assert cache.branch(BLOCK).bytes < cache.bytes / 4
 
 
-def test_a_state_without_a_way_back_branches_at_its_end_only() -> None:
+def test_a_recurrent_state_branches_only_at_its_end() -> None:
     cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
     cache.length = 7
 
@@ -279,7 +279,7 @@ def test_a_state_without_a_way_back_branches_at_its_end_only() -> None:
         cache.branch(6)
 
 
-def test_slack_is_that_of_the_layer_that_can_go_back_least() -> None:
+def test_slack_is_the_smallest_of_all_layers() -> None:
     assert slack_of(llama(), 4) is None
     assert slack_of(mistral(), 4) == SLACK // 2
     assert slack_of(MambaConfig(num_hidden_layers=4), 4) == 0

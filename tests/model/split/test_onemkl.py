@@ -1,4 +1,4 @@
-"""Functions are called with one number before threads share out many."""
+"""oneMKL is warmed up with one number, before several threads use it."""
 
 import os
 import subprocess
@@ -23,17 +23,17 @@ with Spy():
 """
 
 
-def test_who_can_run_a_model_has_called_them() -> None:
-    said = subprocess.run(
+def test_importing_the_skeleton_warms_up_every_function() -> None:
+    done = subprocess.run(
         [sys.executable, "-c", SPY], capture_output=True, text=True, check=True, timeout=120
     )
 
-    assert set(said.stdout.splitlines()) >= {
+    assert set(done.stdout.splitlines()) >= {
         f"{name} torch.{dtype} 1" for name in FUNCTIONS for dtype in ("float32", "float64")
     }
 
 
-def test_products_do_not_depend_on_where_matrices_lie() -> None:
+def test_products_do_not_depend_on_alignment() -> None:
     assert not rounds_by_alignment()
 
 
@@ -57,12 +57,12 @@ def probe(**environment: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_whoever_loads_torch_first_has_them_too() -> None:
+def test_products_are_reproducible_if_torch_is_imported_first() -> None:
     assert probe() == ("False\n", "")
 
 
 @pytest.mark.skipif(not has_onemkl(), reason="another BLAS")
-def test_who_multiplies_before_is_told() -> None:
-    depends, said = probe(late="yes")
+def test_a_product_before_the_import_is_warned_about() -> None:
+    depends, stderr = probe(late="yes")
 
-    assert ("set `MKL_CBWR=AUTO`" in said) is (depends == "True\n")
+    assert ("set `MKL_CBWR=AUTO`" in stderr) is (depends == "True\n")

@@ -1,4 +1,4 @@
-"""Rotary embeddings that change with the length of a text stay what they are, and are served."""
+"""Rotary embeddings that change with the text length are pinned, and served."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,16 +51,14 @@ def model_of(folder: Path, kind: str, dtype: torch.dtype) -> Source:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_context_is_what_a_text_may_have_before_anything_changes(
-    tmp_path: Path, kind: str
-) -> None:
+def test_the_context_ends_before_frequencies_change(tmp_path: Path, kind: str) -> None:
     context = ORIGINAL if kind == "longrope" else CONTEXT
 
     assert context_of(config_of(kind)) == context
     assert shape_of(model_of(tmp_path, kind, torch.float32)).context == context
 
 
-def test_a_config_may_set_no_limit_and_be_of_several_parts() -> None:
+def test_a_config_may_set_no_limit_and_may_be_nested() -> None:
     config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"full": KINDS["longrope"]}})
     assert context_of(SimpleNamespace(get_text_config=lambda decoder: config)) == ORIGINAL
 
@@ -80,14 +78,14 @@ def test_a_split_model_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sessions_of_any_length_compute_together(tmp_path: Path, kind: str) -> None:
+def test_sessions_of_any_length_are_batched(tmp_path: Path, kind: str) -> None:
     shard = load_shard(model_of(tmp_path, kind, torch.bfloat16), Span(0, 3), embed=True, head=True)
 
     assert Runner(shard, (2,)).is_steady
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_long_text_leaves_the_frequencies_of_a_shard_alone(tmp_path: Path, kind: str) -> None:
+def test_a_long_text_does_not_change_the_frequencies_of_a_shard(tmp_path: Path, kind: str) -> None:
     shard = load_shard(model_of(tmp_path, kind, torch.float32), Span(0, 3), embed=True, head=True)
     rotary = shard.model.model.rotary_emb
     before = rotary.inv_freq.clone()
@@ -98,7 +96,7 @@ def test_a_long_text_leaves_the_frequencies_of_a_shard_alone(tmp_path: Path, kin
     assert not before.equal(torch.zeros_like(before))
 
 
-def test_a_model_is_held_for_a_while_or_for_good() -> None:
+def test_frequencies_are_pinned_within_a_block_or_permanently() -> None:
     def one(kind: object) -> nn.Module:
         module = nn.Module()
         module.rope_type = kind  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Parts of a model give its logits, bit for bit; see test_families for every type."""
+"""Shards of a model give its logits, bit for bit; see test_families for every type."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Model:
         return self.parts[part]
 
     def whole(self, **options: Any) -> Callable[..., Tensor]:
-        """A generation on the stock model with the stock cache."""
+        """Return a generation on the stock model with the stock cache."""
         cache = DynamicCache(config=self.stock.config)
 
         @torch.no_grad()
@@ -60,7 +60,7 @@ class Model:
 
 
 class Ring:
-    """A generation through parts."""
+    """A generation through shards."""
 
     def __init__(self, model: Model, parts: list[Part]) -> None:
         self.shards = [model.shard(part) for part in parts]
@@ -94,19 +94,19 @@ def ids() -> Tensor:
 
 
 def chunks(ids: Tensor, *sizes: int) -> Iterator[Tensor]:
-    """Prefill, a chunk of prefill, decode, rows of a draft."""
+    """Split into prefill, a prefill chunk, decode steps and rows of a draft."""
     yield from torch.split(ids[:, : sum(sizes)], list(sizes), dim=1)
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_parts_give_the_logits_of_the_whole(model: Model, split: str, ids: Tensor) -> None:
+def test_shards_give_the_logits_of_the_whole(model: Model, split: str, ids: Tensor) -> None:
     ring, whole = Ring(model, SPLITS[split]), model.whole()
 
     for chunk in chunks(ids, 7, 5, 1, 1, 4, 1):
         assert torch.equal(ring.write(chunk), whole(chunk))
 
 
-def test_parts_in_bfloat16_give_the_logits_of_the_whole(model: Model, ids: Tensor) -> None:
+def test_shards_in_bfloat16_give_the_logits_of_the_whole(model: Model, ids: Tensor) -> None:
     dtype = torch.bfloat16
     halved = Model(model.source, stock_model(model.source, dtype))
     load = partial(load_shard, model.source, dtype=dtype)
@@ -178,7 +178,7 @@ def test_a_family_may_scale_its_embeddings_in_place(tmp_path: Path) -> None:
     assert torch.equal(hidden, torch.ones(1, 2, 64))
 
 
-def test_only_the_rows_asked_for_come_out(model: Model, ids: Tensor) -> None:
+def test_only_the_requested_rows_are_returned(model: Model, ids: Tensor) -> None:
     for split in ("one part", "ends apart"):
         ring = Ring(model, SPLITS[split])
 
@@ -206,7 +206,7 @@ def test_tied_embeddings_are_one_tensor_in_both_ends(tied: Model) -> None:
     assert head.model.lm_head.weight is front.model.model.embed_tokens.weight
 
 
-def test_a_head_that_borrows_everything_needs_no_file(tied: Model, ids: Tensor) -> None:
+def test_a_head_that_shares_all_weights_needs_no_file(tied: Model, ids: Tensor) -> None:
     whole = tied.shard(SPLITS["one part"][0])
 
     head = load_shard(tied.source, Span(6, 6), embed=False, head=True, share=whole)
@@ -255,7 +255,7 @@ def test_attention_can_be_chosen(tied: Model, ids: Tensor) -> None:
         (Span(2, 9), False, False, "`2:9` is beyond the 6 layers"),
         (Span(1, 3), True, False, "`1:3` of 6 layers does not reach the ends"),
         (Span(1, 3), False, True, "`1:3` of 6 layers does not reach the ends"),
-        (Span(3, 3), False, False, "`3:3` without ends is nothing to run"),
+        (Span(3, 3), False, False, "Empty span `3:3` without embedding or head"),
     ],
 )
 def test_a_part_that_is_not_in_the_model_is_refused(
@@ -270,10 +270,10 @@ def test_an_unknown_attention_is_refused(tied: Model) -> None:
         load_shard(tied.source, Span(0, 6), embed=True, head=True, attention="wishful")
 
 
-def test_a_model_that_is_no_causal_lm_is_refused(tied: Model, tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_causal_lm_is_refused(tied: Model, tmp_path: Path) -> None:
     from transformers import T5Config
 
-    with pytest.raises(ModelError, match="`t5` is no causal language model"):
+    with pytest.raises(ModelError, match="`t5` is not a causal language model"):
         load_shard(
             Source("t5", tmp_path, T5Config()),
             Span(0, 1),

@@ -1,4 +1,4 @@
-"""A whole model on meta, and what stays of it."""
+"""A whole model on meta, and what is left after stripping."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def llama(*, tied: bool) -> PreTrainedConfig:
 
 
 def held(config: PreTrainedConfig, part: Part) -> set[str]:
-    """Name the parameters that stay, without those inside a layer."""
+    """Return the names of the parameters that are left, except those inside a layer."""
     skeleton = build(config, torch.float32)
     strip(skeleton, part)
     names = dict(skeleton.model.named_parameters())
@@ -58,7 +58,7 @@ def test_both_sides_of_a_tie_stay_with_either_end() -> None:
     assert held(config, Part(Span(1, 2), embed=False, head=False)) == set()
 
 
-def test_stubs_stand_at_the_index_of_their_layer() -> None:
+def test_stubs_keep_the_index_of_their_layer() -> None:
     skeleton = build(llama(tied=True), torch.float32)
 
     strip(skeleton, Part(Span(2, 4), embed=False, head=False))
@@ -78,7 +78,7 @@ def test_the_text_model_of_a_wrapper_takes_the_text_config() -> None:
     assert skeleton.layers == config.text_config.num_hidden_layers
 
 
-def test_the_config_of_the_caller_is_left_alone() -> None:
+def test_the_config_of_the_caller_is_unchanged() -> None:
     config = llama(tied=True)
 
     build(config, torch.float16, attention="eager")
@@ -96,7 +96,7 @@ def test_a_config_that_no_model_can_be_built_from_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bar", [True, False])
-def test_transformers_talks_again_afterwards(bar: bool) -> None:
+def test_the_logging_of_transformers_is_restored(bar: bool) -> None:
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         logging.set_verbosity_info()

@@ -1,4 +1,4 @@
-"""Stand-ins that cost nothing and answer as the modules they stand for."""
+"""Stubs take no memory and have the attributes of the modules they replace."""
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ def test_a_layer_may_return_a_bare_tensor() -> None:
     assert LayerStub(nn.Identity(), 0)(hidden_states=HIDDEN, mask=None) is HIDDEN
 
 
-def test_a_layer_passes_on_what_it_was_given() -> None:
+def test_a_layer_returns_the_hidden_state_it_was_given() -> None:
     stub = LayerStub(nn.Identity(), 0)
     stub.hidden = HIDDEN * 2
 
     assert torch.equal(stub(HIDDEN), HIDDEN * 2)
 
 
-def test_a_stub_answers_for_its_module_and_owns_nothing_of_it() -> None:
+def test_a_stub_has_the_attributes_of_its_module_but_not_its_parameters() -> None:
     layer = nn.Linear(4, 4)
     stub = LayerStub(layer, 0)
 
@@ -40,14 +40,14 @@ def test_a_stub_answers_for_its_module_and_owns_nothing_of_it() -> None:
         _ = stub.nothing
 
 
-def test_a_look_up_becomes_a_zero_that_fits_anywhere() -> None:
+def test_an_embedding_becomes_a_zero_that_broadcasts() -> None:
     stub = EndStub(nn.Embedding(3, 4, dtype=torch.bfloat16))
 
     assert torch.equal(HIDDEN + stub(torch.ones(1, 2)), HIDDEN)
     assert stub(torch.tensor([[1]])).dtype is torch.bfloat16
 
 
-def test_a_norm_or_projection_lets_the_hidden_state_through() -> None:
+def test_a_norm_or_projection_returns_the_hidden_state() -> None:
     assert EndStub(nn.Linear(4, 8))(None, HIDDEN) is HIDDEN
 
 

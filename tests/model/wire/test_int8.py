@@ -1,4 +1,4 @@
-"""Rows in 8 bits: how far they may be off, and that no row knows of another."""
+"""int8 encoding: error bounds, and independence of rows."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from meshllm.model.wire.int8 import BLOCK, pack, packed_size, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LEAST = 2.0**-126
-"""The least scale."""
+"""The smallest scale."""
 
 
 @st.composite
@@ -28,12 +28,12 @@ def rows(draw: st.DrawFn) -> Tensor:
     return values.clamp(finite.min, finite.max).to(dtype).unsqueeze(0)
 
 
-def there_and_back(hidden: Tensor) -> Tensor:
+def round_trip(hidden: Tensor) -> Tensor:
     return unpack(pack(hidden), tuple(hidden.shape), hidden.dtype)
 
 
 def worst(hidden: Tensor) -> Tensor:
-    """Return how far each value [1, T, D] may be off: half a scale, and rounding to the type."""
+    """Return the largest error of each value [1, T, D]: half a scale, and rounding to the type."""
     finite = torch.finfo(hidden.dtype)
     blocks = torch.nn.functional.pad(hidden.double(), (0, -hidden.shape[-1] % BLOCK))
     largest = blocks.view(1, hidden.shape[1], -1, BLOCK).abs().amax(-1)
@@ -43,15 +43,15 @@ def worst(hidden: Tensor) -> Tensor:
 
 
 @given(rows())
-def test_a_value_is_off_by_half_a_scale_at_most(hidden: Tensor) -> None:
-    back = there_and_back(hidden)
+def test_the_error_of_a_value_is_at_most_half_a_scale(hidden: Tensor) -> None:
+    back = round_trip(hidden)
 
     assert (back.dtype, back.shape) == (hidden.dtype, hidden.shape)
     assert bool(((back.double() - hidden.double()).abs() <= worst(hidden)).all())
 
 
 @given(rows(), st.data())
-def test_a_row_is_the_same_in_any_company(hidden: Tensor, draws: st.DataObject) -> None:
+def test_a_row_is_the_same_in_any_batch(hidden: Tensor, draws: st.DataObject) -> None:
     count, width = hidden.shape[1:]
     first = draws.draw(st.integers(0, count - 1))
     some = slice(first, draws.draw(st.integers(first + 1, count)))
@@ -61,7 +61,7 @@ def test_a_row_is_the_same_in_any_company(hidden: Tensor, draws: st.DataObject) 
     alone = pack(hidden[:, some])
 
     assert torch.equal(alone, torch.cat([scales[some].flatten(), values[some].flatten()]))
-    assert torch.equal(there_and_back(hidden[:, some]), there_and_back(hidden)[:, some])
+    assert torch.equal(round_trip(hidden[:, some]), round_trip(hidden)[:, some])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,29 +69,29 @@ def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
     hidden = torch.zeros(1, 2, 40, dtype=dtype)
     hidden[0, 1, 33] = 127
 
-    assert torch.equal(there_and_back(hidden), hidden)
+    assert torch.equal(round_trip(hidden), hidden)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_number_of_a_type_comes_back_finite(dtype: torch.dtype, sign: int) -> None:
+def test_the_largest_number_of_a_type_stays_finite(dtype: torch.dtype, sign: int) -> None:
     largest = torch.finfo(dtype).max
     hidden = torch.full((1, 1, BLOCK), sign * largest, dtype=dtype)
 
-    assert torch.allclose(there_and_back(hidden).double(), hidden.double(), rtol=0.004)
+    assert torch.allclose(round_trip(hidden).double(), hidden.double(), rtol=0.004)
 
 
-def test_the_least_numbers_of_a_type_fade_to_zero() -> None:
+def test_the_smallest_numbers_of_a_type_become_zero() -> None:
     hidden = torch.full((1, 1, BLOCK), 1e-40)
 
-    assert torch.equal(there_and_back(hidden), torch.zeros(1, 1, BLOCK))
+    assert torch.equal(round_trip(hidden), torch.zeros(1, 1, BLOCK))
 
 
-def test_an_outlier_costs_its_own_block_only() -> None:
+def test_an_outlier_affects_only_its_own_block() -> None:
     hidden = torch.linspace(-1, 1, 4 * BLOCK).view(1, 1, -1)
     hidden[..., 5] = 10_000
 
-    off = (there_and_back(hidden) - hidden).abs()[..., BLOCK:]
+    off = (round_trip(hidden) - hidden).abs()[..., BLOCK:]
 
     assert float(off.max()) <= 0.0041
 
@@ -109,11 +109,11 @@ def test_a_value_that_is_not_finite_is_refused(value: float, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, -1.0, 0.0, LEAST / 2], ids=str)
-def test_a_scale_that_nobody_writes_is_refused(scale: float) -> None:
+def test_an_invalid_scale_is_refused(scale: float) -> None:
     packed = pack(torch.ones(1, 2, 2 * BLOCK))
     packed[2:4].view(torch.bfloat16).fill_(scale)
 
-    with pytest.raises(ModelError, match="scales that nobody writes"):
+    with pytest.raises(ModelError, match="with invalid scales"):
         unpack(packed, (1, 2, 2 * BLOCK), torch.float32)
 
 
@@ -122,13 +122,13 @@ def test_a_row_takes_a_byte_per_value_and_two_per_block(width: int, size: int) -
     assert packed_size((1, 3, width)) == 3 * size == len(pack(torch.ones(1, 3, width)))
 
 
-def test_a_tensor_in_another_order_is_packed_as_it_reads() -> None:
+def test_a_strided_tensor_is_packed_in_c_order() -> None:
     hidden = torch.randn(40, 3).t().unsqueeze(0)
 
     assert torch.equal(pack(hidden), pack(hidden.contiguous()))
 
 
-def test_what_is_packed_is_left_as_it_was() -> None:
+def test_packing_does_not_change_its_input() -> None:
     hidden = torch.randn(1, 2, 64)
     before = hidden.clone()
 

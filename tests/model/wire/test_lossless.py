@@ -1,4 +1,4 @@
-"""Floats in fewer bytes: they come back bit by bit, and nothing that nobody packs is unpacked."""
+"""Lossless compression: it restores every bit, and refuses corrupt payloads."""
 
 import tracemalloc
 import zlib
@@ -28,7 +28,7 @@ def packed(values: Tensor) -> bytearray:
 
 
 @given(st.binary(min_size=4, max_size=400), st.sampled_from([2, 4]))
-def test_any_bytes_come_back(data: bytes, itemsize: int) -> None:
+def test_any_bytes_are_restored(data: bytes, itemsize: int) -> None:
     data = data[: len(data) // itemsize * itemsize]
     count = len(data) // itemsize
 
@@ -40,9 +40,7 @@ def test_any_bytes_come_back(data: bytes, itemsize: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "part"), [*zip(TYPES, (0.87, 0.73, 0.92), strict=True)])
-def test_a_hidden_state_becomes_as_few_bytes_as_is_written_down(
-    dtype: torch.dtype, part: float
-) -> None:
+def test_a_hidden_state_shrinks_as_documented(dtype: torch.dtype, part: float) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp(torch.randn(1024, generator=generator))  # some features are larger
     values = (torch.randn(256, 1024, generator=generator) * sizes).to(dtype)
@@ -62,7 +60,7 @@ def test_every_kind_of_number_keeps_its_bits(value: float, dtype: torch.dtype) -
     assert inflate(packed(values), 1024, values.itemsize) == bytes_of(values)
 
 
-def test_noise_is_left_as_it_is() -> None:
+def test_noise_is_not_compressed() -> None:
     noise = torch.randint(0, 256, (4096,), dtype=torch.uint8)
 
     assert deflate(bytes_of(noise), 2) is None
@@ -72,7 +70,7 @@ HALVES = torch.randn(300, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
 @pytest.mark.parametrize("cut", [1, 5, 60])
-def test_a_stream_that_ends_too_soon_is_refused(cut: int) -> None:
+def test_a_truncated_stream_is_refused(cut: int) -> None:
     with pytest.raises(ModelError, match="300 values"):
         inflate(packed(HALVES)[:-cut], 300, 2)
 
@@ -86,12 +84,12 @@ def test_a_stream_of_another_length_is_refused(count: int) -> None:
         inflate(bytes(count) + stream, count, 2)
 
 
-def test_a_stream_that_grows_without_end_is_not_followed() -> None:
+def test_a_decompression_bomb_is_not_expanded() -> None:
     coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     bomb = bytes(300) + coder.compress(bytes(50_000_000)) + coder.flush()
     tracemalloc.start()
     try:
-        with pytest.raises(ModelError, match="300 values packed as nobody packs them"):
+        with pytest.raises(ModelError, match="Corrupt compressed payload of 300 values"):
             inflate(bomb, 300, 2)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -111,23 +109,23 @@ def test_rows_of_one_kind_have_one_length_or_two() -> None:
 
 
 @pytest.mark.parametrize("tail", [b"x", bytes(1), bytes(19), bytes(64)])
-def test_what_is_behind_the_stream_is_zeros_up_to_that_length(tail: bytes) -> None:
+def test_only_zeros_of_the_right_number_may_follow_the_stream(tail: bytes) -> None:
     whole = packed(HALVES)
 
-    with pytest.raises(ModelError, match="as nobody packs them"):
+    with pytest.raises(ModelError, match="Corrupt compressed payload"):
         inflate(whole + tail, 300, 2)
     if not whole[-1]:
-        with pytest.raises(ModelError, match="as nobody packs them"):
+        with pytest.raises(ModelError, match="Corrupt compressed payload"):
             inflate(whole[:-1] + b"x", 300, 2)
 
 
-def test_a_stream_as_long_as_what_it_packs_is_not_sent() -> None:
-    for count in range(1, 200):  # so few values are about as long with their codes
+def test_a_stream_that_is_not_shorter_is_not_used() -> None:
+    for count in range(1, 200):  # so few values take about as many bytes with their codes
         values = torch.randn(count).bfloat16()
         fewer = deflate(bytes_of(values), 2)
         assert fewer is None or len(fewer) < values.nbytes
 
 
-def test_what_is_no_stream_is_refused() -> None:
-    with pytest.raises(ModelError, match="cannot be unpacked"):
+def test_an_invalid_stream_is_refused() -> None:
+    with pytest.raises(ModelError, match="Cannot decompress"):
         inflate(bytes(300) + b"\xff" * 40, 300, 2)

@@ -1,4 +1,4 @@
-"""Tensors as bytes and back."""
+"""Encoding of tensors as bytes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CODES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
 
 
 @given(st.sampled_from(list(CODES)), st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_a_tensor_comes_back_as_it_was(code: int, shape: list[int]) -> None:
+def test_a_tensor_survives_a_round_trip(code: int, shape: list[int]) -> None:
     hidden = torch.randn(shape).to(CODES[code])
 
     sent = to_payload(hidden)
@@ -33,14 +33,14 @@ def test_contiguous_memory_is_shared_both_ways() -> None:
     assert bytes(payload[-4:]) == b"\x00\x00\xe0\x40"  # little endian
 
 
-def test_a_view_travels_in_c_order() -> None:
+def test_a_view_is_sent_in_c_order() -> None:
     hidden = torch.arange(6, dtype=torch.float32).view(2, 3).t()
 
     assert torch.equal(from_payload(*to_payload(hidden)), hidden)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_a_payload_inside_a_message_may_stand_anywhere(kind: type[bytes | bytearray]) -> None:
+def test_a_payload_inside_a_message_may_be_misaligned(kind: type[bytes | bytearray]) -> None:
     _, shape, payload = to_payload(torch.randn(1, 1, 4))
     message = memoryview(kind(b"x" + bytes(payload)))
 
@@ -50,15 +50,15 @@ def test_a_payload_inside_a_message_may_stand_anywhere(kind: type[bytes | bytear
     assert seen.data_ptr() % seen.itemsize == 0
 
 
-def test_a_type_without_a_code_does_not_travel() -> None:
-    with pytest.raises(ModelError, match=r"`torch\.float64` cannot travel"):
+def test_a_dtype_without_a_code_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Cannot send hidden states of `torch\.float64`"):
         to_payload(torch.zeros(1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("code", list(CODES))
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_8_bits_become_the_type_that_they_were(
+def test_int8_is_decoded_to_the_original_dtype(
     code: int, offset: int, kind: type[bytes | bytearray]
 ) -> None:
     hidden = torch.randn(1, 3, 50).to(CODES[code])
@@ -75,7 +75,7 @@ def test_8_bits_become_the_type_that_they_were(
 @pytest.mark.parametrize("code", list(CODES))
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_packed_bytes_become_what_they_were(
+def test_compressed_bytes_are_restored(
     code: int, offset: int, kind: type[bytes | bytearray]
 ) -> None:
     hidden = torch.randn(1, 3, 50).to(CODES[code])
@@ -90,7 +90,7 @@ def test_packed_bytes_become_what_they_were(
     assert torch.equal(back, hidden)
 
 
-def test_what_does_not_become_fewer_bytes_travels_as_it_is() -> None:
+def test_incompressible_values_are_sent_uncompressed() -> None:
     hidden = torch.tensor([[[1.5, -2e9]]])
 
     sent = to_payload(hidden, packed=True)
@@ -103,6 +103,6 @@ def test_what_does_not_become_fewer_bytes_travels_as_it_is() -> None:
     ("code", "size"),
     [(10, 8), (0, 8), (-1, 8), (1, 7), (1, 9), (2, 8), (4, 3), (4, 5), (7, 6), (7, 8), (8, 2)],
 )
-def test_bytes_that_do_not_fill_the_shape_are_refused(code: int, size: int) -> None:
-    with pytest.raises(ModelError, match=f"{size} bytes are no tensor of code {code}, shape "):
+def test_bytes_that_do_not_match_the_shape_are_refused(code: int, size: int) -> None:
+    with pytest.raises(ModelError, match=f"{size} bytes, code {code}, shape "):
         from_payload(code, (1, 2), bytearray(size))
