@@ -127,7 +127,7 @@ class _Shape:
     ) -> None:
         """Emit the attention of one row over one key head."""
         work = _Work(self, code, fields, block, thread)
-        with code.rounds(code.index(self.each // self.held)) as tile:
+        with code.loop(code.index(self.each // self.held)) as tile:
             work.head = code.do.add(work.first, code.do.mul(tile.index, code.index(self.held)))
             largest = work.score()
             totals = work.exponentiate(largest)
@@ -183,55 +183,55 @@ class _Work:
         for place in self.scores:  # padding of the last vector
             code.store(FLOAT, code.floats(-inf), place, self.seen)
         least = [code.number(-inf)] * shape.held
-        with code.rounds(self.seen, *least) as loop:
+        with code.loop(self.seen, *least) as loop:
             key = code.at(self.key, do.mul(loop.index, self.fields["key_row"]), self.kind)
             parts = [self._load(key, part) for part in range(shape.parts)]
             value = code.at(self.value, do.mul(loop.index, self.fields["value_row"]), self.kind)
             for at in range(0, shape.parts_out * shape.lanes, _LINE // (2 if shape.is_half else 4)):
-                code.fetch(code.at(value, code.index(at), self.kind))  # `mix` reads it soon
-            for head, (place, most) in enumerate(zip(self.scores, loop.held, strict=True)):
+                code.prefetch(code.at(value, code.index(at), self.kind))  # `mix` reads it soon
+            for head, (place, most) in enumerate(zip(self.scores, loop.carried, strict=True)):
                 product = code.floats(0.0, shape.lanes)
                 for mine, its in zip(asked[head], parts, strict=True):
                     product = code.fma(mine, its, product)
                 score = do.fmul(code.sum(product), scale)
                 code.store(FLOAT, score, place, loop.index)
-                loop.then.append(do.select(do.fcmp_ordered(">", score, most), score, most))
-        return loop.then
+                loop.next.append(do.select(do.fcmp_ordered(">", score, most), score, most))
+        return loop.next
 
     def exponentiate(self, largest: list[ir.Value]) -> list[ir.Value]:
         """Replace scores by exp(score - largest); return their sums."""
         code, do = self.code, self.code.do
-        peaks = [code.spread(peak) for peak in largest]
+        peaks = [code.splat(peak) for peak in largest]
         vectors = do.udiv(do.add(self.seen, code.index(LANES - 1)), code.index(LANES))
-        with code.rounds(vectors, *[code.floats(0.0)] * len(peaks)) as loop:
+        with code.loop(vectors, *[code.floats(0.0)] * len(peaks)) as loop:
             at = do.mul(loop.index, code.index(LANES))
-            for place, peak, total in zip(self.scores, peaks, loop.held, strict=True):
+            for place, peak, total in zip(self.scores, peaks, loop.carried, strict=True):
                 power = code.exp(do.fsub(code.load(FLOAT, place, at, LANES), peak))
                 code.store(FLOAT, power, place, at)
-                loop.then.append(do.fadd(total, power))
-        return [code.sum(total) for total in loop.then]
+                loop.next.append(do.fadd(total, power))
+        return [code.sum(total) for total in loop.next]
 
     def mix(self, totals: list[ir.Value], parts: range) -> None:
         """Sum these parts of the values, weighted by the scores, and store the mean."""
         code, do, shape = self.code, self.code.do, self.shape
         none = [code.floats(0.0, shape.lanes)] * (len(parts) * shape.held)
         blocks = do.udiv(do.add(self.seen, code.index(_BLOCK - 1)), code.index(_BLOCK))
-        with code.rounds(blocks, *none) as whole:
+        with code.loop(blocks, *none) as whole:
             first = do.mul(whole.index, code.index(_BLOCK))
             left, most = do.sub(self.seen, first), code.index(_BLOCK)
             count = do.select(do.icmp_unsigned("<", left, most), left, most)
-            with code.rounds(count, *none) as loop:
+            with code.loop(count, *none) as loop:
                 key = do.add(first, loop.index)
                 value = code.at(self.value, do.mul(key, self.fields["value_row"]), self.kind)
                 mine = [self._load(value, part) for part in parts]
-                sums = iter(loop.held)
+                sums = iter(loop.carried)
                 for place in self.scores:
-                    share = code.spread(code.load(FLOAT, place, key), shape.lanes)
-                    loop.then += [code.fma(share, each, next(sums)) for each in mine]
-            whole.then = [do.fadd(*pair) for pair in zip(whole.held, loop.then, strict=True)]
-        sums = iter(whole.then)
+                    share = code.splat(code.load(FLOAT, place, key), shape.lanes)
+                    loop.next += [code.fma(share, each, next(sums)) for each in mine]
+            whole.next = [do.fadd(*pair) for pair in zip(whole.carried, loop.next, strict=True)]
+        sums = iter(whole.next)
         for head, total in enumerate(totals):
-            share = code.spread(do.fdiv(code.number(1.0), total), shape.lanes)
+            share = code.splat(do.fdiv(code.number(1.0), total), shape.lanes)
             row = do.mul(self.row, do.mul(self.fields["groups"], code.index(shape.each)))
             place = do.add(row, do.add(self.head, code.index(head)))
             width = code.index(shape.parts_out * shape.lanes)

@@ -145,13 +145,13 @@ def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> Native:
 
     def write(code: Code, given: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         do = code.do
-        with code.rounds(given["planes"]) as plane, code.rounds(given["lines"]) as line:
+        with code.loop(given["planes"]) as plane, code.loop(given["lines"]) as line:
             starts = []
             for name, operand in zip(names, operands, strict=True):
                 above = do.mul(plane.index, given[f"{name}_plane"])
                 first = do.add(above, do.mul(line.index, given[f"{name}_line"]))
                 starts.append(code.at(given[name], first, operand.kind))
-            with code.rounds(given["parts"]) as part:
+            with code.loop(given["parts"]) as part:
 
                 def place(at: int) -> ir.Value:
                     by = code.index(lanes) if operands[at].is_dense else given[f"{names[at]}_step"]
@@ -163,7 +163,7 @@ def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> Native:
                     loaded = code.load(operand.kind, starts[at], place(at), count)
                     if count < lanes:
                         one = do.extract_element(loaded, code.index(0))
-                        loaded = code.spread(one, lanes)
+                        loaded = code.splat(one, lanes)
                     numbers.append(loaded)
                 kinds = [operand.kind for operand in operands]
                 result = _compute(code, task, kinds, numbers, given.get("table"))

@@ -5,7 +5,7 @@ Theory of operation
 The product of two bfloat16 is exact in float32, so the bits of a sum depend only on the order of
 summation. There are two orders; in each a row is row-invariant:
 
-- Few rows (GEMV): input k is added to sum k modulo `LANES_OF_ROW`, and these sums are added in a
+- Few rows (GEMV): input k is added to sum k modulo `GEMV_LANES`, and these sums are added in a
   tree of halves. Weights are read as stored in their file, once for all rows.
 - Many rows (GEMM): inputs are cut into blocks of `PART`. In a block, for each pair of inputs the
   second product is added, then the first; then the sums of the blocks one after the other, and the
@@ -20,10 +20,10 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, WORD, Code
-from meshllm.model.kernels.jit import Native, room
+from meshllm.model.kernels.jit import Native, registers
 from meshllm.model.kernels.scratch import scratch
 
-LANES_OF_ROW = 64
+GEMV_LANES = 64
 """Partial sums per output of a GEMV; the number of inputs is a multiple of this."""
 OUTPUTS = 64
 """Outputs of a GEMM block; the number of outputs is a multiple of this."""
@@ -32,18 +32,18 @@ PART = 768
 MOST_ROWS = 192
 """Rows of a GEMM: their sums fit in the CPU cache next to a block of weights."""
 
-_FEW_OUTPUTS = 16  # outputs of a GEMV block
+_GEMV_OUTPUTS = 16  # outputs of a GEMV block
 _TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
 _TILE = 6  # rows whose sums fit in registers; in a GEMM, twice as many with AVX-512
 _AHEAD = 2048  # weights; prefetch distance, larger than that of hardware prefetchers
-_FEW = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
-_MANY = (
+_GEMV = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
+_GEMM = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
     *("parts", "tiles", "room", "threads"),
 )
 
 
-class Matrix:
+class Bf16Matrix:
     """Weights [N, K] and a bias [N], bfloat16, read in place."""
 
     __slots__ = ("_bias", "_inputs", "_kept", "_outputs", "_weights")
@@ -52,7 +52,7 @@ class Matrix:
         """Take weights whose address and shape do not change afterwards.
 
         Raises:
-            ValueError: K is not a multiple of `LANES_OF_ROW`, the shapes do not match, or a tensor
+            ValueError: K is not a multiple of `GEMV_LANES`, the shapes do not match, or a tensor
                 is not bfloat16, not contiguous or not on the CPU.
         """
         self._kept = weights, bias  # keeps their addresses valid
@@ -61,7 +61,7 @@ class Matrix:
                 raise ValueError(f"Weights must be bfloat16, not {tensor.dtype} on {tensor.device}")
             if not tensor.is_contiguous():
                 raise ValueError("Weights must be contiguous")
-        if weights.dim() != 2 or weights.shape[1] % LANES_OF_ROW or not weights.numel():
+        if weights.dim() != 2 or weights.shape[1] % GEMV_LANES or not weights.numel():
             raise ValueError(f"Unsupported weights of shape {list(weights.shape)}")
         self._outputs, self._inputs = weights.shape
         if bias is not None and bias.shape != (self._outputs,):
@@ -69,7 +69,7 @@ class Matrix:
         self._weights = weights.data_ptr()
         self._bias = 0 if bias is None else bias.data_ptr()
 
-    def few(self, rows: Tensor) -> Tensor:
+    def gemv(self, rows: Tensor) -> Tensor:
         """Multiply rows [M, K] in the order of few rows, each as if alone: [M, N], bfloat16.
 
         Raises:
@@ -81,35 +81,35 @@ class Matrix:
         products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
         if not count:
             return products
-        given = rows.contiguous() if each == 1 else _widened(rows, tiles * each)
-        is_wide = each > 1 and outputs % _TOGETHER == 0 and room() > LANES
-        _few(each, _TOGETHER if is_wide else 1, bool(self._bias))(
-            *(-(-outputs // _FEW_OUTPUTS), torch.get_num_threads(), self._weights, self._bias),
+        given = rows.contiguous() if each == 1 else _padded(rows, tiles * each)
+        is_wide = each > 1 and outputs % _TOGETHER == 0 and registers() > LANES
+        _gemv(each, _TOGETHER if is_wide else 1, bool(self._bias))(
+            *(-(-outputs // _GEMV_OUTPUTS), torch.get_num_threads(), self._weights, self._bias),
             *(given.data_ptr(), products.data_ptr(), outputs),
-            *(self._inputs // LANES_OF_ROW, tiles),
+            *(self._inputs // GEMV_LANES, tiles),
         )
         return products if tiles * each == count else products[:count]
 
-    def many(self, rows: Tensor) -> Tensor:
+    def gemm(self, rows: Tensor) -> Tensor:
         """Multiply rows [M, K] in the order of many rows, by blocks of inputs: [M, N], bfloat16.
 
         Raises:
-            ValueError: N is not a multiple of `OUTPUTS`, or as for `few`.
+            ValueError: N is not a multiple of `OUTPUTS`, or as for `gemv`.
         """
         count, outputs = self._count(rows), self._outputs
         if outputs % OUTPUTS:
             raise ValueError(f"{outputs} outputs are not a multiple of {OUTPUTS}")
         if count > MOST_ROWS:
-            return torch.cat([self.many(each) for each in torch.split(rows, MOST_ROWS)])
-        tiles, part = -(-count // max(_TILE, room() // 2)) or 1, min(PART, self._inputs)
+            return torch.cat([self.gemm(each) for each in torch.split(rows, MOST_ROWS)])
+        tiles, part = -(-count // max(_TILE, registers() // 2)) or 1, min(PART, self._inputs)
         each, threads = -(-count // tiles), torch.get_num_threads()
         products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
         if not count:
             return products
-        given = _widened(rows, tiles * each)
+        given = _padded(rows, tiles * each)
         words = (part // 2 + tiles * each) * OUTPUTS
         written = scratch(2 * threads * words)
-        _many(each, bool(self._bias))(
+        _gemm(each, bool(self._bias))(
             *(outputs // OUTPUTS, threads, self._weights, self._bias, given.data_ptr()),
             *(products.data_ptr(), written.data_ptr(), outputs, self._inputs // 2, part // 2),
             *(-(-self._inputs // part), tiles, words),
@@ -126,7 +126,7 @@ class Matrix:
         return shape[0]
 
 
-def _widened(rows: Tensor, count: int) -> Tensor:
+def _padded(rows: Tensor, count: int) -> Tensor:
     """Convert rows [M, K] to float32, padded with zeros to ``count`` rows."""
     wide, given = torch.empty(count, rows.shape[1], dtype=torch.float32), rows.shape[0]
     wide[:given] = rows
@@ -136,24 +136,24 @@ def _widened(rows: Tensor, count: int) -> Tensor:
 
 
 @cache
-def _few(rows: int, together: int, has_bias: bool) -> Native:
-    """Compile the GEMV for tiles of so many rows and outputs; a single row is still bfloat16."""
+def _gemv(rows: int, together: int, has_bias: bool) -> Native:
+    """Compile the GEMV for tiles of rows and outputs; a single row is still bfloat16."""
     kind = HALF if rows == 1 else FLOAT  # so a single row needs no conversion beforehand
-    vectors, tile = LANES_OF_ROW // LANES, rows * together
-    columns = next(n for n in (vectors, vectors // 2, 1) if n == 1 or tile * n <= room())
+    vectors, tile = GEMV_LANES // LANES, rows * together
+    columns = next(n for n in (vectors, vectors // 2, 1) if n == 1 or tile * n <= registers())
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         do, steps = code.do, fields["steps"]
-        inputs = do.mul(steps, code.index(LANES_OF_ROW))
-        first = do.mul(block, code.index(_FEW_OUTPUTS))
-        left, most = do.sub(fields["outputs"], first), code.index(_FEW_OUTPUTS)
+        inputs = do.mul(steps, code.index(GEMV_LANES))
+        first = do.mul(block, code.index(_GEMV_OUTPUTS))
+        left, most = do.sub(fields["outputs"], first), code.index(_GEMV_OUTPUTS)
         here = do.select(do.icmp_unsigned("<", left, most), left, most)
-        with code.rounds(fields["tiles"]) as tile:
+        with code.loop(fields["tiles"]) as tile:
             top = do.mul(tile.index, code.index(rows))
             lines = [do.add(top, code.index(row)) for row in range(rows)]
             starts = [code.at(fields["rows"], do.mul(line, inputs), kind) for line in lines]
-            with code.rounds(do.udiv(here, code.index(together))) as turn:
-                at = do.add(first, do.mul(turn.index, code.index(together)))
+            with code.loop(do.udiv(here, code.index(together))) as group:
+                at = do.add(first, do.mul(group.index, code.index(together)))
                 outputs = [do.add(at, code.index(output)) for output in range(together)]
                 weights = [code.at(fields["weights"], do.mul(at, inputs), HALF) for at in outputs]
                 sums = [list[ir.Value]() for _ in range(rows * together)]
@@ -169,9 +169,9 @@ def _few(rows: int, together: int, has_bias: bool) -> Native:
                         extra = do.extract_element(code.widen(one), ir.Constant(WORD, 0))
                         total = do.fadd(total, extra)
                     place = do.add(do.mul(line, fields["outputs"]), output)
-                    code.store(HALF, code.narrow(code.spread(total, 1)), fields["products"], place)
+                    code.store(HALF, code.narrow(code.splat(total, 1)), fields["products"], place)
 
-    return Native(_FEW, write, held=["weights", "bias"])
+    return Native(_GEMV, write, held=["weights", "bias"])
 
 
 def _add_lanes(
@@ -184,22 +184,22 @@ def _add_lanes(
     """Accumulate some of the lanes of the products of outputs and rows."""
     do, (start, count) = code.do, columns
     zeros = [code.floats(0.0)] * (len(weights) * len(rows) * count)
-    with code.rounds(steps, *zeros) as loop:
-        first = do.mul(loop.index, code.index(LANES_OF_ROW))
+    with code.loop(steps, *zeros) as loop:
+        first = do.mul(loop.index, code.index(GEMV_LANES))
         places = [do.add(first, code.index((start + at) * LANES)) for at in range(count)]
         kind = HALF if len(rows) == 1 else FLOAT
         numbers = [[code.load(kind, row, place, LANES) for place in places] for row in rows]
         if kind == HALF:
             numbers = [[code.widen(number) for number in row] for row in numbers]
-        sums = iter(_chunks(loop.held, count))
+        sums = iter(_chunks(loop.carried, count))
         for output in weights:
-            for line in range(0, LANES_OF_ROW, 32):  # a cache line
+            for line in range(0, GEMV_LANES, 32):  # a cache line
                 ahead = do.add(first, code.index(_AHEAD + line))
-                code.fetch(code.at(output, ahead, HALF))
+                code.prefetch(code.at(output, ahead, HALF))
             values = [code.widen(code.load(HALF, output, place, LANES)) for place in places]
             for row in numbers:
-                loop.then += map(code.fma, row, values, next(sums))
-    return _chunks(loop.then, count)
+                loop.next += map(code.fma, row, values, next(sums))
+    return _chunks(loop.next, count)
 
 
 def _add_up(code: Code, sums: list[ir.Value]) -> ir.Value:
@@ -215,43 +215,43 @@ def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
 
 
 @cache
-def _many(rows: int, has_bias: bool) -> Native:
-    """Compile the GEMM for tiles of so many rows."""
-    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+def _gemm(rows: int, has_bias: bool) -> Native:
+    """Compile the GEMM for tiles of ``rows`` rows."""
+    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= registers())
     wide = LANES * columns
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
         do, pairs, tiles = code.do, fields["pairs"], fields["tiles"]
         first, width = do.mul(block, code.index(OUTPUTS)), code.index(OUTPUTS)
-        turned = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
-        totals = code.at(turned, do.mul(fields["part"], width), FLOAT)
+        transposed = code.at(fields["scratch"], do.mul(by, fields["room"]), WORD)
+        totals = code.at(transposed, do.mul(fields["part"], width), FLOAT)
         weights = code.at(fields["weights"], do.mul(first, pairs), WORD)
-        with code.rounds(fields["parts"]) as part:
+        with code.loop(fields["parts"]) as part:
             begin = do.mul(part.index, fields["part"])
             left = do.sub(pairs, begin)
             is_last = do.icmp_unsigned("<=", left, fields["part"])
             count = do.select(is_last, left, fields["part"])
-            _turn(code, code.at(weights, begin, WORD), turned, (pairs, count))
+            _transpose(code, code.at(weights, begin, WORD), transposed, (pairs, count))
             is_first = do.icmp_unsigned("==", part.index, code.index(0))
             for column in range(0, OUTPUTS, wide):
                 places = [code.index(column + at * LANES) for at in range(columns)]
-                with code.rounds(tiles) as tile:
+                with code.loop(tiles) as tile:
                     top = do.mul(tile.index, code.index(rows))
                     lines = [do.add(top, code.index(row)) for row in range(rows)]
                     starts = [
                         code.at(fields["rows"], do.add(do.mul(line, pairs), begin), INT)
                         for line in lines
                     ]
-                    sums = iter(_add_pairs(code, turned, starts, count, places))
+                    sums = iter(_add_pairs(code, transposed, starts, count, places))
                     for line in lines:
                         for place in places:
                             at, new = do.add(do.mul(line, width), place), next(sums)
                             total = do.fadd(code.load(FLOAT, totals, at, LANES), new)
                             code.store(FLOAT, do.select(is_first, new, total), totals, at)
-        with code.rounds(do.mul(tiles, code.index(rows))) as line:
+        with code.loop(do.mul(tiles, code.index(rows))) as line:
             _round(code, fields, line.index, (first, totals), has_bias=has_bias)
 
-    return Native(_MANY, write, held=["weights", "bias"])
+    return Native(_GEMM, write, held=["weights", "bias"])
 
 
 def _round(
@@ -275,40 +275,40 @@ def _round(
         code.store(HALF, code.narrow(total), fields["products"], at)
 
 
-def _turn(
-    code: Code, weights: ir.Value, turned: ir.Value, sizes: tuple[ir.Value, ir.Value]
+def _transpose(
+    code: Code, weights: ir.Value, transposed: ir.Value, sizes: tuple[ir.Value, ir.Value]
 ) -> None:
     """Transpose pairs of weights [64, K / 2] to [count, 64]; ``sizes`` are K / 2 and count."""
     do, (pairs, count) = code.do, sizes
-    with code.rounds(code.index(OUTPUTS // LANES)) as group:
+    with code.loop(code.index(OUTPUTS // LANES)) as group:
         output = do.mul(group.index, code.index(LANES))
         lines = [do.mul(pairs, do.add(output, code.index(at))) for at in range(LANES)]
-        with code.rounds(do.udiv(count, code.index(LANES))) as loop:
+        with code.loop(do.udiv(count, code.index(LANES))) as loop:
             start = do.mul(loop.index, code.index(LANES))
             places = [do.mul(do.add(line, start), code.index(2)) for line in lines]
             halves = [code.load(HALF, weights, place, 2 * LANES) for place in places]
             square = [do.bitcast(each, ir.VectorType(WORD, LANES)) for each in halves]
-            for at, column in enumerate(code.turn(square)):
+            for at, column in enumerate(code.transpose(square)):
                 place = do.mul(do.add(start, code.index(at)), code.index(OUTPUTS))
-                code.store(WORD, column, turned, do.add(place, output))
+                code.store(WORD, column, transposed, do.add(place, output))
 
 
 def _add_pairs(
     code: Code,
-    turned: ir.Value,
+    transposed: ir.Value,
     rows: Sequence[ir.Value],
     count: ir.Value,
     places: Sequence[ir.Value],
 ) -> list[ir.Value]:
     """Accumulate the products of rows with ``count`` pairs of inputs, for outputs at ``places``."""
     do = code.do
-    with code.rounds(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
-        line = code.at(turned, do.mul(loop.index, code.index(OUTPUTS)), WORD)
+    with code.loop(count, *[code.floats(0.0)] * (len(rows) * len(places))) as loop:
+        line = code.at(transposed, do.mul(loop.index, code.index(OUTPUTS)), WORD)
         words = [code.load(WORD, line, place, LANES) for place in places]
         lows, highs = [code.low(word) for word in words], [code.high(word) for word in words]
-        for row, sums in zip(rows, _chunks(loop.held, len(places)), strict=True):
+        for row, sums in zip(rows, _chunks(loop.carried, len(places)), strict=True):
             pair = code.at(row, loop.index, INT)
-            first, second = (code.spread(code.load(FLOAT, pair, code.index(at))) for at in range(2))
+            first, second = (code.splat(code.load(FLOAT, pair, code.index(at))) for at in range(2))
             for low, high, total in zip(lows, highs, sums, strict=True):
-                loop.then.append(code.fma(low, first, code.fma(high, second, total)))
-    return loop.then
+                loop.next.append(code.fma(low, first, code.fma(high, second, total)))
+    return loop.next

@@ -25,26 +25,26 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
-from meshllm.model.kernels.jit import Native, room
-from meshllm.model.kernels.prefetch import AHEAD, LINE, Pass, ask
+from meshllm.model.kernels.jit import Native, registers
+from meshllm.model.kernels.prefetch import AHEAD, LINE, Pass, prefetch_share
 
 OUTPUTS = 64
 """Outputs of a block; two cache lines for each pair of inputs."""
 GROUP = 128
 """Inputs of a row that share a scale."""
 
-_MOST = 6  # rows of a tile, whose sums fit in registers; twice as many with AVX-512
-_FEW = 1 << 16  # values that one thread quantises as fast as several
-_LARGEST = 32767.0  # magnitude of an int16; larger results of rounding are clamped
-_EXPONENT, _BIAS, _ENDLESS = 23, 127, 255  # of a float32 (IEEE 754-2019, 3.4)
-_LEAST = 15  # smallest biased exponent of a value whose scale is not denormal
-_NOTHING = 0x7FC00000  # NaN
-_ROUNDER = "*given", "*whole", "*sizes", "inputs", "groups", "rows", "each"
-_MULTIPLIER = (
+_TILE_ROWS = 6  # rows of a tile, whose sums fit in registers; twice as many with AVX-512
+_SERIAL = 1 << 16  # values that one thread quantises as fast as several
+_INT16_MAX = 32767.0  # magnitude of an int16; larger results of rounding are clamped
+_EXPONENT, _BIAS, _INF_EXPONENT = 23, 127, 255  # of a float32 (IEEE 754-2019, 3.4)
+_MIN_EXPONENT = 15  # smallest biased exponent of a value whose scale is not denormal
+_NAN = 0x7FC00000  # bits of a float32
+_QUANTISER = "*given", "*whole", "*sizes", "inputs", "groups", "rows", "each"
+_GEMM = (
     *("tiles", "pairs", "groups", "*weights", "*scales", "*whole", "*sizes", "*products"),
     *("outputs", "threads"),
 )
-_WIDENER = "*weights", "*scales", "*wide", "pairs", "outputs"
+_DEQUANTISER = "*weights", "*scales", "*wide", "pairs", "outputs"
 
 
 def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
@@ -62,18 +62,18 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     if not count:
         return rows.new_empty(0, len(scales))
     is_half, threads = rows.dtype == torch.bfloat16, torch.get_num_threads()
-    tiles = -(-count // max(_MOST, room() // 2))
+    tiles = -(-count // max(_TILE_ROWS, registers() // 2))
     each, groups = -(-count // tiles), -(-inputs // GROUP)
     given = (rows if is_half else rows.float()).contiguous()
     whole = torch.empty(tiles, groups * GROUP // 2, each, 2, dtype=torch.int16)
     sizes = torch.empty(tiles, groups, each, dtype=torch.float32)
-    _rounder(is_half)(
-        *(tiles, threads if tiles > 1 and given.numel() > _FEW else 1),
+    _quantiser(is_half)(
+        *(tiles, threads if tiles > 1 and given.numel() > _SERIAL else 1),
         *(given.data_ptr(), whole.data_ptr(), sizes.data_ptr(), inputs, groups, count, each),
     )
     kept = torch.bfloat16 if is_half else torch.float32
     products = torch.empty(tiles * each, len(scales), dtype=kept)
-    _multiplier(each, is_half, min(tiles, 2))(
+    _gemm(each, is_half, min(tiles, 2))(
         *(len(weights), threads, tiles, weights.shape[1], groups, weights.data_ptr()),
         *(scales.data_ptr(), whole.data_ptr(), sizes.data_ptr(), products.data_ptr()),
         *(len(scales), threads),
@@ -96,7 +96,7 @@ def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
         )
 
 
-def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
+def dequantise(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
     """Dequantise weights [B, K / 2, 64, 2], int8, to ``wide`` [K, 64 B], bfloat16.
 
     Raises:
@@ -106,14 +106,14 @@ def widen(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
     if wide.shape != (2 * pairs, blocks * outputs) or len(scales) != wide.shape[1]:
         shape = list(weights.shape)
         raise ValueError(f"output {list(wide.shape)}, {len(scales)} scales for weights of {shape}")
-    _widener()(
+    _dequantiser()(
         *(blocks, torch.get_num_threads(), weights.data_ptr(), scales.data_ptr()),
         *(wide.data_ptr(), pairs, wide.shape[1]),
     )
 
 
 @cache
-def _rounder(is_half: bool) -> Native:
+def _quantiser(is_half: bool) -> Native:
     """Compile the quantiser of a tile, to int16 and one scale per row and group."""
     kind = HALF if is_half else FLOAT
 
@@ -124,11 +124,11 @@ def _rounder(is_half: bool) -> Native:
         top = do.mul(tile, each)
         left = do.sub(fields["rows"], top)
         count = do.select(do.icmp_unsigned("<", left, each), left, each)
-        with code.rounds(count) as row:
+        with code.loop(count) as row:
             start = do.mul(do.add(top, row.index), fields["inputs"])
             given = code.at(fields["given"], start, kind)
             is_whole = _pad(code, kind, given, padded, fields["inputs"])
-            with code.rounds(groups) as group:
+            with code.loop(groups) as group:
                 number = do.add(do.mul(tile, groups), group.index)
                 here = code.at(given, do.mul(group.index, code.index(GROUP)), kind)
                 is_last = do.icmp_unsigned("==", do.add(group.index, code.index(1)), groups)
@@ -136,7 +136,7 @@ def _rounder(is_half: bool) -> Native:
                 numbers = [
                     code.load(kind, here, code.index(at), LANES) for at in range(0, GROUP, LANES)
                 ]
-                whole, size = _rounded(code, map(code.widen, numbers) if is_half else numbers)
+                whole, size = _quantise(code, map(code.widen, numbers) if is_half else numbers)
                 code.store(WORD, size, fields["sizes"], do.add(do.mul(number, each), row.index))
                 place = do.add(do.mul(do.mul(number, code.index(GROUP // 2)), each), row.index)
                 for shorts in whole:
@@ -146,7 +146,7 @@ def _rounder(is_half: bool) -> Native:
                         code.store(WORD, pair, fields["whole"], place)
                         place = do.add(place, each)
 
-    return Native(_ROUNDER, write)
+    return Native(_QUANTISER, write)
 
 
 def _pad(code: Code, kind: ir.Type, row: ir.Value, padded: ir.Value, inputs: ir.Value) -> ir.Value:
@@ -156,27 +156,27 @@ def _pad(code: Code, kind: ir.Type, row: ir.Value, padded: ir.Value, inputs: ir.
     is_whole = do.icmp_unsigned("==", left, code.index(0))
     with do.if_then(do.not_(is_whole)):
         last = code.at(row, do.sub(inputs, left), kind)
-        with code.rounds(code.index(GROUP)) as loop:
+        with code.loop(code.index(GROUP)) as loop:
             code.store(kind, ir.Constant(kind, 0), padded, loop.index)
-        with code.rounds(left) as loop:
+        with code.loop(left) as loop:
             code.store(kind, code.load(kind, last, loop.index), padded, loop.index)
     return is_whole
 
 
-def _rounded(code: Code, numbers: Iterable[ir.Value]) -> tuple[list[ir.Value], ir.Value]:
+def _quantise(code: Code, numbers: Iterable[ir.Value]) -> tuple[list[ir.Value], ir.Value]:
     """Round float32 to int16; return these and the bits of their scale."""
     do, words, numbers = code.do, ir.VectorType(WORD, LANES), list(numbers)
     positive = ir.Constant(words, [0x7FFFFFFF] * LANES)
     most, *others = [do.and_(do.bitcast(number, words), positive) for number in numbers]
     for other in others:
-        most = code.larger(most, other)
-    exponent = code.larger(do.lshr(code.most(most), _word(_EXPONENT)), _word(_LEAST))
+        most = code.umax(most, other)
+    exponent = code.umax(do.lshr(code.reduce_umax(most), _word(_EXPONENT)), _word(_MIN_EXPONENT))
     # Brings the largest to [2^14, 2^15): times 2^14, divided by the power of two in it.
     up = do.shl(do.sub(_word(2 * _BIAS + 14), exponent), _word(_EXPONENT))
     down = do.shl(do.sub(exponent, _word(14)), _word(_EXPONENT))
-    is_endless = do.icmp_unsigned("==", exponent, _word(_ENDLESS))
-    factor = code.spread(do.bitcast(up, FLOAT))
-    least, largest = code.floats(-_LARGEST), code.floats(_LARGEST)
+    is_not_finite = do.icmp_unsigned("==", exponent, _word(_INF_EXPONENT))
+    factor = code.splat(do.bitcast(up, FLOAT))
+    least, largest = code.floats(-_INT16_MAX), code.floats(_INT16_MAX)
     whole = []
     for number in numbers:
         grown = do.fmul(number, factor)
@@ -184,7 +184,7 @@ def _rounded(code: Code, numbers: Iterable[ir.Value]) -> tuple[list[ir.Value], i
         grown = do.select(do.fcmp_ordered("<", grown, least), least, grown)
         bits = do.bitcast(do.fadd(grown, code.floats(ROUND)), words)
         whole.append(do.trunc(bits, ir.VectorType(HALF, LANES)))
-    return whole, do.select(is_endless, _word(_NOTHING), down)
+    return whole, do.select(is_not_finite, _word(_NAN), down)
 
 
 def _word(value: int) -> ir.Constant:
@@ -192,9 +192,9 @@ def _word(value: int) -> ir.Constant:
 
 
 @cache
-def _multiplier(rows: int, is_half: bool, tiles: int) -> Native:
+def _gemm(rows: int, is_half: bool, tiles: int) -> Native:
     """Compile the GEMM for tiles of ``rows`` rows, and at least ``tiles`` of them."""
-    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= room())
+    columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= registers())
     wide = LANES * columns
     passes = OUTPUTS // wide * tiles
 
@@ -206,26 +206,26 @@ def _multiplier(rows: int, is_half: bool, tiles: int) -> Native:
         following = code.at(weights, ahead, BYTE)
         for part in range(0, OUTPUTS, wide):
             columns_at = range(part, part + wide, LANES)
-            with code.rounds(fields["tiles"]) as tile:
+            with code.loop(fields["tiles"]) as tile:
                 top = do.mul(tile.index, code.index(rows))
                 number = do.add(do.mul(fields["tiles"], code.index(part // wide)), tile.index)
                 one = Pass(number, passes, pairs)
-                with code.rounds(groups, *[code.floats(0.0)] * (rows * columns)) as loop:
+                with code.loop(groups, *[code.floats(0.0)] * (rows * columns)) as loop:
                     at = do.add(do.mul(tile.index, groups), loop.index)
                     given = code.at(
                         fields["whole"], do.mul(at, code.index(GROUP // 2 * rows)), WORD
                     )
                     ours, theirs = (weights, columns_at), (given, rows)
-                    found = _add(code, ours, theirs, (loop.index, pairs), (one, following))
-                    sums, totals = iter(found), iter(loop.held)
+                    found = _sum_group(code, ours, theirs, (loop.index, pairs), (one, following))
+                    sums, totals = iter(found), iter(loop.carried)
                     sizes = code.at(fields["sizes"], do.mul(at, code.index(rows)), FLOAT)
                     for row in range(rows):
-                        scale = code.spread(code.load(FLOAT, sizes, code.index(row)))
-                        loop.then += [
-                            code.fma(code.whole(next(sums)), scale, next(totals))
+                        scale = code.splat(code.load(FLOAT, sizes, code.index(row)))
+                        loop.next += [
+                            code.fma(code.int_to_float(next(sums)), scale, next(totals))
                             for _ in columns_at
                         ]
-                totals = iter(loop.then)
+                totals = iter(loop.next)
                 for row in range(rows):
                     start = do.mul(do.add(top, code.index(row)), fields["outputs"])
                     for column in columns_at:
@@ -235,49 +235,49 @@ def _multiplier(rows: int, is_half: bool, tiles: int) -> Native:
                         kept = code.narrow(total) if is_half else total
                         code.store(HALF if is_half else FLOAT, kept, fields["products"], place)
 
-    return Native(_MULTIPLIER, write, held=["weights", "scales"])
+    return Native(_GEMM, write, held=["weights", "scales"])
 
 
-def _add(
+def _sum_group(
     code: Code,
     block: tuple[ir.Value, range],
     tile: tuple[ir.Value, int],
     group: tuple[ir.Value, ir.Value],
-    way: tuple[Pass, ir.Value],
+    ahead: tuple[Pass, ir.Value],
 ) -> list[ir.Value]:
     """Sum the products of one group of a tile's inputs with a block of weights.
 
     ``block`` is its weights and the outputs to compute; ``tile`` the values of the group and the
-    number of rows; ``group`` its index and the number of input pairs in all; ``way`` the pass and
+    number of rows; ``group`` its index and the number of input pairs in all; ``ahead`` the pass and
     the address of the weights to prefetch.
     """
-    do, (weights, columns), (given, rows), (one, following) = code.do, block, tile, way
+    do, (weights, columns), (given, rows), (one, following) = code.do, block, tile, ahead
     each, shorts = code.index(GROUP // 2), ir.VectorType(HALF, 2 * LANES)
     begin = do.mul(group[0], each)
     left = do.sub(group[1], begin)
     count = do.select(do.icmp_unsigned("<", left, each), left, each)
     nothing = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
     at_once = platform.machine() in {"x86_64", "AMD64"}
-    with code.rounds(count, *[nothing] * (rows * len(columns))) as loop:
+    with code.loop(count, *[nothing] * (rows * len(columns))) as loop:
         pair = do.add(begin, loop.index)
-        ask(code, following, 2 * OUTPUTS // LINE, one, pair)
+        prefetch_share(code, following, 2 * OUTPUTS // LINE, one, pair)
         line = code.at(weights, do.mul(pair, code.index(2 * OUTPUTS)), BYTE)
         own = [
             do.sext(code.load(BYTE, line, code.index(2 * column), 2 * LANES), shorts)
             for column in columns
         ]
-        start, sums = do.mul(loop.index, code.index(rows)), iter(loop.held)
+        start, sums = do.mul(loop.index, code.index(rows)), iter(loop.carried)
         for row in range(rows):
             word = code.load(WORD, given, do.add(start, code.index(row)))
-            both = do.bitcast(code.spread(word), shorts)
-            loop.then += [
+            both = do.bitcast(code.splat(word), shorts)
+            loop.next += [
                 code.multiply_pairs(weight, both, next(sums), at_once=at_once) for weight in own
             ]
-    return loop.then
+    return loop.next
 
 
 @cache
-def _widener() -> Native:
+def _dequantiser() -> Native:
     eight = ir.Constant(ir.VectorType(HALF, LANES), [8] * LANES)
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
@@ -286,15 +286,15 @@ def _widener() -> Native:
         weights = code.at(fields["weights"], do.mul(first, fields["pairs"]), HALF)
         places = [code.index(at) for at in range(0, OUTPUTS, LANES)]
         scales = [code.load(FLOAT, fields["scales"], do.add(first, at), LANES) for at in places]
-        with code.rounds(fields["pairs"]) as loop:
+        with code.loop(fields["pairs"]) as loop:
             source = code.at(weights, do.mul(loop.index, code.index(OUTPUTS)), HALF)
             line = do.mul(do.add(loop.index, loop.index), fields["outputs"])
             for at, scale in zip(places, scales, strict=True):
                 both = code.load(HALF, source, at, LANES)
                 place = do.add(do.add(line, first), at)
                 for weight in (do.ashr(do.shl(both, eight), eight), do.ashr(both, eight)):
-                    kept = code.narrow(do.fmul(code.whole(weight), scale))
+                    kept = code.narrow(do.fmul(code.int_to_float(weight), scale))
                     code.store(HALF, kept, fields["wide"], place)
                     place = do.add(place, fields["outputs"])
 
-    return Native(_WIDENER, write, held=["weights", "scales"])
+    return Native(_DEQUANTISER, write, held=["weights", "scales"])

@@ -34,9 +34,9 @@ class Loop:
 
     index: ir.Value
     """The iteration, from 0."""
-    held: list[ir.Value]
+    carried: list[ir.Value]
     """Carried values at the start of an iteration."""
-    then: list[ir.Value] = field(default_factory=list[ir.Value])
+    next: list[ir.Value] = field(default_factory=list[ir.Value])
     """The same at its end, to be set by the body; after the loop, those of the last iteration."""
 
 
@@ -82,7 +82,7 @@ class Code:
         """Store a value or a vector at element ``index`` of the array at ``start``."""
         self.do.store(value, self.at(start, index, kind), align=_bytes(kind))
 
-    def fetch(self, place: ir.Value, *, is_far: bool = False) -> None:
+    def prefetch(self, place: ir.Value, *, is_far: bool = False) -> None:
         """Prefetch the cache line at ``place``, which need not be mapped memory.
 
         Use ``is_far``, the L2 cache, for what is needed later.
@@ -93,7 +93,7 @@ class Code:
         near, data = ir.Constant(WORD, 2 if is_far else 3), ir.Constant(WORD, 1)
         self.do.call(known, [place, flag, near, data])
 
-    def spread(self, value: ir.Value, lanes: int = LANES) -> ir.Value:
+    def splat(self, value: ir.Value, lanes: int = LANES) -> ir.Value:
         """Broadcast a number to every lane."""
         kind = ir.VectorType(value.type, lanes)
         one = self.do.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
@@ -130,12 +130,12 @@ class Code:
         if at_once:
             long = ir.VectorType(WORD, 2 * LANES)
             products = do.mul(do.sext(pairs, long), do.sext(others, long))
-            return do.add(added, do.add(*self.parted(products)))
-        for one, other in zip(self.parted(pairs), self.parted(others), strict=True):
+            return do.add(added, do.add(*self.deinterleave(products)))
+        for one, other in zip(self.deinterleave(pairs), self.deinterleave(others), strict=True):
             added = do.add(added, do.mul(do.sext(one, wide), do.sext(other, wide)))
         return added
 
-    def parted(self, vector: ir.Value) -> list[ir.Value]:
+    def deinterleave(self, vector: ir.Value) -> list[ir.Value]:
         """Split a vector into its even and its odd lanes."""
         lanes = vector.type.count
         parts = range(0, lanes, 2), range(1, lanes, 2)
@@ -151,7 +151,7 @@ class Code:
         mask = ir.Constant(words.type, [0xFFFF0000] * words.type.count)
         return self.do.bitcast(self.do.and_(words, mask), FLOATS)
 
-    def turn(self, lines: Sequence[ir.Value]) -> list[ir.Value]:
+    def transpose(self, lines: Sequence[ir.Value]) -> list[ir.Value]:
         """Transpose a square matrix: as many vectors as each has lanes, a power of 2."""
         lanes, lines = len(lines), list(lines)
         apart = lanes // 2
@@ -166,7 +166,7 @@ class Code:
             apart //= 2
         return lines
 
-    def root(self, number: ir.Value) -> ir.Value:
+    def sqrt(self, number: ir.Value) -> ir.Value:
         """Return the square root, rounded once."""
         return self._call("sqrt", number)
 
@@ -224,37 +224,37 @@ class Code:
         rounded = self.do.add(self.do.add(bits, ir.Constant(kind, [0x7FFF] * lanes)), odd)
         return self.do.trunc(self.do.lshr(rounded, sixteen), ir.VectorType(HALF, lanes))
 
-    def whole(self, numbers: ir.Value) -> ir.Value:
+    def int_to_float(self, numbers: ir.Value) -> ir.Value:
         """Convert signed integers of at most 32 bits to float32, rounded once."""
         return self.do.sitofp(numbers, ir.VectorType(FLOAT, numbers.type.count))
 
-    def most(self, words: ir.Value) -> ir.Value:
+    def reduce_umax(self, words: ir.Value) -> ir.Value:
         """Return the largest lane, as unsigned integers; their number is a power of 2."""
         while words.type.count > 1:
             one, other = self.halves(words)
-            words = self.larger(one, other)
+            words = self.umax(one, other)
         return self.do.extract_element(words, ir.Constant(WORD, 0))
 
-    def larger(self, one: ir.Value, other: ir.Value) -> ir.Value:
+    def umax(self, one: ir.Value, other: ir.Value) -> ir.Value:
         """Return the larger of two unsigned integers, in each lane."""
         return self.do.select(self.do.icmp_unsigned(">", one, other), one, other)
 
     @contextmanager
-    def rounds(self, count: ir.Value, *start: ir.Value) -> Iterator[Loop]:
+    def loop(self, count: ir.Value, *start: ir.Value) -> Iterator[Loop]:
         """Emit a loop of ``count`` iterations, at least 1; ``start`` are its carried values."""
         do, before = self.do, self.do.block
         body = do.append_basic_block("round")
         do.branch(body)
         do.position_at_end(body)
-        index, held = do.phi(INT), [do.phi(value.type) for value in start]
-        loop = Loop(index, held)
+        index, carried = do.phi(INT), [do.phi(value.type) for value in start]
+        loop = Loop(index, carried)
         yield loop
         last, following = do.block, do.add(index, self.index(1))
         index.add_incoming(self.index(0), before)
         index.add_incoming(following, last)
-        for phi, first, then in zip(held, start, loop.then, strict=True):
+        for phi, first, last_value in zip(carried, start, loop.next, strict=True):
             phi.add_incoming(first, before)
-            phi.add_incoming(then, last)
+            phi.add_incoming(last_value, last)
         behind = do.append_basic_block("behind")
         do.cbranch(do.icmp_unsigned("<", following, count), body, behind)
         do.position_at_end(behind)

@@ -35,9 +35,9 @@ from meshllm.config import cache_path
 from meshllm.model.json_cache import recall, remember
 from meshllm.model.kernels.ir import INT, Code
 
-_TEAM = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
+_PARALLEL = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
 _NOT_EXECUTABLE = "this system forbids executable memory"
-_NO_TEAM = f"torch {torch.__version__} is not linked to an OpenMP library with `{_TEAM}`"
+_NO_OPENMP = f"torch {torch.__version__} is not linked to an OpenMP library with `{_PARALLEL}`"
 _lock = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,10 @@ class Native:
 
     def __call__(self, blocks: int, threads: int, *values: int) -> None:
         """Run ``blocks`` blocks on ``threads`` threads of torch; on one if these are not found."""
-        if _hearing.hear:
-            _hearing.hear(self, blocks, threads, values)
+        if _observer.observe:
+            _observer.observe(self, blocks, threads, values)
         given = self.given(blocks, *values)
-        start = team() if threads > 1 else None
+        start = openmp_parallel() if threads > 1 else None
         if start is None:
             self._alone(ctypes.addressof(given))
         else:
@@ -86,23 +86,23 @@ Hear = Callable[[Native, int, int, Sequence[int]], None]
 """Observes a call: the kernel, its blocks, threads and field values."""
 
 
-class _Hearing(threading.local):
+class _Observer(threading.local):
     """The observer of a thread's kernel calls."""
 
-    hear: Hear | None = None
+    observe: Hear | None = None
 
 
-_hearing = _Hearing()
+_observer = _Observer()
 
 
 @contextmanager
 def heard(hear: Hear | None) -> Iterator[None]:
     """Pass this thread's kernel calls to ``hear`` within the block; None suspends observation."""
-    before, _hearing.hear = _hearing.hear, hear
+    before, _observer.observe = _observer.observe, hear
     try:
         yield
     finally:
-        _hearing.hear = before
+        _observer.observe = before
 
 
 def processor() -> tuple[str, str]:
@@ -110,7 +110,7 @@ def processor() -> tuple[str, str]:
     return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
 
 
-def can(*features: str) -> bool:
+def has_cpu_feature(*features: str) -> bool:
     """Whether the CPU has any of these LLVM features."""
     return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))
 
@@ -125,9 +125,9 @@ def machine() -> tuple[str, ...]:
 
 
 @cache
-def room() -> int:
+def registers() -> int:
     """Return how many vectors of `LANES` sums fit in registers next to the other operands."""
-    return 24 if can("avx512f") else 6  # of 32; of 16 in pairs (AVX2), or of 32 in fours (NEON)
+    return 24 if has_cpu_feature("avx512f") else 6  # of 32; of 16 in pairs, or of 32 in fours
 
 
 def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
@@ -165,12 +165,12 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
         engine = binding.create_mcjit_compiler(parsed, machine)
         key = text, *processor(), llvmlite.__version__
         if folder := private_folder():
-            _keep(engine, folder, *key)
+            _use_cache(engine, folder, *key)
         engine.finalize_object()
     return engine, blake3(repr(key).encode()).hexdigest()
 
 
-def _keep(engine: Any, folder: Path, *key: str) -> None:
+def _use_cache(engine: Any, folder: Path, *key: str) -> None:
     """Make the engine load its machine code from a cache folder, or store it there."""
 
     def find(_: Any) -> bytes | None:
@@ -241,17 +241,17 @@ def works() -> bool:
 
 
 @cache
-def team() -> Callable[[int, int, int, int], None] | None:
+def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
     """Return the OpenMP function that starts torch's threads; None if torch uses others."""
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         # The library is loaded already; its dependencies are searched, too.
-        start = getattr(ctypes.CDLL(str(path)), _TEAM, None)
+        start = getattr(ctypes.CDLL(str(path)), _PARALLEL, None)
         if start is not None:
             start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             start.restype = None
             found: Callable[[int, int, int, int], None] = start
             return found
-    logger.warning("compiled kernels use one thread: %s", _NO_TEAM)
+    logger.warning("compiled kernels use one thread: %s", _NO_OPENMP)
     return None
 
 
@@ -259,4 +259,4 @@ def limits() -> tuple[str, ...]:
     """Return why kernels are not compiled here, or use one thread; empty if neither holds."""
     if not works():
         return (f"no compiled kernels: {_NOT_EXECUTABLE}",)
-    return () if team() else (f"compiled kernels use one thread: {_NO_TEAM}",)
+    return () if openmp_parallel() else (f"compiled kernels use one thread: {_NO_OPENMP}",)

@@ -23,20 +23,20 @@ class Pass(NamedTuple):
     """One of several passes over the same weights, all of the same number of steps."""
 
     number: ir.Value
-    least: int
+    min_count: int
     """Lower bound of the number of passes."""
     steps: ir.Value
 
 
-def ask(code: Code, following: ir.Value, lines: int, one: Pass, step: ir.Value) -> None:
+def prefetch_share(code: Code, following: ir.Value, lines: int, one: Pass, step: ir.Value) -> None:
     """Prefetch a step's share of the weights at ``following``, ``lines`` cache lines per step.
 
     ``lines`` is a power of two. The weights may lie beyond mapped memory.
     """
-    do, share = code.do, max(1, lines // (1 << one.least.bit_length() - 1))
+    do, share = code.do, max(1, lines // (1 << one.min_count.bit_length() - 1))
     done = do.add(do.mul(one.number, one.steps), step)
     has_share = do.icmp_unsigned("<", one.number, code.index(lines // share))
     at = do.select(has_share, do.mul(done, code.index(share * LINE)), code.index(0))
     for line in range(share):
         place = do.add(at, code.index(line * LINE))
-        code.fetch(code.at(following, place, BYTE), is_far=True)
+        code.prefetch(code.at(following, place, BYTE), is_far=True)

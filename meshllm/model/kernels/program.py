@@ -17,7 +17,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.kernels.ir import INT, WORD, Code
 from meshllm.model.kernels.jit import Native
 
-_FIELDS = "*calls", "count", "team"
+_FIELDS = "*calls", "count", "parallel"
 _EACH = 3  # integers per call
 _VOID, _PLACE = ir.VoidType(), ir.PointerType()
 _WORK = ir.FunctionType(_VOID, [_PLACE])
@@ -55,7 +55,7 @@ class Program:
             for number in (call.native.address, ctypes.addressof(call.given), call.threads)
         ]
         self._calls = (ctypes.c_int64 * len(numbers))(*numbers)
-        start = jit.team()
+        start = jit.openmp_parallel()
         address = ctypes.cast(cast("Any", start), ctypes.c_void_p).value if start else 0
         self._fields = ctypes.addressof(self._calls), len(calls), address or 0
 
@@ -72,9 +72,9 @@ class Program:
 def _runner() -> Native:
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         do = code.do
-        start = do.inttoptr(fields["team"], _START.as_pointer())
-        is_one = do.icmp_unsigned("==", fields["team"], code.index(0))
-        with code.rounds(fields["count"]) as call:
+        start = do.inttoptr(fields["parallel"], _START.as_pointer())
+        is_one = do.icmp_unsigned("==", fields["parallel"], code.index(0))
+        with code.loop(fields["count"]) as call:
             first = do.mul(call.index, code.index(_EACH))
             address, given, threads = (
                 code.load(INT, fields["calls"], do.add(first, code.index(at)))

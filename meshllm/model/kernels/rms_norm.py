@@ -49,14 +49,14 @@ def _function(width: int) -> Native:
             at = do.add(start, do.mul(part, code.index(lanes)))
             return code.widen(code.load(HALF, fields[name], at, lanes))
 
-        with code.rounds(code.index(width // lanes), code.floats(0.0, lanes)) as loop:
+        with code.loop(code.index(width // lanes), code.floats(0.0, lanes)) as loop:
             x = load("rows", top, loop.index)
-            loop.then = [code.fma(x, x, loop.held[0])]
-        total = code.sum(loop.then[0])
+            loop.next = [code.fma(x, x, loop.carried[0])]
+        total = code.sum(loop.next[0])
         mean = do.fdiv(total, code.number(float(width)))
-        root = code.root(do.fadd(mean, float_of(code, fields["eps"])))
-        share = code.spread(do.fdiv(code.number(1.0), root), lanes)
-        with code.rounds(code.index(width // lanes)) as loop:
+        root = code.sqrt(do.fadd(mean, float_of(code, fields["eps"])))
+        share = code.splat(do.fdiv(code.number(1.0), root), lanes)
+        with code.loop(code.index(width // lanes)) as loop:
             scaled = do.fmul(load("rows", top, loop.index), share)
             rounded = code.widen(code.narrow(scaled))
             product = do.fmul(rounded, load("weight", code.index(0), loop.index))

@@ -71,7 +71,7 @@ def _function(is_half: bool, width: int) -> Native:
         )
 
         def visible(key: ir.Value) -> list[ir.Value]:
-            number = code.spread(do.trunc(key, WORD))
+            number = code.splat(do.trunc(key, WORD))
             return [
                 do.icmp_unsigned("<", do.sub(number, start), count)
                 for start, count in zip(starts, seen, strict=True)
@@ -82,25 +82,25 @@ def _function(is_half: bool, width: int) -> Native:
             return code.widen(loaded) if is_half else loaded
 
         nothing = code.floats(-inf)
-        with code.rounds(keys, *[nothing] * len(places)) as loop:
+        with code.loop(keys, *[nothing] * len(places)) as loop:
             line = code.at(scores, do.mul(loop.index, columns), kind)
-            for at, is_seen, most in zip(places, visible(loop.index), loop.held, strict=True):
+            for at, is_seen, most in zip(places, visible(loop.index), loop.carried, strict=True):
                 score = do.select(is_seen, load(line, at), nothing)
-                loop.then.append(do.select(do.fcmp_ordered(">", score, most), score, most))
-        peaks = loop.then
+                loop.next.append(do.select(do.fcmp_ordered(">", score, most), score, most))
+        peaks = loop.next
         zero = code.floats(0.0)
-        with code.rounds(keys, *[zero] * len(places)) as loop:
+        with code.loop(keys, *[zero] * len(places)) as loop:
             line = code.at(scores, do.mul(loop.index, columns), kind)
             for at, is_seen, peak, total in zip(
-                places, visible(loop.index), peaks, loop.held, strict=True
+                places, visible(loop.index), peaks, loop.carried, strict=True
             ):
                 power = code.exp(do.fsub(load(line, at), peak))
                 power = do.select(is_seen, power, zero)
                 kept = code.narrow(power) if is_half else power
                 code.store(kind, kept, line, at)
-                loop.then.append(do.fadd(total, code.widen(kept) if is_half else kept))
-        shares = [do.fdiv(code.floats(1.0), total) for total in loop.then]
-        with code.rounds(keys) as loop:
+                loop.next.append(do.fadd(total, code.widen(kept) if is_half else kept))
+        shares = [do.fdiv(code.floats(1.0), total) for total in loop.next]
+        with code.loop(keys) as loop:
             line = code.at(scores, do.mul(loop.index, columns), kind)
             for at, share in zip(places, shares, strict=True):
                 shared = do.fmul(load(line, at), share)

@@ -63,7 +63,7 @@ def attend(
         **sizes,
     )
     mixed = query.new_empty(1, rows, heads, width_out)
-    _put_together[rows, heads](
+    _combine[rows, heads](
         *(sums, norms[0], norms[1], mixed, table),
         FIELDS=table.shape[1],
         PARTS=_PARTS,
@@ -177,7 +177,7 @@ def _attend_part(
 
 
 @triton.jit
-def _put_together(
+def _combine(
     sums,
     tops,
     totals,

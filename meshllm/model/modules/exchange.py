@@ -9,9 +9,9 @@ from torch import nn
 from meshllm.model.device import CPU
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.modules.linear_onednn import pack
-from meshllm.model.modules.linear_padded import find_floors, loosen, steady
+from meshllm.model.modules.linear_padded import find_floors, pad_linears, unpad_linears
 from meshllm.model.modules.quantize import quantise
-from meshllm.model.modules.rms_norm import quicken, slow_down
+from meshllm.model.modules.rms_norm import fuse_rms_norms, unfuse_rms_norms
 from meshllm.names import Quant
 
 
@@ -40,12 +40,12 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
     if whole is not None:
         dtype = next(whole.parameters()).dtype
         floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1))
-        if floors is None or not steady(model, floors):
+        if floors is None or not pad_linears(model, floors):
             return "this CPU sums few rows in another order than many"
-        quicken(model)
+        fuse_rms_norms(model)
     elif quant is not Quant.NONE:
         quantise(model, quant, skip=skip, digests=digests, cache=cache, mapped=mapped)
-        quicken(model)
+        fuse_rms_norms(model)
     elif mapped:
         pack(model, skip=skip)
     return ""
@@ -53,5 +53,5 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
 
 def restore_modules(model: nn.Module) -> None:
     """Undo the replacements for row-invariant steps."""
-    loosen(model)
-    slow_down(model)
+    unpad_linears(model)
+    unfuse_rms_norms(model)

@@ -50,7 +50,7 @@ def form(shape: Shape, dtype: torch.dtype) -> Form:
     }
 
 
-def order(_shape: Shape) -> str:
+def layout(_shape: Shape) -> str:
     """Name the memory layout: the kernel packs for the vector width of the CPU."""
     return torch.backends.cpu.get_cpu_capability()
 

@@ -19,9 +19,9 @@ from meshllm.model.kernels.scratch import scratch
 from meshllm.model.modules.quant_form import Form, Packed, Shape
 
 CHUNK_ROWS = 4096  # of a matrix quantised at a time
-MANY = 48  # rows from which on dequantising pays
-WIDE_BYTES = 2 << 20  # of weights that are dequantised at a time: they stay in the CPU cache
-_FAST = "amx-bf16", "bf16"  # LLVM's names of bf16 matrix instructions, of x86 and of ARM
+DEQUANTISE_ROWS = 48  # rows from which on dequantising pays
+DEQUANTISED_BYTES = 2 << 20  # of weights that are dequantised at a time: they stay in the CPU cache
+_BF16_MATRIX = "amx-bf16", "bf16"  # LLVM's names of bf16 matrix instructions, of x86 and of ARM
 _TINY = 1e-30  # used as the largest weight of an all-zero output
 
 
@@ -36,26 +36,26 @@ class Int8Matrix:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply [M, K] to [M, N], in their dtype."""
-        if len(rows) < MANY or rows.dtype != torch.bfloat16 or not multiplies_matrices():
+        if len(rows) < DEQUANTISE_ROWS or rows.dtype != torch.bfloat16 or not multiplies_matrices():
             products = gemm_int8.multiply(rows, self._data, self._scale)
         else:
-            products = self._widened(rows)
+            products = self._multiply_dequantised(rows)
         outputs = self.shape[0]
         return products if products.shape[1] == outputs else products[:, :outputs]
 
-    def _widened(self, rows: Tensor) -> Tensor:
+    def _multiply_dequantised(self, rows: Tensor) -> Tensor:
         blocks, pairs, outputs, _ = self._data.shape
         inputs = 2 * pairs
         if rows.shape[1] < inputs:
             rows = torch.nn.functional.pad(rows, (0, 1))
-        most = max(1, WIDE_BYTES // (2 * inputs * outputs))
+        most = max(1, DEQUANTISED_BYTES // (2 * inputs * outputs))
         room = scratch(most * inputs * outputs)
         products = rows.new_empty(len(rows), blocks * outputs)
         for at in range(0, blocks, most):
             part = self._data[at : at + most]
             here = slice(at * outputs, (at + len(part)) * outputs)
             wide = room[: part.numel()].view(inputs, -1)
-            gemm_int8.widen(part, self._scale[here], wide)
+            gemm_int8.dequantise(part, self._scale[here], wide)
             torch.mm(rows, wide, out=products[:, here])
         return products
 
@@ -63,7 +63,7 @@ class Int8Matrix:
 @cache
 def multiplies_matrices() -> bool:
     """Whether the CPU has instructions that multiply bf16 matrices."""
-    return jit.can(*_FAST)
+    return jit.has_cpu_feature(*_BF16_MATRIX)
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
@@ -93,6 +93,6 @@ def form(shape: Shape, _dtype: torch.dtype) -> Form:
     }
 
 
-def order(_shape: Shape) -> str:
+def layout(_shape: Shape) -> str:
     """Name the memory layout, the same on every CPU."""
     return f"pairs in blocks of {OUTPUTS}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshllm.model.kernels import jit
-from meshllm.model.kernels.gemm_bf16 import LANES_OF_ROW, OUTPUTS, Matrix
+from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, OUTPUTS, Bf16Matrix
 from meshllm.model.kernels.ir import PAIRS_FEATURE
 from meshllm.model.modules.int8 import multiplies_matrices
 
@@ -29,14 +29,14 @@ class NativeLinear(nn.Linear):
         """Take over weights, which must not change or move afterwards.
 
         Raises:
-            ValueError: as for `Matrix`.
+            ValueError: as for `Bf16Matrix`.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
         self._plain = (plain,)  # not a submodule, so that the weights keep their names
         bias = None if self.bias is None else self.bias.detach()
-        self._matrix = Matrix(self.weight.detach(), bias)
+        self._matrix = Bf16Matrix(self.weight.detach(), bias)
 
     @property
     def plain(self) -> nn.Linear:
@@ -50,39 +50,39 @@ class NativeLinear(nn.Linear):
         if x.dtype != torch.bfloat16 or is_odd:
             return functional.linear(x, self.weight, self.bias)
         rows, matrix = x.reshape(count, self.in_features), self._matrix
-        products = matrix.few(rows) if count <= MOST_ROWS else matrix.many(rows)
+        products = matrix.gemv(rows) if count <= MOST_ROWS else matrix.gemm(rows)
         return products.view(*x.shape[:-1], self.out_features)
 
 
-def native_of(plain: nn.Linear) -> NativeLinear | None:
+def to_native(plain: nn.Linear) -> NativeLinear | None:
     """Return a replacement with the same weights; None where torch is as fast.
 
     Hooks would be lost, so modules with hooks are not replaced either.
     """
     weight, hooks = plain.weight, plain._forward_hooks | plain._forward_pre_hooks
-    if weight.device.type != "cpu" or not weight.is_contiguous() or hooks or not is_native(plain):
+    if weight.device.type != "cpu" or not weight.is_contiguous() or hooks or not has_native(plain):
         return None
     return NativeLinear(plain)
 
 
-def is_native(like: nn.Linear) -> bool:
+def has_native(like: nn.Linear) -> bool:
     """Whether `NativeLinear` supports such modules on the CPU; ``like`` may be on meta."""
     return (
         type(like) is nn.Linear
         and like.weight.dtype == torch.bfloat16
-        and like.in_features % LANES_OF_ROW == 0
+        and like.in_features % GEMV_LANES == 0
         and like.weight.numel() > 0
         and use_own_gemm()
     )
 
 
 @cache
-def adds_pairs() -> bool:
+def has_bf16_dot() -> bool:
     """Whether the CPU has an instruction that multiplies and adds pairs of bfloat16."""
-    return jit.can(PAIRS_FEATURE)
+    return jit.has_cpu_feature(PAIRS_FEATURE)
 
 
 @cache
 def use_own_gemm() -> bool:
     """Whether this CPU has no bf16 instructions and can run compiled kernels."""
-    return jit.works() and not adds_pairs() and not multiplies_matrices()
+    return jit.works() and not has_bf16_dot() and not multiplies_matrices()

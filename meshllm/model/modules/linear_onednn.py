@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.modules.linear_bf16 import is_native
-from meshllm.model.modules.specimen import MOST_ROWS, specimen
+from meshllm.model.modules.linear_bf16 import has_native
+from meshllm.model.modules.probe import MOST_ROWS, probe_matrix
 
 SMALLEST = 1 << 18  # values; a smaller matrix fits in the CPU cache anyway
 LARGEST = 1 << 26  # values; a larger matrix is tried itself: it has enough outputs to differ
@@ -61,19 +61,19 @@ def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
             continue
         kind = *plain.weight.shape, plain.weight.dtype, plain.bias is not None
         if kind not in gains:
-            gains[kind] = not is_native(plain) and _gains(plain)
+            gains[kind] = not has_native(plain) and _gains(plain)
         if gains[kind]:
             model.set_submodule(name, PackedLinear(plain))
 
 
 @torch.inference_mode()
-def same(one: Apply, other: Apply, x: Tensor) -> bool:
+def same_bits(one: Apply, other: Apply, x: Tensor) -> bool:
     """Whether two modules give the same bits for the first `ROWS` rows of ``x`` [M, K]."""
     batches = [x[:rows][None] for rows in ROWS]
     return all(torch.equal(one(batch), other(batch)) for batch in batches)
 
 
-def sooner(one: Apply, other: Apply, x: Tensor) -> bool:
+def is_faster(one: Apply, other: Apply, x: Tensor) -> bool:
     """Whether the second of two modules takes at most `GAIN` of the time of the first."""
     times = [(_seconds(one, x), _seconds(other, x)) for _ in range(TRIALS)]
     return min(mine for _, mine in times) <= GAIN * min(theirs for theirs, _ in times)
@@ -81,15 +81,15 @@ def sooner(one: Apply, other: Apply, x: Tensor) -> bool:
 
 def _gains(plain: nn.Linear) -> bool:
     """Whether packed copies of this shape give the same bits, faster."""
-    sample, x = specimen(plain) if plain.weight.numel() <= LARGEST else _itself(plain)
+    sample, x = probe_matrix(plain) if plain.weight.numel() <= LARGEST else _own_sample(plain)
     try:
         packed = PackedLinear(sample)
-        return same(sample, packed, x) and sooner(sample, packed, x[:1])
+        return same_bits(sample, packed, x) and is_faster(sample, packed, x[:1])
     except (RuntimeError, AttributeError):  # this CPU, or this build of torch, has no kernel
         return False
 
 
-def _itself(plain: nn.Linear) -> tuple[nn.Linear, Tensor]:
+def _own_sample(plain: nn.Linear) -> tuple[nn.Linear, Tensor]:
     """Return the matrix itself and a few rows [M, K], as many as an LM head computes."""
     generator = torch.Generator().manual_seed(0)
     return plain, torch.randn(8, plain.in_features, generator=generator).to(plain.weight.dtype)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshllm.model.modules.linear_bf16 import NativeLinear, is_native, native_of
-from meshllm.model.modules.specimen import specimen
+from meshllm.model.modules.linear_bf16 import NativeLinear, has_native, to_native
+from meshllm.model.modules.probe import probe_matrix
 
 FLOORS = (1, 2, 3)
 """Minimum numbers of rows to try; larger ones would cost time."""
@@ -65,7 +65,7 @@ def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> 
             continue
         if type(module) is not nn.Linear or module.weight.dtype != dtype:
             return None
-        if is_native(module):
+        if has_native(module):
             continue
         shape = _shape(module)
         floor = _floor(*shape, dtype, tuple(counts), torch.get_num_threads())
@@ -75,12 +75,12 @@ def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> 
     return floors
 
 
-def steady(model: nn.Module, floors: Floors) -> bool:
+def pad_linears(model: nn.Module, floors: Floors) -> bool:
     """Replace linear modules that need padding or have a compiled form; False if one is unknown."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or module.weight.is_meta:
             continue
-        if own := native_of(module):
+        if own := to_native(module):
             model.set_submodule(name, own)
             continue
         floor = floors.get(_shape(module))
@@ -91,8 +91,8 @@ def steady(model: nn.Module, floors: Floors) -> bool:
     return True
 
 
-def loosen(model: nn.Module) -> None:
-    """Undo `steady`."""
+def unpad_linears(model: nn.Module) -> None:
+    """Undo `pad_linears`."""
     for name, module in list(model.named_modules()):
         if isinstance(module, SteadyLinear | NativeLinear):
             model.set_submodule(name, module.plain)
@@ -107,7 +107,7 @@ def _floor(
     outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], _threads: int
 ) -> int | None:
     """Return the smallest number of rows from which on all of ``counts`` agree."""
-    linear, x = specimen(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
+    linear, x = probe_matrix(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
     results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}
     return next((floor for floor in FLOORS if _agree(results, floor)), None)
 

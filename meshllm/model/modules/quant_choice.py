@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshllm.model.modules.quant_kernels import unfit
+from meshllm.model.modules.quant_kernels import unsupported
 from meshllm.names import Quant
 
-SIBLINGS = (
+FUSABLE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("gate_proj", "up_proj"),
@@ -37,7 +37,7 @@ def choose(
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not f"{name}.".startswith(unused):
             shape = module.out_features, module.in_features
-            if reason := _strange(module) or unfit(kind, shape, module.weight.dtype):
+            if reason := _obstacle(module) or unsupported(kind, shape, module.weight.dtype):
                 plain.append(Plain(name, shape, reason))
             else:
                 linears[name] = module
@@ -49,26 +49,26 @@ def choose(
     return linears, plain
 
 
-def families(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
+def fusable_groups(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
     """Group modules that read the same input, by their names."""
     done: set[str] = set()
     for name in linears:
         if name not in done:
             owner, dot, leaf = name.rpartition(".")
-            group = next((group for group in SIBLINGS if leaf in group), (leaf,))
+            group = next((group for group in FUSABLE if leaf in group), (leaf,))
             names = tuple(f"{owner}{dot}{sibling}" for sibling in group)
-            family = names if _alike([linears.get(sibling) for sibling in names]) else (name,)
+            family = names if _fusable([linears.get(sibling) for sibling in names]) else (name,)
             done.update(family)
             yield family
 
 
-def _alike(linears: Iterable[nn.Linear | None]) -> bool:
+def _fusable(linears: Iterable[nn.Linear | None]) -> bool:
     """Whether all exist and fit in one matrix."""
     kinds = {linear and (linear.in_features, linear.weight.dtype) for linear in linears}
     return len(kinds) == 1 and None not in kinds
 
 
-def _strange(module: nn.Linear) -> str:
+def _obstacle(module: nn.Linear) -> str:
     """Return why a module must not be replaced; empty if it may be."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}"

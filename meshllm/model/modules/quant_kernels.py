@@ -21,7 +21,7 @@ class Kernel:
     open: Callable[[Packed, Shape], Matrix]
     form: Callable[[Shape, torch.dtype], Form]
     """Returns the shapes and dtypes of what `pack` returns."""
-    order: Callable[[Shape], str]
+    layout: Callable[[Shape], str]
     """Names the memory layout on this CPU."""
     limit: float
     """Largest relative error on sampled rows that is accepted."""
@@ -29,8 +29,8 @@ class Kernel:
 
 KERNELS = {
     # The limits are a few times the error of normally distributed weights: 0.008 and 0.09.
-    Quant.INT8: Kernel(int8.pack, int8.Int8Matrix, int8.form, int8.order, 0.03),
-    Quant.INT4: Kernel(int4.pack, int4.Int4Matrix, int4.form, int4.order, 0.15),
+    Quant.INT8: Kernel(int8.pack, int8.Int8Matrix, int8.form, int8.layout, 0.03),
+    Quant.INT4: Kernel(int4.pack, int4.Int4Matrix, int4.form, int4.layout, 0.15),
 }
 
 
@@ -48,7 +48,7 @@ def kernel(kind: Quant) -> Kernel:
     return found
 
 
-def unfit(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
+def unsupported(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
     """Return why a kernel does not support a matrix; empty if it does."""
     outputs, inputs = shape
     if not outputs * inputs:
@@ -67,7 +67,7 @@ def unfit(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
 def packed_bytes(kind: Quant, shape: Shape, dtype: torch.dtype) -> int:
     """Return the bytes that a matrix takes in memory."""
     outputs, inputs = shape
-    if kind is Quant.NONE or unfit(kind, shape, dtype):
+    if kind is Quant.NONE or unsupported(kind, shape, dtype):
         return outputs * inputs * dtype.itemsize
     return size_of(KERNELS[kind].form(shape, dtype))
 

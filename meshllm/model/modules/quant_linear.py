@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshllm.model.modules.quant_form import Matrix
 
 
-class Siblings:
+class FusedProjections:
     """Modules that read the same input, as query, key and value do, fused into one product.
 
     The first one called computes for all. Each compares its input with the one computed, so what a
@@ -42,15 +42,15 @@ class Siblings:
 class QuantLinear(nn.Module):
     """A replacement of a linear module that multiplies by a packed matrix."""
 
-    def __init__(self, plain: nn.Linear, siblings: Siblings, index: int) -> None:
+    def __init__(self, plain: nn.Linear, fused: FusedProjections, index: int) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
-        self._siblings, self._index = siblings, index
+        self._fused, self._index = fused, index
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N], in the dtype of the input."""
-        y = self._siblings.multiply(self._index, input)
+        y = self._fused.multiply(self._index, input)
         if self.bias is not None:
             y = y + self.bias
         return y.to(input.dtype).contiguous().view(*input.shape[:-1], self.out_features)

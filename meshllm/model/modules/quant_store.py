@@ -62,7 +62,7 @@ def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, s
     return found
 
 
-def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
+def load(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     """Map a packed matrix of a known form; None if it is missing or invalid."""
     path = _path(folder, key)
     try:
@@ -92,7 +92,7 @@ def find(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     }
 
 
-def keep(folder: Path, key: str, packed: Packed) -> None:
+def save(folder: Path, key: str, packed: Packed) -> None:
     """Write a packed matrix atomically; if that is not possible, log it."""
     path = _path(folder, key)
     stored = {name: _padded(tensor) for name, tensor in packed.items()}
@@ -116,7 +116,7 @@ def keep(folder: Path, key: str, packed: Packed) -> None:
                 unfinished.unlink()
 
 
-def tidy(folder: Path) -> None:
+def evict(folder: Path) -> None:
     """Evict files unused for `UNUSED_S`; what a process has mapped stays until it ends."""
     oldest = time.time() - UNUSED_S
     for path in folder.glob(f"{'[0-9a-f]' * _NAME_DIGITS}.safetensors"):

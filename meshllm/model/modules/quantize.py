@@ -20,11 +20,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from meshllm.model.modules.quant_choice import Plain, choose, families
+from meshllm.model.modules.quant_choice import Plain, choose, fusable_groups
 from meshllm.model.modules.quant_form import Matrix, Shape
 from meshllm.model.modules.quant_kernels import kernel, size_of
-from meshllm.model.modules.quant_linear import QuantLinear, Siblings
-from meshllm.model.modules.quant_store import find, keep, page_out, tidy
+from meshllm.model.modules.quant_linear import FusedProjections, QuantLinear
+from meshllm.model.modules.quant_store import evict, load, page_out, save
 from meshllm.names import Quant
 
 SAMPLES = 16  # rows that a matrix is tested on
@@ -74,12 +74,12 @@ def quantise(
         return Report(kind)
     linears, plain = choose(model, kind, skip)
     work = _Work(model, kind, digests or {}, cache, mapped)
-    for names in families(linears):
+    for names in fusable_groups(linears):
         plain += work.exchange({name: linears[name] for name in names})
     if cache is not None:
-        tidy(cache)
+        evict(cache)
     report = Report(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))
-    _tell(report)
+    _log_report(report)
     return report
 
 
@@ -115,14 +115,14 @@ class _Work:
             if matrix is None:
                 reason = f"its error would be {error:.3f}, more than {self._kernel.limit}"
                 return [Plain(name, shape, reason, lossy=True) for name in linears]
-        self._put(linears, matrix)
+        self._replace(linears, matrix)
         return []
 
     def _find(self, modules: Sequence[nn.Linear], shape: Shape) -> Matrix | None:
         key = self._key(modules, shape)
         if self._cache is None or key is None:
             return None
-        packed = find(self._cache, key, self._kernel.form(shape, modules[0].weight.dtype))
+        packed = load(self._cache, key, self._kernel.form(shape, modules[0].weight.dtype))
         return None if packed is None else self._kernel.open(packed, shape)
 
     def _make(self, modules: Sequence[nn.Linear], shape: Shape) -> tuple[Matrix | None, float]:
@@ -135,7 +135,7 @@ class _Work:
             return None, error
         key = self._key(modules, shape)
         if self._cache is not None and key is not None:
-            keep(self._cache, key, packed)
+            save(self._cache, key, packed)
             matrix = self._find(modules, shape) or matrix
         return matrix, error
 
@@ -144,12 +144,12 @@ class _Work:
         digests = [self._digests.get(id(module.weight), "") for module in modules]
         if not all(digests):
             return None
-        made_by = _RECIPE, torch.__version__, transformers.__version__, self._kernel.order(shape)
+        made_by = _RECIPE, torch.__version__, transformers.__version__, self._kernel.layout(shape)
         forms = [f"{module.weight.dtype} {module.weight.shape}" for module in modules]
         return "\n".join([self._kind, *made_by, *forms, *digests])
 
-    def _put(self, linears: Mapping[str, nn.Linear], matrix: Matrix) -> None:
-        siblings = Siblings(matrix, [module.out_features for module in linears.values()])
+    def _replace(self, linears: Mapping[str, nn.Linear], matrix: Matrix) -> None:
+        fused = FusedProjections(matrix, [module.out_features for module in linears.values()])
         dtype = next(iter(linears.values())).weight.dtype
         self.bytes += size_of(self._kernel.form(matrix.shape, dtype))
         for index, (name, plain) in enumerate(linears.items()):
@@ -159,7 +159,7 @@ class _Work:
                 page_out(plain.weight)
             else:
                 plain.weight = nn.Parameter(plain.weight.to("meta"), requires_grad=False)
-            self._model.set_submodule(name, QuantLinear(plain, siblings, index))
+            self._model.set_submodule(name, QuantLinear(plain, fused, index))
 
 
 def _error(matrix: Matrix, weights: Sequence[Tensor]) -> float:
@@ -178,7 +178,7 @@ def _error(matrix: Matrix, weights: Sequence[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-def _tell(report: Report) -> None:
+def _log_report(report: Report) -> None:
     megabytes = report.bytes / 1e6, report.plain_bytes / 1e6
     log.info("%s: %d modules in %.0f MB instead of %.0f", report.kind, report.modules, *megabytes)
     for plain in report.plain:

@@ -22,13 +22,13 @@ FEW = 512  # rows times heads; more are left to stock code, which uses several t
 
 _SIZES = (0.01, 1.0, 100.0)
 _ROWS = 4
-_UNIT = 2**-7  # an ulp of bfloat16, relative to the number
-_UNITS = 2  # that rounding twice may change
-_ALIKE = 2**-10  # largest relative error of all numbers together
-_MOST_UNITS = 4  # that different rounding, three times, may change
+_ULP = 2**-7  # an ulp of bfloat16, relative to the number
+_MAX_ULPS = 2  # that rounding twice may change
+_MAX_ERROR = 2**-10  # largest relative error of all numbers together
+_MAX_TORCH_ULPS = 4  # that different rounding, three times, may change
 
 
-class QuickNorm(nn.Module):
+class FusedRMSNorm(nn.Module):
     """A replacement of a norm by the compiled kernel, with nearly the same results."""
 
     def __init__(self, plain: Any, eps: float) -> None:
@@ -56,7 +56,7 @@ class QuickNorm(nn.Module):
         return result
 
 
-class FusedNorm(nn.Module):
+class TorchRMSNorm(nn.Module):
     """A replacement of a norm by torch's own fused norm."""
 
     def __init__(self, plain: Any, eps: float) -> None:
@@ -75,36 +75,36 @@ def fused(model: nn.Module) -> Iterator[int]:
 
     A module is replaced only if its results differ by no more than rounding.
     """
-    exchanged: dict[str, nn.Module] = {}
+    replaced: dict[str, nn.Module] = {}
     try:
         for name, module, eps in _norms(model):
-            own, unit = FusedNorm(module, eps), torch.finfo(module.weight.dtype).eps
-            if _agree(module, own, most=_MOST_UNITS * unit, mean=unit):
-                exchanged[name] = module
+            own, unit = TorchRMSNorm(module, eps), torch.finfo(module.weight.dtype).eps
+            if _agree(module, own, most=_MAX_TORCH_ULPS * unit, mean=unit):
+                replaced[name] = module
                 model.set_submodule(name, own)
-        yield len(exchanged)
+        yield len(replaced)
     finally:
-        for name, module in exchanged.items():
+        for name, module in replaced.items():
             model.set_submodule(name, module)
 
 
 @torch.inference_mode()
-def quicken(model: nn.Module) -> None:
+def fuse_rms_norms(model: nn.Module) -> None:
     """Replace RMS norms by the compiled kernel, if their results agree with it."""
     if not works():
         return
     for name, module, eps in _norms(model):
         if module.weight.dtype != torch.bfloat16 or module.weight.device.type != "cpu":
             continue
-        quick = QuickNorm(module, eps)
-        if _agree(module, quick, most=_UNITS * _UNIT, mean=_ALIKE):
-            model.set_submodule(name, quick)
+        own = FusedRMSNorm(module, eps)
+        if _agree(module, own, most=_MAX_ULPS * _ULP, mean=_MAX_ERROR):
+            model.set_submodule(name, own)
 
 
-def slow_down(model: nn.Module) -> None:
-    """Undo `quicken`."""
+def unfuse_rms_norms(model: nn.Module) -> None:
+    """Undo `fuse_rms_norms`."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, QuickNorm):
+        if isinstance(module, FusedRMSNorm):
             model.set_submodule(name, module.plain)
 
 

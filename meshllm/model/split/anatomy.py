@@ -16,7 +16,7 @@ from torch import nn
 from meshllm.errors import MeshError, ModelError
 from meshllm.model.lean import lean
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.split.rope import held
+from meshllm.model.split.rope import pinned_frequencies
 from meshllm.model.split.stubs import LayerStub
 from meshllm.names import Span
 
@@ -42,7 +42,7 @@ META_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardSignature:
     """The arguments of the stock forward, read once from its signature."""
 
     cache: str
@@ -64,7 +64,7 @@ class Anatomy:
     """Outermost modules with parameters that run before the first layer only."""
     outputs: frozenset[str]
     """Outermost modules with parameters that run after the last layer only."""
-    call: Call
+    call: ForwardSignature
 
 
 def examine(model: nn.Module, count: int) -> Anatomy:
@@ -74,7 +74,7 @@ def examine(model: nn.Module, count: int) -> Anatomy:
         ModelError: it has no list of ``count`` layers, or its forward does not run without them.
     """
     layers = _find_layers(model, count)
-    call = _read_call(model)
+    call = _read_signature(model)
     ends = _find_ends(model, layers)
     for arity in ARITIES:
         if (calls := _trace(model, layers, arity, call, ends)) is not None:
@@ -96,9 +96,9 @@ def _find_layers(model: nn.Module, count: int) -> str:
     return max(sizes, key=sizes.__getitem__)
 
 
-def _read_call(model: nn.Module) -> Call:
+def _read_signature(model: nn.Module) -> ForwardSignature:
     names = signature(model.forward).parameters
-    return Call(
+    return ForwardSignature(
         "cache_params" if "cache_params" in names else "past_key_values",
         "position_ids" in names,
         "attention_mask" in names,
@@ -118,7 +118,7 @@ def _find_ends(model: nn.Module, layers: str) -> list[str]:
 
 
 def _trace(
-    model: nn.Module, layers: str, arity: int, call: Call, ends: list[str]
+    model: nn.Module, layers: str, arity: int, call: ForwardSignature, ends: list[str]
 ) -> list[str] | None:
     """Return the ends and the layers in the order of their calls; None if the arity is wrong."""
     calls: list[str] = []
@@ -132,7 +132,7 @@ def _trace(
 
 
 @lean()
-def run_on_meta(model: Any, call: Call, cache: SpanCache) -> tuple[int, ...] | None:
+def run_on_meta(model: Any, call: ForwardSignature, cache: SpanCache) -> tuple[int, ...] | None:
     """Run a stock forward without data; return the shape of the logits, without V.
 
     None if it raised: stubs were of the wrong arity, or a layer is data-dependent. What it wrote
@@ -143,14 +143,14 @@ def run_on_meta(model: Any, call: Call, cache: SpanCache) -> tuple[int, ...] | N
     if call.position_ids:  # computing them would read the data of a meta tensor
         options["position_ids"] = tokens
     try:
-        with _eager(model), held(model), torch.no_grad():
+        with _eager_attention(model), pinned_frequencies(model), torch.no_grad():
             return tuple(model(input_ids=tokens, **options).logits.shape[:-1])
     except META_ERRORS:
         return None
 
 
 @contextmanager
-def _eager(model: Any) -> Iterator[None]:
+def _eager_attention(model: Any) -> Iterator[None]:
     """Select eager attention within the block: masks of other kinds are data-dependent."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
     names = [config._attn_implementation_internal for config in configs]

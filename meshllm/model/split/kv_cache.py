@@ -66,24 +66,24 @@ class Rows:
         self.buffer.narrow(-2, self.used - count, count).copy_(states)
 
 
-def _looked_up(number: int) -> property:
+def _rows_view(number: int) -> property:
     """Return a property that views the rows; the view is created only when it is read."""
 
-    def look(layer: Any) -> Tensor | None:
+    def read(layer: Any) -> Tensor | None:
         return layer.rows[number].held if layer.is_initialized else None
 
-    def change(_layer: Any, value: Tensor | None) -> None:
+    def assign(_layer: Any, value: Tensor | None) -> None:
         if value is not None and value.numel():  # stock code assigns None and empty tensors
             raise TypeError("Keys and values can only be written in place")
 
-    return property(look, change)
+    return property(read, assign)
 
 
-class _InPlace(DynamicLayer):  # type: ignore[misc]  # transformers is not followed
+class _InPlaceLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not followed
     """Keys and values in rows that grow in place."""
 
-    keys = _looked_up(0)
-    values = _looked_up(1)
+    keys = _rows_view(0)
+    values = _rows_view(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create empty rows of these shapes and dtypes."""
@@ -115,7 +115,7 @@ class _InPlace(DynamicLayer):  # type: ignore[misc]  # transformers is not follo
             raise
 
 
-class GrowingLayer(_InPlace):
+class GrowingLayer(_InPlaceLayer):
     """Keys and values of full attention."""
 
     def update(
@@ -141,7 +141,7 @@ class GrowingLayer(_InPlace):
                 rows.used += tokens_to_remove
 
 
-class WindowLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
+class WindowLayer(_InPlaceLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
     """Keys and values of a sliding window; `SLACK` older rows are kept for `crop`."""
 
     def update(
@@ -188,7 +188,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         self.length = 0
         self._config = config
         self._span = span
-        self.layers = self._own(self.layers)
+        self.layers = self._within_span(self.layers)
         self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
         self._recurs = any(isinstance(la, LinearAttentionCacheLayerMixin) for la in self.layers)
 
@@ -238,7 +238,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             ModelError: the states cannot be rolled back that far; the cache is unchanged.
         """
         if length == 0:
-            self.layers = self._own(DynamicCache(config=self._config).layers)
+            self.layers = self._within_span(DynamicCache(config=self._config).layers)
             self.length = 0
             return
         if length > self.length or (length < self.length and length < self.floor):
@@ -293,10 +293,10 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             return self.length > 0
         return bool(super().has_previous_state(layer_idx, state_idx))
 
-    def _own(self, layers: list[Any]) -> list[Any]:
+    def _within_span(self, layers: list[Any]) -> list[Any]:
         """Replace the layers outside the span by dummies."""
         return [
-            _suit(layer) if index in self._span else DummyLayer()
+            _in_place_layer(layer) if index in self._span else DummyLayer()
             for index, layer in enumerate(layers)
         ]
 
@@ -306,7 +306,7 @@ def slack_of(config: Any, layers: int) -> int | None:
     return SpanCache(config, Span(0, layers)).slack
 
 
-def _suit(layer: Any) -> Any:
+def _in_place_layer(layer: Any) -> Any:
     """Replace a layer that copies itself for every token by one that grows in place."""
     if type(layer) is DynamicLayer:
         return GrowingLayer()

@@ -29,7 +29,7 @@ FUNCTIONS = (
 
 
 @torch.inference_mode()
-def settle() -> None:
+def warm_up_onemkl() -> None:
     """Enable reproducible products and call each function once; it takes some milliseconds."""
     os.environ.setdefault("MKL_CBWR", "AUTO")
     for dtype in (torch.float32, torch.float64):

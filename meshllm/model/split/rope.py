@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-_FIXED = "default"
+_PINNED = "default"
 """The kind that a module is set to, to keep its frequencies."""
 
 
@@ -25,17 +25,17 @@ def context_of(config: Any) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def hold(model: nn.Module) -> None:
+def pin_frequencies(model: nn.Module) -> None:
     """Pin all rotary embeddings to the frequencies that they have."""
-    for module in _changing(model):
-        module.rope_type = _held(module.rope_type)
+    for module in _length_dependent(model):
+        module.rope_type = _pinned(module.rope_type)
 
 
 @contextmanager
-def held(model: nn.Module) -> Iterator[None]:
+def pinned_frequencies(model: nn.Module) -> Iterator[None]:
     """Pin them within the block: on meta, positions have no data to read."""
-    kinds = [(module, module.rope_type) for module in _changing(model)]
-    hold(model)
+    kinds = [(module, module.rope_type) for module in _length_dependent(model)]
+    pin_frequencies(model)
     try:
         yield
     finally:
@@ -52,7 +52,7 @@ def _original(config: object) -> Iterator[int | None]:
             yield from _original(part)
 
 
-def _changing(model: nn.Module) -> list[Any]:
+def _length_dependent(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(_kind(module), str | dict)]
 
 
@@ -60,8 +60,8 @@ def _kind(module: nn.Module) -> Any:
     return vars(module).get("rope_type")
 
 
-def _held(kind: str | dict[str, str]) -> str | dict[str, str]:
+def _pinned(kind: str | dict[str, str]) -> str | dict[str, str]:
     """Return the pinned form of a kind; a dictionary has one kind per kind of layer."""
     if isinstance(kind, dict):
-        return {layers: str(_held(each)) for layers, each in kind.items()}
-    return _FIXED if "dynamic" in kind or kind == "longrope" else kind
+        return {layers: str(_pinned(each)) for layers, each in kind.items()}
+    return _PINNED if "dynamic" in kind or kind == "longrope" else kind

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshllm.model.device import CPU
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.split.rope import hold
+from meshllm.model.split.rope import pin_frequencies
 from meshllm.model.split.skeleton import Part, Skeleton
 from meshllm.model.split.stubs import LayerStub, Stop, first, key
 from meshllm.names import Quant
@@ -43,7 +43,7 @@ class Shard:
         """Number of layers of the whole model."""
         self.model = skeleton.model
         """The stock model, stripped; its modules may be replaced by faster ones."""
-        hold(self.model)
+        pin_frequencies(self.model)
         self.device = device
         """The device of its weights, inputs and outputs."""
         self.quant = quant
@@ -54,10 +54,10 @@ class Shard:
         """How many values a layer returns; 0 is a bare tensor."""
         self._parts = skeleton.parts
         self._call = skeleton.anatomy.call
-        self._entering: Tensor | None = None
-        self._gate = _open_gates(self, skeleton.parts)
+        self._input: Tensor | None = None
+        self._entry_stub = _install_hooks(self, skeleton.parts)
         # Without a cache, stock code reads the positions to detect packed texts: a GPU sync.
-        self._no_states = self.new_cache() if part.head and not part.span else None
+        self._empty_cache = self.new_cache() if part.head and not part.span else None
 
     def new_cache(self) -> SpanCache:
         """Return an empty KV cache for one session."""
@@ -105,7 +105,7 @@ class Shard:
         call = self._call
         # A copy: some families scale their embeddings in place, and ``x`` enters only after that.
         given = {"input_ids": x} if self.embed else {"inputs_embeds": x.clone()}
-        held = cache if cache is not None else self._no_states
+        held = cache if cache is not None else self._empty_cache
         options: dict[str, Any] = {call.cache: held, "use_cache": held is not None, **given}
         if call.position_ids:
             if position_ids is None:
@@ -118,9 +118,9 @@ class Shard:
 
     def _run(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         """Run the stock forward from where ``x`` enters to where the span ends."""
-        self._entering = x
-        if self._gate is not None:
-            self._gate.hidden = x
+        self._input = x
+        if self._entry_stub is not None:
+            self._entry_stub.hidden = x
         try:
             logits: Tensor = self.model(**options).logits
         except Stop as stop:
@@ -128,31 +128,31 @@ class Shard:
         else:
             return logits
         finally:
-            self._entering = None
-            if self._gate is not None:
-                self._gate.hidden = None
+            self._input = None
+            if self._entry_stub is not None:
+                self._entry_stub.hidden = None
 
     def _enter(
         self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the hidden state that is passed to layer 0."""
         if args:
-            return (self._entering, *args[1:]), kwargs
-        return args, kwargs | {key(kwargs): self._entering}
+            return (self._input, *args[1:]), kwargs
+        return args, kwargs | {key(kwargs): self._input}
 
 
-def _open_gates(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:
+def _install_hooks(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:
     """Install the hooks where hidden states enter and leave; return the stub of entry, if any."""
-    gate = None
+    stub = None
     if not shard.embed and shard.span.start:
-        gate = layers[shard.span.start - 1]
+        stub = layers[shard.span.start - 1]
     elif not shard.embed:
         layers[0].register_forward_pre_hook(shard._enter, with_kwargs=True)
     if not shard.head and shard.span:
         layers[shard.span.stop - 1].register_forward_hook(_stop_after)
     elif not shard.head:
         layers[0].register_forward_pre_hook(_stop_before, with_kwargs=True)
-    return gate if isinstance(gate, LayerStub) else None
+    return stub if isinstance(stub, LayerStub) else None
 
 
 def _stop_after(_layer: nn.Module, _args: Any, output: Any) -> None:

@@ -15,11 +15,11 @@ from transformers.utils import logging
 from meshllm.errors import ModelError
 from meshllm.model.lean import lean
 from meshllm.model.split.anatomy import META_ERRORS, Anatomy, examine
-from meshllm.model.split.onemkl import settle
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.stubs import EndStub, LayerStub
 from meshllm.names import Span
 
-settle()  # on import: before any model runs, stock ones too
+warm_up_onemkl()  # on import: before any model runs, stock ones too
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 class Stub(nn.Module):
     """Replaces a module without registering it, so that its parameters are not part of ours."""
 
-    def __init__(self, stands_for: nn.Module) -> None:
+    def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, "stands_for", stands_for)
+        object.__setattr__(self, "replaced", replaced)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.stands_for, name)
+            return getattr(self.replaced, name)
 
 
 class LayerStub(Stub):
@@ -46,12 +46,12 @@ class EndStub(Stub):
         super().__init__(end)
         # A wider dtype here would widen what the stock forward derives from it, e.g. rotary tables.
         self.dtype = next(end.parameters()).dtype
-        self.looks_up = isinstance(end, nn.Embedding)
+        self.is_embedding = isinstance(end, nn.Embedding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the input, or a zero that fits any shape if the input is not a hidden state."""
         value = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-        if self.looks_up or not value.is_floating_point():
+        if self.is_embedding or not value.is_floating_point():
             return value.new_zeros(1, 1, 1, dtype=self.dtype)
         return value
 

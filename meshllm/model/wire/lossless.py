@@ -19,16 +19,16 @@ import numpy as np
 from meshllm.errors import ModelError
 
 _RAW = -zlib.MAX_WBITS
-_MEMORY = 9  # of zlib: its maximum, for the largest blocks per Huffman code
+_MEM_LEVEL = 9  # of zlib: its maximum, for the largest blocks per Huffman code
 _GRAINS = 16  # a stream is padded to a multiple of a 16th of the number of values
 
 
 def deflate(values: memoryview, itemsize: int) -> memoryview | None:
     """Compress the bytes of floats of ``itemsize`` bytes each; None if they do not shrink."""
     table = np.frombuffer(values, np.uint8).reshape(-1, itemsize)
-    coder = zlib.compressobj(1, zlib.DEFLATED, _RAW, _MEMORY, zlib.Z_HUFFMAN_ONLY)
+    coder = zlib.compressobj(1, zlib.DEFLATED, _RAW, _MEM_LEVEL, zlib.Z_HUFFMAN_ONLY)
     last = coder.compress(table[:, -1].tobytes()) + coder.flush()
-    if (size := _filled(len(last), len(table))) >= len(table):
+    if (size := _padded_size(len(last), len(table))) >= len(table):
         return None
     return memoryview(b"".join((table[:, :-1].tobytes(), last.ljust(size, b"\0"))))
 
@@ -47,7 +47,7 @@ def inflate(packed: bytes | bytearray | memoryview, count: int, itemsize: int) -
     except zlib.error as error:
         raise ModelError(f"Cannot decompress {count} values: {error}") from None
     rest = decoder.unused_data
-    size = _filled(len(packed) - edge - len(rest), count)
+    size = _padded_size(len(packed) - edge - len(rest), count)
     if len(last) != count or not decoder.eof or any(rest) or len(packed) != edge + size:
         raise ModelError(f"Corrupt compressed payload of {count} values")
     whole = bytearray(count * itemsize)
@@ -57,7 +57,7 @@ def inflate(packed: bytes | bytearray | memoryview, count: int, itemsize: int) -
     return whole
 
 
-def _filled(size: int, count: int) -> int:
+def _padded_size(size: int, count: int) -> int:
     """Return the padded size of a stream of ``size`` bytes for ``count`` values."""
     grain = -(-count // _GRAINS)
     return -(-size // grain) * grain

@@ -17,8 +17,8 @@ from meshllm.model.wire.lossless import deflate, inflate
 
 _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_IN_8_BITS = len(_CODES)  # added to a code
-_PACKED = 2 * len(_CODES)
+_INT8 = len(_CODES)  # added to a code
+_LOSSLESS = 2 * len(_CODES)
 
 
 def to_payload(
@@ -39,11 +39,11 @@ def to_payload(
         )
     own = hidden.detach().cpu()
     if int8:
-        code, own = code + _IN_8_BITS, pack(own)
+        code, own = code + _INT8, pack(own)
     data: Any = own.contiguous().view(-1).view(torch.uint8).numpy()
     payload = memoryview(data)
     if packed and not int8 and (fewer := deflate(payload, hidden.itemsize)) is not None:
-        code, payload = code + _PACKED, fewer
+        code, payload = code + _LOSSLESS, fewer
     return code, tuple(hidden.shape), payload
 
 
@@ -58,15 +58,15 @@ def from_payload(
     Raises:
         ModelError: the code is unknown, the size does not match ``shape``, or the data is corrupt.
     """
-    way = _PACKED if code > _PACKED else _IN_8_BITS if code > _IN_8_BITS else 0
-    dtype = _DTYPES.get(code - way)
-    if dtype is None or len(payload) not in _sizes(shape, dtype, way):
+    encoding = _LOSSLESS if code > _LOSSLESS else _INT8 if code > _INT8 else 0
+    dtype = _DTYPES.get(code - encoding)
+    if dtype is None or len(payload) not in _sizes(shape, dtype, encoding):
         raise ModelError(f"Invalid payload: {len(payload)} bytes, code {code}, shape {list(shape)}")
-    if way == _PACKED:
+    if encoding == _LOSSLESS:
         payload = inflate(payload, prod(shape), dtype.itemsize)
     elif memoryview(payload).readonly:
         payload = bytearray(payload)
-    if way == _IN_8_BITS:
+    if encoding == _INT8:
         return unpack(torch.frombuffer(payload, dtype=torch.uint8), shape, dtype)
     flat = torch.frombuffer(payload, dtype=dtype)
     if flat.data_ptr() % dtype.itemsize:
@@ -74,7 +74,7 @@ def from_payload(
     return flat.view(shape)
 
 
-def _sizes(shape: tuple[int, ...], dtype: torch.dtype, way: int) -> range:
+def _sizes(shape: tuple[int, ...], dtype: torch.dtype, encoding: int) -> range:
     count = prod(shape)
-    size = packed_size(shape) if way == _IN_8_BITS else count * dtype.itemsize
-    return range(size - count + 1, size) if way == _PACKED else range(size, size + 1)
+    size = packed_size(shape) if encoding == _INT8 else count * dtype.itemsize
+    return range(size - count + 1, size) if encoding == _LOSSLESS else range(size, size + 1)

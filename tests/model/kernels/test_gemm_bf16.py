@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.kernels.gemm_bf16 import LANES_OF_ROW, MOST_ROWS, PART, Matrix
-from meshllm.model.modules.specimen import specimen
+from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, MOST_ROWS, PART, Bf16Matrix
+from meshllm.model.modules.probe import probe_matrix
 
 FEW = [(1, 64), (7, 128), (64, 64), (100, 448), (129, 1024)]
 MANY = [(64, 64), (128, 448), (64, PART), (64, 2048), (192, 896)]
@@ -21,26 +21,26 @@ def _threads() -> Iterator[None]:
 
 
 def multiply_few(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return Matrix(weight, bias).few(rows)
+    return Bf16Matrix(weight, bias).gemv(rows)
 
 
 def multiply_many(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return Matrix(weight, bias).many(rows)
+    return Bf16Matrix(weight, bias).gemm(rows)
 
 
 def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw rows, a matrix and a bias whose products cancel except for rounding errors."""
     like = nn.Linear(inputs, outputs, device="meta", dtype=torch.bfloat16)
-    plain, x = specimen(like)
+    plain, x = probe_matrix(like)
     return x, plain.weight.detach(), plain.bias.detach()
 
 
 def in_lanes(x: Tensor, weight: Tensor) -> Tensor:
     """Sum [M, N] in the documented order of few rows."""
     products = x.float()[:, None] * weight.float()  # [M, N, K], exact
-    sums = torch.zeros(len(x), len(weight), LANES_OF_ROW)
-    for start in range(0, x.shape[1], LANES_OF_ROW):
-        sums = sums + products[..., start : start + LANES_OF_ROW]
+    sums = torch.zeros(len(x), len(weight), GEMV_LANES)
+    for start in range(0, x.shape[1], GEMV_LANES):
+        sums = sums + products[..., start : start + GEMV_LANES]
     while sums.shape[-1] > 1:
         lower, upper = sums.chunk(2, -1)
         sums = lower + upper

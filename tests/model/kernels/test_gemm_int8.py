@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model.kernels import gemm_int8
-from meshllm.model.kernels.gemm_int8 import GROUP, OUTPUTS, multiply, widen
+from meshllm.model.kernels.gemm_int8 import GROUP, OUTPUTS, dequantise, multiply
 from meshllm.model.steps.compiled_step import Tape
 from meshllm.model.steps.trace import KernelCall, Recorder
 
@@ -62,9 +62,9 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: tor
 @pytest.fixture
 def _recompile() -> Iterator[None]:
     """Clear the cache of compiled kernels, before and after."""
-    gemm_int8._multiplier.cache_clear()
+    gemm_int8._gemm.cache_clear()
     yield
-    gemm_int8._multiplier.cache_clear()
+    gemm_int8._gemm.cache_clear()
 
 
 @pytest.mark.usefixtures("_recompile")
@@ -76,7 +76,7 @@ def test_cpus_without_pair_instructions_give_the_same_bits(
     x = torch.randn(17, shape[1]) * torch.logspace(-6, 6, 17)[:, None]
     found = []
     for machine in ("x86_64", "aarch64"):
-        gemm_int8._multiplier.cache_clear()
+        gemm_int8._gemm.cache_clear()
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         found += [[multiply(x[:rows], blocks, scales) for rows in (1, 6, 17)]]
 
@@ -228,7 +228,7 @@ def test_nothing_is_written_outside_the_output() -> None:
     _, blocks, scales = matrix(64, 32)
     wide = torch.full((34, 64), 7.0, dtype=torch.bfloat16)
 
-    widen(blocks, scales, wide[1:33])
+    dequantise(blocks, scales, wide[1:33])
 
     assert (wide[0] == 7.0).all()
     assert (wide[33] == 7.0).all()
@@ -240,7 +240,7 @@ def test_weights_are_dequantised_exactly(shape: tuple[int, int]) -> None:
     scales = scales * 1.1
     wide = torch.empty(2 * blocks.shape[1], shape[0], dtype=torch.bfloat16)
 
-    widen(blocks, scales, wide)
+    dequantise(blocks, scales, wide)
 
     assert torch.equal(wide[: shape[1]], (whole.float() * scales[:, None]).bfloat16().T)
 
@@ -262,8 +262,8 @@ def test_invalid_operands_are_refused() -> None:
         multiply(torch.zeros(1, 32), blocks.view(1, 32, 64), scales)
     for wide in (torch.zeros(32, 128), torch.zeros(31, 64)):
         with pytest.raises(ValueError, match=r"for weights of \[1, 16, 64, 2\]"):
-            widen(blocks, scales, wide.bfloat16())
+            dequantise(blocks, scales, wide.bfloat16())
     with pytest.raises(ValueError, match="5 scales for weights of"):
-        widen(blocks, scales[:5], torch.zeros(32, 64).bfloat16())
+        dequantise(blocks, scales[:5], torch.zeros(32, 64).bfloat16())
     with pytest.raises(ValueError, match="on meta"):
         multiply(torch.zeros(1, 32, device="meta"), blocks, scales)

@@ -114,7 +114,7 @@ def test_machine_code_that_others_can_write_is_not_run(
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: the first thread runs all blocks")
 def test_threads_have_different_indices() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
-        with code.rounds(code.index(1 << 20)) as loop:  # long enough for the other thread to start
+        with code.loop(code.index(1 << 20)) as loop:  # long enough for the other thread to start
             code.store(INT, loop.index, fields["to"], code.index(4))
         code.store(INT, by, fields["to"], block)
 
@@ -136,7 +136,7 @@ def test_finding_torchs_threads_loads_no_library() -> None:
         from meshllm.model.kernels import jit
         libraries = lambda: {l.split()[-1] for l in open("/proc/self/maps") if ".so" in l}
         before = libraries()
-        team = jit.team()
+        team = jit.openmp_parallel()
         print(team is not None, libraries() - before)
         """
     )
@@ -188,7 +188,7 @@ def run_python(code: str) -> str:
 
 
 def test_without_torchs_threads_one_thread_runs_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "team", lambda: None)
+    monkeypatch.setattr(jit, "openmp_parallel", lambda: None)
 
     test_every_block_runs_once_with_any_number_of_threads()
 
@@ -196,14 +196,14 @@ def test_without_torchs_threads_one_thread_runs_all_blocks(monkeypatch: pytest.M
 def test_missing_threads_of_torch_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(jit, "_TEAM", "of_no_library")
-    jit.team.cache_clear()
+    monkeypatch.setattr(jit, "_PARALLEL", "of_no_library")
+    jit.openmp_parallel.cache_clear()
     try:
-        found = [jit.team() for _ in range(3)]
+        found = [jit.openmp_parallel() for _ in range(3)]
         limits = jit.limits()
     finally:
         monkeypatch.undo()
-        jit.team.cache_clear()
+        jit.openmp_parallel.cache_clear()
 
     assert found == [None] * 3
     (limit,) = limits
@@ -305,7 +305,7 @@ def computed() -> list[Tensor]:
     scales = torch.rand(192, generator=generator)
     results += [gemm_int8.multiply(normal(rows, 200), weights, scales) for rows in (1, 4, 6, 9)]
     wide = torch.empty(200, 192, dtype=torch.bfloat16)
-    gemm_int8.widen(weights, scales, wide)
+    gemm_int8.dequantise(weights, scales, wide)
     results += [rms_norm.norm(normal(9, width), normal(width), 1e-6) for width in (16, 200, 7)]
     for scores in (normal(2, 77, 128), normal(2, 77, 128).float(), normal(2, 77, 144)):
         softmax.share_out(scores, 50, 30)
@@ -316,11 +316,11 @@ def computed() -> list[Tensor]:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 only")
 def test_an_older_cpu_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = (
-        jit.room,
+        jit.registers,
         native_attention._function,
-        gemm_int8._multiplier,
-        gemm_int8._rounder,
-        gemm_int8._widener,
+        gemm_int8._gemm,
+        gemm_int8._quantiser,
+        gemm_int8._dequantiser,
         rms_norm._function,
         softmax._function,
     )
@@ -331,7 +331,7 @@ def test_an_older_cpu_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
     for each in compiled:
         each.cache_clear()
     monkeypatch.setattr(jit, "processor", lambda: BARE)
-    there, registers = computed(), jit.room()
+    there, registers = computed(), jit.registers()
     for each in compiled:
         each.cache_clear()
 

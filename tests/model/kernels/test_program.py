@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshllm.model.kernels import jit
-from meshllm.model.kernels.gemm_int8 import OUTPUTS, widen
+from meshllm.model.kernels.gemm_int8 import OUTPUTS, dequantise
 from meshllm.model.kernels.program import Call, Program
 from meshllm.model.modules.int8 import pack
 from meshllm.model.steps.lowering import calls_for
@@ -33,11 +33,11 @@ def test_threads_share_a_call(
     monkeypatch: pytest.MonkeyPatch, threads: int, *, has_team: bool
 ) -> None:
     if not has_team:
-        monkeypatch.setattr(jit, "team", lambda: None)
+        monkeypatch.setattr(jit, "openmp_parallel", lambda: None)
     packed, calls = pack(torch.randn(8 * OUTPUTS, 96)), list[Call]()
     y = torch.empty(96, 8 * OUTPUTS, dtype=torch.bfloat16)
     with jit.heard(lambda *call: calls.append(Call.of(*call))):
-        widen(packed["data"], packed["scale"], y)
+        dequantise(packed["data"], packed["scale"], y)
     expected = y.clone()
     program = Program(calls)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model.modules import int4
-from meshllm.model.modules.int4 import GROUP, Int4Matrix, form, order, pack
+from meshllm.model.modules.int4 import GROUP, Int4Matrix, form, layout, pack
 
 SHAPES = [(64, 64), (192, 576), (48, 128), (16, 64)]
 
@@ -112,4 +112,4 @@ def test_equal_weights_are_exact() -> None:
 
 
 def test_the_memory_layout_has_a_name() -> None:
-    assert order((64, 64))
+    assert layout((64, 64))

@@ -58,9 +58,9 @@ def test_outliers_cost_the_other_columns_next_to_nothing() -> None:
 def test_prefill_has_the_same_error_with_and_without_dequantising(
     monkeypatch: pytest.MonkeyPatch, outputs: int
 ) -> None:
-    weight, x = normal(outputs, 96), normal(int8.MANY, 96).bfloat16()
+    weight, x = normal(outputs, 96), normal(int8.DEQUANTISE_ROWS, 96).bfloat16()
     exact, matrix = x.float() @ weight.T, packed(weight)
-    monkeypatch.setattr(int8, "WIDE_BYTES", 2 * 96 * 64 * 3)
+    monkeypatch.setattr(int8, "DEQUANTISED_BYTES", 2 * 96 * 64 * 3)
     found = []
     for fast in (True, False):
         monkeypatch.setattr(int8, "multiplies_matrices", lambda fast=fast: fast)

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.kernels import jit
-from meshllm.model.kernels.gemm_bf16 import Matrix
+from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.modules import linear_bf16
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.linear_bf16 import (
     MOST_ROWS,
     NativeLinear,
-    adds_pairs,
-    is_native,
-    native_of,
+    has_bf16_dot,
+    has_native,
+    to_native,
 )
 
 pytestmark = pytest.mark.skipif(not jit.works(), reason="executable memory is forbidden here")
@@ -30,7 +30,7 @@ def linear(outputs: int = 64, inputs: int = 64, *, bias: bool = False) -> nn.Lin
 
 
 def made(plain: nn.Linear) -> NativeLinear:
-    module = native_of(plain)
+    module = to_native(plain)
     assert module is not None
     return module
 
@@ -67,7 +67,7 @@ def test_many_rows_with_an_incomplete_output_block_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, x = linear(100, 64), torch.randn(40, 64).bfloat16()
-    monkeypatch.setattr(Matrix, "many", None)
+    monkeypatch.setattr(Bf16Matrix, "gemm", None)
 
     assert torch.equal(made(plain)(x), plain(x))
 
@@ -83,10 +83,10 @@ def test_unsupported_modules_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -
         nn.Linear(64, 64, device="meta", dtype=torch.bfloat16),
     ]  # fmt: skip
 
-    assert [native_of(other) for other in others] == [None] * 5
-    assert not any(is_native(other) for other in others[:3])
+    assert [to_native(other) for other in others] == [None] * 5
+    assert not any(has_native(other) for other in others[:3])
     monkeypatch.setattr(linear_bf16, "use_own_gemm", lambda: False)
-    assert not is_native(linear())
+    assert not has_native(linear())
 
 
 @pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16", "bf16"])
@@ -95,8 +95,8 @@ def test_a_cpu_with_bf16_instructions_is_detected(
 ) -> None:
     monkeypatch.undo()
     for known in ("", feature):
-        monkeypatch.setattr(jit, "can", lambda *names, known=known: known in names)
-        tried = adds_pairs.__wrapped__(), multiplies_matrices.__wrapped__()
+        monkeypatch.setattr(jit, "has_cpu_feature", lambda *names, known=known: known in names)
+        tried = has_bf16_dot.__wrapped__(), multiplies_matrices.__wrapped__()
         assert any(tried) == bool(known)
 
 

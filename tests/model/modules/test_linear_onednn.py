@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from meshllm.model.modules import linear_onednn as module
-from meshllm.model.modules.linear_onednn import PackedLinear, pack, same
-from meshllm.model.modules.specimen import specimen
+from meshllm.model.modules.linear_onednn import PackedLinear, pack, same_bits
+from meshllm.model.modules.probe import probe_matrix
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from meshllm.testing.models import stock_model, tiny_model
@@ -32,8 +32,8 @@ def copy_of(plain: nn.Linear) -> PackedLinear:
 
 
 def exact_copy_of(plain: nn.Linear) -> PackedLinear:
-    sample, x = specimen(plain)
-    if not same(sample, copy_of(sample), x):
+    sample, x = probe_matrix(plain)
+    if not same_bits(sample, copy_of(sample), x):
         pytest.skip("this CPU sums in another order")
     return PackedLinear(plain)
 
@@ -42,8 +42,8 @@ def exact_copy_of(plain: nn.Linear) -> PackedLinear:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume that every copy is faster, with the same bits."""
     copy_of(linear())
-    monkeypatch.setattr(module, "sooner", lambda *_: True)
-    monkeypatch.setattr(module, "same", lambda *_: True)
+    monkeypatch.setattr(module, "is_faster", lambda *_: True)
+    monkeypatch.setattr(module, "same_bits", lambda *_: True)
     monkeypatch.setattr(module, "SMALLEST", 0)
 
 
@@ -71,17 +71,17 @@ def test_rows_of_any_shape_give_the_bits_of_the_matrix(bias: bool) -> None:
 
 
 def test_another_summation_order_is_detected() -> None:
-    plain, x = specimen(linear())
+    plain, x = probe_matrix(linear())
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
     other = linear()
     other.weight = nn.Parameter(plain.weight[:, order])
 
-    assert same(plain, plain, x)
-    assert not same(plain, lambda rows: other(rows[..., order]), x)
+    assert same_bits(plain, plain, x)
+    assert not same_bits(plain, lambda rows: other(rows[..., order]), x)
 
 
 def test_a_probe_has_the_shape_of_the_module() -> None:
-    plain, x = specimen(linear(8, 7, bias=True))
+    plain, x = probe_matrix(linear(8, 7, bias=True))
 
     assert plain.weight.shape == (8, 7)
     assert plain.bias is not None
@@ -134,7 +134,7 @@ def test_small_float32_and_meta_matrices_are_not_replaced(
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("reason", ["same", "sooner"])
+@pytest.mark.parametrize("reason", ["same_bits", "is_faster"])
 def test_other_bits_or_no_speedup_leave_the_plain_module(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,13 @@ from torch.nn import functional
 from meshllm.model.modules import linear_padded as module
 from meshllm.model.modules.linear_bf16 import NativeLinear
 from meshllm.model.modules.linear_onednn import PackedLinear, pack
-from meshllm.model.modules.linear_padded import SteadyLinear, find_floors, loosen, steady
-from meshllm.model.modules.specimen import specimen
+from meshllm.model.modules.linear_padded import (
+    SteadyLinear,
+    find_floors,
+    pad_linears,
+    unpad_linears,
+)
+from meshllm.model.modules.probe import probe_matrix
 
 COUNTS = (1, 2, 3, 5, 9, 17)
 
@@ -56,7 +61,7 @@ def test_a_row_variant_matrix_is_padded(monkeypatch: pytest.MonkeyPatch) -> None
     floors = find_floors(model, torch.float32, COUNTS)
 
     assert floors == {(40, 96): 3}
-    steady(model, floors)
+    pad_linears(model, floors)
     assert isinstance(model[0], SteadyLinear)
     assert torch.equal(model(x), before)
     for rows in COUNTS:
@@ -78,7 +83,7 @@ def test_rows_have_the_same_bits_in_any_batch_if_a_minimum_is_found(
     floors = find_floors(model, dtype, COUNTS)
     if floors is None:
         pytest.skip(f"this CPU has no such kernel for {inputs} x {outputs} in {dtype}")
-    steady(model, floors)
+    pad_linears(model, floors)
     x = torch.randn(1, 17, inputs).to(dtype)
     x[..., inputs // 2 : inputs // 2 * 2] = -x[
         ..., : inputs // 2
@@ -100,7 +105,7 @@ def test_a_packed_copy_needs_the_minimum_of_its_matrix(
     pack(model)
     if floors is None or not isinstance(model.get_submodule("0"), PackedLinear):
         pytest.skip("no such copy, or no such kernel, on this CPU")
-    steady(model, floors)
+    pad_linears(model, floors)
     x = torch.randn(1, 17, 2048).to(dtype)
     x[..., 1024:] = -x[..., :1024]
 
@@ -113,16 +118,16 @@ def test_a_packed_copy_needs_the_minimum_of_its_matrix(
 @torch.inference_mode()
 def test_a_compiled_module_needs_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: True)
-    plain, x = specimen(nn.Linear(896, 64, False, device="meta", dtype=torch.bfloat16))
+    plain, x = probe_matrix(nn.Linear(896, 64, False, device="meta", dtype=torch.bfloat16))
     model = nn.Sequential(plain)
     floors = find_floors(model, torch.bfloat16, COUNTS)
 
     assert floors == {}
-    assert steady(model, floors)
+    assert pad_linears(model, floors)
 
     assert isinstance(model.get_submodule("0"), NativeLinear)
     assert torch.equal(model(x[:17]), torch.cat([model(row[None]) for row in x[:17]]))
-    loosen(model)
+    unpad_linears(model)
     assert model[0] is plain
 
 
@@ -135,7 +140,7 @@ def test_a_module_whose_hook_prevents_its_compiled_form_is_reported(
     assert floors == {}
     model.get_submodule("0").register_forward_hook(lambda *_: None)
 
-    assert not steady(model, floors)
+    assert not pad_linears(model, floors)
 
 
 def test_a_subclass_of_linear_has_no_minimum() -> None:

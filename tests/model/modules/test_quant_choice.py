@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshllm.model.modules.quant_choice import choose, families
+from meshllm.model.modules.quant_choice import choose, fusable_groups
 from meshllm.names import Quant
 
 
@@ -69,7 +69,7 @@ def test_stacked_experts_are_reported() -> None:
 def test_query_key_and_value_are_grouped() -> None:
     linears, _ = choose(nn.ModuleDict({"a": Attention(), "b": Attention()}), Quant.INT8, [])
 
-    assert list(families(linears)) == [
+    assert list(fusable_groups(linears)) == [
         ("a.q_proj", "a.k_proj", "a.v_proj"),
         ("a.o_proj",),
         ("b.q_proj", "b.k_proj", "b.v_proj"),
@@ -80,10 +80,10 @@ def test_query_key_and_value_are_grouped() -> None:
 def test_modules_with_different_inputs_are_not_grouped() -> None:
     linears, _ = choose(Attention(inputs=128), Quant.INT8, [])
 
-    assert list(families(linears)) == [("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",)]
+    assert list(fusable_groups(linears)) == [("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",)]
 
 
 def test_a_group_with_a_missing_module_is_split() -> None:
     linears, _ = choose(Attention(width=60), Quant.INT4, [])
 
-    assert list(families(linears)) == [("k_proj",), ("v_proj",), ("o_proj",)]
+    assert list(fusable_groups(linears)) == [("k_proj",), ("v_proj",), ("o_proj",)]

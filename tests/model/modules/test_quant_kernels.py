@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshllm.errors import ModelError
 from meshllm.model.modules.quant_form import Packed
-from meshllm.model.modules.quant_kernels import KERNELS, kernel, packed_bytes, unfit
+from meshllm.model.modules.quant_kernels import KERNELS, kernel, packed_bytes, unsupported
 from meshllm.names import Quant
 
 BF16 = torch.bfloat16
@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 def test_an_unsupported_matrix_has_a_reason(
     kind: Quant, shape: tuple[int, int], dtype: torch.dtype, reason: str
 ) -> None:
-    assert unfit(kind, shape, dtype) == reason
+    assert unsupported(kind, shape, dtype) == reason
 
 
 @pytest.mark.parametrize(

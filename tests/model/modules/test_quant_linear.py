@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.modules.quant_linear import QuantLinear, Siblings
+from meshllm.model.modules.quant_linear import FusedProjections, QuantLinear
 
 
 class Exact:
@@ -25,8 +25,8 @@ def family(
 ) -> tuple[Exact, list[nn.Linear], list[QuantLinear]]:
     plain = [nn.Linear(8, size, bias=bias, dtype=dtype) for size in outputs]
     matrix = Exact(*plain)
-    siblings = Siblings(matrix, outputs)
-    return matrix, plain, [QuantLinear(one, siblings, i) for i, one in enumerate(plain)]
+    fused = FusedProjections(matrix, outputs)
+    return matrix, plain, [QuantLinear(one, fused, i) for i, one in enumerate(plain)]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_the_last_call_frees_the_memory() -> None:
     for module in modules:
         module(x)
 
-    assert not modules[0]._siblings._parts
+    assert not modules[0]._fused._parts
 
 
 def test_a_single_module_caches_nothing() -> None:
@@ -92,7 +92,7 @@ def test_a_single_module_caches_nothing() -> None:
     module(x)
 
     assert matrix.calls == 2
-    assert module._siblings._x is None
+    assert module._fused._x is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,10 +19,10 @@ from meshllm.model.modules.quant_store import (
     ALIGNMENT,
     UNUSED_S,
     digest_weights,
-    find,
-    keep,
+    evict,
+    load,
     page_out,
-    tidy,
+    save,
 )
 from meshllm.model.split.skeleton import Part, build, strip
 from meshllm.names import Span
@@ -41,13 +41,13 @@ FORM: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """The one file of a store that holds one matrix."""
-    keep(tmp_path, KEY, PACKED)
+    save(tmp_path, KEY, PACKED)
     [path] = tmp_path.iterdir()
     return path
 
 
 def test_a_cached_matrix_is_found(file: Path) -> None:
-    found = find(file.parent, KEY, FORM)
+    found = load(file.parent, KEY, FORM)
 
     assert found is not None
     for name, tensor in PACKED.items():
@@ -56,7 +56,7 @@ def test_a_cached_matrix_is_found(file: Path) -> None:
 
 
 def test_mapped_tensors_are_aligned(file: Path) -> None:
-    found = find(file.parent, KEY, FORM)
+    found = load(file.parent, KEY, FORM)
 
     assert found is not None
     assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in found.values())
@@ -73,12 +73,12 @@ def test_no_temporary_file_is_left(file: Path) -> None:
 
 
 def test_an_uncached_matrix_is_not_found(tmp_path: Path) -> None:
-    assert find(tmp_path, KEY, FORM) is None
-    assert find(tmp_path / "nowhere", KEY, FORM) is None
+    assert load(tmp_path, KEY, FORM) is None
+    assert load(tmp_path / "nowhere", KEY, FORM) is None
 
 
 def test_another_key_finds_nothing(file: Path) -> None:
-    assert find(file.parent, KEY + "0", FORM) is None
+    assert load(file.parent, KEY + "0", FORM) is None
 
 
 @pytest.mark.parametrize("where", [0.0, 0.02, 0.3, 0.5, 0.9])
@@ -87,47 +87,47 @@ def test_a_changed_byte_is_detected(file: Path, where: float) -> None:
     content[int(where * len(content))] ^= 1
     file.write_bytes(content)
 
-    assert find(file.parent, KEY, FORM) is None
+    assert load(file.parent, KEY, FORM) is None
 
 
 def test_a_file_that_was_verified_is_mapped_without_reading_it(file: Path) -> None:
-    first = find(file.parent, KEY, FORM)
+    first = load(file.parent, KEY, FORM)
     stat, content = file.stat(), bytearray(file.read_bytes())
     content[-1] ^= 1  # of the padding or a tensor: a hash would show it
 
     file.write_bytes(content)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    unread = find(file.parent, KEY, FORM)
+    unread = load(file.parent, KEY, FORM)
     os.utime(file)
 
     assert first is not None
     assert unread is not None
-    assert find(file.parent, KEY, FORM) is None
+    assert load(file.parent, KEY, FORM) is None
 
 
 def test_a_recently_changed_file_is_verified_again(file: Path) -> None:
     os.utime(file)
-    assert find(file.parent, KEY, FORM) is not None
+    assert load(file.parent, KEY, FORM) is not None
     stat, content = file.stat(), bytearray(file.read_bytes())
     content[-1] ^= 1
 
     file.write_bytes(content)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-    assert find(file.parent, KEY, FORM) is None
+    assert load(file.parent, KEY, FORM) is None
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, 500, -1])
 def test_a_truncated_file_is_refused(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
-    assert find(file.parent, KEY, FORM) is None
+    assert load(file.parent, KEY, FORM) is None
 
 
 def test_a_renamed_file_is_refused(file: Path) -> None:
     file.replace(quant_store._path(file.parent, "another"))
 
-    assert find(file.parent, "another", FORM) is None
+    assert load(file.parent, "another", FORM) is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_renamed_file_is_refused(file: Path) -> None:
     ],
 )
 def test_a_file_of_another_form_is_refused(file: Path, form: Form) -> None:
-    assert find(file.parent, KEY, form) is None
+    assert load(file.parent, KEY, form) is None
 
 
 def test_tensors_of_another_dtype_are_refused(file: Path) -> None:
@@ -152,13 +152,13 @@ def test_tensors_of_another_dtype_are_refused(file: Path) -> None:
         content[:8] + json.dumps(header).ljust(length).encode() + content[8 + length :]
     )
 
-    assert find(file.parent, KEY, FORM) is None
+    assert load(file.parent, KEY, FORM) is None
 
 
 def test_a_pickle_is_not_opened(file: Path) -> None:
     torch.save(PACKED, file)
 
-    assert find(file.parent, KEY, FORM) is None
+    assert load(file.parent, KEY, FORM) is None
 
 
 def test_an_unwritable_folder_is_only_logged(
@@ -167,7 +167,7 @@ def test_an_unwritable_folder_is_only_logged(
     (tmp_path / "file").touch()
 
     with caplog.at_level(logging.INFO, "meshllm"):
-        keep(tmp_path / "file", KEY, PACKED)
+        save(tmp_path / "file", KEY, PACKED)
 
     assert "is not cached" in caplog.text
 
@@ -180,7 +180,7 @@ def test_a_file_that_cannot_be_finished_is_removed(
 
     monkeypatch.setattr(Path, "replace", fail)
 
-    keep(tmp_path, KEY, PACKED)
+    save(tmp_path, KEY, PACKED)
 
     assert not list(tmp_path.iterdir())
 
@@ -192,7 +192,7 @@ def test_unused_files_are_evicted(file: Path) -> None:
     for path in (file, other):
         os.utime(path, (long_ago, long_ago))
 
-    tidy(file.parent)
+    evict(file.parent)
 
     assert list(file.parent.iterdir()) == [other]
 
@@ -201,8 +201,8 @@ def test_a_file_in_use_is_not_evicted(file: Path) -> None:
     long_ago = time.time() - UNUSED_S - 1
     os.utime(file, (long_ago, long_ago))
 
-    assert find(file.parent, KEY, FORM) is not None
-    tidy(file.parent)
+    assert load(file.parent, KEY, FORM) is not None
+    evict(file.parent)
 
     assert file.exists()
 

@@ -13,7 +13,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from meshllm.model.kernels.rms_norm import norm
 from meshllm.model.modules import rms_norm
-from meshllm.model.modules.rms_norm import FEW, FusedNorm, QuickNorm, fused, quicken, slow_down
+from meshllm.model.modules.rms_norm import (
+    FEW,
+    FusedRMSNorm,
+    TorchRMSNorm,
+    fuse_rms_norms,
+    fused,
+    unfuse_rms_norms,
+)
 
 
 def drawn(plain: Any) -> Any:
@@ -23,18 +30,18 @@ def drawn(plain: Any) -> Any:
     return module
 
 
-def quickened(plain: nn.Module) -> nn.Module:
+def fused_copy(plain: nn.Module) -> nn.Module:
     model = nn.Sequential(plain)
-    quicken(model)
+    fuse_rms_norms(model)
     return model[0]
 
 
 def test_replacements_are_undone() -> None:
     plain = drawn(LlamaRMSNorm(64))
     model = nn.Sequential(plain)
-    quicken(model)
+    fuse_rms_norms(model)
 
-    slow_down(model)
+    unfuse_rms_norms(model)
 
     assert model[0] is plain
 
@@ -58,14 +65,14 @@ def test_a_norm_is_replaced(kind: Any, width: int) -> None:
     plain = drawn(kind(width))
     model = nn.Sequential(plain)
 
-    quicken(model)
+    fuse_rms_norms(model)
 
-    quick, x = model[0], torch.randn(2, 3, width).bfloat16()
-    assert isinstance(quick, QuickNorm)
-    assert list(quick.state_dict()) == ["weight"]
-    assert quick(x).shape == x.shape
-    assert torch.allclose(quick(x).float(), plain(x).float(), rtol=2**-6, atol=0)
-    assert (quick(x) == plain(x)).float().mean() > 0.95
+    own, x = model[0], torch.randn(2, 3, width).bfloat16()
+    assert isinstance(own, FusedRMSNorm)
+    assert list(own.state_dict()) == ["weight"]
+    assert own(x).shape == x.shape
+    assert torch.allclose(own(x).float(), plain(x).float(), rtol=2**-6, atol=0)
+    assert (own(x) == plain(x)).float().mean() > 0.95
 
 
 @pytest.mark.parametrize(
@@ -76,16 +83,16 @@ def test_a_norm_is_replaced(kind: Any, width: int) -> None:
 def test_other_modules_are_not_replaced(other: nn.Module) -> None:
     model = nn.Sequential(other if isinstance(other, nn.RMSNorm) else drawn(other))
 
-    quicken(model)
+    fuse_rms_norms(model)
 
-    assert not isinstance(model[0], QuickNorm)
+    assert not isinstance(model[0], FusedRMSNorm)
 
 
 @pytest.mark.parametrize("kind", [FalconH1RMSNormGated, Qwen3NextRMSNormGated])
 def test_a_gated_norm_is_not_replaced(kind: Any) -> None:
     model, x = nn.Sequential(drawn(kind(64))), torch.randn(1, 3, 64).bfloat16()
 
-    quicken(model)
+    fuse_rms_norms(model)
 
     assert model[0](x, x).shape == x.shape
 
@@ -94,19 +101,19 @@ def test_a_norm_with_a_hook_is_not_replaced() -> None:
     plain = drawn(LlamaRMSNorm(64))
     plain.register_forward_hook(lambda *_: None)
 
-    assert not isinstance(quickened(plain), QuickNorm)
+    assert not isinstance(fused_copy(plain), FusedRMSNorm)
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
-    quick = QuickNorm(drawn(LlamaRMSNorm(100)), 1e-6)
+    own = FusedRMSNorm(drawn(LlamaRMSNorm(100)), 1e-6)
     x = torch.randn(1, 17, 100).bfloat16()
 
-    alone = torch.cat([quick(x[:, at : at + 1]) for at in range(17)], 1)
+    alone = torch.cat([own(x[:, at : at + 1]) for at in range(17)], 1)
 
-    assert torch.equal(quick(x), alone)
+    assert torch.equal(own(x), alone)
     turned = x.view(1, 17, 5, 20).transpose(1, 2)
     plain = drawn(LlamaRMSNorm(20))
-    narrow = QuickNorm(plain, 1e-6)
+    narrow = FusedRMSNorm(plain, 1e-6)
     assert torch.equal(narrow(turned), narrow(turned.contiguous()))
     assert narrow(turned).stride() == plain(turned).stride() != turned.contiguous().stride()
 
@@ -116,8 +123,8 @@ def test_many_rows_and_no_rows_are_left_to_stock_code(rows: int) -> None:
     plain = drawn(LlamaRMSNorm(16))
     x = torch.randn(rows, 16).bfloat16()
 
-    assert torch.equal(QuickNorm(plain, 0.5)(x), plain(x))
-    assert torch.equal(QuickNorm(plain, 0.5)(x.float()[:5]), plain(x.float()[:5]))
+    assert torch.equal(FusedRMSNorm(plain, 0.5)(x), plain(x))
+    assert torch.equal(FusedRMSNorm(plain, 0.5)(x.float()[:5]), plain(x.float()[:5]))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e18])
@@ -135,7 +142,7 @@ def test_rows_of_another_length_are_refused() -> None:
 def test_without_compiled_kernels_norms_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "works", lambda: False)
 
-    assert not isinstance(quickened(drawn(LlamaRMSNorm(64))), QuickNorm)
+    assert not isinstance(fused_copy(drawn(LlamaRMSNorm(64))), FusedRMSNorm)
 
 
 # Torch's own norm, within a block
@@ -151,7 +158,7 @@ def test_norms_are_torchs_own_within_the_block(dtype: torch.dtype) -> None:
         kinds = [type(module) for module in model]
         given = model[0](x)
 
-    assert (count, kinds) == (1, [FusedNorm, GemmaRMSNorm, Shifted])
+    assert (count, kinds) == (1, [TorchRMSNorm, GemmaRMSNorm, Shifted])
     assert [*model] == [plain, other, odd]
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(given, expected, rtol=4 * unit, atol=0)

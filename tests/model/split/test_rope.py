@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity.check import check, verify
-from meshllm.model.split.rope import context_of, held, hold
+from meshllm.model.split.rope import context_of, pin_frequencies, pinned_frequencies
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Span
@@ -109,9 +109,9 @@ def test_frequencies_are_pinned_within_a_block_or_permanently() -> None:
     def now() -> list[object]:
         return [vars(module)["rope_type"] for module in model if "rope_type" in vars(module)]
 
-    with held(model):
+    with pinned_frequencies(model):
         assert now() == fixed
     assert now() == kinds
 
-    hold(model)
+    pin_frequencies(model)
     assert now() == fixed

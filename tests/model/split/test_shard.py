@@ -234,9 +234,9 @@ def test_a_hidden_state_is_not_kept_after_the_step(tied: Model) -> None:
 
     tail.forward(torch.zeros(1, 1, 64), None)
 
-    assert tail._entering is None
-    assert tail._gate is not None
-    assert tail._gate.hidden is None
+    assert tail._input is None
+    assert tail._entry_stub is not None
+    assert tail._entry_stub.hidden is None
 
 
 def test_attention_can_be_chosen(tied: Model, ids: Tensor) -> None:

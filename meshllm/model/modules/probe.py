@@ -7,7 +7,7 @@ MOST_ROWS = 64
 """Rows of a probe."""
 
 
-def specimen(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
+def probe_matrix(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
     """Draw a matrix and rows [M, K] whose products cancel: what is left is the rounding error.
 
     It changes entirely with the order of summation; of the sums of ordinary numbers, rounded to 16
