@@ -1,1 +1,1 @@
-"""Models: torch and transformers, synchronous."""
+"""Models: synchronous code over torch and transformers."""

@@ -1,4 +1,4 @@
-"""Measure how large a model is, part by part, on meta; reads no tensor data."""
+"""Size of a model, part by part, measured on meta without reading tensor data."""
 
 from collections.abc import Iterable
 from math import prod
@@ -16,7 +16,7 @@ from meshllm.model.split.rope import context_of
 from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.names import Quant, Span
 
-UNLIMITED = 1 << 20  # tokens; for the rare config that gives no longest sequence
+UNLIMITED = 1 << 20  # tokens; for the rare config without a context length
 
 
 def shape_of(
@@ -25,9 +25,9 @@ def shape_of(
     quant: Quant = Quant.NONE,
     cache: Path | None = None,
 ) -> ModelShape:
-    """Measure a model as it would be in ``dtype``, or as stored, and quantised.
+    """Measure a model in ``dtype`` (None: as stored), and quantised.
 
-    It is kept in the folder ``cache``, if there is one.
+    The result is cached in the folder ``cache``, if given.
 
     Raises:
         ModelError: transformers cannot build it.
@@ -68,7 +68,7 @@ def shape_of(
 
 
 def _saved(modules: Iterable[nn.Module], quant: Quant) -> int:
-    """Count the bytes that linear modules take less when they are quantised."""
+    """Count the bytes that quantisation of the linear modules saves."""
     weights = [module.weight for module in modules if isinstance(module, nn.Linear)]
     return sum(
         weight.nbytes - packed_bytes(quant, (weight.shape[0], weight.shape[1]), weight.dtype)
@@ -77,7 +77,7 @@ def _saved(modules: Iterable[nn.Module], quant: Quant) -> int:
 
 
 def _head_bytes(skeleton: Skeleton, tied: set[str], quant: Quant) -> int:
-    """Count what stands behind the layers; what is tied and quantised is held a second time."""
+    """Count the bytes after the layers; a tied head that is quantised is held a second time."""
     model, outputs = skeleton.model, skeleton.anatomy.outputs
     tensors = model.state_dict()
     names = _under(tensors, outputs)
@@ -96,7 +96,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 def _cache_sizes(skeleton: Skeleton) -> list[tuple[int, int, int]]:
-    """Let one layer of each kind write into its cache on meta, and look at what it wrote."""
+    """Run one layer of each kind on meta, and measure its cache: KV, state and window."""
     kinds = SpanCache(skeleton.model.config, Span(0, skeleton.layers)).layers
     known: dict[object, tuple[int, int]] = {}
     sizes = []
@@ -110,7 +110,7 @@ def _cache_sizes(skeleton: Skeleton) -> list[tuple[int, int, int]]:
 
 
 def _probe(skeleton: Skeleton, index: int) -> tuple[int, int]:
-    """Count the bytes that one token adds to the cache of one layer, and those of its state."""
+    """Count the bytes that one token adds to the cache of a layer, and those of its state."""
     model, anatomy = skeleton.model, skeleton.anatomy
     cache = SpanCache(model.config, Span(index, index + 1))
     with stubbed(model, anatomy.layers, anatomy.arity, keep=index):

@@ -1,10 +1,10 @@
-"""Where a model computes, and the way there and back.
+"""The device of a model, and copies between it and the CPU.
 
-Theory of operation: a GPU works behind the back of the program that feeds it. So the rows of a job
-go there once, from pinned memory and without a wait; what computes them is queued behind that; and
-what they give comes back once, which is the only wait. torch keeps the pinned memory for the next
-job, and hands a piece of it out again only when the copy from it is done. On the CPU nothing is
-copied, and nobody waits.
+Theory of operation: a GPU runs asynchronously to the program. So the rows of a job are copied there
+once, from pinned memory and without blocking; the kernels are queued behind the copy; and the
+output is copied back once, which is the only wait. torch caches the pinned memory for the next job,
+and reuses a piece of it only when the copy from it is done. On the CPU nothing is copied, and
+nothing waits.
 """
 
 import logging
@@ -21,19 +21,19 @@ from meshllm.names import Quant
 
 CPU = torch.device("cpu")
 
-_NATIVE_BFLOAT16 = (8, 0)  # compute capability; older ones take the steps of float32 for it
+_NATIVE_BFLOAT16 = (8, 0)  # compute capability; older ones emulate it in float32
 
 logger = logging.getLogger(__name__)
 
 
 def choose(wanted: str, dtype: torch.dtype, quant: Quant = Quant.NONE) -> torch.device:
-    """Find the device that is wanted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    """Return the requested device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
-    ``auto`` is the first GPU where it can hold weights so, else the CPU.
+    ``auto`` is the first GPU if it supports weights in ``dtype`` and ``quant``, else the CPU.
 
     Raises:
         UserError: there is no such device.
-        ModelError: it cannot hold weights so.
+        ModelError: it does not support such weights.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return CPU
@@ -49,20 +49,20 @@ def choose(wanted: str, dtype: torch.dtype, quant: Quant = Quant.NONE) -> torch.
 
 
 def name_of(device: torch.device) -> str:
-    """Name a device and what it is."""
+    """Return the name of a device, with the model of a GPU."""
     if device == CPU:
         return "cpu"
     return f"{device} {torch.cuda.get_device_name(device)}"
 
 
 def free_bytes(device: torch.device) -> int:
-    """Tell how much memory of a GPU is free; what torch has kept for later is."""
+    """Return the free memory of a GPU, including what torch has cached."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def lacks() -> str | None:
-    """Name what is missing to launch steps on a GPU, see `meshllm.model.steps.cuda_graph`."""
+    """Name what CUDA graphs lack on this machine, see `meshllm.model.steps.cuda_graph`."""
     if find_spec("triton") is None:
         return "Triton"
     compilers = os.environ.get("CC"), which("gcc"), which("clang")  # as Triton looks for one
@@ -70,15 +70,15 @@ def lacks() -> str | None:
 
 
 def put(x: Tensor, device: torch.device) -> Tensor:
-    """Bring a tensor of the CPU to a device, without a wait."""
+    """Copy a CPU tensor to a device without blocking."""
     if device == CPU:
         return x
-    with torch.cuda.device(device):  # or pinning would wake the first GPU for another one
+    with torch.cuda.device(device):  # else pinning would initialise the first GPU
         return x.pin_memory().to(device, non_blocking=True)
 
 
 def put_all(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """Bring tensors [1, T, ...] to a device in one piece."""
+    """Copy CPU tensors [1, T, ...] to a device in one transfer."""
     if device == CPU or len(parts) == 1:
         return [put(part, device) for part in parts]
     whole = put(torch.cat(list(parts), 1), device)
@@ -86,7 +86,7 @@ def put_all(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 
 def fetch(y: Tensor) -> Tensor:
-    """Wait for a tensor, and bring it to the CPU."""
+    """Copy a tensor to the CPU, and wait for it."""
     if y.device == CPU:
         return y
     with torch.cuda.device(y.device):
@@ -97,7 +97,7 @@ def fetch(y: Tensor) -> Tensor:
 
 
 def fetch_all(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for tensors [1, T, ...] of one device, and bring them to the CPU in one piece."""
+    """Copy tensors [1, T, ...] of one device to the CPU in one transfer, and wait."""
     if len(outputs) == 1 or outputs[0].device == CPU:
         return [fetch(output) for output in outputs]
     whole = fetch(torch.cat(list(outputs), 1))
@@ -105,7 +105,7 @@ def fetch_all(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until this thread's work on a device is done; on the CPU it is."""
+    """Wait until the work of this thread's CUDA stream is done; no-op on the CPU."""
     if device != CPU:
         torch.cuda.current_stream(device).synchronize()
 
@@ -114,12 +114,12 @@ def _gpu(wanted: str) -> torch.device:
     kind, colon, number = wanted.partition(":")
     if kind != "cuda" or (colon and not number.isdecimal()):
         raise UserError(
-            f"`{wanted}` is no device", hint="one of `auto`, `cpu`, `cuda`, `cuda:1` and so on"
+            f"Invalid device `{wanted}`", hint="use `auto`, `cpu`, `cuda`, `cuda:1` and so on"
         )
     index, count = int(number or 0), torch.cuda.device_count()
     if index >= count:
         raise UserError(
-            f"`{wanted}` is not here: torch {torch.__version__} sees {count or 'no'}"
+            f"There is no device `{wanted}`: torch {torch.__version__} finds {count or 'no'}"
             f" GPU{'s' * (count > 1)}",
             hint="use `--device cpu`",
         )
@@ -127,16 +127,16 @@ def _gpu(wanted: str) -> torch.device:
 
 
 def _refuse(device: torch.device, dtype: torch.dtype, quant: Quant) -> ModelError | None:
-    """Say why a GPU cannot hold weights so."""
+    """Return why a GPU does not support weights in ``dtype`` and ``quant``."""
     if quant is not Quant.NONE:
         return ModelError(
-            f"Weights in {quant} are for processors, not for `{device}`",
+            f"Weights in {quant} run on the CPU only, not on `{device}`",
             hint="use `--device cpu`, or `--quant none`",
         )
     is_older = torch.cuda.get_device_capability(device) < _NATIVE_BFLOAT16
     if dtype == torch.bfloat16 and is_older:
         return ModelError(
-            f"`{name_of(device)}` does not compute in bfloat16",
+            f"`{name_of(device)}` does not support bfloat16",
             hint="use `--device cpu`, or `--dtype float16`",
         )
     return None

@@ -1,4 +1,4 @@
-"""Results kept in small files, so that they are not computed twice, nor at once."""
+"""On-disk cache of small JSON results, with locks so that processes do not compute one twice."""
 
 import fcntl
 import json
@@ -15,25 +15,25 @@ from typing import Any
 from blake3 import blake3
 
 UNUSED_S = 90 * 86_400.0
-"""Seconds after which a record goes that was not read again."""
+"""Seconds after which an unused record is evicted."""
 MOST = 4096
-"""Records of a folder, of some hundred bytes to some thousand each; those used last stay."""
+"""Records per folder, of some hundred to some thousand bytes; the least recently used go."""
 
 WAIT_S = 60.0
-"""Seconds to wait for another process that computes the same."""
+"""Seconds to wait for another process that computes the same record."""
 
-_DIGITS = 64  # of the name of a record, hexadecimal
+_DIGITS = 64  # of a record's file name, hexadecimal
 _LOCK = ".lock"
 _POLL_S = 0.02
-_PART = ".part"  # ends the names of those that are being written
+_PART = ".part"  # suffix of files being written
 
 log = logging.getLogger(__name__)
 
 
 def recall(folder: Path, *key: str | float) -> Any:
-    """Return what was remembered under a key; None when it is missing or damaged."""
+    """Return the value stored under a key; None if it is missing or damaged."""
     record = _record(folder, key)
-    with suppress(OSError):  # missing, or of somebody else: it counts as older than it is
+    with suppress(OSError):  # missing, or owned by another user
         os.utime(record)
     try:
         return json.loads(record.read_bytes())
@@ -42,7 +42,7 @@ def recall(folder: Path, *key: str | float) -> Any:
 
 
 def remember(folder: Path, value: Any, *key: str | float) -> None:
-    """Write a value of JSON so that a reader sees all of it or nothing."""
+    """Store a JSON value under a key, atomically; an error is only logged."""
     record, text = _record(folder, key), json.dumps(value)
     unfinished = None
     try:
@@ -53,7 +53,7 @@ def remember(folder: Path, value: Any, *key: str | float) -> None:
             file.write(text)
         unfinished.replace(record)
     except OSError as error:
-        log.info("`%s` is not kept: %s", record, error)
+        log.info("cannot write `%s`: %s", record, error)
         if unfinished is not None:
             with suppress(OSError):
                 unfinished.unlink()
@@ -61,9 +61,9 @@ def remember(folder: Path, value: Any, *key: str | float) -> None:
 
 @contextmanager
 def alone(folder: Path, *key: str | float) -> Iterator[None]:
-    """Wait while another process computes what a key names; look again for its result inside.
+    """Hold the lock of a key; call `recall` again inside, as another process may have stored it.
 
-    After `WAIT_S`, and where files cannot be locked, both compute it.
+    After `WAIT_S`, and if files cannot be locked, both processes compute the value.
     """
     lock = _record(folder, key).with_suffix(_LOCK)
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def alone(folder: Path, *key: str | float) -> Iterator[None]:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = stack.enter_context(lock.open("w"))
         except OSError as error:
-            log.info("`%s` is not locked: %s", lock, error)
+            log.info("cannot lock `%s`: %s", lock, error)
         else:
             _wait_for(file.fileno())
         yield
@@ -86,7 +86,7 @@ def _wait_for(file: int) -> None:
             if time.monotonic() > until:
                 return
             time.sleep(_POLL_S)
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             return
         else:
             return
@@ -94,12 +94,12 @@ def _wait_for(file: int) -> None:
 
 @cache
 def _prune(folder: Path) -> None:
-    """Remove what was not used for long, once in a process and folder: all can be made again."""
+    """Evict old records, once per process and folder: all can be computed again."""
     oldest = time.time() - UNUSED_S
     used = list[tuple[float, Path]]()
     names = f"{'[0-9a-f]' * _DIGITS}.json", f"{'[0-9a-f]' * _DIGITS}{_LOCK}", f"tmp*{_PART}"
     for path in (each for name in names for each in folder.glob(name)):
-        with suppress(OSError):  # another process removes it, too
+        with suppress(OSError):  # another process removed it
             used.append((path.stat().st_mtime, path))
     used.sort(reverse=True)
     for number, (at, path) in enumerate(used):

@@ -1,9 +1,9 @@
-"""transformers and torch without the parts that never run here.
+"""Import of transformers and torch without the parts that are not used here.
 
-transformers decorates functions for torch's compiler, and asks of each tensor whether it is spread
-over machines; torch itself, on meta, asks whether sizes are symbols of a formula. For that they
-import the compiler, distributed tensors and sympy: half the time of the import, and 100 MB. Here
-nothing is compiled, spread or symbolic, so stand-ins take their place for as long as it lasts.
+transformers decorates functions for torch's compiler, and checks whether each tensor is a DTensor;
+torch itself, on meta, checks whether sizes are symbolic. For that they import the compiler,
+distributed tensors and sympy: half of the import time, and 100 MB. Here nothing is compiled,
+distributed or symbolic, so stub modules temporarily replace them.
 """
 
 import sys
@@ -27,16 +27,16 @@ _CERTAIN = (
     "expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
     "statically_known_true",
 )  # fmt: skip
-"""What tells whether a condition holds, which is certain where sizes are numbers."""
+"""Functions that evaluate a symbolic condition: `bool`, if sizes are ints."""
 _PACKAGES = {"torch._dynamo", "sympy"}
 _UTILS = "transformers.utils.import_utils"
 _SCAN = "create_import_structure_from_path"
 
 
 class _StandIn(ModuleType):
-    """A module with a few of its names; who wants another one gets the module itself."""
+    """A stub module with a few names; any other name is taken from the real module."""
 
-    __file__ = None  # `inspect` looks at that of every module
+    __file__ = None  # `inspect` reads it from every module
 
     def __getattr__(self, name: str) -> Any:
         if name == "__path__" and self.__name__ not in _PACKAGES:
@@ -47,9 +47,9 @@ class _StandIn(ModuleType):
 
 @contextmanager
 def lean() -> Iterator[None]:
-    """Import transformers, and build models on meta, without what is not needed for it.
+    """Import transformers, and build models on meta, without the unused parts.
 
-    Where torch's compiler is imported already nothing changes. It can be imported afterwards.
+    If torch's compiler is imported already, nothing changes. It can be imported afterwards.
     """
     if "torch._dynamo" in sys.modules:
         yield
@@ -63,7 +63,7 @@ def lean() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Let whoever imports a module next have the module itself."""
+    """Remove the stubs, so that later imports load the real modules."""
     for name, module in list(sys.modules.items()):
         if isinstance(module, _StandIn):
             del sys.modules[name]
@@ -75,7 +75,7 @@ def _stand_ins() -> dict[str, _StandIn]:
             ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address"),
             _unchanged,
         ),
-        "torch.distributed.tensor": {"DTensor": _StandIn},  # of which no tensor is an instance
+        "torch.distributed.tensor": {"DTensor": _StandIn},  # no tensor is an instance
         _MASKS: {"TransformGetItemToIndex": _index_masks},
         "torch.fx.experimental.symbolic_shapes": {
             **dict.fromkeys(_CERTAIN, bool),
@@ -87,7 +87,7 @@ def _stand_ins() -> dict[str, _StandIn]:
             "sym_or": lambda *terms: any(terms),
         },
         "torch.utils._sympy.functions": {"Max": max},
-        "sympy": {"Basic": _StandIn},  # of which no size is an instance
+        "sympy": {"Basic": _StandIn},  # no size is an instance
     }
     modules = {name: _StandIn(name) for name in names.keys() - sys.modules.keys()}
     for name, module in modules.items():
@@ -96,26 +96,26 @@ def _stand_ins() -> dict[str, _StandIn]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Compare numbers, or sequences of them; a shape may be a tuple or a list."""
+    """Compare numbers, or sequences of them: a shape is a tuple or a list."""
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return list(one) == list(other)
     return bool(one == other)
 
 
 def _unchanged(marked: Any = None, *_: Any, **__: Any) -> Any:
-    """Give back a function, or a tensor, that the compiler is told about."""
+    """Stub of a decorator for the compiler: return its argument."""
     return _unchanged if marked is None else marked
 
 
 def _index_masks() -> Any:
-    """Make what masks of a few families need, when they do."""
+    """Make the real object, which the masks of a few families need."""
     return import_module(_MASKS).TransformGetItemToIndex()
 
 
 def _import_whole() -> None:
-    """Import transformers, which decides once whether tensors may be spread over machines.
+    """Import transformers with torch.distributed reported as unavailable, which it checks once.
 
-    It reads its 1,600 modules of models to see what is in them, twice; here that is kept.
+    It scans the names in its 1,600 model modules, twice; the result is cached on disk.
     """
     if "transformers" in sys.modules:
         return
@@ -133,12 +133,12 @@ def _import_whole() -> None:
 
 
 class _Hook(MetaPathFinder):
-    """Replaces a function of transformers as soon as there is one: importing the rest calls it."""
+    """Replaces a function of transformers once it is defined: importing the rest calls it."""
 
     scan: Callable[[Path], Any]
 
     def find_spec(self, name: str, path: Sequence[str] | None, _: Any = None) -> ModuleSpec | None:
-        """Find the module that has it, and no other."""
+        """Find the module that defines the function, and no other."""
         if name != _UTILS or not (spec := PathFinder.find_spec(name, path)) or not spec.loader:
             return None
         execute = spec.loader.exec_module
@@ -152,14 +152,14 @@ class _Hook(MetaPathFinder):
         return spec
 
     def structure(self, path: str | Path) -> Any:
-        """Return what modules of a package define, as transformers found it when it was new."""
+        """Return the names that modules of a package define, cached per transformers version."""
         folder = Path(path).parent if Path(path).is_file() else Path(path)
         key = "import structure", version("transformers"), str(folder), folder.stat().st_mtime_ns
         cache = cache_path()
         with suppress(TypeError, ValueError, LookupError):  # damaged
             return _structure_from_json(recall(cache, *key))
         utils = sys.modules[_UTILS]
-        setattr(utils, _SCAN, self.scan)  # it calls itself for folders inside
+        setattr(utils, _SCAN, self.scan)  # it calls itself for subfolders
         try:
             structure = self.scan(folder)
         finally:
@@ -169,7 +169,7 @@ class _Hook(MetaPathFinder):
 
 
 def _structure_to_json(value: Any) -> Any:
-    """Write dicts, by names or by sets of backends, as pairs, and sets of names as lists."""
+    """Encode dicts, keyed by names or sets of backends, as pairs, and sets of names as lists."""
     if isinstance(value, Mapping):
         pairs = value.items()
         return {"pairs": [[_names(key), _structure_to_json(each)] for key, each in pairs]}

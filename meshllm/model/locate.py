@@ -1,4 +1,4 @@
-"""Where the files of a model are; reads none of them, and imports no torch."""
+"""The folder of a model, found without reading its files or importing torch."""
 
 import re
 from importlib import resources
@@ -24,10 +24,10 @@ def find_folder(name: str, revision: str | None = None) -> Path:
         return Path(name)
     if not is_model_id(name):
         raise ModelError(
-            f"There is no folder `{name}`, and it is no model id",
-            hint="a model is `builtin`, a folder, or `org/name` from the Hugging Face hub",
+            f"There is no folder `{name}`, and it is not a model id",
+            hint="use `builtin`, a folder, or `org/name` from the Hugging Face hub",
         )
-    from huggingface_hub import constants, try_to_load_from_cache  # 0.2 s, for this only
+    from huggingface_hub import constants, try_to_load_from_cache  # takes 0.2 s
 
     found = try_to_load_from_cache(name, CONFIG, revision=revision)
     if not isinstance(found, str):
@@ -39,12 +39,12 @@ def find_folder(name: str, revision: str | None = None) -> Path:
 
 
 def is_folder(name: str) -> bool:
-    """Tell whether a name is that of a folder."""
+    """Return whether a name is that of a folder."""
     return name != "" and Path(name).is_dir()
 
 
 def is_model_id(name: str) -> bool:
-    """Tell whether a name is ``org/name``, and nothing nearer has it."""
+    """Return whether a name is ``org/name``, and not that of a folder."""
     if name == BUILTIN or is_folder(name):
         return False
     from huggingface_hub.errors import HFValidationError

@@ -1,11 +1,11 @@
-"""Logits to one token, as a pure function.
+"""Sampling of one token from logits, as a pure function.
 
-Theory of operation: scores are warped in fp32 by the rules of transformers, then Gumbel noise is
-added and the largest wins, which draws exactly from softmax(scores) (Gumbel 1954). The noise of a
-token comes from a counter-based generator (Philox4x64-10, Salmon et al. 2011) keyed by (seed,
-position, token id) alone. So a draft token is checked by plain equality, and neither the ring, the
-drafter, a replay, the batch nor the number of threads can change a text; and of the tokens that
-were dropped no noise is wanted.
+Theory of operation: logits are processed in fp32 as in transformers, then Gumbel noise is added and
+the largest wins, which samples exactly from softmax(scores) (Gumbel-max, Gumbel 1954). The noise of
+a token comes from a counter-based generator (Philox4x64-10, Salmon et al. 2011) keyed by (seed,
+position, token id) alone. So a draft token is verified by plain equality, and neither the ring, the
+drafter, a replay, the batch nor the number of threads can change a text; and no noise is computed
+for tokens that top-k, top-p or min-p removed.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from meshllm.errors import ModelError, UserError
 from meshllm.request import Sampling
 
-FEW = 64  # tokens; the noise of more comes sooner with that of all between them
+FEW = 64  # tokens; for more it is faster to draw the noise of all ids up to the last
 GREEDY_BELOW = 1e-5  # temperature; a division by less could overflow fp32 (vLLM: same limit)
 
 Scores = NDArray[np.float32]
@@ -36,7 +36,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def validate(sampling: Sampling) -> None:
-    """Raise `UserError` for the first setting that is out of its range (NaN is)."""
+    """Raise `UserError` for the first setting that is out of its range, or NaN."""
     for name, (low, high) in _RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:
@@ -51,7 +51,7 @@ def pick(
     history: Sequence[int],
     prompt_len: int,
 ) -> int:
-    """Choose the token that stands at ``position``.
+    """Sample the token at ``position``.
 
     logits: [V], any float dtype and device. history: prompt and generated ids before ``position``,
     the first ``prompt_len`` of them prompt. Ties go to the lowest id.
@@ -80,7 +80,7 @@ def gumbel(seed: int, position: int, tokens: int) -> NDArray[np.float64]:
 
 
 def noise_of(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return what `gumbel` has for these tokens, in rising order."""
+    """Return the values of `gumbel` for these tokens, which are in ascending order."""
     if len(tokens) > FEW:
         return _noise(_bits(seed, position, int(tokens[-1]) + 1)[tokens])
     bits = [_bits(seed, position, 4, block=token // 4)[token % 4] for token in tokens.tolist()]
@@ -88,14 +88,14 @@ def noise_of(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray[np.
 
 
 def _bits(seed: int, position: int, count: int, block: int = 0) -> NDArray[np.uint64]:
-    """Draw for so many tokens: four a block, which the low word of the counter walks."""
+    """Draw 64 bits per token: four tokens per block, which the low word of the counter counts."""
     generator = np.random.Philox(key=seed, counter=(position << 64) + block)
     bits: NDArray[np.uint64] = generator.random_raw(count)
     return bits
 
 
 def _noise(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Turn random bits to Gumbel noise, in place: fresh pages cost more than the logarithms."""
+    """Convert random bits to Gumbel noise, in place: new pages cost more than the logarithms."""
     bits >>= np.uint64(12)
     bits |= np.uint64(0x3FF << 52)  # as a float64 now uniform in [1, 2), in steps of 2**-52
     noise = bits.view(np.float64)
@@ -106,17 +106,17 @@ def _noise(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _check(scores: Tensor, position: int) -> None:
-    peak = scores.numpy().max()  # NaN if any is; sooner than torch's, as argmax is
+    peak = scores.numpy().max()  # NaN if any is; faster than torch's, as is argmax
     if not np.isfinite(peak):
         what = "NaN" if np.isnan(peak) else f"{peak} as the largest logit"
         raise ModelError(
-            f"the model returned {what} for the token at position {position}",
-            hint="the weights are damaged or overflow: try `--dtype float32`",
+            f"The model returned {what} for the token at position {position}",
+            hint="fetch damaged weights again, or avoid overflow with `--dtype float32`",
         )
 
 
 def _penalise(scores: Tensor, sampling: Sampling, history: Sequence[int], prompt_len: int) -> None:
-    """Apply transformers' repetition penalty, then OpenAI's two, which see only the answer."""
+    """Apply transformers' repetition penalty, then OpenAI's two, which count only the answer."""
     penalty = sampling.repetition_penalty
     if penalty != 1:
         seen = torch.tensor(history, dtype=torch.long)
@@ -129,14 +129,14 @@ def _penalise(scores: Tensor, sampling: Sampling, history: Sequence[int], prompt
 
 
 def _warp(scores: Scores, sampling: Sampling) -> NDArray[np.int64] | None:
-    """Scale in place; return the tokens that are kept, in rising order, or None for all.
+    """Apply the temperature in place; return the kept tokens, in ascending order, or None for all.
 
-    As transformers' generate: each setting drops some of those that the one before it has left.
+    As in transformers' generate: top-k, top-p and min-p each filter what the previous one kept.
     """
     scores /= np.float32(sampling.temperature)
     kept: NDArray[np.int64] | None = None
     if 0 < sampling.top_k < len(scores):
-        # All that tie with the last of the largest stay (TopKLogitsWarper).
+        # All ties with the k-th largest are kept (TopKLogitsWarper).
         kept = np.flatnonzero(scores >= np.partition(scores, -sampling.top_k)[-sampling.top_k])
     for setting, find in ((sampling.top_p < 1, _in_top_p), (sampling.min_p > 0, _above_min_p)):
         if setting:
@@ -146,9 +146,9 @@ def _warp(scores: Scores, sampling: Sampling) -> NDArray[np.int64] | None:
 
 
 def _in_top_p(scores: Scores, sampling: Sampling) -> NDArray[np.int64]:
-    """Find those without the tail of mass 1 - P, one at least (TopPLogitsWarper).
+    """Drop the tail of mass 1 - P; at least one token is kept (TopPLogitsWarper).
 
-    Of equal scores at the cut the lowest ids stay; transformers' unstable sort keeps any of them.
+    Among ties at the cut the lowest ids are kept; transformers' unstable sort keeps any of them.
     Only values are sorted, and by numpy: 0.3 ms for V = 152,000 where torch.sort takes 12 ms.
     """
     ranked = np.sort(scores)
@@ -162,6 +162,6 @@ def _in_top_p(scores: Scores, sampling: Sampling) -> NDArray[np.int64]:
 
 
 def _above_min_p(scores: Scores, sampling: Sampling) -> NDArray[np.int64]:
-    """Find those that are not much less likely than the likeliest (MinPLogitsWarper)."""
+    """Keep tokens with at least min_p of the largest probability (MinPLogitsWarper)."""
     probabilities = torch.from_numpy(scores).softmax(-1)
     return np.flatnonzero(probabilities >= sampling.min_p * probabilities.max())

@@ -1,4 +1,4 @@
-"""How large a model is, and what its caches take; knows the sizes only, and imports no torch."""
+"""Sizes of a model and its KV caches, and memory of this machine; imports no torch."""
 
 import json
 from collections import Counter
@@ -19,67 +19,67 @@ from meshllm.names import Quant, Span
 from meshllm.strict_json import build
 
 WEIGHTS = "*.safetensors"
-CHUNK = 1024  # rows of a prompt that are computed at a time, as a rule
+CHUNK = 1024  # rows of a prefill chunk, as a rule
 STEP = 32  # rows of a step, as a rule
 BLOCK = 256  # rows; buffers grow by whole blocks
-SLACK = 64  # tokens that a sliding window keeps behind it, so that as many can be taken back
+SLACK = 64  # tokens kept beyond a sliding window, so that as many can be cropped
 MOST_ROWS = 4096  # of one forward
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a planner has to know of a model."""
+    """The sizes of a model that the planner needs."""
 
     name: str
     model_type: str
     layers: int
     layer_bytes: tuple[int, ...]
     embed_bytes: int
-    """What stands before the layers."""
+    """Of the modules before the layers."""
     head_bytes: int
-    """What stands after them, without what it shares with the embedding."""
+    """Of the modules after the layers, without weights shared with the embedding."""
     tied: bool
     """Embedding and head share their weights."""
     kv_bytes_per_token: tuple[int, ...]
-    """Per layer; 0 where the state does not grow. A sliding window grows until it is full."""
+    """Per layer; 0 if its state does not grow. A sliding window grows until it is full."""
     hidden_size: int
     vocab_size: int
     context: int
     """Longest sequence, in tokens."""
     dtype: str
-    """As ``bfloat16``."""
+    """Such as ``bfloat16``."""
     itemsize: int
     """Bytes per element of a hidden state."""
     windows: tuple[int, ...]
-    """Per layer: tokens of its sliding window; 0 where it has none."""
+    """Per layer: tokens of its sliding window; 0 if it has none."""
     state_bytes: tuple[int, ...]
-    """Per layer: what a session takes however long it is."""
+    """Per layer: bytes of a session that do not depend on its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptShape:
-    """Where a shape is kept, so that it can be told without torch."""
+    """The cached shape of a model, readable without torch."""
 
     folder: Path
     """Of the model."""
     cache: Path
     dtype: str | None = None
-    """None is as stored."""
+    """None: as stored."""
     quant: Quant = Quant.NONE
 
     def read(self, name: str) -> ModelShape | None:
-        """Return what was kept, for a model of this name; None when there is nothing."""
+        """Return the cached shape under the given name; None if there is none."""
         with suppress(UserError, OSError):  # damaged, or of another version
             if known := recall(self.cache, *self._key()):
                 return replace(build(ModelShape, known), name=name)
         return None
 
     def write(self, shape: ModelShape) -> None:
-        """Keep a shape."""
+        """Store a shape."""
         remember(self.cache, asdict(shape), *self._key())
 
     def _key(self) -> tuple[str, ...]:
-        """Name the config and, as it may not name a dtype, the files of weights."""
+        """Return the cache key: config and, as it may lack a dtype, the weight files."""
         config = blake3((self.folder / CONFIG).read_bytes()).hexdigest()
         files = sorted((each.name, each.stat().st_size) for each in self.folder.glob(WEIGHTS))
         versions = meshllm.__version__, version("transformers"), version("torch")
@@ -88,21 +88,21 @@ class KeptShape:
 
 
 def rows_for(count: int, window: int = 0) -> int:
-    """Count the rows that are allocated for so many, of which a ``window`` keeps its last only.
+    """Return the rows allocated for ``count`` rows, or for the last of them in a ``window``.
 
-    It depends on nothing else, so that memory can be reserved before it is taken. Blocks of 256
-    rows, and of an eighth where there are many, mean that a row is copied nine times at most.
+    Depends on nothing else, so that memory can be reserved in advance. Growing by blocks of 256
+    rows, or of an eighth of many rows, means that a row is copied at most nine times.
     """
-    if window:  # with room to spare, or each step would move all rows
+    if window:  # with spare rows, or each step would move all rows
         count = min(count, window - 1 + SLACK + MOST_ROWS) + BLOCK
     block = max(BLOCK, 1 << max(0, count.bit_length() - 4))
     return -(-count // block) * block
 
 
 def cache_cost(shape: ModelShape, span: Span) -> Callable[[int], tuple[int, int]]:
-    """Return what tells the bytes of a session's cache for the layers of a span, by its tokens.
+    """Return a function from tokens to the bytes of a session's cache for the layers of a span.
 
-    The first is what the cache holds, the second what it takes beside that while one layer grows.
+    The first number is what the cache holds, the second what it needs more while one layer grows.
     """
     layers = zip(shape.kv_bytes_per_token, shape.windows, shape.state_bytes, strict=True)
     kinds = Counter(list(layers)[span.start : span.stop])
@@ -116,16 +116,16 @@ def cache_cost(shape: ModelShape, span: Span) -> Callable[[int], tuple[int, int]
 
 
 def mean_kv_bytes(shape: ModelShape, tokens: int) -> tuple[int, ...]:
-    """Tell for each layer what one token takes in the cache of a session of so many, at most."""
+    """Return per layer the mean bytes of a token, in the cache of a session of ``tokens``."""
     layers = (Span(at, at + 1) for at in range(shape.layers))
     return tuple(-(-cache_cost(shape, layer)(tokens)[0] // tokens) for layer in layers)
 
 
 def workspace_bytes(shape: ModelShape) -> int:
-    """Bound what a forward takes beside weights and caches: the results of one layer, and logits.
+    """Bound the activations of a forward, besides weights and caches: one layer, and logits.
 
-    A row comes out of each matrix of a layer once. All of them together are as wide as the layer
-    has weights per column, twice with what is made of them in float32; a mask has a row for each.
+    Each matrix of a layer gives one output row per row. All outputs together are as wide as the
+    layer has weights per column, twice with their float32 copies; a mask adds one row per row.
     """
     row = 2 * max(shape.layer_bytes) // shape.hidden_size + 8 * shape.hidden_size
     mask = min(shape.context, MOST_ROWS) * shape.itemsize
@@ -133,10 +133,10 @@ def workspace_bytes(shape: ModelShape) -> int:
 
 
 def process_memory() -> int:
-    """Tell how many bytes of memory this process takes."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def free_memory() -> int:
-    """Tell how many bytes can be used without swapping."""
+    """Return how many bytes can be allocated without swapping."""
     return int(psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""How fast this machine runs a model and what memory it can give."""
+"""Speed of this machine with a model, and its memory budget."""
 
 import copy
 import gc
@@ -33,26 +33,26 @@ from meshllm.model.steps.trial import untried
 from meshllm.names import Quant, Span
 
 ROWS = (1, 8, 32, 128, 256, 1024)
-"""Decoding, and chunks of a prompt; the last two tell how time grows with the rows before."""
+"""Of decode steps and prefill chunks; the last two show how time grows with attention."""
 TRIALS = 3
-ENOUGH_S = 0.2  # for trials of the same; many rows of a large layer are timed once
-LONGEST_S = 0.5  # for the most rows, which are left out where they would take longer
+ENOUGH_S = 0.2  # for repeated runs; many rows of a large layer are timed once
+LONGEST_S = 0.5  # for the largest number of rows, which is skipped if it would take longer
 MAX_AGE_S = 24 * 3600.0
-SHARE = 0.8  # of free memory; the rest is for what starts after us
+SHARE = 0.8  # of free memory; the rest is for other processes
 CGROUP = Path("/sys/fs/cgroup")
 
-_STEP_BYTES = 64 << 20  # of layers that steps are timed with; what surrounds them counts less then
-_HEAD_BYTES = 64 << 20  # of the head that is timed
-_COLD_BYTES = 64 << 20  # more than the last cache of most machines
-_TILE = 4099  # values; prime, so that no two rows of a matrix are alike
+_STEP_BYTES = 64 << 20  # of the layers of timed steps; so many that fixed overhead counts little
+_HEAD_BYTES = 64 << 20  # of the timed part of the head
+_COLD_BYTES = 64 << 20  # more than the last-level cache of most machines
+_TILE = 4099  # values; prime, so that no two rows of a matrix are equal
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a machine takes for the parts of one model."""
+    """The time that a machine needs for the parts of one model."""
 
     layer_s: tuple[tuple[int, float], ...]
-    """Seconds of one mean layer for so many rows."""
+    """Number of rows, and seconds of one mean layer for them."""
     head_s: float
     """Seconds of the final norm and head for one row."""
 
@@ -64,13 +64,13 @@ def measure_speed(
     quant: Quant = Quant.NONE,
     device: torch.device = CPU,
 ) -> Speed:
-    """Time layers and the head with random weights, on this thread and as many cores as it has.
+    """Time layers and the head with random weights, on this thread and its torch threads.
 
-    Steps of a few rows are taken as a node takes them, of a few layers. For many rows one layer is
-    timed, on a GPU without the way there and back.
+    Steps of a few rows run over a few layers, with the strategy of a node. For many rows one layer
+    is timed, on a GPU without the copies to it and back.
 
-    What was measured is remembered in the folder ``cache`` for a day; processes that would measure
-    at the same time disturb one another, so that the second waits and takes what the first found.
+    The result is cached in the folder ``cache`` for a day. Processes that measure at the same time
+    would slow down each other, so the second waits and uses the result of the first.
 
     Raises:
         ModelError: transformers cannot build the model.
@@ -99,11 +99,11 @@ def memory_budget(
     device: torch.device = CPU,
     own: int = 0,
 ) -> int:
-    """Tell how many bytes this machine gives: a share of what is free, or ``limit``.
+    """Return the memory budget of this machine in bytes: a share of its free memory, or ``limit``.
 
-    ``limit`` is what its owner says, and counts as far as it is free. A container's own limit
-    binds too, which the machine's free memory does not show. A GPU gives of its own memory.
-    What is ``own`` already is no longer free, and part of what is given.
+    ``limit`` is set by the owner, and bounded by the free memory. The limit of a container counts
+    too, as the free memory of the machine does not show it. For a GPU it is its own memory. The
+    ``own`` bytes, already in use by the model, are not free and are part of the budget.
     """
     if device != CPU:
         free = free_bytes(device)
@@ -113,7 +113,7 @@ def memory_budget(
 
 
 def _read(record: Any) -> Speed | None:
-    """Read what was remembered; what is old or damaged is measured again."""
+    """Parse a cached record; None if it is too old or damaged."""
     try:
         if not 0 <= time.time() - record["at_s"] < MAX_AGE_S:
             return None
@@ -126,10 +126,10 @@ def _read(record: Any) -> Speed | None:
 def _layer_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> tuple[tuple[int, float], ...]:
-    """Time a mean layer; steps of a few rows as a node takes them, where these are others."""
+    """Time a mean layer, with row-invariant steps of a few rows where the model allows them."""
     what = source, dtype, quant, device
     times = _stock_seconds(*what)
-    gc.collect()  # the weights: hooks and modules hold each other
+    gc.collect()  # frees the weights: hooks and modules form cycles
     few = [rows for rows in times if rows <= MOST_ROWS]
     return tuple((times | _step_seconds(*what, few)).items())
 
@@ -137,12 +137,12 @@ def _layer_seconds(
 def _stock_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device
 ) -> dict[int, float]:
-    """Time the layer nearest to the mean, without what surrounds the layers of a shard."""
+    """Time the forward of the layer nearest to the mean size, without its surroundings."""
     skeleton = build(source.config, dtype)
     sizes = _sizes(skeleton)
     mean = sum(sizes) / len(sizes)
     index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
-    # Its hooks come before the shard's own, which leaves.
+    # Its hooks have to run before the shard's own, which ends the forward.
     stopwatch = _Stopwatch(skeleton.parts[index], device)
     part = Part(Span(index, index + 1), embed=False, head=False)
     shard = _random_shard(
@@ -155,7 +155,7 @@ def _stock_seconds(
         runner.prefill(_hidden(shard, rows), shard.new_cache())
         return stopwatch.seconds
 
-    seconds(1)  # what is made once, at the first call, is not the price of a layer
+    seconds(1)  # excludes what only the first call does
     scale = mean / sizes[index]
     most = ROWS[-1]
     times = [(rows, _best(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
@@ -167,7 +167,7 @@ def _stock_seconds(
 def _step_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device, few: Sequence[int]
 ) -> dict[int, float]:
-    """Time steps of ``few`` rows of the first layers, for each; none where they are stock steps."""
+    """Time steps of each of ``few`` rows, per mean layer; empty for stock steps."""
     skeleton = build(source.config, dtype)
     sizes, config = _sizes(skeleton), skeleton.model.config
     mean = sum(sizes) / len(sizes)
@@ -199,13 +199,13 @@ def _step_seconds(
 def _head_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> float:
-    """Time the head for one row: of a large one a part, as all its rows take the same time."""
+    """Time the head for one row; of a large one time a part, and scale."""
     config = copy.deepcopy(source.config)
     text = config.get_text_config(decoder=True)
     whole = int(text.vocab_size)
     most = max(1, _HEAD_BYTES // (int(text.hidden_size) * dtype.itemsize))
     text.vocab_size = timed = min(whole, most)
-    text.pad_token_id = None  # it may be one of those left out
+    text.pad_token_id = None  # it may be out of range
     skeleton = build(config, dtype)
     end = Span(skeleton.layers, skeleton.layers)
     part = Part(end, embed=False, head=True)
@@ -246,7 +246,7 @@ class _Stopwatch:
 
 
 def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> float:
-    """Take the shortest of several times, each with weights that no cache has."""
+    """Return the shortest of several times, each with cold caches."""
     cold = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
@@ -263,7 +263,7 @@ def _hidden(shard: Shard, rows: int) -> Tensor:
 
 
 def _sizes(skeleton: Skeleton) -> list[int]:
-    """Tell the bytes of each layer."""
+    """Return the bytes of each layer."""
     return [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
 
 
@@ -275,7 +275,7 @@ def _random_shard(
     quant: Quant = Quant.NONE,
     device: torch.device = CPU,
 ) -> Shard:
-    """Give a part of a model on meta weights that take as long as real ones, as they are loaded."""
+    """Fill a part of a model on meta with random weights, in the layout of loaded ones."""
     strip(skeleton, part)
     model = skeleton.model
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
@@ -285,7 +285,7 @@ def _random_shard(
         owner, _, leaf = name.rpartition(".")
         values = tile.to(device, parameter.dtype)
         setattr(model.get_submodule(owner), leaf, _tiled(parameter, values))
-    with quiet(), lean():  # buffers are made by the stock model, as when weights are loaded
+    with quiet(), lean():  # the stock model makes the buffers, as on load
         buffers = set(model.state_dict()) - set(
             dict(model.named_parameters(remove_duplicate=False))
         )
@@ -299,23 +299,23 @@ def _random_shard(
 
 
 def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
-    """Repeat a few random values, which is quicker than to draw them all."""
+    """Repeat a few random values, which is faster than drawing all."""
     value = torch.empty(like.shape, dtype=like.dtype, device=tile.device)
     flat = value.view(-1)
     whole = flat.numel() // _TILE * _TILE
     flat[:whole].view(-1, _TILE).copy_(tile)
     flat[whole:] = tile[: flat.numel() - whole]
     parameter = nn.Parameter(value, requires_grad=False)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # or it is drawn again
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else drawn again
     return parameter
 
 
 def _cgroup_free(folder: Path) -> float:
-    """Tell what the group of processes that we are in may still take; caches can be dropped."""
+    """Return the free bytes of our cgroup, counting inactive page cache as free."""
     try:
         limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
         lines = (folder / "memory.stat").read_text().splitlines()
         stat = dict(line.split() for line in lines)
         return int(limit) - int(used) + int(stat["inactive_file"])
-    except (OSError, ValueError, LookupError):  # no such limit, or none that we can read
+    except (OSError, ValueError, LookupError):  # no limit, or not readable
         return inf

@@ -1,4 +1,4 @@
-"""A GPU that is none: tensors on meta have no values, so nobody can look at one without a copy."""
+"""A fake GPU: tensors on meta have no values, so none can be read without a copy."""
 
 import ctypes
 import math
@@ -17,20 +17,20 @@ from meshllm.model.steps.attention import attend_alone
 
 GPU = torch.device("meta")
 ONCE = ["there", "back", "wait"]
-"""The way of a job."""
+"""The transfers of a job."""
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 class Traffic(TorchDispatchMode):
-    """Lists the ways there and back, and the waits; refuses to mix devices."""
+    """Records transfers there and back, and waits; rejects mixed devices."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it open
         self.seen: list[str] = []
 
     def taken(self) -> list[str]:
-        """Return what was seen, and forget it."""
+        """Return the record, and clear it."""
         seen, self.seen = self.seen, []
         return seen
 
@@ -63,7 +63,7 @@ def _devices(*values: Any) -> set[torch.device]:
 
 @contextmanager
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    """Let the ways to a GPU lead to `GPU`."""
+    """Redirect transfers to a GPU to `GPU`."""
     traffic = Traffic()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -74,15 +74,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
 
 OTHER_CPU = torch.device("cpu", 0)
-"""A device with values that is not the one that everything else is on."""
+"""A device with values, different from the CPU that everything else is on."""
 
 
 @contextmanager
 def graphs_pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    """Let `OTHER_CPU` be a GPU with attention that reads from a table.
+    """Make `OTHER_CPU` a fake GPU with attention that reads cache addresses from a table.
 
-    What stands for a graph runs Python again, with the norms that the model has by then, as no real
-    graph does.
+    Unlike a real graph, the fake one runs Python again, with the norms that the model has by then.
     """
     with pretended(monkeypatch) as traffic, monkeypatch.context() as patch:
         patch.setattr(cuda_graph, "_kernel", lambda: attend_by_table)
@@ -94,7 +93,7 @@ def graphs_pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 def attend_by_table(
     query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """Do what `meshllm.model.kernels.triton_attention.attend` does, in memory of this process."""
+    """Do what `meshllm.model.kernels.triton_attention.attend` does, in host memory."""
     groups, rows = key.shape[1:3]
     mixed = query.new_zeros(1, rows, query.shape[1], value.shape[3])
     with _disable_current_modes():

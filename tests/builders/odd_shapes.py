@@ -1,4 +1,4 @@
-"""Tiny models whose widths are no multiples of 16: what a BLAS may round by alignment."""
+"""Tiny models whose widths are not multiples of 16: a BLAS may round depending on alignment."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ _FIVE = {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1}
 _SEVEN = {"hidden_size": 84, "num_attention_heads": 7, "num_key_value_heads": 7}
 _WIDE = {"intermediate_size": 90, "vocab_size": 131}
 _EXPERTS = {"hidden_size": 56, "moe_intermediate_size": 40, "intermediate_size": 40}
-"""Multiples of 8: torch multiplies groups of 16-bit matrices only where rows are of 16 bytes."""
+"""Multiples of 8: torch multiplies groups of 16-bit matrices only with rows of 16 bytes."""
 _THREE = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "vocab_size": 131}
 
 ODD_SHAPES: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ ODD_SHAPES: dict[str, dict[str, Any]] = {
     "bamba": _FIVE | _WIDE | {"mamba_n_heads": 10, "mamba_d_head": 12},
     "granite": _FIVE | _WIDE,
 }
-"""Model type or ``type:variant`` -> what differs from its tiny config in the table."""
+"""Model type or ``type:variant`` -> changes to its tiny config in the table."""
 
 
 def odd_config(name: str) -> PreTrainedConfig:
@@ -75,7 +75,7 @@ def odd_model(name: str, dtype: torch.dtype, shift: int = 8) -> Iterator[Source]
         path = source.folder / "model.safetensors"
         weights = load_file(path)
         weights = {key: weight.clone() for key, weight in weights.items()}
-        for size in range(64):  # the header is filled up to a multiple of 8
+        for size in range(64):  # the header is padded to a multiple of 8
             save_file(weights, path, metadata={"format": "pt", "filling": "-" * size})
             if int.from_bytes(path.read_bytes()[:8], "little") % 16 == (shift + 8) % 16:
                 break

@@ -11,7 +11,7 @@ SAMPLE = ["the ring passes a blob to the next node", "héllo wörld 你好 🙂�
 
 @cache
 def byte_level() -> Any:
-    """Return a tokenizer as GPT-2, Llama 3 and Qwen have; its token 0 ends and 1 begins a turn."""
+    """Return a tokenizer like GPT-2, Llama 3 and Qwen; token 0 ends and 1 begins a turn."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def byte_level() -> Any:
 
 @cache
 def byte_fallback() -> Any:
-    """Return a tokenizer as Llama 2 has: a space is part of its word, rare characters are bytes."""
+    """Return a tokenizer like Llama 2: a space is part of its word, rare characters are bytes."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefgh"]
     vocabulary = {word: index for index, word in enumerate([*words, "▁a", "▁▁", "ab"])}
     merges = [("▁", "a"), ("▁", "▁"), ("a", "b")]
@@ -49,7 +49,7 @@ def byte_fallback() -> Any:
 
 @cache
 def metaspace() -> Any:
-    """Return a unigram tokenizer over metaspaces, as converted SentencePiece models have."""
+    """Return a unigram tokenizer over metaspaces, like converted SentencePiece models."""
     pieces = [
         ("<unk>", 0.0),
         *((c, -2.0) for c in "▁abé🙂.,'"),
@@ -63,7 +63,7 @@ def metaspace() -> Any:
 
 @cache
 def word_piece() -> Any:
-    """Return a tokenizer as BERT has; its decoder joins parts and removes spaces before marks."""
+    """Return a tokenizer like BERT; its decoder joins parts and removes spaces before marks."""
     words = ["[UNK]", "a", "b", "##a", "##b", "##ab", "é", "##é", "🙂", ".", ",", "'", "do", "n't"]
     vocabulary = {word: index for index, word in enumerate(words)}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

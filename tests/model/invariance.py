@@ -1,4 +1,4 @@
-"""Which machines must run a model row by row without a row minding its company."""
+"""The machines on which a model must be row-invariant."""
 
 import pytest
 
@@ -8,10 +8,10 @@ from meshllm.names import Quant
 
 
 def require_row_invariant(runner: Runner) -> None:
-    """Fail where steps must be row-invariant and are not; skip where the library decides.
+    """Fail if steps must be row-invariant and are not; skip if that depends on the library.
 
-    Where products are our own, nothing depends on the library; elsewhere its kernels may add up
-    few rows in another order.
+    With our own GEMM nothing depends on the library; otherwise its kernels may use another
+    summation order for a few rows.
     """
     if runner.is_steady:
         return

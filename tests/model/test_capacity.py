@@ -1,4 +1,4 @@
-"""What a model takes, told from its config alone."""
+"""The size of a model, computed from its config alone."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_the_parts_of_a_published_size_add_up() -> None:
     assert (shape.hidden_size, shape.vocab_size, shape.model_type) == (1024, 151_936, "llama")
 
 
-def test_a_head_of_its_own_counts() -> None:
+def test_an_untied_head_counts() -> None:
     config = LlamaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
 
     shape = shape_of(Source("untied", NOWHERE, config), torch.float32)
@@ -91,7 +91,7 @@ def test_a_session_costs_what_its_cache_allocates(name: str, tmp_path: Path) -> 
         assert 0 <= growth <= held
 
 
-def test_the_cost_of_a_token_depends_on_how_long_its_session_is() -> None:
+def test_the_cost_of_a_token_depends_on_the_session_length() -> None:
     shape = qwen3_sized()
     per_token = shape.kv_bytes_per_token[0]
 
@@ -123,7 +123,7 @@ def test_experts_count_with_their_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_the_sizes_are_those_of_what_is_loaded(name: str, tmp_path: Path) -> None:
+def test_the_sizes_are_those_of_loaded_weights(name: str, tmp_path: Path) -> None:
     source = tiny_model(tmp_path, name)
     shape = shape_of(source)
 
@@ -133,11 +133,11 @@ def test_the_sizes_are_those_of_what_is_loaded(name: str, tmp_path: Path) -> Non
         assert held == shape.layer_bytes[layer]
 
 
-def test_a_config_without_a_longest_sequence_has_no_limit(tmp_path: Path) -> None:
+def test_a_config_without_a_context_length_has_no_limit(tmp_path: Path) -> None:
     assert shape_of(tiny_model(tmp_path, "bloom")).context == UNLIMITED
 
 
-def test_a_dtype_is_needed_where_neither_config_nor_weights_tell() -> None:
+def test_a_dtype_is_needed_if_config_and_weights_have_none() -> None:
     with pytest.raises(ModelError, match="has neither"):
         shape_of(Source("x", NOWHERE, LlamaConfig(num_hidden_layers=1)))
 
@@ -147,7 +147,7 @@ def test_some_memory_is_free() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, tied: bool) -> None:
+def test_quantised_weights_are_counted_as_stored_in_memory(tmp_path: Path, tied: bool) -> None:
     config = Qwen3Config(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied,

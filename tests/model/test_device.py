@@ -1,4 +1,4 @@
-"""The same model on a GPU: one way there and one back for each job, and nobody waits between."""
+"""The same model on a GPU: one transfer there and one back per job, without waits between."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ Gpus = Callable[..., None]
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """Let torch see so many GPUs of a generation."""
+    """Make torch find so many GPUs of a generation."""
 
     def see(count: int, capability: tuple[int, int] = (9, 0)) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -58,7 +58,7 @@ def caches_of(runners: Sequence[Runner]) -> list[SpanCache | None]:
     return [runner.new_cache() if runner.shard.span else None for runner in runners]
 
 
-# Which device
+# Choosing a device
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_a_device_is_found_by_its_name(gpus: Gpus, wanted: str, count: int, foun
 @pytest.mark.parametrize(
     ("wanted", "count", "reason"),
     [
-        ("cuda", 0, "sees no GPU$"),
-        ("cuda:1", 1, "`cuda:1` is not here: torch .* sees 1 GPU$"),
-        ("cuda:2", 2, "sees 2 GPUs$"),
-        ("gpu", 1, "`gpu` is no device"),
-        ("cuda:", 1, "`cuda:` is no device"),
-        ("cuda:-1", 1, "`cuda:-1` is no device"),
-        ("", 1, "`` is no device"),
+        ("cuda", 0, "finds no GPU$"),
+        ("cuda:1", 1, "There is no device `cuda:1`: torch .* finds 1 GPU$"),
+        ("cuda:2", 2, "finds 2 GPUs$"),
+        ("gpu", 1, "Invalid device `gpu`"),
+        ("cuda:", 1, "Invalid device `cuda:`"),
+        ("cuda:-1", 1, "Invalid device `cuda:-1`"),
+        ("", 1, "Invalid device ``"),
     ],
 )
-def test_what_is_no_device_is_refused(gpus: Gpus, wanted: str, count: int, reason: str) -> None:
+def test_an_invalid_device_is_refused(gpus: Gpus, wanted: str, count: int, reason: str) -> None:
     gpus(count)
 
     with pytest.raises(UserError, match=reason):
@@ -99,11 +99,11 @@ def test_what_is_no_device_is_refused(gpus: Gpus, wanted: str, count: int, reaso
 @pytest.mark.parametrize(
     ("dtype", "quant", "capability", "reason"),
     [
-        (torch.float32, Quant.INT8, (9, 0), "Weights in int8 are for processors, not for `cuda:0`"),
-        (torch.bfloat16, Quant.NONE, (7, 5), "`cuda:0 Fake 100` does not compute in bfloat16"),
+        (torch.float32, Quant.INT8, (9, 0), "Weights in int8 run on the CPU only, not on `cuda:0`"),
+        (torch.bfloat16, Quant.NONE, (7, 5), "`cuda:0 Fake 100` does not support bfloat16"),
     ],
 )
-def test_what_a_gpu_cannot_hold_stays_on_the_cpu_or_is_refused(
+def test_unsupported_weights_stay_on_the_cpu_or_are_refused(
     gpus: Gpus,
     caplog: pytest.LogCaptureFixture,
     dtype: torch.dtype,
@@ -123,7 +123,7 @@ def test_what_a_gpu_cannot_hold_stays_on_the_cpu_or_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_an_older_gpu_takes_other_numbers(gpus: Gpus, dtype: torch.dtype) -> None:
+def test_an_older_gpu_takes_other_dtypes(gpus: Gpus, dtype: torch.dtype) -> None:
     gpus(1, (7, 5))
 
     assert choose("auto", dtype) == torch.device("cuda", 0)
@@ -138,7 +138,7 @@ def test_an_older_gpu_takes_other_numbers(gpus: Gpus, dtype: torch.dtype) -> Non
         ([], ["gcc"], "Triton"),
     ],
 )
-def test_what_a_gpu_wants_is_looked_for(
+def test_requirements_of_cuda_graphs_are_checked(
     monkeypatch: pytest.MonkeyPatch,
     modules: Sequence[str],
     programs: Sequence[str],
@@ -151,7 +151,7 @@ def test_what_a_gpu_wants_is_looked_for(
     assert module.lacks() == lacking
 
 
-# The way
+# Transfers
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -164,7 +164,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
-def test_a_job_goes_there_and_back_once_and_waits_once(
+def test_a_job_is_copied_there_and_back_once_and_waits_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     runners = load(tiny_model(tmp_path, family, dtype=torch.bfloat16), GPU)
@@ -186,7 +186,7 @@ def test_a_job_goes_there_and_back_once_and_waits_once(
     assert [cache.length for cache in caches] == [14, 14]
 
 
-def test_sessions_go_there_and_back_together(
+def test_batched_sessions_are_copied_together(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runners = load(source, GPU)
@@ -202,7 +202,7 @@ def test_sessions_go_there_and_back_together(
     assert {part.device for part in parts} == {CPU}
 
 
-def test_a_cache_is_branched_and_cropped_where_it_is(
+def test_a_cache_is_branched_and_cropped_on_its_device(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = load(source, GPU)[0]
@@ -219,7 +219,7 @@ def test_a_cache_is_branched_and_cropped_where_it_is(
     assert other.layers[0].keys.device == GPU
 
 
-def test_a_draft_reads_in_one_way_there_and_back(
+def test_a_draft_reads_with_one_transfer_there_and_back(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = Draft(source, shape_of(source), 100)
@@ -232,7 +232,7 @@ def test_a_draft_reads_in_one_way_there_and_back(
     assert traffic.taken() == ONCE
 
 
-# What is loaded
+# Loading
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -260,7 +260,7 @@ def test_only_the_cpu_has_another_layout(source: Source, monkeypatch: pytest.Mon
     assert len(packed) == len(PARTS)
 
 
-# What is offered
+# Memory and speed
 
 
 @pytest.fixture
@@ -271,14 +271,14 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("free")
-def test_a_gpu_gives_of_its_own_memory() -> None:
+def test_the_budget_of_a_gpu_is_its_own_memory() -> None:
     gpu = torch.device("cuda", 1)
 
     assert timing.memory_budget(device=gpu) == 640
     assert timing.memory_budget(10_000, device=gpu) == 800
 
 
-def test_each_device_has_a_speed_of_its_own(
+def test_each_device_has_its_own_speed(
     source: Source, tmp_path: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.device] = []
@@ -298,9 +298,7 @@ def test_each_device_has_a_speed_of_its_own(
     assert asked == devices[:2]
 
 
-def test_a_gpu_is_waited_for_before_the_clock_is_read(
-    source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timing_waits_for_the_gpu(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_step_seconds", lambda *_: {})
 
     with pretended(monkeypatch) as traffic, torch.inference_mode():
@@ -345,7 +343,7 @@ def test_no_layer_waits(tmp_path: Path, family: str) -> None:
     tokens = put(torch.zeros(1, 9, dtype=torch.long), runners[0].shard.device)
 
     caches = caches_of(runners)
-    for rows in (9, 1):  # what only the first call does is no matter
+    for rows in (9, 1):  # the first call may wait
         for mode in ("default", "error"):
             x = tokens[:, :rows]
             torch.cuda.set_sync_debug_mode(mode)
@@ -359,7 +357,7 @@ def test_no_layer_waits(tmp_path: Path, family: str) -> None:
 
 
 @needs_gpu
-def test_a_gpu_is_measured(source: Source, tmp_path: Path) -> None:
+def test_a_gpu_is_timed(source: Source, tmp_path: Path) -> None:
     gpu = choose("cuda", torch.float32)
 
     found = timing.measure_speed(source, torch.float32, tmp_path, device=gpu)

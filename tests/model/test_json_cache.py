@@ -10,7 +10,7 @@ from meshllm.model import json_cache
 from meshllm.model.json_cache import alone, recall, remember
 
 
-def test_what_was_remembered_is_recalled_by_its_key(tmp_path: Path) -> None:
+def test_a_value_is_found_by_its_key(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     remember(folder, {"a": [1, 2.5]}, "name", 7)
 
@@ -26,7 +26,7 @@ def test_the_last_value_counts(tmp_path: Path) -> None:
     assert recall(tmp_path, "key") == 2
 
 
-def test_what_was_not_used_for_long_is_removed(tmp_path: Path) -> None:
+def test_unused_records_are_evicted(tmp_path: Path) -> None:
     foreign = tmp_path / "else.json"
     foreign.write_text("1")
     for key in ("old", "read again"):
@@ -45,7 +45,7 @@ def test_what_was_not_used_for_long_is_removed(tmp_path: Path) -> None:
     assert recall(tmp_path, "read again") == recall(tmp_path, "new") == 1
 
 
-def test_of_many_records_those_used_last_stay(
+def test_the_least_recently_used_records_are_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_cache, "MOST", 3)
@@ -60,7 +60,7 @@ def test_of_many_records_those_used_last_stay(
     assert [key for key in range(10) if recall(tmp_path, key) is not None] == [6, 7, 8, 9]
 
 
-def test_what_is_not_json_leaves_no_file(tmp_path: Path) -> None:
+def test_a_value_that_is_not_json_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         remember(tmp_path, {1, 2}, "key")
 
@@ -86,7 +86,7 @@ def test_a_damaged_record_is_none(tmp_path: Path) -> None:
     assert recall(tmp_path, "key") is None
 
 
-def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path) -> None:
+def test_an_unwritable_folder_stores_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     remember(tmp_path / "file", 1, "key")
@@ -94,7 +94,7 @@ def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path) -> N
     assert recall(tmp_path / "file", "key") is None
 
 
-def test_what_two_processes_compute_at_once_is_computed_once(tmp_path: Path) -> None:
+def test_two_processes_compute_a_value_once(tmp_path: Path) -> None:
     code = """
         import sys, time
         from pathlib import Path
@@ -116,7 +116,7 @@ def test_what_two_processes_compute_at_once_is_computed_once(tmp_path: Path) -> 
     assert found[0] in {"a", "b"}
 
 
-def test_one_that_does_not_end_is_not_waited_for_longer_than_allowed(
+def test_waiting_for_another_process_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_cache, "WAIT_S", 0.05)
@@ -126,14 +126,14 @@ def test_one_that_does_not_end_is_not_waited_for_longer_than_allowed(
     assert recall(tmp_path, "key") == 1
 
 
-def test_a_folder_that_cannot_be_written_to_keeps_nobody_from_computing(tmp_path: Path) -> None:
+def test_an_unwritable_folder_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     with alone(tmp_path / "file" / "folder", "key"):
         pass
 
 
-def test_locks_go_with_what_was_not_used_for_long(tmp_path: Path) -> None:
+def test_unused_locks_are_evicted(tmp_path: Path) -> None:
     with alone(tmp_path, "old"):
         pass
     (lock,) = tmp_path.glob("*.lock")

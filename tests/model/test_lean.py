@@ -60,7 +60,7 @@ def test_the_compiler_can_be_used_afterwards() -> None:
     assert run(code) == ["2.0", "2.0"]
 
 
-def test_what_a_stand_in_lacks_the_module_itself_has() -> None:
+def test_other_names_come_from_the_real_module() -> None:
     code = """
         import sys
         from meshllm.model.lean import lean
@@ -96,7 +96,7 @@ def test_models_on_meta_are_the_same_without_a_compiler() -> None:
     assert run(code) == ["False", "True"]
 
 
-def test_what_transformers_defines_is_read_once_on_a_machine(
+def test_transformers_is_scanned_once_per_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The sampler: equal to transformers, exactly distributed, and the same everywhere and always."""
+"""The sampler: equal to transformers, exactly distributed, and reproducible everywhere."""
 
 import math
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def test_top_p_equals_its_warper(top_p: float, seed: int) -> None:
 
 @pytest.mark.parametrize("top_p", [0.0, 0.1, 0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("width", [1, 4, 10, 33])
-def test_top_p_keeps_as_many_equals_as_its_warper(top_p: float, width: int) -> None:
+def test_top_p_keeps_as_many_ties_as_its_warper(top_p: float, width: int) -> None:
     logits = torch.arange(10).repeat_interleave(width) / 4  # transformers keeps any of the equals
 
     expected = TopPLogitsWarper(top_p)(torch.tensor([[0]]), logits[None].clone())[0]
@@ -102,7 +102,7 @@ def test_top_p_keeps_as_many_equals_as_its_warper(top_p: float, width: int) -> N
     assert torch.equal(scores.sort().values, expected.sort().values)
 
 
-def test_top_p_keeps_the_lowest_of_equals() -> None:
+def test_top_p_keeps_the_lowest_ids_of_ties() -> None:
     scores = warped(torch.zeros(4), Sampling(temperature=1, top_p=0.5), [])
 
     assert scores.isfinite().tolist() == [True, True, False, False]
@@ -156,7 +156,7 @@ def test_a_penalty_can_change_the_greedy_choice() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
-def test_greedy_takes_the_lowest_of_equals(temperature: float) -> None:
+def test_greedy_takes_the_lowest_id_of_ties(temperature: float) -> None:
     logits = torch.tensor([0.0, 7.0, 7.0, 1.0])
 
     assert drawn(logits, Sampling(temperature=temperature), 3) == [1, 1, 1]
@@ -219,7 +219,7 @@ def test_the_rarest_bits_are_finite_noise() -> None:
     assert noise.tolist() == pytest.approx([-math.log(53 * math.log(2)), 53 * math.log(2)])
 
 
-def test_noise_of_a_token_knows_no_other_token() -> None:
+def test_noise_of_a_token_does_not_depend_on_others() -> None:
     everything = gumbel(7, 9, 500)
 
     some = gumbel(7, 9, 43)
@@ -236,7 +236,7 @@ def test_noise_of_some_tokens_is_that_of_all(count: int) -> None:
     assert some.tolist() == gumbel(2**63 - 1, 2**40, 2000)[ids].tolist()
 
 
-def test_dropping_losers_changes_no_pick() -> None:
+def test_dropping_losers_does_not_change_the_sample() -> None:
     logits = some_logits(0, 200)
     free = drawn(logits, Sampling(temperature=1, seed=2), 100)
     winners = sorted(set(free))
@@ -246,13 +246,13 @@ def test_dropping_losers_changes_no_pick() -> None:
     assert drawn(masked, Sampling(temperature=1, seed=2), 100) == free
 
 
-def test_noise_is_pinned_for_ever() -> None:
+def test_noise_is_pinned() -> None:
     noise = gumbel(2**63 - 1, 2**40, 151_936)[[0, 1, 4, 151_935]]
 
     assert noise.tolist() == pytest.approx(GOLDEN_NOISE, rel=1e-12)
 
 
-def test_texts_are_pinned_for_ever() -> None:
+def test_texts_are_pinned() -> None:
     logits = some_logits(0).bfloat16()
 
     plain = drawn(logits, Sampling(temperature=1, seed=7), 12)
@@ -286,7 +286,7 @@ def test_threads_and_global_random_state_do_not_matter() -> None:
     assert len(results) == 1
 
 
-def test_the_logits_given_are_left_as_they_are() -> None:
+def test_the_input_logits_are_not_modified() -> None:
     logits = SKEWED.clone()
 
     pick(
@@ -299,8 +299,8 @@ def test_the_logits_given_are_left_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (math.nan, "the model returned NaN for the token at position 9"),
-        (math.inf, "the model returned inf as the largest logit for the token at position 9"),
+        (math.nan, "The model returned NaN for the token at position 9"),
+        (math.inf, "The model returned inf as the largest logit for the token at position 9"),
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,4 +1,4 @@
-"""A shape is kept, and told without torch."""
+"""A shape is cached, and read without torch."""
 
 import json
 import subprocess
@@ -21,9 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return tiny_model(tmp_path / "model", "gemma3_text").folder
 
 
-def test_a_kept_shape_is_that_of_the_model_under_the_name_asked_for(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_cached_shape_has_the_requested_name(folder: Path, tmp_path: Path) -> None:
     cache, source = tmp_path / "cache", resolve(str(folder))
     for dtype, quant in ((None, Quant.NONE), (torch.bfloat16, Quant.INT8)):
         kept = KeptShape(folder, cache, None if dtype is None else str(dtype), quant)
@@ -56,7 +54,7 @@ def test_a_damaged_record_counts_as_none(folder: Path, tmp_path: Path, text: str
     assert KeptShape(folder, cache).read(source.name) == measured
 
 
-def test_to_plan_for_a_model_that_was_looked_at_loads_no_torch(tmp_path: Path) -> None:
+def test_planning_for_a_cached_shape_loads_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys; from meshllm.cli.app import main\n"
         "sys.argv = ['meshllm', 'ring', 'plan', '--spec', '3x8GiB']\n"

@@ -1,4 +1,4 @@
-"""What is measured of this machine; how long it takes is no matter here."""
+"""Timing and memory budget of this machine; the figures themselves are not tested."""
 
 import time
 import weakref
@@ -28,7 +28,7 @@ KNOWN = Speed(((1, 0.5), (8, 0.75)), 0.25)
 
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clear no caches: the figures are of no use anyway."""
+    """Do not evict CPU caches: the figures are not used."""
     monkeypatch.setattr(module, "_COLD_BYTES", 1)
 
 
@@ -60,7 +60,7 @@ def test_any_family_is_timed_without_its_weights(tmp_path: Path, name: str) -> N
     ("seconds", "context", "longest"),
     [(1e-9, 4096, 1024), (1e-9, 1000, 256), (LONGEST_S, 4096, 256), (LONGEST_S, 9, 8)],
 )
-def test_the_most_rows_are_left_out_where_they_would_take_long(
+def test_the_largest_number_of_rows_is_skipped_if_slow(
     source: Source, monkeypatch: pytest.MonkeyPatch, seconds: float, context: int, longest: int
 ) -> None:
     monkeypatch.setattr(module, "_best", lambda _, rows, __: rows * seconds)
@@ -82,8 +82,8 @@ def test_quantised_weights_are_timed(tmp_path: Path, quant: Quant) -> None:
     assert speed.head_s > 0
 
 
-def test_weights_are_no_nonsense(source: Source) -> None:
-    # Infinite and tiny numbers take longer, and a row like another takes the same expert.
+def test_random_weights_are_plausible(source: Source) -> None:
+    # Infinities and denormals take longer, and equal rows choose the same expert.
     skeleton = build(source.config, torch.bfloat16)
     part = Part(Span(6, 6), embed=False, head=True)
     shard = module._random_shard(skeleton, part)
@@ -94,7 +94,7 @@ def test_weights_are_no_nonsense(source: Source) -> None:
     assert len(set(logits.flatten().tolist())) > 50
 
 
-def test_what_was_measured_is_remembered(
+def test_a_measurement_is_cached(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_measuring(monkeypatch)
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_measured_again(
     assert measure_speed(source, torch.float32, tmp_path) == KNOWN
 
 
-def test_a_share_of_what_is_free_is_given(tmp_path: Path) -> None:
+def test_the_budget_is_a_share_of_free_memory(tmp_path: Path) -> None:
     given = memory_budget(cgroup=tmp_path)
 
     assert 0 < given < free_memory()
@@ -167,7 +167,7 @@ def test_the_limit_of_a_container_binds(tmp_path: Path) -> None:
     assert memory_budget(cgroup=tmp_path) > 1_000_000
 
 
-def test_a_container_that_is_full_gives_nothing(tmp_path: Path) -> None:
+def test_a_full_container_has_no_budget(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("2000\n")
     (tmp_path / "memory.stat").write_text("inactive_file 0\n")
@@ -184,7 +184,7 @@ def test_a_container_that_is_full_gives_nothing(tmp_path: Path) -> None:
         ("mamba", torch.bfloat16, []),
     ],
 )
-def test_few_rows_are_timed_as_a_node_takes_them(
+def test_few_rows_are_timed_as_a_node_runs_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
@@ -204,7 +204,7 @@ def test_few_rows_are_timed_as_a_node_takes_them(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"], ids=["untied", "tied"])
-def test_of_a_large_head_a_part_is_timed(
+def test_a_part_of_a_large_head_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     source = tiny_model(tmp_path, family)

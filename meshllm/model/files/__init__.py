@@ -1,1 +1,1 @@
-"""Files of a model: its config, its weights, and their digests."""
+"""Files of a model: config, weights, and their digests."""

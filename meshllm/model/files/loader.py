@@ -1,7 +1,7 @@
-"""Tensors from safetensors files into a stripped model.
+"""Loading of tensors from safetensors files into a stripped model.
 
-Renamed keys, merged experts and ties are transformers' own business: its converting loader is given
-the tensors that have a place in the stripped model, and reads no others.
+Renamed keys, merged experts and ties are handled by the converting loader of transformers. It gets
+only the tensors that have a place in the stripped model, and reads no others.
 """
 
 import json
@@ -44,23 +44,23 @@ _DTYPES = {
     "F16": torch.float16,
 }
 
-_MIXED_UP = "config and weights are of two different models"
+_MIXED_UP = "config and weights belong to different models"
 
 
 def list_weights(folder: Path) -> dict[str, str]:
-    """Read which file holds which tensor: its name in the file -> name of the file.
+    """Read which file holds which tensor: name of the tensor -> name of the file.
 
     Raises:
-        ModelError: there are no safetensors weights, or what lists them is damaged.
+        ModelError: there are no safetensors weights, or their index is damaged.
     """
     index = folder / INDEX
     if index.is_file():
         try:
             weights = {n: str(f) for n, f in json.loads(index.read_bytes())["weight_map"].items()}
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise ModelError(f"`{index}` is no index of safetensors files") from None
+            raise ModelError(f"Invalid safetensors index `{index}`") from None
         if stray := [file for file in weights.values() if Path(file).name != file]:
-            raise ModelError(f"`{index}` leads out of its folder, to `{stray[0]}`")
+            raise ModelError(f"`{index}` refers to a file outside its folder: `{stray[0]}`")
         return weights
     if not (folder / SINGLE).is_file():
         raise _no_weights(folder)
@@ -87,7 +87,7 @@ def select(skeleton: Skeleton, names: Iterable[str]) -> dict[str, str]:
     chosen = {}
     for name in names:
         place, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
-        if place not in places and name in places:  # renamed for an older layout than this one
+        if place not in places and name in places:  # the renaming is for an older layout
             place = name
         if place in places:
             chosen[name] = place
@@ -101,9 +101,9 @@ def load(
     lender: nn.Module | None = None,
     device: torch.device = CPU,
 ) -> None:
-    """Fill a stripped model on meta; parameters that ``lender`` has are shared, not read.
+    """Load a stripped model on meta; parameters that ``lender`` has are shared, not read.
 
-    A tensor goes to ``device`` as soon as it is read, and takes no other memory of the machine.
+    A tensor is copied to ``device`` as soon as it is read, and stays nowhere else in memory.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing or of another shape.
@@ -136,13 +136,13 @@ def load(
             missing &= info.missing_keys
         _refuse_missing(model, missing, folder)
         info.missing_keys = missing
-        # What no file holds, as rotary tables, is made on the CPU: the same for all of a ring.
+        # What no file holds, such as rotary tables, is made on the CPU: equal on every node.
         model._finalize_model_loading(model, replace(config, device_map=None), info)
     model.to(device).eval()
 
 
 def _borrow(model: nn.Module, lender: nn.Module) -> set[str]:
-    """Put the parameters that both models have into ``model``; name them."""
+    """Share the parameters that both models have with ``model``; return their names."""
     places = model.state_dict()
     borrowed = {
         name: parameter
@@ -156,7 +156,7 @@ def _borrow(model: nn.Module, lender: nn.Module) -> set[str]:
 
 
 def _groups(chosen: Mapping[str, str]) -> list[list[str]]:
-    """List the tensors that become parameters one by one, then each set that is merged into one."""
+    """List the tensors that become one parameter each, then each set that is merged into one."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for name, place in chosen.items():
         places[place].append(name)
@@ -165,10 +165,10 @@ def _groups(chosen: Mapping[str, str]) -> list[list[str]]:
 
 
 class _Assemble(ConversionOps):  # type: ignore[misc]  # transformers has no types
-    """Stack the experts of a layer, and join their matrices, in one new tensor.
+    """Stack the experts of a layer, and concatenate their matrices, in one new tensor.
 
     Every part is copied once, from the file to its place, and cast on the way. The library stacks
-    each matrix of all experts and joins the stacks: for a moment it holds the layer twice.
+    each matrix of all experts and concatenates the stacks, so it briefly holds the layer twice.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,10 +184,10 @@ class _Assemble(ConversionOps):  # type: ignore[misc]  # transformers has no typ
         model: Any,
         **_: Any,
     ) -> dict[str, Tensor]:
-        """Turn E tensors [rows_i, ...] of each pattern into one of [E, sum of rows_i, ...]."""
+        """Merge E tensors [rows_i, ...] of each pattern into one of [E, sum of rows_i, ...]."""
         matrices = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
         if len({(len(parts), part.shape[1:]) for parts in matrices for part in parts}) > 1:
-            raise ValueError("the experts are of different shapes")
+            raise ValueError("the experts have different shapes")
         rows = [parts[0].shape[0] for parts in matrices]
         merged = torch.empty(
             (len(matrices[0]), sum(rows), *matrices[0][0].shape[1:]),
@@ -201,7 +201,7 @@ class _Assemble(ConversionOps):  # type: ignore[misc]  # transformers has no typ
 
 
 def _assembling(entry: Any, device: torch.device) -> Any:
-    """Give a converter that only stacks and joins the operation that does both at once."""
+    """Replace the operations of a converter that only stacks and concatenates by `_Assemble`."""
     stacks = [(MergeModulelist, 0), (Concatenate, 1)]
     if isinstance(entry, WeightConverter):
         operations = [
@@ -214,25 +214,25 @@ def _assembling(entry: Any, device: torch.device) -> Any:
 
 
 class _Uncast:
-    """A stored tensor that stays as it is when the converting loader wants it cast."""
+    """A stored tensor that is not cast when the converting loader requests it."""
 
     def __init__(self, stored: Any) -> None:
         self._stored = stored
         self.dtype: torch.dtype | None = None
-        """What it was to be cast to."""
+        """The requested dtype."""
 
     def __getitem__(self, _: EllipsisType) -> Self:
         return self
 
     def to(self, *, dtype: torch.dtype, **_: Any) -> Tensor:
-        """Read the tensor; note the dtype and leave it."""
+        """Read the tensor as stored; record the requested dtype."""
         self.dtype = dtype
         tensor: Tensor = self._stored[...]
         return tensor
 
 
 def _merge(model: Any, state: dict[str, Any], config: Any) -> Any:
-    """Convert tensors that become one parameter; casting the parts first would copy them twice."""
+    """Convert tensors that become one parameter; casting its parts first would copy them twice."""
     before = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     parts = {name: _Uncast(stored) for name, stored in state.items()}
     info, _ = convert_and_load_state_dict_in_model(model, parts, config)
@@ -243,7 +243,7 @@ def _merge(model: Any, state: dict[str, Any], config: Any) -> Any:
 
 
 def open_file(path: Path) -> Any:
-    """Open a safetensors file; raise `ModelError` when it is missing or damaged."""
+    """Open a safetensors file; raise `ModelError` if it is missing or damaged."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
@@ -255,17 +255,17 @@ def open_file(path: Path) -> Any:
 
 
 def _slice(file: Any, name: str, folder: Path) -> Any:
-    """Find a tensor in an open file; its data is read when it is converted."""
+    """Return a slice of an open file; its data is read when it is converted."""
     try:
         return file.get_slice(name)
     except SafetensorError:
         raise ModelError(
-            f"Tensor `{name}` is not in the file that `{folder / INDEX}` says"
+            f"Tensor `{name}` is not in the file that `{folder / INDEX}` lists"
         ) from None
 
 
 def _refuse(info: Any, folder: Path) -> None:
-    """Raise `ModelError` for what the converting loader could not place."""
+    """Raise `ModelError` for tensors that the converting loader rejected."""
     for name, stored, expected in sorted(info.mismatched_keys):
         raise ModelError(
             f"Tensor `{name}` in `{folder}` has shape {list(stored)}, not {list(expected)}",
@@ -277,9 +277,9 @@ def _refuse(info: Any, folder: Path) -> None:
 
 
 def _refuse_missing(model: Any, missing: set[str], folder: Path) -> None:
-    """Raise `ModelError` for a parameter that is neither stored nor tied to one that is.
+    """Raise `ModelError` for a parameter that is neither stored nor tied to a stored one.
 
-    Buffers are left to the stock model, which knows how to make those that it does not store.
+    Missing buffers are initialised by the stock model.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = [set(tie) for tie in model.all_tied_weights_keys.items()]
@@ -292,7 +292,7 @@ def _refuse_missing(model: Any, missing: set[str], folder: Path) -> None:
 
 
 def _no_weights(folder: Path) -> ModelError:
-    """Say what is there instead of safetensors files."""
+    """Make the error for missing weights, with what is there instead of safetensors files."""
     others = sorted(path.name for kind in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(kind))
     if others:
         return ModelError(
@@ -301,5 +301,5 @@ def _no_weights(folder: Path) -> ModelError:
         )
     return ModelError(
         f"`{folder}` has neither `{SINGLE}` nor `{INDEX}`",
-        hint="it holds no weights; fetch them with `meshllm model pull`",
+        hint="fetch the weights with `meshllm model pull`",
     )

@@ -1,4 +1,4 @@
-"""Which weights a machine holds, as digests by part."""
+"""Digests of the weights on this machine, by part of the model."""
 
 import json
 import mmap
@@ -18,10 +18,10 @@ from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.names import Digest
 
 PART_BYTES = 16
-MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; what its own library allows
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the limit of its own library
 
 _LENGTH_BYTES = 8
-"""Before the header, its length, little-endian."""
+"""Of the header length that precedes the header, little-endian."""
 _INCIDENTAL = frozenset(
     {
         "_name_or_path",
@@ -33,18 +33,18 @@ _INCIDENTAL = frozenset(
         "use_cache",
     }
 )
-"""Keys of a configuration that say where it comes from and how it was run, not what it is."""
+"""Keys of a configuration about its origin and how it was run, not about the model."""
 
 
 def manifest(source: Source, cache: Path) -> tuple[bytes, ...]:
     """Digest every layer, then embedding, head and configuration, 16 bytes each.
 
     The digest of a part is over its tensors as stored: names, dtypes, shapes and bytes; how they
-    are divided over files does not matter. A part that is not wholly on this machine is zeros.
-    What was hashed is remembered in the folder ``cache`` by path, size and time of change.
+    are divided over files does not matter. A part that is not completely on this machine is zeros.
+    Digests are cached in the folder ``cache`` by path, size and modification time.
 
     Raises:
-        ModelError: a file of weights is damaged.
+        ModelError: a weight file is damaged.
     """
     skeleton = build(source.config, torch.float32)
     weights = list_weights(source.folder)
@@ -69,16 +69,16 @@ def manifest(source: Source, cache: Path) -> tuple[bytes, ...]:
 
 
 def hash_files(source: Source, cache: Path) -> None:
-    """Hash the weights ahead, beside other work; what is damaged is told by `manifest`."""
+    """Hash the weights ahead, in parallel to other work; `manifest` reports damaged files."""
     with suppress(ModelError):
         for file in set(list_weights(source.folder).values()):
             file_digests(source.folder / file, cache)
 
 
 def config_digest(source: Source) -> Digest:
-    """Hash what of a configuration makes the model what it is, 32 bytes.
+    """Hash the part of a configuration that defines the model, 32 bytes.
 
-    Where it was found, who wrote it and in which dtype it is stored do not matter.
+    Its location, its author and the stored dtype do not matter.
     """
     kept = _essential(source.config.to_diff_dict())
     return Digest(blake3(json.dumps(kept, sort_keys=True, default=str).encode()).digest())
@@ -91,7 +91,7 @@ def _essential(config: Any) -> Any:
 
 
 def _part(skeleton: Skeleton, place: str) -> int:
-    """Number the part that a tensor belongs to; what several parts use goes with the embedding."""
+    """Return the index of a tensor's part; tensors of several parts count to the embedding."""
     layers = f"{skeleton.anatomy.layers}."
     if place.startswith(layers):
         return int(place.removeprefix(layers).partition(".")[0])
@@ -100,7 +100,7 @@ def _part(skeleton: Skeleton, place: str) -> int:
 
 
 def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
-    """Digest every tensor of a file: its name -> hexadecimal; None when there is no such file."""
+    """Digest every tensor of a file: name -> hexadecimal; None if there is no such file."""
     try:
         path = path.resolve(strict=True)
         stat = path.stat()
@@ -119,7 +119,7 @@ def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
 
 
 def _hash(path: Path) -> dict[str, str]:
-    """Hash the tensors of a safetensors file where they lie, without a copy.
+    """Hash the tensors of a safetensors file in place, without a copy.
 
     Raises:
         ModelError: the file is damaged.
@@ -135,7 +135,7 @@ def _hash(path: Path) -> dict[str, str]:
 
 
 def _tensors(data: mmap.mmap) -> Iterator[tuple[str, bytes, int, int]]:
-    """Read the header: name, dtype with shape, and where each tensor starts and stops."""
+    """Read the header: name, dtype with shape, start and stop offset of each tensor."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes")
@@ -149,5 +149,5 @@ def _tensors(data: mmap.mmap) -> Iterator[tuple[str, bytes, int, int]]:
 
 
 def _digest(kind: bytes, data: memoryview) -> str:
-    with data:  # a view that is left would keep the file from being closed
+    with data:  # an open view would prevent closing the file
         return blake3(kind + b"\0").update(data).hexdigest(PART_BYTES)

@@ -1,4 +1,4 @@
-"""Where a model's files are and what its config says.
+"""Location and config of a model, and its download.
 
 A model is `builtin`, a folder, or ``org/name`` in the Hugging Face cache. Nothing here runs code
 from a model: no remote code, no pickle, no attention kernel that a config names.
@@ -24,7 +24,7 @@ from meshllm.model.locate import CONFIG, find_folder, is_model_id
 from meshllm.model.split.skeleton import Part, build, quiet, strip
 from meshllm.names import Span
 
-MAX_LAYERS = 4096  # of a config; building a model takes time and memory for each
+MAX_LAYERS = 4096  # accepted in a config; building a model takes time and memory for each
 LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
@@ -38,7 +38,7 @@ class Source:
     """As the user wrote it."""
     folder: Path
     config: PreTrainedConfig
-    """As stored; a text config may be inside."""
+    """As stored; a text config can be nested in it."""
 
 
 def resolve(
@@ -49,13 +49,13 @@ def resolve(
     span: Span | None = None,
     download: bool = False,
 ) -> Source:
-    """Find a model by name, and with ``download`` fetch what is not here yet.
+    """Find a model by name, and with ``download`` fetch what is missing.
 
-    With a ``span``, only the weight files that hold it are fetched; those of both ends with the
-    span that begins at layer 0, and those of the head with the span that ends at the last.
+    With a ``span``, only the weight files that hold it are fetched; a span that begins at layer 0
+    includes embedding and head, and a span that ends at the last layer includes the head.
 
     Raises:
-        ModelError: there is no such model, or it is none that can be run.
+        ModelError: there is no such model, or it cannot be run.
     """
     if download and not offline and is_model_id(name):
         return _fetch(name, revision, span)
@@ -66,23 +66,23 @@ def open_folder(name: str, folder: Path) -> Source:
     """Read the config of a model.
 
     Raises:
-        ModelError: there is none, or it is not of a model that transformers runs without more code.
+        ModelError: there is no config, or transformers cannot run its model without remote code.
     """
     path = folder / CONFIG
     try:
         raw = json.loads(path.read_bytes())
         model_type = raw.get("model_type")
     except FileNotFoundError:
-        raise ModelError(f"`{folder}` has no `{CONFIG}`", hint="it holds no model") from None
+        raise ModelError(f"`{folder}` has no `{CONFIG}`", hint="choose a model folder") from None
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"`{path}` cannot be read: {error}") from None
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"Model type `{model_type}` of `{name}` is unknown to transformers",
-            hint="it needs code of its own, which is never run" if "auto_map" in raw else None,
+            hint="it needs remote code, which is never run" if "auto_map" in raw else None,
         )
     if (layers := _most_layers(raw)) > MAX_LAYERS:
-        raise ModelError(f"`{path}` names {layers} layers; allowed are {MAX_LAYERS}")
+        raise ModelError(f"`{path}` has {layers} layers, more than {MAX_LAYERS}")
     if raw.get("quantization_config"):
         raise ModelError(
             f"The weights of `{name}` are quantised, which is not supported",
@@ -92,21 +92,21 @@ def open_folder(name: str, folder: Path) -> Source:
         with quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
-        raise ModelError(f"`{path}` is no config of a `{model_type}`: {error}") from None
-    # A stored choice may name a kernel repository, whose code would be fetched and run.
+        raise ModelError(f"`{path}` is not a valid `{model_type}` config: {error}") from None
+    # A stored value may name a kernel repository, whose code would be fetched and run.
     config._attn_implementation = None
     config._experts_implementation = None
     return Source(name, folder, config)
 
 
 def stored_dtype(source: Source) -> torch.dtype:
-    """Tell the dtype of a model: what its config says, else that of the first float tensor."""
+    """Return the dtype of a model: that of its config, else of its first float tensor."""
     named = source.config.dtype or source.config.get_text_config().dtype
     return named if isinstance(named, torch.dtype) else first_dtype(source.folder)
 
 
 def needed_files(source: Source, span: Span, *, embed: bool, head: bool) -> list[str]:
-    """Name the weight files that hold a part of a model; only its config and index are read."""
+    """List the weight files that hold a part of a model; reads only its config and index."""
     weights = list_weights(source.folder)
     skeleton = build(source.config, torch.float32)
     strip(skeleton, Part(span, embed, head))
@@ -114,7 +114,7 @@ def needed_files(source: Source, span: Span, *, embed: bool, head: bool) -> list
 
 
 def _fetch(name: str, revision: str | None, span: Span | None) -> Source:
-    """Download the small files, then the weight files that are wanted."""
+    """Download the small files, then the weight files of the span, or all."""
     source = open_folder(name, _download(name, revision, SMALL_FILES))
     if not (source.folder / INDEX).is_file():
         files = [SINGLE]
@@ -142,12 +142,12 @@ def _download(name: str, revision: str | None, patterns: Iterable[str]) -> Path:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"Cannot fetch `{name}` from {constants.ENDPOINT}: {reason}",
-            hint="a private or gated model needs `HF_TOKEN`; `HF_HUB_OFFLINE=1` forbids fetching",
+            hint="set `HF_TOKEN` for a private or gated model; unset `HF_HUB_OFFLINE`",
         ) from None
 
 
 def _most_layers(raw: dict[str, Any]) -> int:
-    """Find the largest number that a config, or one inside it, gives for anything with layers."""
+    """Return the largest layer count in a config or a nested one."""
     most = 0
     for name, value in raw.items():
         if isinstance(value, dict):

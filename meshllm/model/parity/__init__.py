@@ -1,1 +1,1 @@
-"""Parity: whether a split model is the whole one, by family."""
+"""Parity of a split model with the whole one, by model family."""

@@ -1,15 +1,15 @@
-"""One model in two ways, whole and in parts, and what must be equal.
+"""Cases that compare a model in parts with the whole model.
 
 Theory of operation
 -------------------
 A *case* drives one generation (prefill, chunks, decode, a padded batch, a crop) and returns the
-logits of every write. It is run once on the stock model with the stock cache and once on shards;
-the two lists of logits must be equal bit for bit. Both sides get the same tokens in the same
-writes, because another grouping of rows may select another matrix kernel and another rounding.
+logits of every write. It runs once on the stock model with the stock cache and once on shards; the
+two lists of logits must be equal bit for bit. Both sides get the same tokens in the same writes,
+because another grouping of rows may select another matrix kernel and another rounding.
 
 The crop of the stock cache is the reference of the crop: both sides keep the rows that they
-computed before. That the stock crop itself leaves no trace is another question, answered by
-`faithful` against a fresh run, within a tolerance.
+computed before. That the stock crop itself leaves no trace is checked separately, by `rolls_back`
+against a fresh run, within a tolerance.
 """
 
 import inspect
@@ -26,34 +26,34 @@ from meshllm.model.split.skeleton import Part
 from meshllm.names import Span
 
 CROPS = range(1, 9)
-"""Tokens that a crop takes away: up to the longest draft."""
+"""Tokens that a crop removes: up to the longest draft."""
 
 TOLERANCE = 1e-4
-"""Of the largest logit; between rounding (1e-6) and a lost state (3e-4 and up, measured)."""
+"""Relative to the largest logit; between rounding (1e-6) and a lost state (from 3e-4, measured)."""
 
 
 class Session(Protocol):
-    """One generation: rows written so far, on every part."""
+    """One generation: the rows written so far, in every part."""
 
     length: int
 
     def write(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Run tokens [B, T] behind what was written; return logits [B, T, V].
+        """Append tokens [B, T]; return logits [B, T, V].
 
         ``mask`` [B, S + T] is 0 where a row is left padding.
         """
         ...
 
     def crop(self, count: int) -> None:
-        """Forget the last ``count`` rows of the last write."""
+        """Drop the last ``count`` rows of the last write."""
         ...
 
 
 Open = Callable[[], Session]
-"""Begin a generation."""
+"""Begins a generation."""
 
 Case = Callable[[Open, Tensor], list[Tensor]]
-"""Drive generations over tokens [2, 16 or more]; return the logits of each write."""
+"""Drives generations over tokens [2, 16 or more]; returns the logits of each write."""
 
 
 class WholeSession:
@@ -71,11 +71,11 @@ class WholeSession:
 
     @property
     def croppable(self) -> bool:
-        """Whether the stock cache says that a crop leaves no trace."""
+        """Whether the stock cache declares that it can be cropped."""
         return bool(self._cache.is_croppable)
 
     def write(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Run tokens through the stock forward, as `Session.write` says."""
+        """Run tokens through the stock forward, see `Session.write`."""
         if self._pending:
             self._cache.crop(0)
         named = _arguments(self.length, ids, mask)
@@ -88,7 +88,7 @@ class WholeSession:
         return logits
 
     def crop(self, count: int) -> None:
-        """Forget rows by the stock crop."""
+        """Drop rows by the stock crop."""
         self._cache.crop(-count)
         self.length -= count
         self._pending = False
@@ -104,11 +104,11 @@ class RingSession:
 
     @property
     def croppable(self) -> bool:
-        """Whether the caches of all parts say that they can be cropped."""
+        """Whether the caches of all parts declare that they can be cropped."""
         return all(cache.croppable for cache in self._caches)
 
     def write(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Run tokens round the ring, as `Session.write` says."""
+        """Run tokens round the ring, see `Session.write`."""
         rows = ids
         for shard, cache in zip(self._shards, self._caches, strict=True):
             rows = shard.forward(rows, cache, **_arguments(self.length, ids, mask))
@@ -116,11 +116,11 @@ class RingSession:
         return rows
 
     def lose(self, part: int) -> None:
-        """Empty the cache of one part: what no check may overlook."""
+        """Empty the cache of one part, a damage that checks must detect."""
         self._caches[part] = self._shards[part].new_cache()
 
     def crop(self, count: int) -> None:
-        """Forget rows on every part."""
+        """Drop rows in every part."""
         self.length -= count
         for cache in self._caches:
             cache.crop(self.length)
@@ -129,8 +129,8 @@ class RingSession:
 def layout(name: str, layers: int) -> tuple[Part, ...]:
     """Divide a model: ``"1"``, ``"2"``, ``"3"``, ``"L"`` (one layer each), ``"entry"``, ``"ends"``.
 
-    ``"entry"`` is a ring of two whose head stands apart, as on the entry node; ``"ends"`` is one
-    layer each between an embedding and a head that stand apart, as on a client.
+    ``"entry"`` is a ring of two with the head as a separate part, as on the entry node; ``"ends"``
+    is one layer each between a separate embedding and a separate head, as on a client.
     """
     head = Part(Span(layers, layers), embed=False, head=True)
     match name:
@@ -146,7 +146,7 @@ def layout(name: str, layers: int) -> tuple[Part, ...]:
 
 
 def divide(layers: int, count: int) -> tuple[Part, ...]:
-    """Cut layers into ``count`` spans of almost equal length, with the ends at the ends."""
+    """Cut layers into ``count`` spans of almost equal length, with embedding and head."""
     marks = [layers * part // count for part in range(count + 1)]
     return tuple(
         Part(Span(start, stop), embed=start == 0, head=stop == layers)
@@ -165,12 +165,12 @@ def chunks(begin: Open, ids: Tensor) -> list[Tensor]:
 
 
 def decode(begin: Open, ids: Tensor) -> list[Tensor]:
-    """Write a prompt, then one row at a time, and several as for a checked draft."""
+    """Write a prompt, then one row at a time, and several as when verifying a draft."""
     return list(_written(begin(), ids, (7, 1, 1, 3, 1)))
 
 
 def alone(begin: Open, ids: Tensor) -> list[Tensor]:
-    """Decode undisturbed: the reference of `sessions`."""
+    """Decode one session alone: the reference of `sessions`."""
     return list(_written(begin(), ids, (6, 1, 1)))
 
 
@@ -196,7 +196,7 @@ def padded(begin: Open, ids: Tensor) -> list[Tensor]:
 
 
 def cropped(counts: Sequence[int]) -> Case:
-    """Make the case that, for each count, writes ten rows, takes so many back and writes on."""
+    """Make a case that, for each count, writes ten rows, crops so many and writes on."""
 
     def case(begin: Open, ids: Tensor) -> list[Tensor]:
         session = begin()
@@ -224,7 +224,7 @@ REFERENCES: dict[str, Case] = CASES | {"two sessions": alone}
 
 
 def unequal(reference: Sequence[Tensor], logits: Sequence[Tensor]) -> str | None:
-    """Say how two runs of a case differ, or return None when they are equal bit for bit."""
+    """Describe how two runs of a case differ; None if they are equal bit for bit."""
     for write, (expected, found) in enumerate(zip(reference, logits, strict=True)):
         if expected.shape != found.shape:
             return f"logits have shape {tuple(found.shape)}, not {tuple(expected.shape)}"
@@ -235,24 +235,24 @@ def unequal(reference: Sequence[Tensor], logits: Sequence[Tensor]) -> str | None
 
 
 def resumes(begin: Open, ids: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether writes of these sizes give what one write of all rows gives, within `TOLERANCE`."""
+    """Return whether writes of these sizes give the logits of one write, within `TOLERANCE`."""
     fresh = begin().write(ids[:, : sum(sizes)])
     return _close(torch.cat(list(_written(begin(), ids, sizes)), dim=1), fresh)
 
 
 def rolls_back(begin: Open, ids: Tensor) -> bool:
-    """Whether a crop leaves no trace: what is written next is as in a fresh run."""
+    """Return whether a crop leaves no trace: the next write has the logits of a fresh run."""
     *_, found = cropped((3,))(begin, ids)
     fresh = begin().write(torch.cat([ids[:, :6], ids[:, :7], ids[:, 10:11]], dim=1))
     return _close(found, fresh[:, 13:])
 
 
 def overlooks(shards: Sequence[Shard], ids: Tensor) -> str | None:
-    """Say which damage leaves the logits of at least three parts as they are; None is sound."""
+    """Return which damage to three or more parts is not detected; None if all is."""
     expected = prefill(lambda: RingSession(shards), ids)
     skipped = prefill(lambda: RingSession([shards[0], *shards[2:]]), ids)
     if unequal(expected, skipped) is None:
-        return "skipping a part goes unnoticed"
+        return "skipping a part is not detected"
     kept, lost = RingSession(shards), RingSession(shards)
     kept.write(ids[:, :9])
     lost.write(ids[:, :9])
@@ -260,16 +260,16 @@ def overlooks(shards: Sequence[Shard], ids: Tensor) -> str | None:
     try:
         found = lost.write(ids[:, 9:10])
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
-        return None  # a mask that does not fit the empty cache is a loud loss
+        return None  # the mask does not fit the empty cache: detected
     same = unequal([kept.write(ids[:, 9:10])], [found]) is None
-    return "losing a cache goes unnoticed" if same else None
+    return "losing a cache is not detected" if same else None
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    """Whether any row of the batch agrees throughout.
+    """Return whether any row of the batch is within tolerance throughout.
 
-    A lost state shows in every row; a tie of sparse attention, broken in another way by another
-    rounding, in some.
+    A lost state affects every row; a tie of sparse attention, which rounding can break either way,
+    affects only some.
     """
     gaps = (found - expected).abs().amax(dim=(1, 2))
     return bool((gaps <= TOLERANCE * expected.abs().max()).any())
@@ -288,7 +288,7 @@ def _written(session: Session, ids: Tensor, sizes: Sequence[int]) -> Iterator[Te
 
 
 def _arguments(length: int, ids: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    """Name the positions of new rows, and the mask where there is one."""
+    """Return the positions of new rows, and the mask if there is one, as keyword arguments."""
     rows = ids.shape[1]
     if mask is None:
         positions = torch.arange(length, length + rows, device=ids.device)

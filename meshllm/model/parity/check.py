@@ -1,8 +1,8 @@
-"""Whether a user's model may be split, and the proof on its own weights.
+"""Check whether a user's model can be split, and verify a split on its actual weights.
 
-The parity table in ``FAMILIES.md`` covers a tiny config of every type. A user's model has switches
-of its own and every machine its own kernels, so the first use of a config on a machine is checked
-again on a tiny model with the same switches, and the verdict is remembered.
+The parity table in ``FAMILIES.md`` covers a tiny config of every type. A user's model has its own
+switches and every machine its own kernels, so the first use of a config on a machine is checked
+again on a tiny model with the same switches, and the verdict is cached.
 """
 
 import json
@@ -50,38 +50,38 @@ class Split:
     equal: bool
     """The logits of the prompt and of every new token are equal bit for bit."""
     same_tokens: bool
-    """Greedy tokens are those of ``transformers`` generate."""
+    """Greedy tokens equal those of ``transformers`` generate."""
     gap: float
-    """The largest absolute difference of two logits."""
+    """The largest absolute difference of logits."""
     relative: float
-    """The largest difference in one write, of the largest logit there."""
+    """The largest difference in a write, relative to its largest logit."""
 
 
 class Outcome(StrEnum):
-    """What a comparison comes to."""
+    """The result of a comparison."""
 
     EQUAL = "equal"
-    """Every split gives the numbers of the whole model, bit for bit."""
+    """Every split has the logits of the whole model, bit for bit."""
     ROUNDING = "rounding"
-    """The numbers differ as those of one sum that is added up in two orders."""
+    """The logits differ as little as by another summation order."""
     DIFFERENT = "different"
-    """The numbers differ by more, or by what could be more."""
+    """Tokens or logits differ by more, or by what could be more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     model: str
     dtype: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """What ``transformers`` generates greedily."""
+    """Generated greedily by ``transformers``."""
     splits: tuple[Split, ...]
 
     @property
     def outcome(self) -> Outcome:
-        """Tell rounding from error; numbers of 16 bits round by as much as a lost state changes."""
+        """Classify; in 16 bits rounding is as large as the effect of a lost state."""
         if not all(split.same_tokens for split in self.splits):
             return Outcome.DIFFERENT
         if all(split.equal for split in self.splits):
@@ -93,19 +93,19 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether every split gives the numbers of the whole model, bit for bit."""
+        """Whether every split has the logits of the whole model, bit for bit."""
         return self.outcome is Outcome.EQUAL
 
     @property
     def relative(self) -> float:
-        """The largest relative difference of all splits; NaN where one is."""
+        """The largest relative difference of all splits; NaN if any is."""
         return _largest([split.relative for split in self.splits])
 
 
 def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
-    """Return the verdict on models with this config; measured once per machine and remembered.
+    """Return the verdict on models with this config, measured once per machine and cached.
 
-    ``folder`` holds what is remembered; by default it is the user's cache.
+    ``folder`` is that of the cached verdicts; the user's cache by default.
     """
     table = read_table()
     if reason := table.excluded.get(config.model_type):
@@ -131,13 +131,13 @@ def verify(
     dtype: torch.dtype | None = None,
     progress: Callable[[str], None] = log.info,
 ) -> Report:
-    """Compare a model, with its own weights, to its parts: logits and greedy tokens.
+    """Compare a model with its parts on its actual weights: logits and greedy tokens.
 
-    Holds the whole model once at a time. ``progress`` hears one line before each stage.
+    Holds the whole model once at a time. ``progress`` gets one line before each stage.
 
     Raises:
-        ModelError: the model cannot be loaded, has fewer layers than a split has parts, or takes
-            no text of that length.
+        ModelError: the model cannot be loaded, has fewer layers than a split has parts, or its
+            context is shorter than the text.
     """
     dtype = dtype or stored_dtype(source)
     layers = source.config.get_text_config(decoder=True).num_hidden_layers
@@ -145,7 +145,7 @@ def verify(
         raise ModelError(f"`{source.name}` has {layers} layers, too few for {max(splits)} parts")
     ids = _ids(source, prompt)
     if (most := context_of(source.config)) and len(ids) + tokens > most:
-        raise ModelError(f"{len(ids)} + {tokens} tokens are more than the {most} of a text")
+        raise ModelError(f"{len(ids)} + {tokens} tokens exceed the context of {most}")
     progress(f"run the whole model, {layers} layers in {str(dtype).removeprefix('torch.')}")
     with torch.inference_mode():
         written, logits = _run_whole(source, torch.tensor([ids]), tokens, dtype)
@@ -163,21 +163,21 @@ def _ids(source: Source, prompt: str | Sequence[int]) -> list[int]:
         return list(prompt)
     try:
         return Text.load(source.folder).encode(prompt)
-    except ModelError:  # numbers can be compared without words
+    except ModelError:  # without a tokenizer, compare on arbitrary ids
         return list(range(1, 11))
 
 
 def _run_whole(
     source: Source, ids: Tensor, tokens: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
-    """Generate greedily as transformers does; return all tokens [1, T] and the logits to each."""
+    """Generate greedily with transformers; return all tokens [1, T] and the logits of each."""
     for file in sorted(set(list_weights(source.folder).values())):
-        open_file(source.folder / file)  # refuses what is missing or damaged in our words
+        open_file(source.folder / file)  # raises our own error if missing or damaged
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(
             source.folder, dtype=dtype, local_files_only=True, use_safetensors=True
         ).eval()
-        # Replaced, as generate fills in what a given config leaves open: penalties, end tokens.
+        # Replaced: generate completes a passed config from this one, with penalties and end tokens.
         model.generation_config = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, pad_token_id=0
         )
@@ -192,7 +192,7 @@ def _compare(
     written: Tensor,
     expected: list[Tensor],
 ) -> Split:
-    """Write the same tokens round a ring: its greedy choice is theirs as long as it is the same."""
+    """Write the same tokens round a ring, and compare logits and greedy tokens."""
     shards = [
         load_shard(source, part.span, embed=part.embed, head=part.head, dtype=dtype)
         for part in parts
@@ -216,19 +216,19 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _write(session: Session, ids: Tensor, prompt: int) -> list[Tensor]:
-    """Write a prompt, then token by token all but the last, to which no logits are needed."""
+    """Write a prompt, then token by token all but the last, whose logits are not needed."""
     logits = [session.write(ids[:, :prompt])]
     logits += [session.write(ids[:, at : at + 1]) for at in range(prompt, ids.shape[1] - 1)]
     return logits
 
 
 def _measure_like(config: PreTrainedConfig, table: Table) -> Verdict:
-    """Measure a tiny model with the config's own switches, else the table's of its type."""
+    """Measure a tiny model with the config's switches, or else with those of its type."""
     try:
         return measure(shrink(config, table))
-    except PROBE_ERRORS as error:  # widths that must fit one another do not survive in every type
+    except PROBE_ERRORS as error:  # shrinking breaks related widths in some types
         log.warning(
-            "`%s` is checked with the usual switches of its type, not its own: %s",
+            "`%s` is checked with the default switches of its type instead of its own: %s",
             config.model_type,
             describe(error),
         )
@@ -240,6 +240,6 @@ def _measure_like(config: PreTrainedConfig, table: Table) -> Verdict:
 
 
 def _key(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Name a verdict: every switch of the model, and the versions and processor that compute it."""
+    """Return the cache key of a verdict: versions, processor, and every switch of the model."""
     versions = meshllm.__version__, transformers.__version__, torch.__version__
     return *versions, *machine(), json.dumps(config.to_dict(), sort_keys=True, default=str)

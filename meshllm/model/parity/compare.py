@@ -1,4 +1,4 @@
-"""Compares a tiny random model with its parts."""
+"""Comparison of a tiny random model with its parts."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +25,13 @@ from meshllm.model.steps.load import load_shard
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much is compared."""
+    """The extent of a comparison."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     layouts: tuple[str, ...] = ("1", "ends")
-    """What `cases.layout` knows."""
+    """Names for `cases.layout`."""
     crops: tuple[int, ...] = (3,)
-    """How many rows are taken back, one after the other."""
+    """Numbers of rows that are cropped, one after the other."""
 
 
 FULL = Depth(
@@ -39,12 +39,12 @@ FULL = Depth(
     ("1", "2", "3", "L", "entry", "ends"),
     tuple(cases.CROPS),
 )
-"""What the parity table compares."""
+"""The extent of the parity table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What the whole model gives: the logits of every case."""
+    """The reference: the logits of the whole model in every case."""
 
     logits: dict[str, list[Tensor]]
     """By the name of the case."""
@@ -54,12 +54,12 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the comparison of one layout in one dtype found."""
+    """The result of comparing one layout in one dtype."""
 
     fault: str
-    """The first difference; empty when there is none."""
+    """The first difference; empty if there is none."""
     croppable: bool
-    """Every part can take rows back."""
+    """The cache of every part can be cropped."""
 
 
 def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
@@ -84,7 +84,7 @@ def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
 
 @contextmanager
 def specimen(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Source]]:
-    """Build a model with random weights, saved in a folder that is gone afterwards."""
+    """Build a model with random weights, saved in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
         with lean():
@@ -99,7 +99,7 @@ def specimen(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[nn.
 
 
 def run_stock(model: nn.Module, crops: Sequence[int], like: Stock | None = None) -> Stock:
-    """Run every case on the whole model; traits are measured unless ``like`` knows them.
+    """Run every case on the whole model; traits are measured unless ``like`` has them.
 
     Raises:
         ModelError: the stock model does not continue from its own cache.
@@ -124,7 +124,7 @@ def run_stock(model: nn.Module, crops: Sequence[int], like: Stock | None = None)
 def compare(
     source: Source, parts: Sequence[Part], dtype: torch.dtype, stock: Stock, crops: Sequence[int]
 ) -> Finding:
-    """Load the parts of a model and find the first thing in which they are not the whole."""
+    """Load the parts of a model and find their first difference from the whole."""
     where = f"parts {' '.join(str(part.span) for part in parts)} in {dtype}".replace("torch.", "")
     try:
         shards = [
@@ -134,18 +134,18 @@ def compare(
         ring = RingSession(shards)
         fault = _first_gap(shards, stock, crops if ring.croppable else ())
         return Finding(f"{fault}, {where}" if fault else "", ring.croppable)
-    except PROBE_ERRORS as error:  # a type that the engine cannot hold is a finding, no crash
-        said = describe(error).replace(str(source.folder), "the model")
-        return Finding(f"{said}, {where}", croppable=False)
+    except PROBE_ERRORS as error:  # a type that cannot be split is a finding, not a crash
+        reason = describe(error).replace(str(source.folder), "the model")
+        return Finding(f"{reason}, {where}", croppable=False)
 
 
 def describe(error: Exception) -> str:
-    """Say in one short line what foreign code complained about."""
+    """Return the first line of an error of foreign code."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def tokens(rows: int = 2) -> Tensor:
-    """Draw the tokens [rows, 16] of the cases, from the ids that every tiny vocabulary has."""
+    """Draw the tokens [rows, 16] of the cases, from ids in every tiny vocabulary."""
     return torch.randint(3, 120, (rows, 16), generator=torch.Generator().manual_seed(1))
 
 
@@ -174,10 +174,10 @@ def _conclude(model_type: str, stock: Stock, findings: dict[str, Finding]) -> Ve
 
 
 def _rolls_back(begin: Callable[[], WholeSession]) -> bool:
-    """Whether the stock cache can be cropped, by its own word and in fact."""
+    """Return whether the stock cache declares that it can be cropped, and really can."""
     session = begin()
     session.write(tokens()[:, :6])
     try:
         return session.croppable and cases.rolls_back(begin, tokens(8))
-    except PROBE_ERRORS:  # some kinds of cache say that they can be cropped and fall
+    except PROBE_ERRORS:  # some caches declare that they can be cropped, and raise
         return False

@@ -1,6 +1,6 @@
-"""The model types that transformers registers as causal LMs, and a tiny config of each; runs none.
+"""The model types that transformers registers as causal LMs, and a tiny config of each.
 
-The data stand in ``families.toml``: tiny sizes, what each type needs besides, what is excluded.
+The data is in ``families.toml``: tiny sizes, further fields of each type, and excluded types.
 """
 
 import tomllib
@@ -24,23 +24,23 @@ _STALE = frozenset({"quantization_config", "transformers_version", "dtype", "_na
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What ``families.toml`` says."""
+    """The content of ``families.toml``."""
 
     sizes: dict[str, Any]
     """Field -> tiny value, for every config class that has the field."""
     companions: dict[str, dict[str, Any]]
-    """Field -> what a config that has it needs besides."""
+    """Field -> further fields that a config with it needs."""
     types: dict[str, dict[str, Any]]
     """Model type or ``type:variant`` -> its own fields."""
     obstacles: dict[str, str]
-    """Model type or ``type:variant`` -> why no single hidden state carries it on."""
+    """Model type or ``type:variant`` -> why one hidden state per token is not enough."""
     wrappers: dict[str, str]
-    """Multimodal model type -> the type of its text model, which is split."""
+    """Multimodal model type -> the type of its text model, which can be split."""
     excluded: dict[str, str]
-    """Model type -> why it is no text causal LM."""
+    """Model type -> why it is not a text causal LM."""
 
     def explain(self, name: str, verdict: Verdict) -> Verdict:
-        """Put the known obstacle before what was measured."""
+        """Prepend the known obstacle to the measured reason."""
         if verdict.equal or name not in self.obstacles:
             return verdict
         return replace(verdict, reason=f"{self.obstacles[name]} ({verdict.reason})")
@@ -62,7 +62,7 @@ def read_table() -> Table:
 
 
 def text_types(table: Table) -> list[str]:
-    """List every text causal-LM type that transformers registers, variants behind their type."""
+    """List every text causal-LM type that transformers registers, variants after their type."""
     others = table.excluded.keys() | table.wrappers.keys()
     variants = {name for name in table.types if ":" in name}
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - others | variants)
@@ -72,11 +72,11 @@ def tiny_config(name: str, table: Table) -> PreTrainedConfig:
     """Make the table's tiny config of a model type or ``type:variant``.
 
     Raises:
-        ModelError: transformers knows no such type.
+        ModelError: the type is unknown to transformers.
     """
     model_type = name.partition(":")[0]
     if model_type not in CONFIG_MAPPING:
-        raise ModelError(f"transformers knows no model type `{model_type}`")
+        raise ModelError(f"Model type `{model_type}` is unknown to transformers")
     cls = CONFIG_MAPPING[model_type]
     fields = cls().to_dict()
     sizes = _sizes(fields, table, getattr(cls, "attribute_map", {}))
@@ -87,7 +87,7 @@ def tiny_config(name: str, table: Table) -> PreTrainedConfig:
 def shrink(config: PreTrainedConfig, table: Table) -> PreTrainedConfig:
     """Make a tiny config with the switches and the kinds of layers of a real one.
 
-    The result may be invalid for the class; building the model shows it.
+    The result may be invalid for the class; then building the model raises.
     """
     text = config.get_text_config(decoder=True)
     fields = {name: value for name, value in text.to_dict().items() if name not in _STALE}
@@ -101,7 +101,7 @@ def shrink(config: PreTrainedConfig, table: Table) -> PreTrainedConfig:
 
 
 def _cut_factors(fields: dict[str, Any]) -> None:
-    """Leave as many factors of rotary frequencies as a tiny head has pairs to turn (longrope)."""
+    """Cut the rotary frequency factors (longrope) to the number of pairs of a tiny head."""
     rope = fields.get("rope_parameters")
     if isinstance(rope, dict) and rope.keys() >= _FACTORS:
         head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
@@ -110,19 +110,19 @@ def _cut_factors(fields: dict[str, Any]) -> None:
 
 
 def _sizes(fields: dict[str, Any], table: Table, aliases: dict[str, str]) -> dict[str, Any]:
-    """Return the tiny values of the fields that a config has; no token pads."""
+    """Return the tiny values of the fields that a config has, without a padding token."""
     known = fields.keys() | aliases.keys()
     sizes = {name: value for name, value in table.sizes.items() if name in known}
     for name, more in table.companions.items():
         if fields.get(name):
             sizes |= {other: value for other, value in more.items() if other in fields}
-    if fields.get("sliding_window") is None:  # so many classes do not say which layers slide
+    if fields.get("sliding_window") is None:  # many classes then list no sliding layers
         sizes.pop("sliding_window", None)
     return sizes | ({"pad_token_id": None} if "pad_token_id" in fields else {})
 
 
 def _per_layer(fields: dict[str, Any], layers: int) -> dict[str, list[Any]]:
-    """Cut every list with one entry per layer to the same few layers, each kind among them."""
+    """Cut every list with one entry per layer to the same few layers, of every kind."""
     lists = {
         name: value
         for name, value in fields.items()
@@ -135,7 +135,7 @@ def _per_layer(fields: dict[str, Any], layers: int) -> dict[str, list[Any]]:
 
 
 def _sample(kinds: Sequence[str]) -> list[int]:
-    """Choose layers so that as many kinds as fit are there, in the order of the model."""
+    """Choose layers of as many kinds as fit, in the order of the model."""
     if len(kinds) < TINY_LAYERS:
         return [layer % len(kinds) for layer in range(TINY_LAYERS)]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:TINY_LAYERS]

@@ -1,4 +1,4 @@
-"""What is known about splitting a model type; loads no model and neither torch nor transformers."""
+"""The verdict on splitting a model type; imports neither torch nor transformers."""
 
 import json
 from dataclasses import dataclass
@@ -9,33 +9,33 @@ from meshllm.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What models of a type can do in a ring."""
+    """What a ring supports for models of a type."""
 
     model_type: str
     equal: bool
-    """Parts give the logits of the whole model, bit for bit."""
+    """Parts have the logits of the whole model, bit for bit."""
     reason: str
-    """Why not; empty when equal."""
+    """Why not; empty if equal."""
     whole: bool = False
-    """One part with all layers gives the logits of the stock model: it runs on one node."""
+    """One part with all layers has the logits of the stock model: it runs on one node."""
     chunkable: bool = False
-    """Several rows may be written onto a filled cache: chunked prefill, checked drafts."""
+    """Several rows can be appended to a filled cache: chunked prefill, verified drafts."""
     croppable: bool = False
-    """Rows may be taken back from the cache."""
+    """The cache can be cropped: rejected drafts are dropped."""
     transformers: str = ""
-    """The version that was measured; empty when nothing was."""
+    """The version that was measured; empty if none was."""
 
     def require(self, members: int) -> None:
-        """Raise `ModelError` unless a ring of that many members gives the right numbers."""
+        """Raise `ModelError` unless a ring of that many members is exact."""
         if self.equal or (members == 1 and self.whole):
             return
-        hint = "it runs whole: `--nodes 1`" if self.whole else "choose a model of another type"
+        hint = "run it whole with `--nodes 1`" if self.whole else "choose a model of another type"
         raise ModelError(
-            f"model type `{self.model_type}` cannot be split: {self.reason}", hint=hint
+            f"Model type `{self.model_type}` cannot be split: {self.reason}", hint=hint
         )
 
 
 def known_verdicts() -> dict[str, Verdict]:
-    """Read what the last run of the whole parity table found, by ``type`` or ``type:variant``."""
+    """Read the verdicts of the last full parity run, by ``type`` or ``type:variant``."""
     text = resources.files(__package__).joinpath("families.json").read_text("utf-8")
     return {name: Verdict(**fields) for name, fields in json.loads(text).items()}

@@ -1,14 +1,14 @@
-"""A small model that writes on where a large one is about to.
+"""A draft model for speculative decoding: a small model proposes tokens for a large one.
 
-Theory of operation: the draft reads what the text has and guesses greedily (Leviathan et al., 2023;
-the ring checks by plain equality, so nothing of the draft gets into the text but what the large
-model says too). Its cache holds the text and, behind it, its own guesses. Those that were right are
-in the cache already when it is asked again; it goes back to where the text took another way, and
-reads only what is new. What is much, as a prompt, it reads in pieces, one each time that it is
-asked, so that nobody waits long for it; until it is up to date it guesses nothing. What was read of
-the last finished text stays for one that begins as it does: the next turn of a conversation.
+Theory of operation: the draft model decodes greedily (Leviathan et al., 2023; the ring verifies by
+plain equality, so a draft token enters the text only if the large model chooses it too). Its KV
+cache holds the text and, behind it, the draft tokens. Accepted ones are in the cache already at the
+next draft; the cache is cropped to the first rejected one, and only new tokens are read. A long
+text, such as a prompt, is prefilled in chunks, one per call, so that nothing waits long for it;
+until it is up to date there is no draft. The cache of the last finished text is kept for a text
+with the same prefix: the next turn of a conversation.
 
-Both models must mean the same by a token. How many rows their embeddings have does not matter:
+Both models need the same vocabulary. The number of rows of their embeddings does not matter:
 families pad them differently.
 """
 
@@ -32,53 +32,53 @@ from meshllm.model.steps.runner import Runner
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import Span
 
-CHUNK = 128  # tokens that are read at once; others wait for it
-STRIDE = 32  # tokens that are read in about the time of one: the weights are read once
-LEAST = 0.2  # probability that all guesses are right, below which one more is not worth its time
+CHUNK = 128  # tokens of a prefill chunk; other work waits for it
+STRIDE = 32  # tokens that take about the time of one: the weights are read once
+LEAST = 0.2  # probability that the whole draft is accepted; below it one more token costs too much
 LEVELS = (0.4, 0.6, 0.75)
-"""Probabilities of the next guess at which confidence rises: between the shares of guesses that
-`meshllm.protocol.drafting.window` expects to be right at each confidence."""
+"""Probabilities of the next draft token at which confidence rises: between the acceptance rates
+that `meshllm.protocol.drafting.window` expects at each confidence."""
 
 _KIN = "choose a smaller model of the same family, or leave out `--draft`"
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A model that may guess for another one; nothing of it is loaded yet."""
+    """A model that can draft for another one; not loaded yet."""
 
     source: Source
     shape: ModelShape
     vocabulary: int
-    """Tokens below this one may be guessed: both models have them."""
+    """Draft tokens are below this one: both models have them."""
 
     @property
     def bytes(self) -> int:
-        """Memory of its weights."""
+        """The memory of its weights."""
         return self.shape.embed_bytes + sum(self.shape.layer_bytes) + self.shape.head_bytes
 
     def load(self, device: torch.device = CPU) -> "ModelDrafting":
-        """Load the model as stored, whole.
+        """Load the whole model in its stored dtype.
 
         Raises:
-            ModelError: the weights are not here, or damaged.
+            ModelError: the weights are missing or damaged.
         """
         return ModelDrafting(self, device)
 
 
 def find_draft(source: Source, target: Source) -> Draft:
-    """Look at a model that is to guess for ``target``.
+    """Check that a model can draft for ``target``.
 
     Raises:
-        ModelError: it cannot be run, one of them cannot go back, or their tokens differ.
+        ModelError: it cannot be run, a cache cannot be cropped, or the vocabularies differ.
     """
     for each in (source, target):
         verdict = check(each.config)
         verdict.require(1)
         if not (verdict.croppable and verdict.chunkable):
             raise ModelError(
-                f"`{source.name}` cannot guess for `{target.name}`:"
-                f" a `{verdict.model_type}` cannot take tokens back",
-                hint="choose a model whose layers all attend, or leave out `--draft`",
+                f"`{source.name}` cannot draft for `{target.name}`:"
+                f" the cache of a `{verdict.model_type}` cannot be cropped",
+                hint="choose a model with attention in all layers, or leave out `--draft`",
             )
     sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (source, target)]
     _refuse_other_tokens(source, target, sizes)
@@ -86,26 +86,26 @@ def find_draft(source: Source, target: Source) -> Draft:
 
 
 class ModelDrafting:
-    """A loaded draft; used on one thread."""
+    """A loaded draft model; used on one thread."""
 
     def __init__(self, draft: Draft, device: torch.device = CPU) -> None:
         self.context = draft.shape.context
         self._vocabulary = draft.vocabulary
-        self._drafters: WeakSet[ModelDrafter] = WeakSet()  # that have read anything
+        self._drafters: WeakSet[ModelDrafter] = WeakSet()  # that have filled a cache
         self._spare: tuple[list[int], SpanCache] | None = None
         whole = Span(0, draft.shape.layers)
         shard = load_shard(draft.source, whole, embed=True, head=True, device=device)
         self._runner = Runner(shard, (MOST_ROWS,))
-        self.read([0], self.new_cache())  # what only the first call does is nobody's price
+        self.read([0], self.new_cache())  # the first call is slower
 
     def begin(self) -> "ModelDrafter":
         """Start a text."""
         return ModelDrafter(self)
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Keep what was read of a finished text."""
+        """Keep the cache of a finished text."""
         for drafter in [each for each in self._drafters if each.wrote(tokens)]:
-            self._drafters.discard(drafter)  # two texts must never share a cache
+            self._drafters.discard(drafter)  # two drafters must never share a cache
             self._spare = drafter.held()
 
     def new_cache(self) -> SpanCache:
@@ -113,7 +113,7 @@ class ModelDrafting:
         return self._runner.new_cache()
 
     def open(self, drafter: "ModelDrafter", text: Sequence[int]) -> tuple[SpanCache, int]:
-        """Give a drafter a cache; tell how many tokens of its text are in it."""
+        """Return a cache for a drafter, and how many tokens of its text are in it."""
         self._drafters.add(drafter)
         if self._spare:
             tokens, cache = self._spare
@@ -124,11 +124,11 @@ class ModelDrafting:
         return self.new_cache(), 0
 
     def knows(self, tokens: Sequence[int]) -> bool:
-        """Whether all of these are tokens of both models; the large one may say what fills it."""
+        """Return whether both models have all of these tokens; the large one may emit padding."""
         return all(token < self._vocabulary for token in tokens)
 
     def read(self, tokens: Sequence[int], cache: SpanCache) -> tuple[int, float]:
-        """Read on behind what a cache holds; return what is likeliest to follow, and how likely."""
+        """Append tokens to a cache; return the most likely next token and its probability."""
         text, run = torch.tensor([tokens]), self._runner
         is_step = run.is_one_step(len(tokens)) and cache.length
         output = run.step(text, cache) if is_step else run.prefill(text, cache, 1)  # [1, T or 1, V]
@@ -138,24 +138,24 @@ class ModelDrafting:
 
 
 class ModelDrafter:
-    """Guesses at what follows one text."""
+    """Drafts for one text."""
 
     def __init__(self, drafting: ModelDrafting) -> None:
         self._drafting = drafting
         self._cache = drafting.new_cache()
         self._text: list[int] = []
         self._held = 0  # tokens of the text that are in the cache
-        self._guessed: list[int] = []  # what is in the cache behind them
+        self._guessed: list[int] = []  # draft tokens in the cache behind them
         self._next = 0, 0.0  # a token and its probability
         self._knows = True
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Note what follows the text so far."""
+        """Append tokens to the text."""
         self._text.extend(tokens)
         self._knows = self._knows and self._drafting.knows(tokens)
 
     def look(self) -> int | None:
-        """Read what is new; say how sure the next guess is, None while much is to be read."""
+        """Read new tokens; return the confidence of the next draft, None during prefill."""
         if not self._knows or not 0 < len(self._text) < self._drafting.context:
             return None
         self._go_back()
@@ -168,7 +168,7 @@ class ModelDrafter:
         return None if is_much else sum(self._next[1] >= level for level in LEVELS)
 
     def guess(self, most: int) -> tuple[int, ...]:
-        """Write on from what `look` saw, as long as it is likely that all of it is right."""
+        """Draft up to ``most`` tokens after `look`, while all are likely to be accepted."""
         most = min(most, self._drafting.context - len(self._text))
         token, likely = self._next
         guesses = [token]
@@ -180,15 +180,15 @@ class ModelDrafter:
         return tuple(guesses)
 
     def wrote(self, text: Sequence[int]) -> bool:
-        """Whether this is the text."""
+        """Return whether this is the text of the drafter."""
         return self._text == list(text)
 
     def held(self) -> tuple[list[int], SpanCache]:
-        """Return the text as far as it was read, and what was read."""
+        """Return the text as far as it was read, and its cache."""
         return self._text[: self._held], self._cache
 
     def _go_back(self) -> None:
-        """Drop the guesses that the text did not take; one token at least is to be read anew."""
+        """Crop rejected draft tokens from the cache, so that at least one token is left to read."""
         if not self._cache.length:
             self._cache, self._held = self._drafting.open(self, self._text)
         self._held += _count_same(self._guessed, self._text[self._held :])
@@ -198,14 +198,14 @@ class ModelDrafter:
 
 
 def _count_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens with which both begin."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _refuse_other_tokens(source: Source, target: Source, sizes: Sequence[int]) -> None:
-    """Raise `ModelError` unless a token means the same to both; without words only sizes tell."""
-    names = f"`{source.name}` cannot guess for `{target.name}`"
+    """Raise `ModelError` if the vocabularies differ; without tokenizers compare their sizes."""
+    names = f"`{source.name}` cannot draft for `{target.name}`"
     try:
         own, other = (Text.load(each.folder).words for each in (source, target))
     except ModelError:

@@ -1,32 +1,32 @@
-"""Guesses at the next tokens, which a ring checks many at a time.
+"""Prompt lookup decoding: draft tokens from earlier occurrences of the end of a text.
 
 A text often repeats itself or an earlier one: code, tables, quotations, a question in its answer.
-The longest end of the text that stood somewhere before is looked up, and what followed it there is
-the guess (Saxena, "Prompt Lookup Decoding", 2023; Oliaro et al., "SuffixDecoding", 2024). The
-lookup is that of LZ77: a table of the last place of every pair of tokens and a chain from each
-place to the one before.
+The longest suffix of the text that occurred before is looked up, and what followed it there is the
+draft (Saxena, "Prompt Lookup Decoding", 2023; Oliaro et al., "SuffixDecoding", 2024). The index is
+that of LZ77: a table of the last position of every pair of tokens, and a chain from each position
+to the previous one of the same pair.
 """
 
 from array import array
 from collections.abc import Sequence
 from sys import getsizeof
 
-KEY = 2  # tokens that must be the same; fewer match anywhere
-MAX_MATCH = 32  # tokens compared: a longer match says no more
-MAX_CHAIN = 24  # places looked at
-MAX_STORE = 1 << 17  # tokens of past sessions that are kept, half of them when it is full
+KEY = 2  # tokens of an n-gram key; fewer match anywhere
+MAX_MATCH = 32  # tokens compared; a longer match is not more reliable
+MAX_CHAIN = 24  # positions compared
+MAX_STORE = 1 << 17  # tokens of past sessions; when full, the older half is dropped
 _STEPS = (4, 8, 16)  # lengths of a match at which confidence rises
-_PAIR_BYTES = 120  # of a key and its value: a tuple and two numbers, beside the table itself
-_BETWEEN = -1  # two sessions; no token
+_PAIR_BYTES = 120  # of a key and its value (a tuple and two ints), without the table itself
+_BETWEEN = -1  # separates sessions; not a token
 
 
 class Echoes:
-    """A text in which the end of a text is looked up."""
+    """A text with an index of its n-grams, to look up the end of another text."""
 
     def __init__(self) -> None:
         self.tokens = array("i")
         self._last: dict[tuple[int, ...], int] = {}
-        self._before = array("i")  # the place of the same pair before, by place
+        self._before = array("i")  # position of the previous same pair, by position
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
@@ -39,19 +39,19 @@ class Echoes:
 
     @property
     def bytes(self) -> int:
-        """Memory of the text and its table."""
+        """The memory of the text and its table."""
         return sum(map(getsizeof, (self.tokens, self._before, self._last))) + (
             len(self._last) * _PAIR_BYTES
         )
 
     def find(self, end: "array[int]") -> tuple[int, int]:
-        """Find where the longest end of ``end`` stood last: (its length, the place behind it)."""
+        """Find the longest match of the end of ``end``: (its length, the position behind it)."""
         place = self._last.get(tuple(end[-KEY:]), 0)
         best, found = 0, 0
         for _ in range(MAX_CHAIN):
             if place == 0 or best == MAX_MATCH:
                 break
-            if place < len(self.tokens):  # else nothing follows it: the end of this very text
+            if place < len(self.tokens):  # else nothing follows it: it is the end of this text
                 length = self._match(end, place)
                 if length > best:
                     best, found = length, place
@@ -59,7 +59,7 @@ class Echoes:
         return best, found
 
     def follow(self, place: int, most: int) -> tuple[int, ...]:
-        """Read on from a place; behind the end, a text that repeats itself goes on doing so."""
+        """Return the tokens from a position; at the end of the text, repeat them periodically."""
         period = len(self.tokens) - place
         tokens = self.tokens[place : place + most].tolist()
         while 0 < len(tokens) < most:
@@ -67,7 +67,7 @@ class Echoes:
         return tuple(tokens[: tokens.index(_BETWEEN)] if _BETWEEN in tokens else tokens)
 
     def _match(self, end: "array[int]", place: int) -> int:
-        """Count how many tokens before a place are those at the end."""
+        """Count how many tokens before a position match the end of ``end``."""
         longest = min(MAX_MATCH, place, len(end))
         for length in range(KEY, longest):
             if self.tokens[place - 1 - length] != end[-1 - length]:
@@ -76,14 +76,14 @@ class Echoes:
 
 
 class SuffixDrafting:
-    """Looks texts up in themselves and in those before them; used on one thread."""
+    """Prompt lookup in each text and in the texts before it; used on one thread."""
 
     def __init__(self) -> None:
         self.store = Echoes()
 
     @property
     def bytes(self) -> int:
-        """Memory of the texts that are kept."""
+        """The memory of the stored texts."""
         return self.store.bytes
 
     def begin(self) -> "SuffixDrafter":
@@ -91,7 +91,7 @@ class SuffixDrafting:
         return SuffixDrafter(self)
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Remember a finished text; when the store is full, its older half goes."""
+        """Store a finished text; when the store is full, drop its older half."""
         if len(self.store.tokens) + len(tokens) > MAX_STORE:
             newest = self.store.tokens[-MAX_STORE // 2 :]
             self.store = Echoes()
@@ -100,7 +100,7 @@ class SuffixDrafting:
 
 
 class SuffixDrafter:
-    """Guesses at what follows one text."""
+    """Drafts for one text."""
 
     def __init__(self, drafting: SuffixDrafting) -> None:
         self._drafting = drafting
@@ -108,19 +108,19 @@ class SuffixDrafter:
         self._found: tuple[Echoes, int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take what follows the text so far."""
+        """Append tokens to the text."""
         self._own.extend(tokens)
 
     def look(self) -> int | None:
-        """Say how sure the next guess is, by the length of the longest match; None is no match."""
+        """Return the confidence of the next draft, by the longest match; None without one."""
         end = self._own.tokens[-MAX_MATCH:]
         finds = [(echoes, *echoes.find(end)) for echoes in (self._own, self._drafting.store)]
-        echoes, length, place = max(finds, key=lambda found: found[1])  # the own text where equal
+        echoes, length, place = max(finds, key=lambda found: found[1])  # its own text on a tie
         self._found = (echoes, place) if length >= KEY else None
         return sum(length >= step for step in _STEPS) if self._found else None
 
     def guess(self, most: int) -> tuple[int, ...]:
-        """Guess at what `look` found."""
+        """Draft up to ``most`` tokens from the match that `look` found."""
         if self._found is None:
             return ()
         echoes, place = self._found

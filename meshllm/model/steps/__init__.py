@@ -1,1 +1,1 @@
-"""Steps of a shard: loaded, tried, recorded, and run for several sessions."""
+"""Running the steps of a shard: loading, self-test, tracing, replay and CUDA graphs."""

@@ -1,8 +1,8 @@
-"""Attention of new rows behind others.
+"""Causal attention of new rows over the KV cache.
 
-A row gives the same bits in any company if it is computed by itself. The kernels of libraries are
-made for many rows at a time; a few go to one that is made for them, on the CPU: it is faster
-besides, see `meshllm.model.kernels.attention`. Prompts are computed many rows at a time.
+A row that is computed by itself is row-invariant: its bits do not depend on the rows of the same
+step. Library kernels are made for many rows; a few rows on the CPU use our own kernel, which is
+also faster, see `meshllm.model.kernels.attention`. Prefill computes many rows at a time.
 """
 
 from itertools import pairwise
@@ -14,16 +14,16 @@ from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels.softmax import COLUMNS, share_out
 from meshllm.model.modules import int8
 
-SCORES = 1 << 20  # that are made at a time
+SCORES = 1 << 20  # attention scores computed at a time
 
 
 def attend_alone(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend with the last T places, each as if it came alone; none sees what is behind its own.
+    """Compute causal attention of the last T positions; a row does not depend on T.
 
-    query [1, H, T, D], key [1, G, S, D] and value [1, G, S, E] with H a multiple of G; the result
-    is [1, T, H, E]. ``window`` is how many keys a row sees, its own included, 1 at least.
+    query [1, H, T, D], key [1, G, S, D] and value [1, G, S, E] with H a multiple of G; returns
+    [1, T, H, E]. ``window`` is the sliding window: the keys that a row sees, its own included.
     """
     if native_attention.takes(key):
         return native_attention.attend(query, key, value, scale, window)
@@ -40,14 +40,14 @@ def attend_alone(
 def attend_chunk(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend with many rows at the end of a text, see `attend_alone`; bfloat16 or float32.
+    """Compute attention of a prefill chunk, see `attend_alone`; bfloat16 or float32.
 
-    The fused kernel of torch takes longer where there are many keys: it does not skip what is
-    hidden, and stock code copies keys for every head. Here some rows at a time see what they see,
-    as many as leave their scores in the processor's cache; and scores stand as the product with the
-    keys gives them, a column for each row, so that nothing is turned. All of it is float32 until
-    the end, which takes less than half the time; but where the processor multiplies matrices of
-    bfloat16, scores are rounded to that, as by transformers' eager attention.
+    The fused kernel of torch is slower with many keys: it does not skip masked keys, and stock code
+    repeats the keys for every query head. Here rows are processed in blocks over the keys that they
+    see, as many rows as keep their scores in the CPU cache. Scores keep the layout of the product
+    with the keys, one column per row, so nothing is transposed. All is float32 until the end, which
+    takes less than half the time; on CPUs with bfloat16 matrix instructions, scores are rounded to
+    bfloat16, as in transformers' eager attention.
     """
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
@@ -62,7 +62,7 @@ def attend_chunk(
         seen, columns = slice(start, past + stop), each * (stop - at)
         asked = (query[:, :, at:stop] * scale).reshape(groups, columns, width)
         whole = -(-columns // COLUMNS) * COLUMNS
-        scores = query.new_empty(groups, past + stop - start, whole)  # [G, S, H/G * T], and more
+        scores = query.new_empty(groups, past + stop - start, whole)  # [G, S, H/G * T], padded
         own = scores[:, :, :columns]
         torch.bmm(key[0, :, seen], asked.transpose(1, 2), out=own)
         share_out(scores, stop - at, window)
@@ -72,7 +72,7 @@ def attend_chunk(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend with one row [1, H, 1, D]; scores are rounded as by transformers' eager attention."""
+    """Attend with one row [1, H, 1, D]; scores are rounded as in transformers' eager attention."""
     heads, _, width = query.shape[1:]
     groups = key.shape[1]
     asked = query.reshape(groups, heads // groups, width)

@@ -1,7 +1,7 @@
-"""What the layers of a stock model attend with: its own attention, or another for a while.
+"""The attention function of a stock model: its own, or a temporary replacement.
 
-Registered once, under a name of its own, with the functions and masks of transformers. Which one
-answers is a field, so that nothing that models share changes from step to step.
+Each switch is registered once with transformers, under a unique name, as attention and as mask
+function. A field selects the active one, so no state that models share changes between steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from meshllm.model.split.kv_cache import WindowLayer
 from meshllm.model.split.shard import Shard
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
-"""From query [1, H, T, D], key and value, scale and window to [1, T, H, E]."""
+"""Maps query [1, H, T, D], key, value, scale and window to [1, T, H, E]."""
 
 _KNOWN = {
     "cache_position",
@@ -31,22 +31,22 @@ _KNOWN = {
     "sliding_window",
     "use_cache",
 }
-"""Options of attention that are heeded, or change nothing where a row sees all before it."""
+"""Attention options that are handled, or have no effect on causal attention."""
 
 _numbers = count()
-"""Names are never used again: an ``id`` is, as soon as its owner has gone."""
+"""Names are never reused; an ``id`` is, as soon as its object is freed."""
 
 
 class AttentionSwitch:
-    """The attention of one model; one thread at a time uses it."""
+    """The replaceable attention of one model; used by one thread at a time."""
 
     def __init__(self, shard: Shard) -> None:
-        """Take the place of `sdpa` in a model, which attends as before until told otherwise."""
+        """Replace `sdpa` in a model; the results stay the same outside of `using`."""
         self._attend: Attend | None = None
         self._slides = any(isinstance(each, WindowLayer) for each in shard.new_cache().layers)
         self._config = shard.model.config
         stock = self._config._attn_implementation
-        name, own = f"meshllm_{next(_numbers)}", ref(self)  # a registry would keep the weights
+        name, own = f"meshllm_{next(_numbers)}", ref(self)  # a registry must not own it
         AttentionInterface.register(name, lambda *args, **more: _own(own).attend(*args, **more))
         AttentionMaskInterface.register(name, lambda *args, **more: _own(own).mask(*args, **more))
         self._config._attn_implementation = name
@@ -54,7 +54,7 @@ class AttentionSwitch:
 
     @contextmanager
     def using(self, attend: Attend) -> Iterator[None]:
-        """Attend in another way for a while; no masks are made meanwhile."""
+        """Replace the attention inside the block; no masks are made meanwhile."""
         before, self._attend = self._attend, attend
         try:
             yield
@@ -62,11 +62,11 @@ class AttentionSwitch:
             self._attend = before
 
     def close(self) -> None:
-        """Leave the model as it was, which also happens when this is collected before the model."""
+        """Restore the model, which also happens when this is collected before the model."""
         self._restore()
 
     def mask(self, *args: Any, **more: Any) -> Any:
-        """Make a mask where stock attention needs one."""
+        """Return the mask of stock attention; None while the attention is replaced."""
         return sdpa_mask(*args, **more) if self._attend is None else None
 
     def attend(
@@ -78,25 +78,25 @@ class AttentionSwitch:
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attend in the place of a function of transformers: query [1, H, T, D] to [1, T, H, E]."""
+        """Compute attention for transformers: query [1, H, T, D] to [1, T, H, E]."""
         if self._attend is None:
             stock: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, **options
             )
             return stock
-        strange = {name for name in options.keys() - _KNOWN if options[name] is not None}
+        unknown = {name for name in options.keys() - _KNOWN if options[name] is not None}
         if self._slides and "sliding_window" not in options:
-            strange.add("a window")
-        if strange or attention_mask is not None:
-            wish = ", ".join(sorted(strange)) or "a mask"
-            raise NotImplementedError(f"attention with {wish}")
+            unknown.add("a window")
+        if unknown or attention_mask is not None:
+            names = ", ".join(sorted(unknown)) or "a mask"
+            raise NotImplementedError(f"attention with {names}")
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         return self._attend(query, key, value, scale, options.get("sliding_window")), None
 
 
 def _own(switch: "ref[AttentionSwitch]") -> AttentionSwitch:
     found = switch()
-    assert found is not None, "a model outlived its attention"
+    assert found is not None, "the model outlived its AttentionSwitch"
     return found
 
 

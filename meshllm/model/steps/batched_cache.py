@@ -1,4 +1,4 @@
-"""The caches of several sessions where stock code expects one."""
+"""The KV caches of several sessions, presented to the stock model as one cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,21 +12,21 @@ from meshllm.model.steps.attention import attend_alone
 
 
 class Bundle(DynamicCache):  # type: ignore[misc]  # transformers is not followed
-    """Takes the rows of each session to its own cache."""
+    """Appends the rows of each session to its own cache."""
 
     def __init__(self, caches: Sequence[SpanCache], rows: Sequence[int]) -> None:
-        """Expect ``rows[i]`` rows of the session of ``caches[i]``, in this order."""
+        """Expect ``rows[i]`` rows for ``caches[i]``, in this order."""
         self.layers: list[Any] = []
-        self.length = 0  # the shard counts here; see `advance`
+        self.length = 0  # the shard adds the rows here; `advance` to the caches
         self.seen: list[tuple[Tensor, Tensor]] = []
-        """Keys and values of each session, of the layer that was updated last."""
+        """Keys and values of each session, in the layer updated last."""
         self._caches = caches
         self.rows = list(rows)
 
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Let each session's rows attend to its own cache: query [1, H, T, D] to [1, T, H, E]."""
+        """Attend with each session's rows over its cache: query [1, H, T, D] to [1, T, H, E]."""
         queries = torch.split(query, self.rows, 2)
         attended = [
             attend_alone(own, *seen, scale, window)
@@ -35,14 +35,14 @@ class Bundle(DynamicCache):  # type: ignore[misc]  # transformers is not followe
         return torch.cat(attended, 1)
 
     def advance(self) -> None:
-        """Count the rows in their caches."""
+        """Add the rows to the lengths of their caches."""
         for cache, rows in zip(self._caches, self.rows, strict=True):
             cache.length += rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append each session's rows to its cache; what all of them see is in ``seen``."""
+        """Append each session's rows to its cache; set ``seen`` to the keys and values to read."""
         keys, values = (torch.split(each, self.rows, 2) for each in (key_states, value_states))
         self.seen = [
             cache.update(key, value, layer_idx, *args, **kwargs)
@@ -51,5 +51,5 @@ class Bundle(DynamicCache):  # type: ignore[misc]  # transformers is not followe
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count the tokens of the longest session."""
+        """Return the length of the longest session, in tokens."""
         return max(cache.get_seq_length(layer_idx) for cache in self._caches)

@@ -1,12 +1,12 @@
-"""A recorded forward that is done again, in memory of its own.
+"""A traced forward, compiled to run again in a preallocated arena.
 
-Theory of operation: what `meshllm.model.steps.trace` wrote down becomes compiled functions that run
-one after the other without Python in between; what has no compiled one stays an operation of torch.
-Blocks of memory are used again by others once nothing more is to be done with them. Only two things
-change from step to step: the rows that come in, and the caches, whose places are written into the
-calls before these begin. Sessions go together if each has a call of its own for its cache: a plan,
-which is made for numbers of rows in falling order. As no row depends on those beside it, sessions
-that come in another order are sorted, and what they give is put back.
+Theory of operation: the trace of `meshllm.model.steps.trace` is lowered to compiled functions that
+run one after the other without Python in between; an operation without one remains a call of torch.
+A memory block is reused after its last use. Only two things change from step to step: the input
+rows, and the KV caches, whose addresses are written into the calls before they run. A batch of
+sessions runs by a plan, in which each session has its own calls for its cache. A plan is made for
+the sessions' numbers of rows in descending order: as rows do not depend on one another, sessions in
+another order are sorted first, and their output rows are permuted back.
 """
 
 import ctypes
@@ -40,52 +40,52 @@ from meshllm.model.steps.trace import (
 )
 
 INPUTS = 2
-"""Tensors that a recording begins with: rows, and their places."""
+"""Tensors that a trace begins with: rows, and their positions."""
 MOST_PLANS = 8
-"""Ways to divide rows among sessions that are kept, those used last; peers may ask for any."""
+"""Plans in the LRU cache; peers may request any division of rows among sessions."""
 
-_LINE = 64  # bytes; blocks begin there, as torch's own do
+_LINE = 64  # bytes; blocks are aligned to it, as torch's own are
 
 Step = Call | Callable[[], None] | Attend
 
 
 @dataclass(slots=True)
 class _Move:
-    """What is told of the cache of a session to three calls of a layer."""
+    """The three calls of a layer that need the addresses of one session's cache."""
 
     session: int
     layer: int
     rows: int
     window: int | None
     held: int
-    """Heads of which each thread keeps scores."""
+    """Heads whose scores each thread holds."""
     key: Call
     value: Call
     attention: Call
     at: int
-    """Number of the last one among its program's calls."""
+    """Index of the attention call in its program."""
     program: Program | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is done for sessions that have so many rows each."""
+    """What runs a batch of sessions with given numbers of rows."""
 
     parts: Sequence[Callable[[], None]]
     moves: Sequence[_Move]
 
 
 class Tape:
-    """A forward of so many rows."""
+    """A compiled forward of a fixed number of rows."""
 
     def __init__(self, recording: Recording, x: Tensor, threads: int) -> None:
-        """Prepare what was recorded of rows ``x``, their places, and caches."""
+        """Compile the trace of a forward of rows ``x``, their positions, and caches."""
         self._threads = threads
         self._kind = x.shape, x.dtype
         offsets, size = _arrange(recording)
         self._arena = torch.empty(size, dtype=torch.uint8)
         self._offsets = offsets
-        self._kept: list[Any] = []  # what addresses point to
+        self._kept: list[Any] = []  # keeps alive what addresses point to
         self._trusted = dict[Any, bool]()
         self._steps = [step for item in recording.items for step in self._lower(item)]
         self._inputs = tuple(self._whole(recording.sizes[at], at) for at in range(INPUTS))
@@ -95,20 +95,20 @@ class Tape:
 
     @property
     def bytes(self) -> int:
-        """Memory of its own."""
+        """The memory of the arena and of attention scores."""
         return self._arena.nbytes + self._scores.nbytes
 
     def takes(self, x: Tensor) -> bool:
-        """Whether rows are of the kind that was recorded."""
+        """Return whether rows have the traced shape and dtype."""
         return (x.shape, x.dtype) == self._kind
 
     @torch.inference_mode()
     def run(
         self, x: Tensor, places: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]
     ) -> Tensor:
-        """Do it with rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them go to ``caches[i]``.
+        """Run rows ``x`` at positions ``places`` [1, T]; ``rows[i]`` belong to ``caches[i]``.
 
-        There are no caches where nothing attends, as in a head.
+        There are no caches if nothing attends, as in an LM head.
         """
         order = sorted(range(len(rows)), key=lambda at: -rows[at])
         if not caches or order == list(range(len(rows))):
@@ -131,14 +131,14 @@ class Tape:
                 part()
         except BaseException:
             for cache in caches:
-                cache.crop(cache.length)  # of rows that nobody wrote
+                cache.crop(cache.length)  # drops rows that were not written
             raise
         for cache, count in zip(caches, rows, strict=False):
             cache.length += count
         return self._output.clone()
 
     def _move(self, moves: Sequence[_Move], caches: Sequence[SpanCache]) -> None:
-        """Make room for the rows in their caches, and tell the calls where."""
+        """Extend the caches by the rows, and write the addresses into the calls."""
         seen = [caches[move.session].layers[move.layer].extend(move.rows) for move in moves]
         room = room_for(max(seen, default=0))
         most = max((move.held for move in moves), default=0) * self._threads * room
@@ -160,7 +160,7 @@ class Tape:
             move.program.share(move.at, self._threads if numbers * move.rows > THREADED else 1)
 
     def _find(self, rows: tuple[int, ...]) -> _Plan:
-        """Find a plan, or make it and evict the one that was not used for longest."""
+        """Return the plan for these rows; make it if needed, and evict the least recently used."""
         self._plans[rows] = plan = self._plans.pop(rows, None) or self._plan(rows)
         if len(self._plans) > MOST_PLANS:
             del self._plans[next(iter(self._plans))]
@@ -183,7 +183,7 @@ class Tape:
         return _Plan(parts, moves)
 
     def _attend(self, item: Attend, rows: Sequence[int], session: int, at: int) -> _Move:
-        """Make the calls of a session, which are to be number ``at`` and following."""
+        """Make the three calls of a session, the first with index ``at`` in its program."""
         first, count = sum(rows[:session]), rows[session]
         query, key, value = (
             self._tensor(each)[:, :, first : first + count]
@@ -221,7 +221,7 @@ class Tape:
                 yield partial(_do, item.function, args, kwargs, outs)
 
     def _trusts(self, item: Op) -> bool:
-        """Try operations of the same look once: layers repeat them."""
+        """Verify each distinct operation once: layers repeat them."""
         look = resolved(
             (item.function, item.args, item.kwargs, item.outs),
             _look,
@@ -246,14 +246,14 @@ class Tape:
 
 
 def _look(tensor: Place | Outside) -> Any:
-    """Tell all of a tensor but where it is, which for weights counts, too."""
+    """Describe a tensor without its address; external ones, such as weights, with it."""
     if isinstance(tensor, Outside):
         return tensor
     return tensor.dtype, tensor.shape, tensor.strides
 
 
 def _together(calls: Sequence[Call], moves: Sequence[_Move]) -> Sequence[Callable[[], None]]:
-    """Make a program, if there are calls, and let moves that are in none be in it."""
+    """Compile the calls, if any, and assign the program to moves that have none."""
     if not calls:
         return ()
     program = Program(calls)
@@ -263,7 +263,7 @@ def _together(calls: Sequence[Call], moves: Sequence[_Move]) -> Sequence[Callabl
 
 
 def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]) -> None:
-    """Let torch do an operation."""
+    """Run an operation in torch, and copy its results to ``outs``."""
     result = function(*args, **kwargs)
     for out, each in zip(
         outs, (result,) if isinstance(result, Tensor) else result, strict=bool(outs)
@@ -272,9 +272,9 @@ def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequen
 
 
 def _agrees(item: Op) -> bool:
-    """Compare what compiled functions give with what torch does.
+    """Compare compiled functions with torch.
 
-    Of what was recorded, and of all numbers where an operation takes one by one.
+    On the traced values and, if the operation is elementwise, on all bfloat16 values.
     """
     (args, kwargs), result = item.seen
     if not isinstance(result, Tensor):
@@ -304,9 +304,9 @@ def _agrees_on_all(
     named: tuple[tuple[str, Any], ...],
     threads: int,
 ) -> bool:
-    """Compare all numbers, through tensors of one layout, with so many threads.
+    """Compare all bfloat16 values, in tensors of one layout, with so many threads.
 
-    The verdict is kept for this process, and on disk for others.
+    The verdict is cached in this process, and on disk for others.
     """
     (dtype, shape, strides), kwargs = layout, dict(named)
     if 0 in strides:
@@ -335,8 +335,8 @@ def _agrees_on_all(
 
 
 def _try_all(program: Program, function: Callable[[], Tensor], x: Tensor, out: Tensor) -> bool:
-    """Compare what a program writes to ``out`` with what a function gives for all numbers."""
-    bits = torch.int16  # quick to compare, but for NaN
+    """Compare the ``out`` of a program with the result of a function on all bfloat16 values."""
+    bits = torch.int16  # fast to compare, except with NaN
     for part in torch.split(numbers(), x.numel()):
         x.copy_(part.repeat(-(-x.numel() // len(part)))[: x.numel()].view(x.shape))
         program.run()
@@ -351,23 +351,23 @@ def _like(result: Tensor) -> Tensor:
 
 
 def _are_same(out: Tensor, result: Tensor) -> bool:
-    """Compare numbers: zeros have a sign, and one NaN is as good as another."""
+    """Compare values: the sign of a zero counts, the payload of a NaN does not."""
     same = (out == result) & (out.signbit() == result.signbit())
     return bool((same | (out.isnan() & result.isnan())).all())
 
 
 class _Room:
-    """Memory that is lent in lines, and lent again when it comes back."""
+    """Offsets of aligned blocks in an arena; a freed block is reused for one of its size."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = [-(-size // _LINE) * _LINE for size in sizes]
         self._free: dict[int, list[int]] = {}
         self.offsets = [-1] * len(sizes)
-        """Where blocks begin."""
+        """By block, in bytes; -1 before it is allocated."""
         self.size = 0
 
     def lend(self, block: int) -> None:
-        """Find room for a block that has none."""
+        """Allocate a block, unless it is allocated."""
         if self.offsets[block] < 0:
             wanted = self._sizes[block]
             if free := self._free.get(wanted):
@@ -376,12 +376,12 @@ class _Room:
                 self.offsets[block], self.size = self.size, self.size + wanted
 
     def take(self, block: int) -> None:
-        """Let others have the room of a block."""
+        """Make the memory of a block available to others."""
         self._free.setdefault(self._sizes[block], []).append(self.offsets[block])
 
 
 def _arrange(recording: Recording) -> tuple[list[int], int]:
-    """Find room for each block while it is wanted: where they begin, and how much it is."""
+    """Allocate each block from its first to its last use; return offsets and total size."""
     touched = [blocks_of(item) for item in recording.items]
     last = {block: at for at, blocks in enumerate(touched) for block in blocks}
     room, kept = _Room(recording.sizes), {*range(INPUTS), recording.output.ref.block}

@@ -1,15 +1,14 @@
-"""Steps of a shard on a GPU, recorded once and launched at once.
+"""Steps of a shard on a GPU, captured in one CUDA graph.
 
-Theory of operation: a step of a few rows is hundreds of small operations, and to ask a GPU for one
-of them takes Python longer than it takes the GPU to do it. So all of a step is recorded in a CUDA
-graph. It has always the same number of rows, those that nobody asked for included, as the time goes
-into reading the weights: so there is one graph, and a row has the same bits whatever is beside it,
-as no kernel is ever another one. What differs from step to step comes in one tensor of whole
-numbers: tokens, places, and where the cache of each row is, see
-`meshllm.model.kernels.triton_attention`.
+Theory of operation: a step of a few rows is hundreds of small kernels, and launching one from
+Python takes longer than the GPU needs to run it. So a whole step is captured in a CUDA graph. It
+always has the same number of rows, padding included, as the time goes into reading the weights: so
+there is one graph, and a row has the same bits whatever the other rows are, because the kernels
+never change. What differs from step to step comes in one int64 tensor: tokens, positions, and the
+cache addresses of each row, see `meshllm.model.kernels.triton_attention`.
 
-What a forward asks of numbers or of its cache, other than by operations on the GPU, is not in the
-graph: a forward that does is `Unfit`, which is tried before and after.
+What a forward reads on the host, from tensors or from its cache, is not in the graph: such a
+forward is `Unfit`, which is checked before and after the capture.
 """
 
 import threading
@@ -28,23 +27,23 @@ from meshllm.model.split.shard import Shard
 from meshllm.model.steps.trace import Unfit
 
 Forward = Callable[[Tensor, SpanCache | None, Tensor], Tensor]
-"""Runs rows with a cache, at places [1, T]; its attention has to be `Graph.attend`."""
+"""Runs rows with a cache, at positions [1, T]; its attention has to be `Graph.attend`."""
 
-_FIELDS = 4  # of a row in a table of caches
-_FAR = 100_000  # tokens; a length that a trial has not
+_FIELDS = 4  # of a row in the table of caches
+_FAR = 100_000  # tokens; a cache length that no trial has
 _LOOKING = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 )
-_one_at_a_time = threading.Lock()  # to record: what others do meanwhile may be forbidden
+_one_at_a_time = threading.Lock()  # per capture, which may forbid what other threads do
 
 
 class Graph:
-    """The recorded step of a shard."""
+    """The captured step of a shard."""
 
     def __init__(self, shard: Shard, width: int) -> None:
-        """Make room for the inputs of a step of ``width`` rows."""
+        """Allocate the inputs of a step of ``width`` rows."""
         config, device = shard.model.config.get_text_config(decoder=True), shard.device
         self.width = width
         self._shard = shard
@@ -57,53 +56,53 @@ class Graph:
         tokens, self._places, self._tables = self._split(self._numbers)
         hidden = torch.zeros(1, width, config.hidden_size, dtype=shard.model.dtype, device=device)
         self._x = tokens if shard.embed else hidden
-        self._likes: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of no rows, by layer
+        self._likes: dict[int, tuple[Tensor, Tensor]] = {}  # empty keys and values, by layer
         self._updated: tuple[Tensor, Tensor, int] | None = None
         self._attended: list[int] = []
         self._replay: Callable[[], None] = lambda: None
         self._output = self._x
-        self._read = [*shard.model.parameters(), *shard.model.buffers()]  # must not go away
+        self._read = [*shard.model.parameters(), *shard.model.buffers()]  # kept alive
 
     @torch.inference_mode()
     def record(self, forward: Forward, x: Tensor, filled: Callable[[], SpanCache | None]) -> None:
-        """Record ``forward``, and try it on rows ``x`` [1, width or width, D] of the CPU.
+        """Capture ``forward``, and check it on rows ``x`` [1, width or width, D] on the CPU.
 
-        ``filled`` makes a cache that holds some tokens, or None where the shard has no layers.
+        ``filled`` makes a cache that holds some tokens, or None if the shard has no layers.
 
         Raises:
-            Unfit: the forward depends on more than it is told in tensors.
+            Unfit: the forward depends on more than its input tensors.
         """
         with torch.cuda.device(self._shard.device), fused(self._shard.model):
             held, cache, rest = filled(), filled(), x[:, 3:]
             with _Watch(self._shard.device):
                 self._run(forward, 0)  # with no row in the table yet
             if held is not None and not self._suits(held):
-                raise Unfit("its caches hold something else")
-            # What follows writes where the table says: `held` and `cache` have to live on.
+                raise Unfit("its caches have an unexpected shape or dtype")
+            # From here on rows are written to these caches, which must stay alive.
             self._set(x, [held], [self.width])
             with _Watch(self._shard.device):
                 near, far = (self._run(forward, length) for length in (0, _FAR))
             if not torch.equal(near, far):
-                raise Unfit("it asks how long a text is")
+                raise Unfit("the forward depends on the cache length as a Python value")
             self._replay, self._output = _capture(lambda: self._run(forward, 0))
-            self.step(x[:, :3], [cache], [3])  # so that places are others, too
+            self.step(x[:, :3], [cache], [3])  # so that the positions differ, too
             self._set(rest, [cache], [rest.shape[1]])
             plain = self._run(forward, 0)
             self._replay()
         if not torch.equal(self._output[:, : rest.shape[1]], plain[:, : rest.shape[1]]):
-            raise Unfit("its steps are not those that were recorded")
+            raise Unfit("replayed steps differ from the forward")
 
     def step(self, x: Tensor, caches: Sequence[SpanCache | None], rows: Sequence[int]) -> Tensor:
-        """Run rows ``x`` [1, T or T, D] of the CPU; ``rows[i]`` of them belong to ``caches[i]``.
+        """Run rows ``x`` [1, T or T, D] on the CPU; ``rows[i]`` of them belong to ``caches[i]``.
 
-        Waits for what they give, and returns it on the CPU. Takes ``width`` rows at most.
+        Waits for the output, and returns it on the CPU. Takes at most ``width`` rows.
 
         Raises:
-            ValueError: two sessions are one, which would be written to where it no longer is.
+            ValueError: a session occurs twice; extending its cache again could move the first rows.
         """
         held = [each for each in caches if each is not None]
         if len(set(map(id, held))) < len(held):
-            raise ValueError("a session comes twice in one step")
+            raise ValueError("a session occurs twice in one step")
         try:
             with torch.cuda.device(self._shard.device), torch.inference_mode():
                 self._set(x, caches, rows)
@@ -111,7 +110,7 @@ class Graph:
                 output = fetch(self._output[:, : x.shape[1]])
         except BaseException:
             for each in held:
-                each.crop(each.length)  # of rows that nobody wrote
+                each.crop(each.length)  # drops rows that were not written
             raise
         for cache, count in zip(caches, rows, strict=True):
             if cache is not None:
@@ -124,11 +123,11 @@ class Graph:
         """Attend with rows of several sessions, query [1, H, T, D] to [1, T, H, E].
 
         Raises:
-            Unfit: not to the keys and values that were added last.
+            Unfit: the keys and values are not those of the last cache update.
         """
         own, its, layer = self._updated or (None, None, -1)
         if own is not key or its is not value or query.dtype != key.dtype:
-            raise Unfit("attention to something else than the cache")
+            raise Unfit("attention reads something other than the cache")
         self._updated = None
         self._attended.append(layer)
         table = self._tables[layer - self._shard.span.start]
@@ -137,16 +136,16 @@ class Graph:
     def _update(
         self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stand for the update of a cache; `attend` adds the rows to the caches of a step."""
+        """Replace the `update` of a cache; `attend` writes the rows to the caches of a step."""
         if self._updated is not None or key.dtype != value.dtype or len(key) > 1:
-            raise Unfit("a layer adds to its cache and attends to nothing")
+            raise Unfit("a layer updates its cache without attending to it")
         self._updated = key, value, layer
         if layer not in self._likes:
             self._likes[layer] = key[:, :, :0].clone(), value[:, :, :0].clone()
         return key, value
 
     def _run(self, forward: Forward, length: int) -> Tensor:
-        """Run the rows that are set, behind a cache that seems to hold so many tokens."""
+        """Run the current inputs with a cache that reports ``length`` tokens."""
         cache: Any = self._shard.new_cache() if self._shard.span else None
         if cache is not None:
             cache.length, cache.update = length, self._update
@@ -154,11 +153,11 @@ class Graph:
         self._updated, self._attended = None, []
         output = forward(self._x, cache, self._places)
         if self._updated or self._attended != self._layers:
-            raise Unfit("not every layer attends to its cache, once")
+            raise Unfit("not every layer attends to its cache exactly once")
         return output
 
     def _set(self, x: Tensor, caches: Sequence[SpanCache | None], rows: Sequence[int]) -> None:
-        """Write what a step needs to where the graph reads it, and extend the caches."""
+        """Write the inputs of a step to where the graph reads them, and extend the caches."""
         numbers, at, count = self._blank.clone(), 0, x.shape[1]
         tokens, places, tables = self._split(numbers)
         for cache, own in zip(caches, rows, strict=True):
@@ -175,7 +174,7 @@ class Graph:
         self._numbers.copy_(put(numbers, self._shard.device))
 
     def _suits(self, cache: SpanCache) -> bool:
-        """Whether a cache that stock steps filled is what `attend` takes it for."""
+        """Return whether a cache filled by stock steps has the layout that `attend` expects."""
         return all(
             (held.dtype, *held.shape[:2], held.shape[3])
             == (like.dtype, *like.shape[:2], like.shape[3])
@@ -185,7 +184,7 @@ class Graph:
         )
 
     def _entries(self, cache: SpanCache, count: int) -> Tensor:
-        """Extend a cache by some rows; tell for each layer where the first of them is."""
+        """Extend a cache by ``count`` rows; return the table entry of the first, per layer."""
         entries = []
         for index in self._layers:
             layer = cache.layers[index]
@@ -199,14 +198,14 @@ class Graph:
         return torch.tensor(entries, dtype=torch.int64).view(-1, _FIELDS)
 
     def _split(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Find tokens [1, width], places [1, width], and tables [layers, width, _FIELDS]."""
+        """View as tokens [1, width], positions [1, width] and tables [layers, width, _FIELDS]."""
         width = self.width
         tables = numbers[2 * width :].view(-1, width, _FIELDS)
         return numbers[None, :width], numbers[None, width : 2 * width], tables
 
 
 class _Watch(TorchDispatchMode):
-    """Raises `Unfit` where a forward does what no graph can do again."""
+    """Raises `Unfit` if a forward does what a graph cannot replay."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it open
@@ -216,13 +215,13 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_given = any(result is each for each in args)  # as by dropout, of which there is none
+        is_given = any(result is each for each in args)  # as dropout does outside of training
         if not is_given and any(tag in func.tags for tag in _LOOKING):
-            raise Unfit(f"{func} looks at numbers")
+            raise Unfit(f"{func} is data-dependent or random")
         gone = [each for each in _tensors(result) if each.device.type != self._kind]
         came = any(each.device.type == self._kind for each in _tensors((args, kwargs)))
         if gone and (came or any(each.dim() for each in gone)):
-            raise Unfit(f"{func} is of another device")
+            raise Unfit(f"{func} uses another device")
         return result
 
 
@@ -231,10 +230,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _kernel() -> Callable[..., Tensor]:
-    """Find the attention that reads from a table where its keys are.
+    """Return the attention kernel that reads cache addresses from a table.
 
     Raises:
-        Unfit: torch came without Triton.
+        Unfit: Triton is not installed.
     """
     try:
         from meshllm.model.kernels import triton_attention
@@ -244,7 +243,7 @@ def _kernel() -> Callable[..., Tensor]:
 
 
 def _capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record what a forward does on the GPU; return what does it again, and where its output is."""
+    """Capture a forward in a CUDA graph; return its replay function and its output tensor."""
     graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it open
     try:
@@ -254,5 +253,5 @@ def _capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
         ):
             output = forward()
     finally:
-        torch.cuda.set_stream(before)  # where nothing came of it, it may still be the other one
+        torch.cuda.set_stream(before)  # after an error it may still be the capture's
     return graph.replay, output

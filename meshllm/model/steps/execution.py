@@ -1,4 +1,4 @@
-"""How a shard is run, in words that a user reads: which steps, which kernels, and why no better."""
+"""How a shard is run, for the user: strategy, kernels, and why a better one is not used."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from meshllm.model.split.skeleton import build
 from meshllm.names import Quant
 
 SDPA = "sdpa"
-"""The attention of transformers that ours can stand for."""
+"""The attention of transformers that ours can replace."""
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _LINEARS: dict[type, str] = {
@@ -37,11 +37,11 @@ class Strategy(StrEnum):
     STOCK = "stock"
     """The stock forward, one row at a time."""
     INVARIANT = "row-invariant"
-    """Several rows at a time, each with the bits that it has alone."""
+    """Several rows at a time, each with the same bits as if computed alone."""
     REPLAYED = "replayed"
-    """The same from a trace, without Python in between."""
+    """Row-invariant steps replayed from a trace, without Python in between."""
     GRAPH = "CUDA graph"
-    """Several rows at a time, in one launch."""
+    """Several rows at a time, in one launch of a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class Execution:
 
     strategy: Strategy
     linears: tuple[tuple[str, int], ...] = ()
-    """Kinds of linear modules, and how many of each; empty before anything is loaded."""
+    """Kinds of linear modules, and how many of each; empty before weights are loaded."""
     attention: str = "torch"
     reason: str = ""
-    """Why it is nothing better; empty where nothing is."""
+    """Why no better strategy is used; empty if there is none."""
 
     @property
     def replays(self) -> bool:
-        """Whether steps come from a trace or a graph."""
+        """Whether steps are replayed from a trace or a CUDA graph."""
         return self.strategy in (Strategy.REPLAYED, Strategy.GRAPH)
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Format as one line."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.linears)
         linears = f"; linears: {kinds}" if kinds else ""
         reason = f" ({self.reason})" if self.reason else ""
@@ -80,18 +80,18 @@ def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
 
 
 def lacks_invariance(config: Any, whole: nn.Module, device: torch.device) -> str:
-    """Say why rows of a whole model, on meta or not, cannot be what they are alone; "" if they can.
+    """Return why a whole model, on meta or not, cannot be row-invariant; "" if it can.
 
-    Read from the model and nothing else, so that every shard of it concludes the same.
+    Depends on the model only, so that every shard of it decides the same.
     """
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     if mixes(whole):
-        return "mixture of experts: a row's experts depend on the text beside it"
+        return "mixture of experts: the rows that share an expert depend on the text"
     if strange := set(kinds) - _LAYER_KINDS:
-        return f"layers of {', '.join(sorted(strange))}"
+        return f"unsupported layer types: {', '.join(sorted(strange))}"
     linears = {type(each) for each in whole.modules() if isinstance(each, nn.Linear)}
     if own := linears - {nn.Linear}:
-        return f"linear modules of its own: {', '.join(sorted(each.__name__ for each in own))}"
+        return f"custom linear modules: {', '.join(sorted(each.__name__ for each in own))}"
     if config._attn_implementation != SDPA:
         return f"the model's attention is `{config._attn_implementation}`, not `{SDPA}`"
     if device == CPU and whole.dtype != torch.bfloat16:
@@ -103,7 +103,7 @@ def lacks_invariance(config: Any, whole: nn.Module, device: torch.device) -> str
 def forecast(
     config: Any, dtype: torch.dtype, device: torch.device, quant: Quant = Quant.NONE
 ) -> Execution:
-    """Say how a model would be run, without its weights: no kernel is tried."""
+    """Return how a model would be run, without its weights: no kernel is tested."""
     whole = build(config, dtype).model
     if reason := lacks_invariance(whole.config, whole, device):
         return Execution(Strategy.STOCK, reason=reason)
@@ -116,7 +116,7 @@ def forecast(
 
 
 def mixes(model: nn.Module) -> bool:
-    """Whether rows share matrices of experts: which ones do is another matter with each text."""
+    """Return whether a model has experts: which rows share a matrix depends on the text."""
     return any(
         "expert" in name or (parameter.dim() > 2 and min(parameter.shape) > 1)
         for name, parameter in model.named_parameters()

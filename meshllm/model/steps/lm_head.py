@@ -1,10 +1,9 @@
-"""The head of a model in two parts, each of some of its outputs.
+"""The LM head, split over the vocabulary between the last rank and the entry.
 
-Theory of operation: while a row goes back to the entry, and the entry multiplies it by the head,
-the last rank has nothing to do; it has the same row, so it may multiply it by half of the head.
-What a matrix gives for one token of the vocabulary does not depend on the others. Whatever else a
-model does to its logits could, so that is tried on rows: parts, one behind the other, against the
-whole.
+Theory of operation: while a row returns to the entry, and the entry multiplies it by the head, the
+last rank is idle; it has the same row, so it can compute half of the logits. The product of one
+token of the vocabulary does not depend on the others, but what else a model does to its logits may
+mix them. So the concatenated logits of the parts are compared with those of the whole head.
 """
 
 import logging
@@ -19,25 +18,25 @@ from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 
 LEAST_OUTPUTS = 1 << 13
-"""Of fewer a part might not be multiplied as the whole is."""
+"""Tokens of the vocabulary; a part of a smaller one might use another kernel than the whole."""
 LEAST = 1 << 23
-"""Values of a matrix; half of a smaller one takes no longer than to send what it gives."""
+"""Elements of the matrix; half of a smaller one takes no longer than sending its logits."""
 BLOCK = 64
-"""Outputs that kernels take at a time."""
+"""Outputs that kernels compute at a time."""
 
 _ROWS = 1, 2, 17
 
 logger = logging.getLogger(__name__)
 
 Parts = tuple[range, range]
-"""Tokens of the vocabulary: those of the last rank, whole blocks, then those of the entry."""
+"""Tokens of the last rank, in whole blocks, then those of the entry."""
 
 
 def find_parts(source: Source, shape: ModelShape) -> Parts | None:
-    """Divide the head of a model at the same place as any node; None where it is to stay whole.
+    """Split the head of a model, at the same token on every node; None if it stays whole.
 
-    That is where it is small, or where its parts do not have the logits of the whole. Of a matrix
-    that is cast on load each part would hold all.
+    It stays whole if it is small, if its parts do not give the same logits, or if it is cast on
+    load, as each part would hold the whole matrix.
     """
     parts = parts_of(shape.vocab_size, shape.hidden_size)
     is_mapped = str(stored_dtype(source)) == f"torch.{shape.dtype}"
@@ -45,7 +44,7 @@ def find_parts(source: Source, shape: ModelShape) -> Parts | None:
 
 
 def parts_of(outputs: int, inputs: int) -> Parts | None:
-    """Divide a head of so many tokens and inputs; None is too small, or no whole blocks."""
+    """Split a head by its size; None if it is too small or not a multiple of `BLOCK`."""
     if outputs < LEAST_OUTPUTS or outputs % BLOCK or outputs * inputs < LEAST:
         return None
     middle = outputs // (2 * BLOCK) * BLOCK
@@ -54,7 +53,7 @@ def parts_of(outputs: int, inputs: int) -> Parts | None:
 
 @torch.inference_mode()
 def _may_part(source: Source, shape: ModelShape, parts: Parts) -> bool:
-    """Try rows on the plain weights; what quantises them gives no token the company of others."""
+    """Compare parts and whole on plain weights; quantisation treats each token separately."""
     dtype: torch.dtype = getattr(torch, shape.dtype)
     end = Span(shape.layers, shape.layers)
     generator = torch.Generator().manual_seed(0)
@@ -70,9 +69,9 @@ def _may_part(source: Source, shape: ModelShape, parts: Parts) -> bool:
         given = zip(*(logits(part) for part in parts), strict=True)
         joined = [torch.cat(each, -1) for each in given]
         is_same = all(map(torch.equal, joined, logits(None)))
-    except PROBE_ERRORS as reason:  # foreign code meets what it was not made for
-        logger.info("the head is in one part: %s: %s", type(reason).__name__, reason)
+    except PROBE_ERRORS as reason:  # model code may not expect a part
+        logger.info("the LM head is not split: %s: %s", type(reason).__name__, reason)
         return False
     if not is_same:
-        logger.info("the head is in one part: its logits depend on one another")
+        logger.info("the LM head is not split: its logits depend on one another")
     return is_same

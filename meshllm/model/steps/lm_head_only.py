@@ -1,9 +1,9 @@
-"""What stands behind the layers of a model, run by itself.
+"""Running only the modules after the layers, without the stock forward.
 
-A shard that holds the head alone runs the stock forward past a stub for every layer, with masks and
-rotary tables that nobody reads: 1 ms of Python, for each token. Mostly what counts there are a norm
-and a matrix, one after the other. Where these give the logits of the stock forward to the last bit,
-on rows of two sizes, they are all of it.
+A shard that holds only the head runs the stock forward past a stub for every layer, with masks and
+rotary tables that are never read: 1 ms of Python per token. In most models the head is a norm and a
+matrix in sequence. If running these gives the logits of the stock forward bit for bit, on rows of
+two magnitudes, they replace it.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from torch import Tensor
 from meshllm.model.device import CPU
 from meshllm.model.split.shard import Shard
 
-_SIZES = (1.0, 40.0)  # of rows: what caps logits shows at one of them
+_SIZES = (1.0, 40.0)  # magnitudes of rows: a cap of logits shows at one of them
 _ROWS = 3
 
 
 @torch.inference_mode()
 def find_tail(shard: Shard) -> Sequence[str]:
-    """Name the modules to be run one after the other in place of a shard that is only a head.
+    """Name the modules that, run in sequence, replace the forward of a head-only shard.
 
-    Empty where there is more to it, and on a GPU, where nobody waits for Python.
+    Empty if the forward does more, and on a GPU, where Python overhead does not count.
     """
     if shard.span or shard.embed or not shard.head or shard.device != CPU:
         return ()
@@ -35,14 +35,14 @@ def find_tail(shard: Shard) -> Sequence[str]:
 
 @torch.inference_mode()
 def run_tail(shard: Shard, names: Sequence[str], x: Tensor) -> Tensor:
-    """Run rows [1, T, D] through modules of a shard; [1, T, V]."""
+    """Run rows [1, T, D] through modules of a shard; return [1, T, V]."""
     for name in names:
         x = shard.model.get_submodule(name)(x)
     return x
 
 
 def _in_order(shard: Shard) -> list[str]:
-    """Let the stock forward call what stands behind its layers."""
+    """Name the modules after the layers in the order in which the stock forward calls them."""
     called: list[str] = []
 
     def note(name: str, *_: Any) -> None:

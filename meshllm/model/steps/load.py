@@ -1,4 +1,4 @@
-"""Loads a shard: builds the stock model, keeps a part, fills in weights, exchanges modules."""
+"""Loading a shard: build the stock model, strip it to a part, load weights, exchange modules."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from meshllm.model.split.skeleton import Part, build, strip
 from meshllm.names import Quant, Span
 
 
-def load_shard(  # noqa: PLR0913 -- one keyword per thing that a caller may want
+def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     source: Source,
     span: Span,
     *,
@@ -34,13 +34,13 @@ def load_shard(  # noqa: PLR0913 -- one keyword per thing that a caller may want
 ) -> Shard:
     """Load a part of a model, reading only its tensors.
 
-    Weights stay memory-mapped where ``dtype`` is that of the file (None: as stored); matrices
-    that are ``packed`` are then copied, for the same bits sooner. Tensors that ``share`` holds
-    too, as tied embeddings, are taken from it. ``attention`` is a name of transformers, as
-    ``sdpa`` (None: its default). With ``quant`` the matrices are quantised instead, and what
-    was packed is kept in the folder ``cache`` for the next start. Both are for the
-    CPU: to another ``device`` each tensor is copied from its file as it is. A head gives the
-    logits of its ``outputs`` only (None: all).
+    Weights stay memory-mapped if ``dtype`` is that of the file (None: as stored); ``packed``
+    copies matrices to a faster layout with the same results. Tensors that ``share`` holds too,
+    such as tied embeddings, are taken from it. ``attention`` is an implementation of
+    transformers, such as ``sdpa`` (None: its default). With ``quant`` the matrices are quantised
+    instead, and the result is cached in the folder ``cache``. Packing and quantisation are for
+    the CPU: to another ``device`` each tensor is copied from its file as it is. A head computes
+    the logits of its ``outputs`` only (None: all).
 
     Raises:
         ModelError: the span is not in the model, weights are missing or damaged, or this
@@ -66,16 +66,16 @@ def load_shard(  # noqa: PLR0913 -- one keyword per thing that a caller may want
 
 
 def _cut(model: Any, outputs: range) -> list[str]:
-    """Leave a part of the head, a view of it; what it is tied to stays whole.
+    """Cut the head to ``outputs``, as a view of its matrix; what it is tied to stays whole.
 
-    Returns the names of the matrix that it is a part of, that of the head last.
+    Returns the names of that matrix, the head's own last.
 
     Raises:
-        ModelError: the head is no plain linear module.
+        ModelError: the head is not a plain linear module.
     """
     whole, here = model.get_output_embeddings(), slice(outputs.start, outputs.stop)
     if type(whole) is not nn.Linear:
-        raise ModelError(f"A `{type(whole).__name__}` cannot be divided")
+        raise ModelError(f"An LM head of type `{type(whole).__name__}` cannot be split")
     matrices = [
         (name, matrix is whole.weight)
         for name, matrix in model.named_parameters(remove_duplicate=False)

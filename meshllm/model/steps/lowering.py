@@ -1,7 +1,7 @@
-"""Compiled functions in the place of torch's operations.
+"""Compiled functions that replace torch operations.
 
-Only of operations that take torch longer to begin than to do. Whoever uses one compares its bits
-with those of torch: what is said here of an operation may not be all there is to it.
+Only for operations that take torch longer to dispatch than to compute. The caller compares their
+bits with torch's: an operation may do more than is modelled here.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,10 +36,7 @@ _COPIES = {
 def calls_for(
     function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]
 ) -> list[Call] | None:
-    """Find calls that do what ``function`` does, on one thread; None where there are none.
-
-    ``outs`` are where the results go.
-    """
+    """Return calls that compute ``function`` into ``outs``, on one thread; None if none do."""
     if len(outs) != 1 or not _fit((*args, *outs), outs[0].dtype):
         return None
     (out,) = outs
@@ -65,9 +62,9 @@ def calls_for(
 
 
 def _fit(values: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether there may be functions for tensors that give numbers of a dtype.
+    """Return whether compiled functions support these tensors with a result of ``dtype``.
 
-    What torch reads of a single number of another dtype may be rounded first.
+    Scalar tensors of another dtype are excluded: torch may round them first.
     """
     return all(
         each.device == CPU and each.dtype in DTYPES and (each.dim() or each.dtype == dtype)
@@ -77,7 +74,7 @@ def _fit(values: Sequence[Any], dtype: torch.dtype) -> bool:
 
 
 def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is a function of each number of a tensor by itself."""
+    """Return whether an operation maps each element of one tensor independently."""
     first, *others = *args, *kwargs.values()
     return (
         function.overloadpacket in _UNARY
@@ -87,7 +84,7 @@ def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 
 def numbers() -> Tensor:
-    """Give all numbers of bfloat16 [NUMBERS], in the order of their bits."""
+    """Return all bfloat16 values [NUMBERS], in the order of their bits."""
     return torch.arange(NUMBERS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
@@ -102,7 +99,7 @@ def _joined(parts: Sequence[Tensor], dim: int, out: Tensor) -> list[Any]:
 
 
 def _copy(source: Tensor, out: Tensor) -> Any:
-    """Copy numbers in their order; the shapes may differ where ``out`` is contiguous."""
+    """Copy elements in order; the shapes may differ if ``out`` is contiguous."""
     if source.shape != out.shape:
         if source.numel() != out.numel() or not out.is_contiguous():
             return None
@@ -115,7 +112,7 @@ def _view(tensor: Tensor) -> View:
 
 
 def _operand(value: Any, task: Task, dtype: torch.dtype) -> Tensor:
-    """Give a tensor, or make one of a number: torch rounds what it adds."""
+    """Return a tensor, made from a number if needed: torch rounds addends, but not factors."""
     if isinstance(value, Tensor):
         return value
     return torch.tensor([value], dtype=torch.float32 if task is Task.MULTIPLY else dtype)
@@ -125,5 +122,5 @@ def _operand(value: Any, task: Task, dtype: torch.dtype) -> Tensor:
 def _table(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: tuple[Any, ...]
 ) -> Tensor:
-    """Let torch compute a function of all numbers of bfloat16, and keep what it gives."""
+    """Tabulate a function of torch for all bfloat16 values; cached."""
     return function(numbers(), *args, **dict(kwargs))

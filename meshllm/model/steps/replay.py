@@ -1,9 +1,9 @@
-"""Decides which steps are recorded and done again from the record.
+"""Step tracing and replay policy: which steps are traced, verified, and replayed.
 
-A recording does not show what a forward makes of Python values. The one that changes from step to
-step is the length of the KV cache, so the rows are run behind caches that seem short and very long
-before they are recorded. The next steps are done both ways. The bits have to be the same each time.
-All of that happens at steps that were wanted anyway, or before any is, where there is time.
+A trace does not show how a forward uses Python values. The only one that changes from step to step
+is the length of the KV cache, so before the trace the rows are run with caches that report a short
+and a very long length. The next steps are run both ways. The outputs must be bit-equal each time.
+All of this happens in steps that are needed anyway, or during warm-up.
 """
 
 import logging
@@ -20,26 +20,26 @@ from meshllm.model.steps.compiled_step import Tape
 from meshllm.model.steps.trace import Recorder
 
 PATIENCE = 4
-"""Steps of more than one row before they are recorded: some numbers of rows come once or twice."""
+"""Eager steps of more than one row before the trace: some row counts occur once or twice."""
 PROOFS = 2
-"""Steps that are done both ways."""
+"""Steps after the trace that are run both ways and compared."""
 SETTLED = PATIENCE + 1 + PROOFS
-"""Steps of the same number of rows until the next ones come from a record."""
+"""Steps of the same number of rows before the next ones are replayed."""
 MOST_TRIES = 16
-"""Steps that are recorded or done both ways, at most; some prove nothing."""
+"""Steps that are traced or run both ways, at most; those with NaN prove nothing."""
 
-_DTYPES = torch.int64, torch.bfloat16  # of tokens, and of rows
-_NEAR, _FAR = 1, 100_000  # tokens; lengths of caches that no step may tell apart
+_DTYPES = torch.int64, torch.bfloat16  # of token ids, and of hidden states
+_NEAR, _FAR = 1, 100_000  # tokens; cache lengths that no step may distinguish
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-"""Runs rows at places, and counts them in their caches."""
+"""Runs rows at positions, and adds them to their caches."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known about steps of so many rows."""
+    """State of the steps of one number of rows."""
 
     uses: int = 0
     tries: int = 0
@@ -48,24 +48,24 @@ class _Known:
     is_unfit: bool = False
 
     def refuse(self, x: Tensor, reason: str) -> None:
-        """Let the model do such steps from now on."""
+        """Run such steps eagerly from now on."""
         self.tape, self.is_unfit = None, True
         logger.info("steps of %d rows are not replayed: %s", x.shape[1], reason)
 
 
 @dataclass(slots=True)
 class Replay:
-    """The recorded steps of a shard."""
+    """The traced steps of a shard."""
 
     recorder: Recorder | None = None
-    """At work, if there is one."""
+    """The active tracer, if any."""
     prepared: int = 0
-    """Steps that took longer than others of as many rows will: first ones, and those recorded."""
+    """Steps slower than later ones of as many rows: the first, traced and compared ones."""
     _known: dict[tuple[int, int], _Known] = field(default_factory=dict[tuple[int, int], _Known])
 
     @property
     def bytes(self) -> int:
-        """Memory of recorded steps."""
+        """The memory of compiled steps."""
         return sum(known.tape.bytes for known in list(self._known.values()) if known.tape)
 
     def step(
@@ -76,9 +76,9 @@ class Replay:
         rows: Sequence[int],
         forward: Forward,
     ) -> Tensor:
-        """Run rows ``x`` at ``places`` [1, T]; ``rows[i]`` of them belong to ``caches[i]``.
+        """Run rows ``x`` at positions ``places`` [1, T]; ``rows[i]`` belong to ``caches[i]``.
 
-        The layers of the caches hold a row at least, and can be cropped.
+        The layers of the caches hold at least one row, and can be cropped.
         """
         if x.dtype not in _DTYPES or len(x) > 1 or min(rows) < 1 or _is_shared(caches):
             return forward(x, places)
@@ -101,13 +101,13 @@ class Replay:
         return self._record(known, x, places, caches, forward)
 
     def expect(self, rows: int) -> bool:
-        """Record steps of so many rows from the next one on; say whether there is more to do."""
+        """Trace steps of so many rows from the next one on; return whether more are needed."""
         known = self._known.setdefault((rows, torch.get_num_threads()), _Known())
         known.uses = max(known.uses, PATIENCE)
         return not known.is_unfit and (known.tape is None or known.proofs < PROOFS)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Record nothing for a while."""
+        """Suspend tracing inside the block."""
         return self.recorder.paused() if self.recorder else nullcontext()
 
     def _record(
@@ -123,9 +123,9 @@ class Replay:
             x, places = x.clone(memory_format=whole), places.clone(memory_format=whole)
         try:
             tried = [_run_behind(length, x, places, caches, forward) for length in (_NEAR, _FAR)]
-        except Exception as reason:  # foreign code; bad rows fail below, too
+        except Exception as reason:  # from model code; invalid rows fail below, too
             output = forward(x, places)
-            known.refuse(x, f"behind a cache that seems longer: {reason}")
+            known.refuse(x, f"the forward fails with a cache that reports another length: {reason}")
             return output
         self.recorder = recorder = Recorder([x, places])
         try:
@@ -133,14 +133,14 @@ class Replay:
                 output = forward(x, places)
         finally:
             self.recorder = None
-        if output.isnan().any():  # such numbers are equal to none
+        if output.isnan().any():  # NaN never compares equal
             return output
         if not all(torch.equal(output, each) for each in tried):
             known.refuse(x, "the forward depends on the cache length as a Python value")
             return output
         try:
             known.tape = Tape(recorder.end(output), x, torch.get_num_threads())
-        except Exception as reason:  # foreign code meets what it was not made for
+        except Exception as reason:  # `Unfit`, or an operation that is not supported
             known.refuse(x, f"{reason}")
         return output
 
@@ -163,14 +163,14 @@ class Replay:
             return output
         known.proofs += 1
         if not torch.equal(again, output):
-            known.refuse(x, "they differ from what was recorded")
+            known.refuse(x, "replayed steps differ from the forward")
         return output
 
 
 def _run_behind(
     length: int, x: Tensor, places: Tensor, caches: Sequence[SpanCache], forward: Forward
 ) -> Tensor:
-    """Run rows behind caches that seem to hold so many tokens, and take the rows back."""
+    """Run rows with caches that report ``length`` tokens, then crop the rows again."""
     lengths = [cache.length for cache in caches]
     layers = [layer for cache in caches for layer in cache.layers]
     try:
@@ -188,5 +188,5 @@ def _run_behind(
 
 
 def _is_shared(caches: Sequence[SpanCache]) -> bool:
-    """Whether two sessions are one."""
+    """Return whether a session occurs twice."""
     return len({id(cache) for cache in caches}) < len(caches)

@@ -1,4 +1,4 @@
-"""Runs a shard for sessions, in the way that `meshllm.model.steps.strategies` chooses once."""
+"""A shard with the strategy that runs its steps, see `meshllm.model.steps.strategies`."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ class Runner:
     def __init__(
         self, shard: Shard, counts: Sequence[int] = (), trial: Trial | None = None
     ) -> None:
-        """Prepare for steps of one row and of each of ``counts``; none are stock steps.
+        """Prepare steps of one row and of each number of rows in ``counts``; if empty, stock steps.
 
-        ``trial`` says whether they can be used; None tries them here and now.
+        ``trial`` returns why they cannot be used, or ""; None runs `try_steps`.
 
-        A shard has one runner: it exchanges modules.
+        A shard has one runner, because a runner exchanges modules.
         """
         self.shard = shard
         self.steps, self.execution = choose_steps(shard, counts, trial or try_steps)
@@ -30,7 +30,7 @@ class Runner:
         self.new_cache = shard.new_cache
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run a part of a prompt, see `Shard.forward`."""
+        """Run a chunk of a prompt, see `Shard.forward`."""
         return self.steps.prefill(x, cache, rows)
 
     @property
@@ -40,15 +40,15 @@ class Runner:
 
     @property
     def is_steady(self) -> bool:
-        """Whether several rows are computed in the time of one, or nearly."""
+        """Whether several rows run in one pass, in about the time of one row."""
         return self.execution.strategy is not Strategy.STOCK
 
     @property
     def recorded_bytes(self) -> int:
-        """Memory of recorded steps."""
+        """The memory of compiled steps."""
         return self.steps.replay.bytes if isinstance(self.steps, ReplayedSteps) else 0
 
     @property
     def prepared(self) -> int:
-        """Steps so far that took longer than others of as many rows will."""
+        """Steps so far that were slower than later ones of as many rows."""
         return self.steps.replay.prepared if isinstance(self.steps, ReplayedSteps) else 0

@@ -1,17 +1,17 @@
-"""How the steps of a shard are run: four ways, of which `choose_steps` takes one, with the reason.
+"""Four strategies that run the steps of a shard; `choose_steps` selects one and says why.
 
-Theory of operation: guesses may be checked many at a time, and sessions computed together, only if
-that changes no text. So matrices and attention compute each row as they would in any company, see
-`meshllm.model.modules.linear_padded` and `meshllm.model.steps.attention`. Whether a model allows
-that is told from the whole of it, so that every shard of it does the same; whether these parts are
-all of it is tried on load, see `meshllm.model.steps.trial`. Where that fails, steps are those of
-the stock model, one row at a time, which costs time but no text.
+Theory of operation: speculative decoding verifies several draft tokens in one pass, and batching
+computes several sessions in one; neither may change a text. So linear modules and attention are
+row-invariant, see `meshllm.model.modules.linear_padded` and `meshllm.model.steps.attention`.
+Whether a model allows that is decided from the whole model, so that all of its shards do the same;
+that no other module breaks it is tested on load, see `meshllm.model.steps.trial`. If the test
+fails, steps are those of the stock model, one row at a time, which costs time but changes no text.
 
-Most of what is left of a step of a few rows is Python, so on the CPU steps are recorded and done
-again without it, see `meshllm.model.steps.replay`, where that is worth it.
+Most of the remaining time of a step of a few rows is Python overhead. So on the CPU steps are
+traced and replayed without it, where that pays off, see `meshllm.model.steps.replay`.
 
-The kernels of a GPU may add up otherwise for any number of rows, in norms too: there a step is one
-graph, of always the same number of rows, see `meshllm.model.steps.cuda_graph`.
+GPU kernels may use another summation order for each number of rows, in norms too: there a step is
+one CUDA graph with a fixed number of rows, see `meshllm.model.steps.cuda_graph`.
 """
 
 import logging
@@ -48,14 +48,14 @@ from meshllm.model.steps.trace import Recorder, Unfit
 from meshllm.model.steps.trial import BEFORE, TRIED, draw_rows, read_prompt, try_steps
 
 REPLAYED_BYTES = 600_000_000
-"""Of the matrices of a layer, at most, where steps are replayed.
+"""Largest size of the matrices of a layer with which steps are replayed.
 
-Replay saves the time of Python, which hardly depends on the size of a layer. Measured on an AVX2
+Replay saves Python overhead, which hardly depends on the size of a layer. Measured on an AVX2
 processor at 15 GB/s, for a step of one row: 26 % at 31 MB a layer (Qwen3-0.6B), 8 % at 394 MB
 (Qwen3-8B), 42 and 12 % with int8. From about 600 MB on it would be less than 5 %.
 """
 
-_WARM_UPS = 2 * (1 + PROOFS)  # steps at most; a text has more tries, if that is not enough
+_WARM_UPS = 2 * (1 + PROOFS)  # steps at most; if these are not enough, real steps continue
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +65,18 @@ Run = Callable[[Tensor, Sequence[SpanCache], Sequence[int]], Tensor]
 
 
 class Steps(Protocol):
-    """Runs a shard for sessions. Rows come from the CPU and what they give goes there."""
+    """Runs a shard for sessions. Inputs and outputs are on the CPU."""
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run a part of a prompt, see `Shard.forward`."""
+        """Run a chunk of a prompt, see `Shard.forward`."""
         ...
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
-        """Run rows [1, T or T, D] of a session, each as if it came alone."""
+        """Run rows [1, T or T, D] of a session, each as if computed alone."""
         ...
 
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
-        """Run rows of several sessions; each gives what `step` would give."""
+        """Run rows of several sessions; each gets what `step` would return."""
         ...
 
     def takes(self, rows: int) -> bool:
@@ -84,7 +84,7 @@ class Steps(Protocol):
         ...
 
     def warm_up(self) -> Iterator[None]:
-        """Do what makes later steps faster, a step for each ``next``, with rows of no text."""
+        """Make later steps faster: each ``next`` runs one step, with rows of no session."""
         ...
 
 
@@ -96,7 +96,7 @@ class StockSteps:
         self._tail = find_tail(shard)
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run a part of a prompt, with the bits of the stock model."""
+        """Run a chunk of a prompt, with the bits of the stock model."""
         return fetch(self._shard.forward(put(x, self._shard.device), cache, rows=rows))
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
@@ -104,7 +104,7 @@ class StockSteps:
         return self.step_many([x], [cache])[0]
 
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
-        """Run sessions one after the other; all go to the device together, and back."""
+        """Run sessions one after the other, with one copy to the device and one back."""
         outputs = [
             torch.cat([self.forward(row, cache) for row in torch.split(x, 1, 1)], 1)
             for x, cache in zip(put_all(parts, self._shard.device), caches, strict=True)
@@ -112,7 +112,7 @@ class StockSteps:
         return fetch_all(outputs)
 
     def takes(self, rows: int) -> bool:
-        """Nothing is computed together."""
+        """Return False: rows run one at a time."""
         return False
 
     def warm_up(self) -> Iterator[None]:
@@ -122,28 +122,28 @@ class StockSteps:
     def forward(
         self, x: Tensor, cache: SpanCache | Bundle | None, places: Tensor | None = None
     ) -> Tensor:
-        """Run the shard, or what there is of it where it is only a head."""
+        """Run the shard, or the modules of its head if it has nothing else."""
         if self._tail:
             return run_tail(self._shard, self._tail, x)
         return self._shard.forward(x, cache, position_ids=places)
 
 
 class InvariantSteps:
-    """Rows and sessions together, on the CPU, each row with the bits that it has alone."""
+    """Rows and sessions in one pass on the CPU, each row with the bits as if computed alone."""
 
     def __init__(self, shard: Shard, counts: frozenset[int]) -> None:
-        """Take rows of a session together where there are so many as ``counts`` has."""
+        """Run the rows of a session in one pass if their number is in ``counts``."""
         self.counts, self.shard = counts, shard
         self.attention = AttentionSwitch(shard)
         self._stock = StockSteps(shard)
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run a part of a prompt."""
+        """Run a chunk of a prompt."""
         with self.attention.using(attend_chunk):
             return self.shard.forward(x, cache, rows=rows)
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
-        """Run rows of a session, together if there are so many as was expected."""
+        """Run rows of a session, in one pass if their number is in ``counts``."""
         return self.step_many([x], [cache])[0]
 
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
@@ -170,8 +170,8 @@ class InvariantSteps:
         rows: Sequence[int],
         recorder: Recorder | None = None,
     ) -> Tensor:
-        """Run rows at their places [1, T]; a recorder sees what is attended to."""
-        bundle = Bundle(caches, rows) if len(caches) > 1 else None  # empty as a container
+        """Run rows at positions ``places`` [1, T]; ``recorder`` traces caches and attention."""
+        bundle = Bundle(caches, rows) if len(caches) > 1 else None  # falsy: no items
         attend: Attend = attend_alone if bundle is None else bundle.attend
         cache: Any = next(iter(caches), None) if bundle is None else bundle
         if recorder is not None and cache is not None:
@@ -189,7 +189,7 @@ class InvariantSteps:
 
 
 class ReplayedSteps:
-    """Row-invariant steps from a trace, without Python in between; prompts as they are."""
+    """Row-invariant steps replayed from a trace, without Python in between; eager prefill."""
 
     def __init__(self, inner: InvariantSteps) -> None:
         """Trace the steps of ``inner``."""
@@ -207,7 +207,7 @@ class ReplayedSteps:
         return _in_groups(self.run, self.inner.counts, parts, caches)
 
     def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
-        """Run a step, from the trace where there is one."""
+        """Run a step, replayed if its trace is ready."""
 
         def forward(x: Tensor, places: Tensor) -> Tensor:
             return self.inner.forward(x, places, caches, rows, self.replay.recorder)
@@ -219,9 +219,9 @@ class ReplayedSteps:
 
     @torch.inference_mode()
     def warm_up(self) -> Iterator[None]:
-        """Trace the steps that are expected.
+        """Trace the steps of all ``counts``.
 
-        The first one reads a prompt for them. Others may be done in between, on the same thread.
+        The first one also reads a prompt. Other steps may run in between, on the same thread.
         """
         shard, counts = self.inner.shard, sorted(self.inner.counts)
         if not any(map(self.replay.expect, counts)):
@@ -243,14 +243,14 @@ class GraphSteps:
     """Up to `MOST_ROWS` rows of all sessions in one launch of a CUDA graph."""
 
     def __init__(self, shard: Shard) -> None:
-        """Record the graph.
+        """Capture the graph.
 
         Raises:
-            Unfit: the forward depends on more than a graph can be told.
+            Unfit: the forward depends on more than the inputs of a graph.
         """
         self._stock = StockSteps(shard)
         self._graph = graph = Graph(shard, MOST_ROWS)
-        self.attention = switch = AttentionSwitch(shard)  # a CUDA graph keeps no Python that would
+        self.attention = switch = AttentionSwitch(shard)  # the graph does not own it
         rows = draw_rows(shard, MOST_ROWS)
 
         def forward(x: Tensor, cache: SpanCache | None, places: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class GraphSteps:
         return self.step_many([x], [cache])[0]
 
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
-        """Run rows of several sessions in one launch, or as many as it takes."""
+        """Run rows of several sessions, in as few launches as possible."""
         outputs = list[Tensor]()
         for group in _groups(parts):
             x, rows = torch.cat(list(parts[group]), 1), [part.shape[1] for part in parts[group]]
@@ -288,19 +288,19 @@ class GraphSteps:
 
 
 Trial = Callable[[Shard, Steps, int], str]
-"""Says why steps of a shard cannot be used, of so many rows at most; or ""."""
+"""Returns why steps of a shard, with at most so many rows, cannot be used; or ""."""
 
 
 class NotInvariant(Exception):
-    """Says why steps of several rows are not those of one, though the model allows it."""
+    """Says why steps are not row-invariant, though the model allows it."""
 
 
 def choose_steps(
     shard: Shard, counts: Sequence[int], trial: Trial = try_steps
 ) -> tuple[Steps, Execution]:
-    """Choose how steps of one row and of each of ``counts`` are run; none are stock steps."""
+    """Choose how steps of one row and of each of ``counts`` run; if empty, stock steps."""
     if not counts:
-        return _stock(shard, "one row per step is asked for")
+        return _stock(shard, "one row per step is requested")
     config, device = shard.model.config, shard.device
     whole = build(config, shard.model.dtype).model
     if reason := lacks_invariance(config, whole, device):
@@ -325,7 +325,7 @@ def choose_steps(
 
 
 def places_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
-    """Tell the places [1, T] of rows in their texts."""
+    """Return the positions [1, T] of rows in their texts."""
     if not caches:
         return torch.arange(x.shape[1])[None]
     starts = (cache.length for cache in caches)
@@ -343,7 +343,7 @@ def _execution(shard: Shard, strategy: Strategy, attention: str, reason: str = "
 
 def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
     if not shard.new_cache().extends:
-        raise NotInvariant("its caches cannot be written to from a graph")
+        raise NotInvariant("its caches cannot be written from a CUDA graph")
     steps, reason = GraphSteps(shard), "not tried"
     try:
         reason = trial(shard, steps, MOST_ROWS)
@@ -372,14 +372,14 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
 
 
 def _against_replay(shard: Shard) -> str:
-    """Say why steps are not replayed; empty where they are."""
+    """Return why steps are not replayed; "" if they are."""
     if not shard.new_cache().extends:
-        return "no replay: its caches cannot be written to from a trace"
+        return "no replay: its caches cannot be written from a trace"
     if not jit.works():
         return "no replay: executable memory is forbidden"
     size = matrix_bytes(shard.model, shard.quant) // max(1, len(shard.span))
     if size > REPLAYED_BYTES:
-        return f"no replay: it gains less than 5 % beside {size // 10**6} MB a layer"
+        return f"no replay: it gains less than 5 % with {size // 10**6} MB per layer"
     return ""
 
 
@@ -388,7 +388,7 @@ def _recorded(
     attend: Attend,
     *asked: Any,
 ) -> Tensor:
-    """Attend while nothing is recorded but that."""
+    """Compute attention with tracing suspended, and record it as one item."""
     with recorder.paused():
         attended = attend(*asked)
     query, key, value, scale, window = asked
@@ -399,8 +399,9 @@ def _recorded(
 def _in_groups(
     run: Run, counts: frozenset[int], parts: Sequence[Tensor], caches: Caches
 ) -> list[Tensor]:
-    """Run rows of sessions, up to `MOST_ROWS` together; where one has more, or another number of
-    rows than is expected, one row at a time.
+    """Run rows of sessions, up to `MOST_ROWS` per pass.
+
+    A part in a group of its own runs one row at a time unless its number of rows is in ``counts``.
     """
     outputs = list[Tensor]()
     for group in _groups(parts):
@@ -414,7 +415,7 @@ def _in_groups(
 
 
 def _groups(parts: Sequence[Tensor]) -> Iterator[slice]:
-    """Part what came so that each group has `MOST_ROWS` rows at most, or is one part."""
+    """Group parts so that each group has at most `MOST_ROWS` rows or is a single part."""
     at = 0
     while at < len(parts):
         totals = accumulate(part.shape[1] for part in parts[at:])

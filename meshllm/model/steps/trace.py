@@ -1,10 +1,10 @@
-"""Writes down what a forward does, as operations on places in memory.
+"""Tracing of a forward, as a list of operations on memory blocks.
 
-Theory of operation: `Recorder` sees each operation of torch below Python, each call of a compiled
-function, and what is attended to. All tensors are kept meanwhile, so an address is the same tensor
-throughout. Memory that came about on the way is told as blocks, in the order in which they came;
-all else, weights above all, stays where it is. What a forward asked of numbers, other than by
-operations, is not on record, so a forward that does is `Unfit`.
+Theory of operation: `Recorder` intercepts each operation of torch below Python, each call of a
+compiled function, and attention. All tensors are kept alive meanwhile, so an address means the
+same tensor throughout. Memory allocated by the forward is numbered as blocks, in the order of
+allocation; all else, such as weights, is referenced by its address. What a forward reads on the
+host, other than by operations, is not in the trace, so such a forward is `Unfit`.
 """
 
 from bisect import bisect
@@ -26,12 +26,12 @@ _EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new
 
 
 class Unfit(Exception):
-    """Says why a forward cannot be recorded."""
+    """Says why a forward cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A byte of a block."""
+    """An address in a block."""
 
     block: int
     offset: int
@@ -49,11 +49,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A tensor that was there before."""
+    """A tensor that was not made by the forward."""
 
     tensor: Tensor = field(compare=False, repr=False)
     address: int
-    """Or what else tells it from others."""
+    """Or the id of a tensor without one."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -67,9 +67,9 @@ class Op:
     """With `Place` or `Outside` for each tensor."""
     kwargs: tuple[tuple[str, Any], ...]
     outs: tuple[Place, ...]
-    """New tensors; none where it writes to what it was given."""
+    """New tensors; empty if it writes to its arguments."""
     seen: tuple[tuple[Any, ...], Any] = field(repr=False)
-    """The tensors themselves: what was given, and what came of it."""
+    """The actual arguments, and the actual result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Rows that are added to a cache and attend to it."""
+    """A cache update by new rows, and their attention over the cache."""
 
     layer: int
     query: Place
@@ -104,7 +104,7 @@ Item = Op | KernelCall | Attend
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a forward did."""
+    """The trace of a forward."""
 
     items: tuple[Item, ...]
     sizes: tuple[int, ...]
@@ -113,10 +113,10 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what is done while it is entered."""
+    """Traces what runs while it is entered."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        """Expect a forward that depends on these tensors, on its caches, and on nothing else."""
+        """Expect a forward that depends on these tensors and its caches only."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._items: list[Item] = []
         self._sizes: list[int] = []
@@ -131,20 +131,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._take(tensor)
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Start tracing."""
         self._exits.enter_context(heard(self._hear))
-        self._exits.enter_context(lean())  # torch asks its compiler to leave this class alone
+        self._exits.enter_context(lean())  # torch would import its compiler
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End."""
+        """Stop tracing."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._exits.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing for a while."""
+        """Suspend tracing inside the block."""
         with heard(None):
             self._is_paused = True
             try:
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do an operation and write it down."""
+        """Run an operation and record it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._is_paused:
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
         is_plain = all(each.layout == torch.strided for each in outs)
         if not is_plain or any(each.device != CPU for each in (*inputs, *outs)):
-            self._blame(f"{func} of tensors of another kind")
+            self._blame(f"{func} uses tensors of another layout or device")
             return
         given = tuple(map(self._mark, args)), tuple((k, self._mark(v)) for k, v in kwargs.items())
         is_writing = func._schema.is_mutable
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if new and any(tag in func.tags for tag in _HIDDEN):
             self._blame(f"{func} is data-dependent or random")
         elif is_writing and new:
-            self._blame(f"{func} writes to tensors and makes others")
+            self._blame(f"{func} both writes to tensors and returns new ones")
         elif is_writing:
             self._items.append(Op(func, *given, (), ((args, kwargs), result)))
             self._forget(blocks_of(self._items[-1]))
@@ -199,13 +199,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._clones[places[0]] = given[0][0]
 
     def update(self, change: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the `update` of a cache, which is not recorded."""
+        """Wrap the `update` of a cache, which is not traced itself."""
 
         def changed(*args: Any, **kwargs: Any) -> Any:
             with self.paused():
                 result = change(*args, **kwargs)
             if self._updated is not None or len(args) < len(("key", "value", "layer")):
-                self._blame("a layer adds to its cache and attends to nothing")
+                self._blame("a layer updates its cache without attending to it")
             else:
                 self._updated = *args[:3], result
                 self._kept.append(self._updated)
@@ -221,13 +221,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scale: float,
         window: int | None,
     ) -> None:
-        """Hear what came of attention, which is not recorded itself."""
+        """Record attention, which is not traced itself."""
         if self._updated is None:
             self._blame("attention without a cache")
             return
         key, value, layer, held = self._updated
         if held[0] is not seen[0] or held[1] is not seen[1]:
-            self._blame("attention to something else than the cache")
+            self._blame("attention reads something other than the cache")
         self._updated = None
         self._take(out)
         self._kept.append(query)
@@ -235,13 +235,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._place(each) for each in (query, key, value, out)
         ]
         if any(place.strides[-1] != 1 or place.dtype != torch.bfloat16 for place in places):
-            self._blame("attention of rows with gaps")
+            self._blame("attention of rows that are not contiguous bfloat16")
         self._items.append(Attend(layer, asked, keys, values, mixed, scale, window))
 
     def end(self, output: Tensor) -> Recording:
-        """Give what led to ``output``."""
+        """Return the trace, with only the items that ``output`` depends on."""
         if self._updated is not None:
-            self._blame("a layer adds to its cache and attends to nothing")
+            self._blame("a layer updates its cache without attending to it")
         place = self._place(output)
         if self._fault:
             raise Unfit(self._fault)
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Recording(tuple(reversed(items)), tuple(self._sizes), place)
 
     def _ask(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Allow a look at whether a tensor is what it was copied from."""
+        """Reject reading values, except a comparison that shows a tensor equal to its clone."""
         if func is torch.ops.aten.equal.default and result:
             one, other = (self._mark(each) for each in args)
             for copied, source in ((one, other), (other, one)):
@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blame(f"{func} is data-dependent")
 
     def _forget(self, blocks: set[int]) -> None:
-        """Trust no copies of what may have been written to."""
+        """Drop clones whose source or copy may have been written to."""
         for copied, source in list(self._clones.items()):
             if not blocks.isdisjoint(
                 each.ref.block for each in (copied, source) if isinstance(each, Place)
@@ -271,7 +271,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del self._clones[copied]
 
     def _blame(self, fault: str) -> None:
-        """Go on without a record: the forward itself counts."""
+        """Note why the trace is invalid; the forward itself goes on."""
         self._fault = self._fault or fault
 
     def _hear(self, native: Native, blocks: int, threads: int, values: Sequence[int]) -> None:
@@ -285,7 +285,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forget(blocks_of(self._items[-1]))
 
     def _take(self, tensor: Tensor) -> None:
-        """Count the memory of a new tensor as a block."""
+        """Number the memory of a new tensor as a block."""
         storage = tensor.untyped_storage()
         self._kept.append(tensor)
         if storage.nbytes() and self._ref(storage.data_ptr()) is None:
@@ -296,7 +296,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sizes.append(storage.nbytes())
 
     def _ref(self, address: int) -> Ref | None:
-        """Find the block of an address."""
+        """Find the block that holds an address."""
         at = bisect(self._starts, (address, len(self._sizes))) - 1
         if at < 0:
             return None
@@ -306,12 +306,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _place(self, tensor: Tensor) -> Place:
         mark = self._mark(tensor)
         if not isinstance(mark, Place):
-            self._blame("a tensor that is not of this forward")
+            self._blame("a tensor that this forward did not make")
             return Place(Ref(-1, 0), tensor.dtype, tuple(tensor.shape), tensor.stride())
         return mark
 
     def _mark(self, value: Any) -> Any:
-        """Tell where a tensor is; other values, and what is in lists, stay as they are."""
+        """Replace tensors, also in lists, by their place; keep other values."""
         if isinstance(value, list | tuple):
             return tuple(map(self._mark, value))
         if not isinstance(value, Tensor):
@@ -326,7 +326,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def blocks_of(item: Item) -> set[int]:
-    """Number the blocks that an item touches."""
+    """Return the numbers of the blocks that an item reads or writes."""
     if isinstance(item, KernelCall):
         return {value.block for value in item.values if isinstance(value, Ref)}
     marks = (
@@ -338,7 +338,7 @@ def blocks_of(item: Item) -> set[int]:
 
 
 def resolved(marks: Any, resolve: Callable[[Place | Outside], Any]) -> Any:
-    """Put something else in place of what stands for tensors."""
+    """Resolve each `Place` and `Outside` in nested arguments."""
     if isinstance(marks, tuple):
         return tuple(resolved(each, resolve) for each in marks)
     return resolve(marks) if isinstance(marks, Place | Outside) else marks

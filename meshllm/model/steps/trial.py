@@ -1,10 +1,10 @@
-"""Tries on load whether steps are row-invariant and near the stock forward, on bounded weights.
+"""A self-test on load: steps must be row-invariant and near the stock forward.
 
-What is proven, for the layers tried: rows together, rows alone and sessions together give the same
-bits, and a step and a chunk of a prompt differ from the stock forward by rounding only. The other
-layers have the same modules with the same shapes, and which kernel multiplies, in which order,
-depends on these and not on the numbers. So a large span is not read from disk ten times: the first
-layers are tried, as many as fit in `BUDGET` bytes, and one of each further kind.
+What is proven, for the layers tested: rows in one pass, rows one by one and batched sessions give
+the same bits, and a step and a prefill chunk differ from the stock forward by rounding only. The
+other layers have the same modules with the same shapes, and the kernel and its summation order
+depend on these, not on the values. So a large span is not read from disk ten times: the first
+layers are tested, as many as fit in `BUDGET` bytes, and one of each further kind.
 """
 
 import json
@@ -30,25 +30,25 @@ from meshllm.model.split.shard import Shard
 from meshllm.model.split.stubs import LayerStub
 
 BEFORE = 24
-"""Tokens of a prompt that the rows of a trial come behind."""
+"""Tokens of the prompt that precedes the rows of a trial."""
 TRIED = 5
 """Rows of a trial on the CPU."""
 BUDGET = 64 << 20
-"""Bytes of the layers that are tried."""
+"""Bytes of the layers that are tested."""
 ALIKE = 0.05
-"""Of the norm of all rows tried, between row-invariant steps and the stock forward.
+"""Largest distance between steps and stock forward, relative to the norm of all rows.
 
 Measured with random weights in bfloat16, plain and quantised: at most 0.013 in six families of 6
 layers, 0.022 in three of 28, as rounding adds up. A model whose steps are 1.1 times the stock ones
-comes to 0.1.
+has 0.1.
 """
 
 
 class Steps(Protocol):
-    """What is tried."""
+    """What is tested."""
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
-        """Run a part of a prompt."""
+        """Run a chunk of a prompt."""
         ...
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
@@ -63,19 +63,19 @@ class Steps(Protocol):
 
 
 def untried(shard: Shard, steps: Steps, most: int = TRIED) -> str:
-    """Try nothing: what is only timed gives nobody a text."""
+    """Skip the trial: a shard that is only timed generates no text."""
     _ = shard, steps, most
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTrial:
-    """Tries a part of a model once on a machine, and keeps it where that went well."""
+    """A trial that runs once per machine and part of a model; a success is cached."""
 
     cache: Path
 
     def __call__(self, shard: Shard, steps: Steps, most: int = TRIED) -> str:
-        """Try steps, see `try_steps`."""
+        """Test steps, see `try_steps`."""
         key = self._key(shard, most)
         if recall(self.cache, *key) is True:
             return ""
@@ -85,7 +85,7 @@ class KeptTrial:
 
     @staticmethod
     def _key(shard: Shard, most: int) -> tuple[str | float, ...]:
-        """Name all that chooses kernels: shapes, code, versions, the machine and its threads."""
+        """List all that selects kernels: shapes, code, versions, the machine and its threads."""
         model = shard.model
         shapes = {name: [*each.shape, str(each.dtype)] for name, each in model.named_parameters()}
         return (
@@ -106,7 +106,7 @@ class KeptTrial:
 
 @cache
 def _code() -> str:
-    """Name the code that is tried: in a checkout it changes without a new version."""
+    """Hash the code that is tested: in a checkout it changes without a new version."""
     root = Path(__file__).parents[1]
     files = [(str(each.relative_to(root)), each.read_bytes()) for each in root.rglob("*.py")]
     return blake3(repr(sorted(files)).encode()).hexdigest(16)
@@ -114,7 +114,7 @@ def _code() -> str:
 
 @torch.inference_mode()
 def try_steps(shard: Shard, steps: Steps, most: int = TRIED) -> str:
-    """Say why steps of ``most`` rows are not row-invariant, or not those of the model; or ""."""
+    """Return why steps of ``most`` rows differ from single rows or the stock forward; or ""."""
     device = shard.device
     layers = (
         chosen_layers(shard, BUDGET) if device == CPU else range(shard.span.start, shard.span.stop)
@@ -131,20 +131,20 @@ def try_steps(shard: Shard, steps: Steps, most: int = TRIED) -> str:
         if (behind := filled()) is not None and device == CPU:
             pairs.append((steps.prefill(rows, behind), stock))
     if not all(torch.equal(each, alone[:, : each.shape[1]]) for each in (together, *both)):
-        return "a row depends on the rows beside it"
+        return "a row depends on the other rows of its step"
     apart = max(_apart(own, its) for own, its in pairs)
-    return "" if apart <= ALIKE else f"a step is {apart:.3f} off the stock forward"
+    return "" if apart <= ALIKE else f"steps differ from the stock forward by {apart:.3f}"
 
 
 def read_prompt(shard: Shard, x: Tensor) -> Callable[[], SpanCache | None]:
-    """Read a prompt of the first `BEFORE` rows; return what makes caches that hold it."""
+    """Prefill the first `BEFORE` rows; return a function that copies the filled cache."""
     cache = shard.new_cache()
     shard.forward(put(x[:, :BEFORE], shard.device), cache, rows=1)
     return lambda: deepcopy(cache) if shard.span else None
 
 
 def draw_rows(shard: Shard, most: int = TRIED) -> Tensor:
-    """Draw the rows [1, T or T, D] of a trial; the same each time."""
+    """Draw the rows [1, T or T, D] of a trial, always the same."""
     config = shard.model.config.get_text_config(decoder=True)
     generator, count = torch.Generator().manual_seed(0), BEFORE + most
     if shard.embed:
@@ -170,11 +170,11 @@ def chosen_layers(shard: Shard, budget: int) -> list[int]:
 
 @contextmanager
 def abridged(shard: Shard, layers: Sequence[int]) -> Iterator[None]:
-    """Let only some layers of a shard compute for a while; the others pass their input on."""
+    """Run only some layers of a shard inside the block; the others return their input."""
     span = range(shard.span.start, shard.span.stop)
     skipped = [shard.layer(index) for index in span if index not in layers]
     for layer in skipped:
-        layer.forward = LayerStub(layer, shard.arity).forward  # hooks stay, which end the span
+        layer.forward = LayerStub(layer, shard.arity).forward  # keeps the hooks that end the span
     try:
         yield
     finally:
@@ -183,7 +183,7 @@ def abridged(shard: Shard, layers: Sequence[int]) -> Iterator[None]:
 
 
 def _traits(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """List what tells one kind of layer from another: its modules, their shapes and switches."""
+    """List what distinguishes kinds of layers: modules, their shapes and switches."""
     for name, module in layer.named_modules():
         shapes = (tuple(each.shape) for each in module.parameters(recurse=False))
         switches = sorted(
@@ -193,6 +193,6 @@ def _traits(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _apart(own: Tensor, its: Tensor) -> float:
-    """Measure the distance, relative to the norm; NaN is never near."""
+    """Return the distance relative to the norm of the stock rows; infinite for NaN."""
     gap = float((own.float() - its.float()).norm() / its.float().norm())
     return float("inf") if isnan(gap) else gap

@@ -1,1 +1,1 @@
-"""Text to tokens, and back."""
+"""Tokenizer and incremental detokenizer."""

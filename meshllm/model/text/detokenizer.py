@@ -1,22 +1,22 @@
-"""The tokens of an answer to text, piece by piece; knows a tokenizer only by its decode."""
+"""Incremental detokenizer: the tokens of an answer to text, with stop texts."""
 
 from collections.abc import Callable, Sequence
 
 from meshllm.errors import UserError
 
-MAX_STOPS = 64  # each is looked for after each token
+MAX_STOPS = 64  # each is searched after each token
 MAX_STOP_CHARS = 1024
 
 _REPLACEMENT = "\ufffd"
-_MAX_UNSETTLED = 3  # bytes of a character that may still be completed: UTF-8 has at most 4
-_MAX_PENDING = 32  # tokens without a character; more are garbage and are shown as such
+_MAX_UNSETTLED = 3  # bytes of an incomplete character: UTF-8 has at most 4
+_MAX_PENDING = 32  # tokens without a complete character; more are emitted as they are
 
 
 class TextStream:
-    """Tokens of one answer to text: whole characters, no special tokens, nothing from a stop on.
+    """Tokens of one answer to text: whole characters, no special tokens, nothing after a stop.
 
-    Where several stop texts occur, the first to be complete counts, and of those that end together
-    the longest; so the cut does not depend on where tokens begin.
+    If several stop texts occur, the first to be complete counts, and of those that end together
+    the longest; so the cut does not depend on token boundaries.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class TextStream:
         silent: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
     ) -> None:
-        """Begin empty; raise `UserError` for stop texts that are empty, too long or too many."""
+        """Start empty; raise `UserError` for stop texts that are empty, too long or too many."""
         _check_stop(stop)
         self.stopped = False
         self._characters = _Characters(decode)
@@ -35,13 +35,13 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Take one token; return the text that is now certain, often none."""
+        """Append a token; return the text that is now certain, often none."""
         if self.stopped or token in self._silent:
             return ""
         return self._before_stop(self._characters.push(token))
 
     def finish(self) -> str:
-        """Return what was held back: the beginning of a stop text, or of a character."""
+        """Return the text held back as a possible start of a stop text or of a character."""
         if self.stopped:
             return ""
         text = self._before_stop(self._characters.finish())
@@ -62,11 +62,12 @@ class TextStream:
 class _Characters:
     """Tokens to whole characters, at a constant cost per token.
 
-    A token may read differently after another (a leading space, half a character), so it is decoded
-    behind the tokens that were shown last. What was shown stays; replacement characters at the end
-    wait until they are complete or certain to be none. Byte fallback (SentencePiece) reads a run of
-    bytes as a whole, each byte as a replacement character until all of the run is valid: then the
-    text gets shorter; and a new byte spoils a run that was shown, so it is read without it.
+    A token can decode differently after another (a leading space, half a character), so it is
+    decoded after the tokens emitted last. Emitted text never changes; trailing replacement
+    characters wait until they are complete or certainly invalid. Byte fallback (SentencePiece)
+    decodes a run of bytes as a whole, each byte as a replacement character until the whole run is
+    valid: then the text gets shorter. A new byte can invalidate an emitted run, so it is decoded
+    without the run.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -75,9 +76,9 @@ class _Characters:
 
     def _forget(self) -> None:
         self._window: list[int] = []
-        self._context = 0  # so many tokens of the window were shown before
-        self._text = ""  # what the window reads
-        self._shown = 0  # so many characters of it were shown
+        self._context = 0  # tokens of the window that were emitted before
+        self._text = ""  # the decoded window
+        self._shown = 0  # characters of it that were emitted
 
     def push(self, token: int) -> str:
         self._window.append(token)
@@ -113,19 +114,19 @@ class _Characters:
 
 def _check_stop(stop: Sequence[str]) -> None:
     if len(stop) > MAX_STOPS:
-        raise UserError(f"{len(stop)} stop texts are more than {MAX_STOPS}")
+        raise UserError(f"{len(stop)} stop texts, more than {MAX_STOPS}")
     for text in stop:
         if not 0 < len(text) <= MAX_STOP_CHARS:
-            raise UserError(f"a stop text has {len(text)} characters, not 1 to {MAX_STOP_CHARS}")
+            raise UserError(f"A stop text has {len(text)} characters, not 1 to {MAX_STOP_CHARS}")
 
 
 def _unsettled(text: str) -> int:
-    """Count the replacement characters at the end that may be parts of one to come."""
+    """Count the trailing replacement characters that can be parts of an incomplete character."""
     return min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_UNSETTLED)
 
 
 def _overlap(text: str, stop: Sequence[str]) -> int:
-    """Return the length of the longest end of the text that begins a stop text."""
+    """Return the length of the longest suffix of the text that is a prefix of a stop text."""
     longest = max(map(len, stop), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(one.startswith(text[-size:]) for one in stop):

@@ -1,6 +1,6 @@
-"""Text to token ids and back, by the model's own tokenizer.
+"""The tokenizer and chat template of a model.
 
-Model text is data: nothing is escaped here (`meshllm.log.escape` is for terminals).
+Generated text is data: nothing is escaped here (`meshllm.log.escape` is for terminals).
 """
 
 import json
@@ -16,9 +16,9 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.request import Turn
 
-MAX_TEMPLATE_CHARS = 1 << 18  # a stranger's code; about ten times what large ones take
+MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
 
-# What foreign tokenizer files raise in transformers, besides what is bare (see `_load`).
+# Raised by transformers for invalid tokenizer files, besides bare Exception (see `_load`).
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -28,12 +28,12 @@ _UNREADABLE = (
     ImportError,
     RecursionError,
 )
-# What foreign templates raise in jinja2's sandbox; ValueError is transformers' own.
+# Raised by templates in jinja2's sandbox; ValueError is transformers' own.
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
 class Text:
-    """The tokenizer and chat template of one model; not for several threads at once."""
+    """The tokenizer and chat template of one model; not thread-safe."""
 
     def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
         """Wrap a tokenizer of transformers; `load` is the usual way."""
@@ -45,28 +45,28 @@ class Text:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the tokenizer that lies beside a model; run none of its code, ask no network.
+        """Read the tokenizer in a model's folder, without remote code and network access.
 
         Raises:
-            ModelError: there is none, it is damaged, or its chat template is too long.
+            ModelError: it is missing or damaged, or its chat template is too long.
         """
         tokenizer = _load(folder)
         template = tokenizer.chat_template or ""
         size = max(map(len, template.values() if isinstance(template, dict) else [template]))
         if size > MAX_TEMPLATE_CHARS:
             raise ModelError(
-                f"the chat template in `{folder}` has {size} characters, "
+                f"The chat template in `{folder}` has {size} characters, "
                 f"more than {MAX_TEMPLATE_CHARS}"
             )
         return cls(tokenizer, _end_tokens(folder, tokenizer))
 
     @property
     def words(self) -> dict[int, str]:
-        """Every token that has a word, special ones included."""
+        """The vocabulary by token id, special tokens included."""
         return {token: word for word, token in self._tokenizer.get_vocab().items()}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt as it is, with the start token where the model has one.
+        """Return the ids of a raw prompt, with the start token if the model has one.
 
         Control tokens written in the text become control tokens.
         """
@@ -74,17 +74,17 @@ class Text:
         return list(self._tokenizer(text)["input_ids"])
 
     def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
-        """Return the ids of a chat, up to where the answer begins.
+        """Return the ids of a chat, up to the start of the answer.
 
-        Control tokens written in a turn stay plain text: no one ends a turn from inside. A model
-        without a template gets the system text, then ``User: ...`` and ``Assistant: ...``, a blank
-        line between turns, and ``Assistant:`` at the end.
+        Control tokens written in a turn stay plain text, so the content of a turn cannot end it. A
+        model without a template gets the system text, then ``User: ...`` and ``Assistant: ...``, a
+        blank line between turns, and ``Assistant:`` at the end.
 
         Raises:
-            UserError: there is no turn, or the template does not take these.
+            UserError: there is no turn, or the template rejects them.
         """
         if not turns:
-            raise UserError("a chat without a turn has no answer")
+            raise UserError("A chat needs at least one turn")
         for turn in turns:
             _check_unicode(turn["content"])
         if not self._tokenizer.chat_template:
@@ -95,23 +95,23 @@ class Text:
             )
         except _REFUSALS as error:
             raise UserError(
-                f"the model's chat template refuses this chat: {error}",
-                hint="turns usually alternate between user and assistant, or use `--raw`",
+                f"The model's chat template rejects this chat: {error}",
+                hint="alternate turns between user and assistant, or use `--raw`",
             ) from error
         return list(encoding["input_ids"])
 
     def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """Begin an answer that the first of the ``stop`` texts ends."""
+        """Start the detokenizer of an answer, which ends at the first of the ``stop`` texts."""
         return TextStream(self._decode, silent=self._silent, stop=stop)
 
     def _decode(self, tokens: list[int]) -> str:
-        # The clean-up removes spaces before marks: what was shown could change afterwards.
+        # The clean-up removes spaces before punctuation, which would change text already emitted.
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text
 
 
 def quieten() -> None:
-    """Silence the news and progress bars of transformers and huggingface_hub, but not for `-vv`."""
+    """Silence logs and progress bars of transformers and huggingface_hub, except with `-vv`."""
     if logging.getLogger("meshllm").isEnabledFor(logging.DEBUG):
         return
     from huggingface_hub.utils import logging as hub
@@ -128,28 +128,28 @@ def _load(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
-        raise ModelError(f"there is no folder `{folder}`")
+        raise ModelError(f"There is no folder `{folder}`")
     quieten()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # The tokenizers library raises bare Exception for a file that it does not understand.
+        # The tokenizers library raises bare Exception for an invalid file.
         if type(error) is Exception or isinstance(error, _UNREADABLE):
-            raise ModelError(f"the tokenizer in `{folder}` is missing or damaged") from error
+            raise ModelError(f"The tokenizer in `{folder}` is missing or damaged") from error
         raise
-    # Without its file a tokenizer of a known class is made all the same, with no words in it.
+    # Without its file transformers still makes a tokenizer of a known class, with no vocabulary.
     names = tokenizer.vocab_files_names.values()
     if names and not any((folder / name).is_file() for name in names):
-        raise ModelError(f"the tokenizer in `{folder}` is missing: none of {', '.join(names)}")
-    # How long a prompt may be is found out by whoever knows the model; a tokenizer only warns.
+        raise ModelError(f"The tokenizer in `{folder}` is missing: none of {', '.join(names)}")
+    # The caller checks the length of a prompt; a tokenizer would only warn.
     tokenizer.model_max_length = sys.maxsize
     return tokenizer
 
 
 def _end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Collect what ends an answer: generation config, else config, and the tokenizer's own."""
+    """Collect the end tokens of generation config, else config, and of the tokenizer."""
     ends = _eos(folder / "generation_config.json") or _eos(folder / "config.json")
     return ends | _ids(tokenizer.eos_token_id)
 
@@ -173,7 +173,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the text is not valid Unicode at character {error.start}") from None
+        raise UserError(f"The text is not valid Unicode at character {error.start}") from None
 
 
 def _plain(turns: Sequence[Turn]) -> str:

@@ -126,5 +126,5 @@ def test_a_bad_draft_is_of_no_use_and_no_harm(
 def test_a_draft_with_other_tokens_is_refused(source: Source) -> None:
     options = RingOptions(nodes=1, inference=InferenceConfig(threads=1, draft="builtin"))
 
-    with pytest.raises(ModelError, match="`builtin` cannot guess for `qwen3`"):
+    with pytest.raises(ModelError, match="`builtin` cannot draft for `qwen3`"):
         asyncio.run(answers(source, options))

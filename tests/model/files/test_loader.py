@@ -1,4 +1,4 @@
-"""Weights from files: only what is needed, as stock code reads it, and clear words for damage."""
+"""Weights from files: only what is needed, as stock code reads it, and clear errors for damage."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_files_that_are_needed_are_named_when_absent(split: Source) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_experts_of_a_layer_are_merged_from_the_names_of_the_hub(
+def test_experts_of_a_layer_are_merged_from_their_hub_names(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     source = tiny_model(tmp_path, "mixtral", dtype=torch.bfloat16)
@@ -89,9 +89,7 @@ def test_experts_of_different_shapes_are_refused(tmp_path: Path) -> None:
 
     rewrite(source, widen)
 
-    with pytest.raises(
-        ModelError, match="cannot be converted: the experts are of different shapes"
-    ):
+    with pytest.raises(ModelError, match="cannot be converted: the experts have different shapes"):
         load_shard(source, Span(1, 2), embed=False, head=False)
 
 
@@ -139,7 +137,7 @@ def test_weights_stay_mapped_in_the_file_unless_the_dtype_changes(llama: Source)
         assert all(any(a <= at < b for a, b in regions) is inside for at in addresses)
 
 
-def test_the_dtype_is_read_from_the_weights_when_the_config_does_not_tell(tmp_path: Path) -> None:
+def test_the_dtype_is_read_from_the_weights_if_the_config_has_none(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, dtype=torch.bfloat16)
     config = json.loads((tmp_path / "config.json").read_bytes())
     del config["dtype"]
@@ -204,14 +202,14 @@ def test_an_index_that_names_the_wrong_file_is_refused(split: Source) -> None:
 def test_a_damaged_index_is_refused(split: Source, text: str) -> None:
     (split.folder / INDEX).write_text(text)
 
-    with pytest.raises(ModelError, match="is no index of safetensors files"):
+    with pytest.raises(ModelError, match="Invalid safetensors index"):
         list_weights(split.folder)
 
 
-def test_an_index_may_not_lead_out_of_its_folder(split: Source) -> None:
+def test_an_index_cannot_refer_outside_its_folder(split: Source) -> None:
     (split.folder / INDEX).write_text(json.dumps({"weight_map": {"x": "../other.safetensors"}}))
 
-    with pytest.raises(ModelError, match="leads out of its folder"):
+    with pytest.raises(ModelError, match="refers to a file outside its folder"):
         list_weights(split.folder)
 
 

@@ -35,7 +35,7 @@ def alter(source: Source, name: str, tensor: torch.Tensor) -> None:
     save_file(load_file(file) | {name: tensor}, file)
 
 
-def test_every_part_has_a_digest_of_its_own(source: Source, tmp_path: Path) -> None:
+def test_every_part_has_its_own_digest(source: Source, tmp_path: Path) -> None:
     found = manifest(source, tmp_path / "cache")
 
     assert len(found) == len(set(found)) == LAYERS + 3
@@ -52,7 +52,7 @@ def test_every_part_has_a_digest_of_its_own(source: Source, tmp_path: Path) -> N
         ("model.norm.weight", HEAD),
     ],
 )
-def test_one_value_shows_in_its_part_only(
+def test_one_value_changes_the_digest_of_its_part_only(
     source: Source, tmp_path: Path, name: str, part: int
 ) -> None:
     before = manifest(source, tmp_path)
@@ -64,7 +64,7 @@ def test_one_value_shows_in_its_part_only(
     assert changed(before, manifest(source, tmp_path)) == [part]
 
 
-def test_the_dtype_shows(source: Source, tmp_path: Path) -> None:
+def test_the_dtype_changes_the_digest(source: Source, tmp_path: Path) -> None:
     before = manifest(source, tmp_path)
     name = "model.layers.0.mlp.up_proj.weight"
     tensor = load_file(source.folder / "model.safetensors")[name]
@@ -74,7 +74,7 @@ def test_the_dtype_shows(source: Source, tmp_path: Path) -> None:
     assert changed(before, manifest(source, tmp_path)) == [0]
 
 
-def test_how_weights_are_divided_over_files_does_not_show(tmp_path: Path) -> None:
+def test_the_division_over_files_does_not_matter(tmp_path: Path) -> None:
     whole = tiny_model(tmp_path / "whole")
     split = tiny_model(tmp_path / "split", file_bytes=40_000)
 
@@ -82,7 +82,7 @@ def test_how_weights_are_divided_over_files_does_not_show(tmp_path: Path) -> Non
     assert manifest(whole, tmp_path / "a") == manifest(split, tmp_path / "b")
 
 
-def test_what_is_not_here_is_zeros(tmp_path: Path) -> None:
+def test_missing_parts_are_zeros(tmp_path: Path) -> None:
     split = tiny_model(tmp_path / "split", file_bytes=40_000)
     whole = manifest(split, tmp_path / "cache")
     index = json.loads((split.folder / "model.safetensors.index.json").read_text())
@@ -96,7 +96,7 @@ def test_what_is_not_here_is_zeros(tmp_path: Path) -> None:
     assert all(found[at] == ABSENT for at in changed(whole, found))
 
 
-def test_a_second_look_reads_no_weights(
+def test_a_second_call_reads_no_weights(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = manifest(source, tmp_path)
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_named(source: Source, tmp_path: Path, data: bytes) ->
         manifest(source, tmp_path)
 
 
-def test_an_index_that_names_another_file_is_found_out(source: Source, tmp_path: Path) -> None:
+def test_an_index_that_names_the_wrong_file_is_refused(source: Source, tmp_path: Path) -> None:
     (source.folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.layers.9.mlp.up_proj.weight": "model.safetensors"}})
     )
@@ -155,7 +155,7 @@ def test_an_index_that_names_another_file_is_found_out(source: Source, tmp_path:
         manifest(source, tmp_path)
 
 
-def test_where_a_config_comes_from_does_not_show(source: Source) -> None:
+def test_the_origin_of_a_config_does_not_matter(source: Source) -> None:
     before = config_digest(source)
     path = source.folder / "config.json"
     raw = json.loads(path.read_text())

@@ -14,7 +14,7 @@ IDS = torch.arange(32).reshape(2, 16)
 
 
 class Recorder:
-    """A session that gives back its tokens and notes what it is asked."""
+    """A session that returns its tokens and records its calls."""
 
     def __init__(self, trace: list[tuple[str, int]]) -> None:
         self.length = 0
@@ -32,7 +32,7 @@ class Recorder:
 
 
 class Idle:
-    """A shard that does nothing, with a cache of nothing."""
+    """A shard that does nothing, with an empty cache."""
 
     def new_cache(self) -> object:
         return object()
@@ -72,14 +72,14 @@ def test_l_parts_hold_one_layer_each() -> None:
     assert [len(part.span) for part in layout("L", 6)] == [1] * 6
 
 
-def test_the_entry_layout_holds_the_head_apart() -> None:
+def test_the_entry_layout_has_a_separate_head() -> None:
     *_, last = layout("entry", 6)
 
     assert last == Part(Span(6, 6), embed=False, head=True)
     assert [part.head for part in layout("entry", 6)] == [False, False, True]
 
 
-def test_the_ends_layout_holds_both_ends_apart() -> None:
+def test_the_ends_layout_has_separate_ends() -> None:
     first, *inner, last = layout("ends", 6)
 
     assert first == Part(Span(0, 0), embed=True, head=False)
@@ -95,7 +95,7 @@ def test_case_and_reference_write_the_same_rows(name: str) -> None:
     assert unequal(reference, case) is None
 
 
-def test_a_crop_takes_back_each_count_and_writes_on() -> None:
+def test_a_crop_removes_each_count_and_writes_on() -> None:
     trace: list[tuple[str, int]] = []
 
     cases.cropped((1, 8))(recorder(trace), IDS)
@@ -127,14 +127,14 @@ def test_nan_is_never_equal() -> None:
 
 @pytest.mark.parametrize(
     ("shard", "damage"),
-    [(Idle(), "skipping a part goes unnoticed"), (Adding(), "losing a cache goes unnoticed")],
+    [(Idle(), "skipping a part is not detected"), (Adding(), "losing a cache is not detected")],
 )
-def test_a_blind_comparison_is_found_out(shard: Shard, damage: str) -> None:
+def test_a_blind_comparison_is_detected(shard: Shard, damage: str) -> None:
     assert cases.overlooks([shard, shard, shard], IDS) == damage
 
 
 def test_a_ring_carries_the_rows_through_every_part() -> None:
-    shard: Shard = Adding()  # type: ignore[assignment]  # it quacks
+    shard: Shard = Adding()  # type: ignore[assignment]  # duck-typed
     session = RingSession([shard, shard])
 
     rows = session.write(IDS[:, :3])

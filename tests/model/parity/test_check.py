@@ -37,7 +37,7 @@ def llama() -> Iterator[Source]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the measurement by one that notes which type it was asked for."""
+    """Replace the measurement by one that records the types."""
     calls: list[str] = []
 
     def measured(config: LlamaConfig, depth: Depth | None = None) -> Verdict:
@@ -54,10 +54,10 @@ def test_a_real_config_is_checked_in_its_own_shape(tmp_path: Path) -> None:
     assert verdict == replace(KNOWN, model_type="qwen3", transformers=transformers.__version__)
 
 
-def test_a_type_with_wrong_numbers_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_type_that_differs_is_refused_by_name(tmp_path: Path) -> None:
     verdict = check(Zamba2Config(), folder=tmp_path)
 
-    with pytest.raises(ModelError, match="model type `zamba2` cannot be split: "):
+    with pytest.raises(ModelError, match="Model type `zamba2` cannot be split: "):
         verdict.require(2)
 
 
@@ -148,7 +148,7 @@ def test_switches_that_do_not_shrink_fall_back_to_the_table(
     assert asked == [6, 6]
 
 
-def test_a_type_of_which_nothing_runs_is_refused(
+def test_a_type_that_does_not_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(_: LlamaConfig) -> Verdict:
@@ -182,7 +182,7 @@ def test_a_model_is_verified_against_generate(llama: Source) -> None:
     ]
 
 
-def test_what_the_model_prefers_in_generation_is_set_aside(llama: Source) -> None:
+def test_the_generation_config_of_the_model_is_ignored(llama: Source) -> None:
     greedy = verify(llama, splits=(2,), prompt=PROMPT)
     settings = llama.folder / "generation_config.json"
     before = settings.read_text()
@@ -213,13 +213,13 @@ def test_a_damaged_part_is_not_verified(llama: Source, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("size", "outcome"), [(2e-7, Outcome.ROUNDING), (1e-2, Outcome.DIFFERENT)])
-def test_rounding_is_no_error(
+def test_rounding_is_not_an_error(
     llama: Source, monkeypatch: pytest.MonkeyPatch, size: float, outcome: Outcome
 ) -> None:
     class Rounding(RingSession):
         def write(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
             rows = super().write(ids, mask)
-            return rows + size * rows.abs().max()  # every choice stays
+            return rows + size * rows.abs().max()  # no greedy choice changes
 
     monkeypatch.setattr(module, "RingSession", Rounding)
 
@@ -229,7 +229,7 @@ def test_rounding_is_no_error(
     assert report.relative == pytest.approx(size, abs=1e-7)
 
 
-def test_what_is_no_number_is_an_error() -> None:
+def test_nan_is_an_error() -> None:
     part = Split((), equal=False, same_tokens=True, gap=math.nan, relative=math.nan)
     other = replace(part, gap=1e-7, relative=1e-7)
 
@@ -244,15 +244,15 @@ def test_more_parts_than_layers_are_refused(llama: Source) -> None:
         verify(llama, splits=(7,), prompt=PROMPT)
 
 
-def test_a_text_longer_than_the_model_takes_is_refused(tmp_path: Path) -> None:
+def test_a_text_longer_than_the_context_is_refused(tmp_path: Path) -> None:
     source = tiny_model(tmp_path)
     context = source.config.max_position_embeddings
 
-    with pytest.raises(ModelError, match=f"{context} \\+ 1 tokens are more than the {context}"):
+    with pytest.raises(ModelError, match=f"{context} \\+ 1 tokens exceed the context of {context}"):
         verify(source, splits=(2,), prompt=[3] * context, tokens=1)
 
 
-def test_a_model_without_a_tokenizer_is_compared_by_numbers(llama: Source) -> None:
+def test_a_model_without_a_tokenizer_is_compared_on_ids(llama: Source) -> None:
     report = verify(llama, splits=(2,))
 
     assert report.equal

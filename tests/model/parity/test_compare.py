@@ -39,7 +39,7 @@ EYE = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }
-"""A tiny vision tower: what each class of config knows of it is taken."""
+"""A tiny vision tower: each config class takes the fields that it has."""
 FEW = Depth(layouts=("3", "entry"), crops=(1, 8))
 
 
@@ -53,7 +53,7 @@ def test_the_parts_are_the_whole(name: str) -> None:
 
     assert verdict.reason == ""
     assert verdict.equal
-    assert verdict.croppable == (name in ATTENTION)  # a state that was mixed in has no way back
+    assert verdict.croppable == (name in ATTENTION)  # a recurrent state cannot be cropped
     assert verdict.chunkable == (name not in FORGETFUL)
 
 
@@ -90,7 +90,7 @@ def test_a_model_without_a_cache_is_refused() -> None:
         measure(tiny_config("openai-gpt", read_table()), Depth(layouts=("1",)))
 
 
-def test_one_wrong_weight_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_weight_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_worn(source: Source, span: Span, **options: Any) -> Shard:
         shard = load_shard(source, span, **options)
         weight = next(p for p in shard.model.parameters() if not p.is_meta)
@@ -105,7 +105,7 @@ def test_one_wrong_weight_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "logits differ" in verdict.reason
 
 
-def test_what_the_engine_cannot_hold_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_that_cannot_be_split_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: Source, *_: object, **__: object) -> Shard:
         raise ModelError(f"no list of layers in `{source.folder}`\nsecond line")
 
@@ -117,7 +117,7 @@ def test_what_the_engine_cannot_hold_is_a_reason(monkeypatch: pytest.MonkeyPatch
     assert verdict.reason == "ModelError: no list of layers in `the model`, parts 0:6 in float32"
 
 
-def test_a_specimen_is_the_same_each_time_and_leaves_nothing() -> None:
+def test_a_random_model_is_reproducible_and_leaves_no_trace() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)

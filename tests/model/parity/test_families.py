@@ -38,7 +38,7 @@ def test_every_registered_type_is_a_text_type_or_excluded_with_a_reason(table: T
     assert all(table.excluded.values())
 
 
-def test_the_data_name_no_type_that_is_unknown(table: Table) -> None:
+def test_the_data_has_no_unknown_type(table: Table) -> None:
     named = {name.partition(":")[0] for name in table.types}
 
     assert named <= set(text_types(table))
@@ -91,7 +91,7 @@ def test_shrinking_keeps_switches_and_drops_sizes(table: Table) -> None:
     assert tiny.rope_parameters == real.rope_parameters
 
 
-def test_shrinking_leaves_off_what_is_off(table: Table) -> None:
+def test_shrinking_keeps_disabled_features_disabled(table: Table) -> None:
     real = Qwen3Config(sliding_window=None, num_key_value_heads=None)
 
     assert shrink(real, table).sliding_window is None
@@ -114,7 +114,7 @@ def test_shrinking_a_short_model_repeats_its_layers(table: Table) -> None:
 
 
 @pytest.mark.parametrize("part", [1.0, 0.75])
-def test_shrinking_leaves_a_factor_to_each_pair_that_turns(table: Table, part: float) -> None:
+def test_shrinking_keeps_one_rotary_factor_per_pair(table: Table, part: float) -> None:
     factors = [1 + at / 10 for at in range(int(128 * part) // 2)]
     rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors[::-1]}
     real = Phi3Config(
@@ -151,7 +151,7 @@ def test_a_type_that_only_runs_whole_says_so() -> None:
     verdict.require(1)
     with pytest.raises(ModelError, match=r"`llama` cannot be split: logits differ") as caught:
         verdict.require(2)
-    assert caught.value.hint == "it runs whole: `--nodes 1`"
+    assert caught.value.hint == "run it whole with `--nodes 1`"
 
 
 def test_a_type_that_differs_whole_is_refused_everywhere() -> None:

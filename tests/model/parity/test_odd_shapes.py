@@ -37,7 +37,7 @@ def whole(source: Source) -> list[Tensor]:
 
 
 def second_half(folder: Path, model_type: str, link: Connection) -> None:
-    """Run the last layers and the head on rows that come as bytes, at any address."""
+    """Run the last layers and the head on rows received as bytes, at any address."""
     torch.set_num_threads(1)
     source = open_folder(model_type, folder)
     shard = load_shard(source, Span(3, 6), embed=False, head=True)
@@ -67,7 +67,7 @@ def test_parts_of_an_odd_shape_are_equal_bit_for_bit(name: str) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Products have the same bits at the same number of threads only."""
+    """Products have the same bits only with the same number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""A small model guesses: what it reads, what it reads again, and when it keeps quiet."""
+"""A draft model: what it drafts, what it reads again, and when there is no draft."""
 
 import shutil
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from meshllm.testing.models import stock_model, tiny_model
 from tests.builders.small_tokenizers import byte_fallback, byte_level
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
-SURE = 64  # times the logits of random weights; a power of two, so greedy text stays as it is
+SURE = 64  # scales the logits of random weights; a power of two, so greedy text is unchanged
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """A tiny Qwen3 that is sure of what it says."""
+    """A tiny Qwen3 with confident logits."""
     folder = tmp_path_factory.mktemp("qwen3")
     tiny_model(folder, "qwen3")
     weights = load_file(folder / "model.safetensors")
@@ -52,7 +52,7 @@ def drafting(draft: Draft) -> ModelDrafting:
 
 
 class Watched:
-    """Notes what a draft reads."""
+    """Records what a draft model reads."""
 
     def __init__(self, drafting: ModelDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[list[int]] = []
@@ -66,7 +66,7 @@ class Watched:
         return self._read(tokens, cache)
 
     def taken(self) -> list[list[int]]:
-        """Return what was read since the last time."""
+        """Return what was read since the last call."""
         reads, self.reads = self.reads, []
         return reads
 
@@ -88,13 +88,15 @@ def guessed(drafter: ModelDrafter, most: int) -> tuple[int, ...]:
 
 
 def looked(drafter: ModelDrafter, most: int) -> tuple[int | None, tuple[int, ...]]:
-    """Look until all is read, and guess."""
+    """Look until all is read, and draft."""
     looks = (drafter.look() for _ in range(9))
     confidence = next(look for look in looks if look is not None)
     return confidence, drafter.guess(most)
 
 
-def test_it_guesses_what_the_stock_model_says(source: Source, drafting: ModelDrafting) -> None:
+def test_the_draft_is_the_greedy_text_of_the_stock_model(
+    source: Source, drafting: ModelDrafting
+) -> None:
     stock: Any = stock_model(source)
     ids = torch.tensor([PROMPT])
     written = stock.generate(
@@ -107,7 +109,7 @@ def test_it_guesses_what_the_stock_model_says(source: Source, drafting: ModelDra
     assert guesses == tuple(written[0, len(PROMPT) :].tolist())[: len(guesses)]
 
 
-def test_guesses_that_were_right_are_not_read_again(watched: Watched) -> None:
+def test_accepted_tokens_are_not_read_again(watched: Watched) -> None:
     drafter = watched.drafter
     drafter.extend(PROMPT)
     guesses = guessed(drafter, 3)
@@ -119,7 +121,7 @@ def test_guesses_that_were_right_are_not_read_again(watched: Watched) -> None:
     assert watched.taken() == [[guesses[-1], 1]]
 
 
-def test_behind_a_wrong_guess_only_what_is_new_is_read(watched: Watched) -> None:
+def test_after_a_rejected_token_only_new_tokens_are_read(watched: Watched) -> None:
     drafter = watched.drafter
     drafter.extend(PROMPT)
     guesses = guessed(drafter, 4)
@@ -131,7 +133,7 @@ def test_behind_a_wrong_guess_only_what_is_new_is_read(watched: Watched) -> None
     assert watched.taken() == [[guesses[1] ^ 1]]
 
 
-def test_guesses_that_were_not_asked_for_are_no_harm(drafting: ModelDrafting) -> None:
+def test_an_unused_draft_does_no_harm(drafting: ModelDrafting) -> None:
     drafter = after(drafting, *PROMPT)
     guesses = guessed(drafter, 4)
 
@@ -142,7 +144,7 @@ def test_guesses_that_were_not_asked_for_are_no_harm(drafting: ModelDrafting) ->
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=5))
-def test_whatever_was_guessed_before_a_guess_follows_from_the_text(
+def test_a_draft_does_not_depend_on_earlier_drafts(
     drafting: ModelDrafting, steps: list[tuple[int, int]]
 ) -> None:
     drafter, text = after(drafting, *PROMPT), list(PROMPT)
@@ -155,7 +157,7 @@ def test_whatever_was_guessed_before_a_guess_follows_from_the_text(
     assert looked(drafter, 3) == looked(after(drafting, *text), 3)
 
 
-def test_much_text_is_read_in_pieces_before_anything_is_guessed(
+def test_a_long_text_is_prefilled_in_chunks_before_the_first_draft(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_model, "CHUNK", 40)
@@ -169,7 +171,7 @@ def test_much_text_is_read_in_pieces_before_anything_is_guessed(
     assert looks[2] == looks[3] is not None
 
 
-def test_a_piece_leaves_a_token_to_guess_from(watched: Watched) -> None:
+def test_a_chunk_leaves_a_token_to_draft_from(watched: Watched) -> None:
     watched.drafter.extend(range(STRIDE + 1))
 
     assert watched.drafter.look() is None
@@ -178,14 +180,14 @@ def test_a_piece_leaves_a_token_to_guess_from(watched: Watched) -> None:
     assert CHUNK > STRIDE
 
 
-def test_without_a_text_there_is_no_guess(drafting: ModelDrafting) -> None:
+def test_without_a_text_there_is_no_draft(drafting: ModelDrafting) -> None:
     assert drafting.begin().look() is None
 
 
 @pytest.mark.parametrize(
     ("probability", "confidence"), [(0.1, 0), (0.4, 1), (0.7, 2), (0.75, 3), (1.0, 3)]
 )
-def test_what_is_likely_is_sure(
+def test_confidence_follows_the_probability(
     drafting: ModelDrafting,
     monkeypatch: pytest.MonkeyPatch,
     probability: float,
@@ -197,7 +199,7 @@ def test_what_is_likely_is_sure(
 
 
 @pytest.mark.parametrize(("probability", "count"), [(0.1, 1), (0.5, 3), (0.7, 4), (1.0, 16)])
-def test_what_is_unlikely_ends_the_guesses(
+def test_an_unlikely_token_ends_the_draft(
     drafting: ModelDrafting, monkeypatch: pytest.MonkeyPatch, probability: float, count: int
 ) -> None:
     monkeypatch.setattr(drafting, "read", lambda *_: (1, probability))
@@ -206,7 +208,7 @@ def test_what_is_unlikely_ends_the_guesses(
     assert guessed(after(drafting, 1), 16) == (1,) * count
 
 
-def test_it_never_reads_behind_its_context(draft: Draft) -> None:
+def test_it_never_reads_beyond_its_context(draft: Draft) -> None:
     shape = replace(draft.shape, context=12)
     drafter = after(replace(draft, shape=shape).load(), *PROMPT)
 
@@ -217,7 +219,7 @@ def test_it_never_reads_behind_its_context(draft: Draft) -> None:
     assert drafter.look() is None
 
 
-def test_only_tokens_of_both_are_guessed_and_read(draft: Draft) -> None:
+def test_only_tokens_of_both_models_are_drafted_and_read(draft: Draft) -> None:
     likeliest = guessed(after(draft.load(), *PROMPT), 1)[0]
     few = replace(draft, vocabulary=likeliest).load()
     drafter = after(few, *PROMPT)
@@ -232,7 +234,7 @@ def test_its_weights_are_counted(source: Source, draft: Draft) -> None:
     assert draft.bytes == sum(each.nbytes for each in stock_model(source).state_dict().values())
 
 
-def test_the_next_turn_begins_with_what_was_read_of_the_last(watched: Watched) -> None:
+def test_the_next_turn_reuses_the_cache_of_the_last(watched: Watched) -> None:
     first, second = watched.drafter, watched.drafting.begin()
     turn = [token % 100 for token in range(60)]
     first.extend(turn)
@@ -248,13 +250,11 @@ def test_the_next_turn_begins_with_what_was_read_of_the_last(watched: Watched) -
     assert watched.taken() == [[7, 7, 7]]
     fresh = after(watched.drafting, *turn[:-5], 7, 7, 7)
     assert looked(fresh, 4) == (confidence, second.guess(4))
-    assert max(map(len, watched.taken())) > STRIDE  # a cache is given to one text only
+    assert max(map(len, watched.taken())) > STRIDE  # a cache is handed out once
 
 
 @pytest.mark.parametrize("shared", [0, STRIDE, STRIDE + 1])
-def test_only_a_text_that_begins_as_the_last_one_has_what_was_read(
-    watched: Watched, shared: int
-) -> None:
+def test_only_a_text_with_the_same_prefix_reuses_the_cache(watched: Watched, shared: int) -> None:
     text = list(range(60))
     watched.drafter.extend(text)
     looked(watched.drafter, 1)
@@ -281,7 +281,7 @@ def test_two_texts_never_share_a_cache(drafting: ModelDrafting) -> None:
     assert len({id(each.held()[1]) for each in (one, other)}) == 2
 
 
-def test_a_window_that_moved_on_is_read_anew(tmp_path: Path) -> None:
+def test_a_sliding_window_that_moved_on_is_read_again(tmp_path: Path) -> None:
     changes = {"sliding_window": 8, "max_position_embeddings": 1024}
     window = other(tiny_model(tmp_path / "m", "mistral"), tmp_path / "w", **changes)
     drafting = find_draft(window, window).load()
@@ -304,7 +304,7 @@ def test_each_text_is_its_own(drafting: ModelDrafting) -> None:
 
 
 def other(source: Source, folder: Path, **changes: Any) -> Source:
-    """Copy a model whose config says something else."""
+    """Copy a model with changes to its config."""
     shutil.copytree(source.folder, folder)
     config = open_folder("other", folder).config
     config.update(changes)
@@ -316,14 +316,12 @@ def test_a_vocabulary_of_another_size_is_refused(source: Source, tmp_path: Path)
     large = other(source, tmp_path / "large", vocab_size=160)
 
     with pytest.raises(
-        ModelError, match="`tiny` cannot guess for `other`: it has 128 tokens, not 160"
+        ModelError, match="`tiny` cannot draft for `other`: it has 128 tokens, not 160"
     ):
         find_draft(source, large)
 
 
-def test_padding_does_not_matter_where_the_words_are_the_same(
-    source: Source, tmp_path: Path
-) -> None:
+def test_padding_does_not_matter_if_the_vocabularies_agree(source: Source, tmp_path: Path) -> None:
     large = other(source, tmp_path / "large", vocab_size=160)
     small = other(source, tmp_path / "small")
     for each in (large, small):
@@ -332,7 +330,7 @@ def test_padding_does_not_matter_where_the_words_are_the_same(
     assert find_draft(small, large).vocabulary == find_draft(large, small).vocabulary == 128
 
 
-def test_other_words_are_refused(source: Source, tmp_path: Path) -> None:
+def test_another_vocabulary_is_refused(source: Source, tmp_path: Path) -> None:
     one, two = other(source, tmp_path / "one"), other(source, tmp_path / "two")
     byte_level().save_pretrained(one.folder)
     byte_fallback().save_pretrained(two.folder)
@@ -343,10 +341,10 @@ def test_other_words_are_refused(source: Source, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_draft", [True, False])
-def test_who_cannot_go_back_is_no_draft_and_has_none(
+def test_a_model_that_cannot_be_cropped_neither_drafts_nor_is_drafted_for(
     source: Source, tmp_path: Path, is_draft: bool
 ) -> None:
     mamba = tiny_model(tmp_path / "mamba", "mamba")
 
-    with pytest.raises(ModelError, match="a `mamba` cannot take tokens back"):
+    with pytest.raises(ModelError, match="the cache of a `mamba` cannot be cropped"):
         find_draft(*((mamba, source) if is_draft else (source, mamba)))

@@ -1,4 +1,4 @@
-"""What stood before is guessed again."""
+"""Prompt lookup: what followed an earlier occurrence is drafted."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,25 +18,25 @@ def looked(drafter: SuffixDrafter, most: int = 4) -> tuple[int | None, tuple[int
     return confidence, drafter.guess(most)
 
 
-def test_nothing_is_guessed_in_a_text_that_never_repeats_itself() -> None:
+def test_a_text_without_repetition_has_no_draft() -> None:
     assert looked(after(1, 2, 3, 4, 5)) == (None, ())
     assert looked(after()) == (None, ())
     assert looked(after(1)) == (None, ())
 
 
-def test_what_followed_the_same_words_is_guessed() -> None:
+def test_the_continuation_of_the_match_is_drafted() -> None:
     assert looked(after(1, 2, 3, 4, 5, 9, 9, 1, 2)) == (0, (3, 4, 5, 9))
 
 
-def test_the_longest_match_counts_not_the_last() -> None:
+def test_the_longest_match_wins_over_the_last() -> None:
     assert looked(after(5, 1, 2, 3, 9, 1, 2, 7, 0, 5, 1, 2), 1) == (0, (3,))
 
 
-def test_of_equal_matches_the_last_counts() -> None:
+def test_the_last_of_equal_matches_wins() -> None:
     assert looked(after(8, 1, 2, 3, 9, 1, 2, 7, 0, 1, 2), 1) == (0, (7,))
 
 
-def test_longer_matches_are_surer() -> None:
+def test_longer_matches_have_more_confidence() -> None:
     def confidence(length: int) -> int | None:
         words = range(100, 100 + length)
         return looked(after(*words, 1, 2, *words))[0]
@@ -44,7 +44,7 @@ def test_longer_matches_are_surer() -> None:
     assert [confidence(length) for length in (2, 4, 8, 16, 40)] == [0, 1, 2, 3, 3]
 
 
-def test_a_text_in_circles_is_guessed_as_far_as_asked() -> None:
+def test_a_periodic_text_is_drafted_to_any_length() -> None:
     assert looked(after(1, 2, 3, 1, 2, 3, 1, 2), 7) == (1, (3, 1, 2, 3, 1, 2, 3))
 
 
@@ -55,7 +55,7 @@ def test_earlier_texts_are_looked_up_too() -> None:
     assert looked(after(9, 2, 3, drafting=drafting)) == (0, (4, 5))
 
 
-def test_a_guess_does_not_go_from_one_text_into_the_next() -> None:
+def test_a_draft_does_not_cross_into_the_next_text() -> None:
     drafting = SuffixDrafting()
     drafting.keep([1, 2, 3])
     drafting.keep([7, 8])
@@ -64,14 +64,14 @@ def test_a_guess_does_not_go_from_one_text_into_the_next() -> None:
     assert looked(after(2, 3, drafting=drafting)) == (0, ())
 
 
-def test_the_own_text_goes_before_others() -> None:
+def test_the_own_text_wins_over_others() -> None:
     drafting = SuffixDrafting()
     drafting.keep([1, 2, 3])
 
     assert looked(after(1, 2, 4, 1, 2, drafting=drafting), 1) == (0, (4,))
 
 
-def test_the_store_has_an_end_and_the_newest_stays() -> None:
+def test_the_store_is_bounded_and_keeps_the_newest() -> None:
     drafting = SuffixDrafting()
     for text in range(40):
         drafting.keep(range(text * 10_000, (text + 1) * 10_000))
@@ -90,7 +90,7 @@ def test_a_huge_text_does_not_fill_the_store() -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
-def test_a_guess_is_what_followed_the_longest_match(tokens: list[int], most: int) -> None:
+def test_a_draft_is_what_followed_the_longest_match(tokens: list[int], most: int) -> None:
     drafter = after(*tokens)
 
     confidence, guess = looked(drafter, most)

@@ -1,4 +1,4 @@
-"""A few rows attend together, and each as if alone."""
+"""Attention of a few rows is row-invariant; a chunk is attention within rounding."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -17,7 +17,7 @@ from meshllm.model.steps.attention import attend_alone
 
 Heads = tuple[int, int, int]
 HEADS = [(4, 2, 16), (8, 2, 64), (4, 4, 64)]
-"""Heads, heads of keys, width."""
+"""Query heads, KV heads, width of a head."""
 ODD = [*HEADS, (3, 3, 10), (6, 2, 24), (5, 1, 80), (32, 8, 128), (4, 1, 256)]
 
 
@@ -50,7 +50,7 @@ WAYS = [attend_alone, by_torch]
 
 
 def mixed(first: Sequence[Any], second: Sequence[Any], *rest: Sequence[Any]) -> list[Any]:
-    """Pair each of the first with each of the second; the others take turns."""
+    """Pair each of the first with each of the second; cycle through the others."""
     return [
         (*pair, *(axis[(number + number // len(second)) % len(axis)] for axis in rest))
         for number, pair in enumerate(product(first, second))
@@ -74,7 +74,7 @@ def test_it_is_attention(
 
 
 @pytest.mark.parametrize("heads", ODD, ids=str)
-def test_only_what_comes_out_is_rounded(heads: Heads) -> None:
+def test_only_the_output_is_rounded(heads: Heads) -> None:
     query, key, value = drawn(heads, 3, 150, torch.bfloat16)
 
     attended = attend_alone(query, key, value, heads[2] ** -0.5)
@@ -90,7 +90,7 @@ def test_only_what_comes_out_is_rounded(heads: Heads) -> None:
         HEADS, [18, 20, 31, 201, 1027, 2057], [torch.bfloat16, torch.float32], [None, 19, 19], WAYS
     ),
 )
-def test_rows_together_are_the_rows_alone(
+def test_rows_in_one_pass_equal_single_rows(
     attend: Callable[..., Tensor],
     heads: Heads,
     keys: int,
@@ -110,7 +110,7 @@ def test_rows_together_are_the_rows_alone(
             assert torch.equal(together[:, row : row + 1], alone), (rows, row)
 
 
-def test_rows_may_lie_anyhow() -> None:
+def test_rows_may_have_any_strides() -> None:
     query, key, value = drawn((4, 2, 64), 3, 50, torch.bfloat16)
     plain = attend_alone(query, key, value, 0.2)
     room = torch.full((1, 2, 90, 64), torch.nan, dtype=torch.bfloat16)
@@ -135,7 +135,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 300.0, 1e6])
-def test_scores_of_any_size_have_shares(size: float) -> None:
+def test_softmax_takes_scores_of_any_size(size: float) -> None:
     query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
     key *= size
 
@@ -144,7 +144,7 @@ def test_scores_of_any_size_have_shares(size: float) -> None:
     assert torch.allclose(attended, reference(query * 4, key, value), atol=1e-4)
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     query, key, value = drawn((2, 1, 16), 2, 40, torch.bfloat16)
     key[:, :, 39] = torch.nan
 
@@ -154,7 +154,7 @@ def test_what_is_no_number_stays_none() -> None:
     assert attended[:, 1].isnan().all()
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_mismatched_tensors_are_refused() -> None:
     query, key, value = drawn((4, 2, 16), 2, 40, torch.bfloat16)
 
     for strange in (
@@ -176,7 +176,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00001, 0xFFC001FF - (1 << 32)])
-def test_no_kind_of_no_number_becomes_one(bits: int) -> None:
+def test_no_nan_payload_becomes_a_number(bits: int) -> None:
     query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
     key.view(torch.int32)[:, :, 20] = bits
 
@@ -191,8 +191,8 @@ def test_many_values_add_up_exactly() -> None:
     assert torch.equal(attend_alone(query, key, value, 1.0), torch.ones(1, 1, 1, 16).bfloat16())
 
 
-def test_shares_are_exact() -> None:
-    """A key that scores x beside one that scores 0 has the share 1 / (1 + exp(-x))."""
+def test_softmax_weights_are_exact() -> None:
+    """A key that scores x next to one that scores 0 has the weight 1 / (1 + exp(-x))."""
     lacks = -torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 80
     query, key = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1)
     value = torch.tensor([[[[0.0], [1.0]]]])
@@ -214,7 +214,7 @@ def test_shares_are_exact() -> None:
         HEADS,
     ),
 )
-def test_a_chunk_is_attention_whatever_is_made_at_a_time(
+def test_a_chunk_is_attention_for_any_block_size(
     heads: Heads, room: int, shape: tuple[int, int], window: int | None
 ) -> None:
     rows, keys = shape
@@ -227,7 +227,7 @@ def test_a_chunk_is_attention_whatever_is_made_at_a_time(
 
 
 @pytest.mark.parametrize("has_matrices", [False, True])
-def test_a_chunk_of_bfloat16_is_rounded_once_but_where_it_costs(has_matrices: bool) -> None:
+def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matrices: bool) -> None:
     query, key, value = drawn((8, 2, 64), 65, 300, torch.bfloat16)
     exact = attention.attend_chunk(query.float(), key.float(), value.float(), 0.125)
 

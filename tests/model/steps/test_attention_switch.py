@@ -1,4 +1,4 @@
-"""The attention of a stock model, taken and given back."""
+"""The attention of a stock model, replaced and restored."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_a_model_outlives_its_switch(tmp_path: Path) -> None:
     assert torch.equal(shard.forward(ids, shard.new_cache()), before)
 
 
-def test_a_switch_leaves_alone_what_another_took(tmp_path: Path) -> None:
+def test_a_switch_does_not_undo_another_switch(tmp_path: Path) -> None:
     shard = load_shard(tiny_model(tmp_path), Span(0, 6), embed=True, head=True)
     first = AttentionSwitch(shard)
     shard.model.config._attn_implementation = "eager"

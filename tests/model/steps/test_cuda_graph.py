@@ -1,4 +1,4 @@
-"""Steps as one graph: what goes into it, what is refused, and that it does what it recorded."""
+"""Steps as one CUDA graph: its inputs, what it refuses, and that it replays the forward."""
 
 import gc
 import logging
@@ -72,10 +72,10 @@ def tokens(rows: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, (1, rows), generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_attention_of_a_graph_outlives_its_recording(
+def test_the_attention_of_a_graph_outlives_its_capture(
     llama_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[Callable[[], Tensor]] = []  # what a CUDA graph does not keep
+    held: list[Callable[[], Tensor]] = []  # not kept alive by a CUDA graph
 
     def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         held.append(forward)
@@ -98,7 +98,7 @@ def test_the_attention_of_a_graph_outlives_its_recording(
 
 
 @pytest.mark.usefixtures("pretending")
-def test_a_graph_that_fails_its_trial_leaves_the_model_as_it_was(
+def test_a_graph_that_fails_its_trial_restores_the_model(
     llama_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshllm.model.steps.runner.try_steps", lambda *_: "not alike")
@@ -114,21 +114,21 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 def after(runner: Runner, rows: int, seed: int = 0) -> SpanCache:
-    """Make a cache that holds so many tokens."""
+    """Make a cache with ``length`` tokens."""
     cache = runner.new_cache()
     runner.prefill(tokens(rows, seed), cache, 1)
     return cache
 
 
 def stock(runner: Runner, x: Tensor, cache: SpanCache) -> Tensor:
-    """Run rows one after the other as transformers does."""
+    """Run rows one after the other with the stock forward."""
     device = runner.shard.device
     given = [runner.shard.forward(row.to(device), cache) for row in torch.split(x, 1, 1)]
     return torch.cat(given, 1).cpu()
 
 
 def try_all(runner: Runner) -> None:
-    """Compare rows alone, together, among other sessions, and as transformers has them."""
+    """Compare single rows, rows in one pass, batched sessions, and the stock forward."""
     assert runner.is_steady
     x = tokens(MOST_ROWS + 4, 1)
     alone, together = after(runner, 30), after(runner, 30)
@@ -160,13 +160,15 @@ def try_all(runner: Runner) -> None:
     ],
     ids=str,
 )
-def test_a_row_is_the_same_in_any_company(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
     try_all(whole(tiny_model(tmp_path, family), dtype=dtype))
 
 
 @pytest.mark.usefixtures("pretending")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_parts_of_a_model_have_graphs_of_their_own(tmp_path: Path, family: str) -> None:
+def test_each_part_of_a_model_has_its_graph(tmp_path: Path, family: str) -> None:
     source = tiny_model(tmp_path, family)
     spans = [Span(0, 0), Span(0, 2), Span(2, 6), Span(6, 6)]
     shards = [
@@ -190,11 +192,11 @@ def test_parts_of_a_model_have_graphs_of_their_own(tmp_path: Path, family: str) 
 
 @pytest.mark.usefixtures("pretending")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_caches_grow_and_go_back(tmp_path: Path, family: str) -> None:
+def test_caches_grow_and_are_cropped(tmp_path: Path, family: str) -> None:
     runner = whole(tiny_model(tmp_path, family))
     cache, x = after(runner, 20), tokens(3000, 2)
 
-    for rows in torch.split(x[:, :2400], MOST_ROWS, 1):  # more than there is room for at first
+    for rows in torch.split(x[:, :2400], MOST_ROWS, 1):  # more than the first allocation
         runner.step(rows, cache)
     runner.step(tokens(5, 3), cache)
     cache.crop(2420)
@@ -208,7 +210,7 @@ def test_caches_grow_and_go_back(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.usefixtures("pretending")
-def test_what_fails_leaves_the_caches_as_they_were(
+def test_a_failed_step_leaves_the_caches_unchanged(
     llama_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, x = whole(llama_source), tokens(1)
@@ -246,7 +248,7 @@ def test_an_empty_cache_takes_a_step(llama_source: Source) -> None:
 
 @pytest.mark.usefixtures("pretending")
 @pytest.mark.parametrize("family", ["bloom", "qwen3_moe", "mamba"])
-def test_what_is_not_in_a_graph_is_run_by_the_stock_forward(tmp_path: Path, family: str) -> None:
+def test_a_model_without_a_graph_runs_the_stock_forward(tmp_path: Path, family: str) -> None:
     runner = whole(tiny_model(tmp_path, family))
 
     assert not runner.is_steady
@@ -254,7 +256,7 @@ def test_what_is_not_in_a_graph_is_run_by_the_stock_forward(tmp_path: Path, fami
     assert torch.equal(given, stock(runner, tokens(3), after(runner, 9)))
 
 
-def test_without_triton_steps_are_those_of_the_stock_model(
+def test_without_triton_steps_are_stock_steps(
     llama_source: Source, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = module._kernel
@@ -330,18 +332,18 @@ def states(x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
-        (looks, "looks at numbers"),
-        (asks, "asks how long a text is"),
-        (goes_away, "of another device"),
-        (draws, "looks at numbers"),
+        (looks, "data-dependent"),
+        (asks, "depends on the cache length"),
+        (goes_away, "uses another device"),
+        (draws, "or random"),
         (forgets, "not every layer attends"),
-        (adds_twice, "attends to nothing"),
-        (turns_away, "something else than the cache"),
-        (attends_to_nothing, "something else than the cache"),
+        (adds_twice, "without attending"),
+        (turns_away, "something other than the cache"),
+        (attends_to_nothing, "something other than the cache"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_what_no_graph_can_do_again_is_refused(
+def test_a_forward_that_a_graph_cannot_replay_is_refused(
     llama_source: Source, forward: Faulty, reason: str
 ) -> None:
     runner = whole(llama_source)
@@ -377,13 +379,13 @@ def test_all_of_a_step_is_on_the_gpu(
 
 
 @pytest.mark.usefixtures("pretending")
-def test_a_cache_of_another_kind_is_refused(llama_source: Source) -> None:
+def test_an_unexpected_cache_layout_is_refused(llama_source: Source) -> None:
     runner = whole(llama_source)
     graph, other = Graph(runner.shard, MOST_ROWS), after(runner, 9)
     for layer in other.layers:
         layer.rows[1].buffer = layer.rows[1].buffer.half()
 
-    with pytest.raises(Unfit, match="hold something else"):
+    with pytest.raises(Unfit, match="unexpected shape or dtype"):
         graph.record(
             lambda x, cache, places: attends(x, cache, places, graph),
             tokens(MOST_ROWS),
@@ -392,7 +394,7 @@ def test_a_cache_of_another_kind_is_refused(llama_source: Source) -> None:
 
 
 @pytest.mark.usefixtures("pretending")
-def test_a_graph_that_does_something_else_is_refused(
+def test_a_graph_that_differs_from_the_forward_is_refused(
     llama_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -409,15 +411,13 @@ def test_a_graph_that_does_something_else_is_refused(
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gpu_gives_a_row_the_same_bits_in_any_company(
-    tmp_path: Path, family: str, dtype: torch.dtype
-) -> None:
+def test_rows_are_invariant_on_a_gpu(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     try_all(whole(tiny_model(tmp_path, family), choose("cuda", dtype), dtype=dtype))
 
 
 @needs_gpu
 @pytest.mark.parametrize("family", ["bloom", "qwen3_moe"])
-def test_a_gpu_runs_what_is_in_no_graph(tmp_path: Path, family: str) -> None:
+def test_a_gpu_runs_a_model_without_a_graph(tmp_path: Path, family: str) -> None:
     runner = whole(tiny_model(tmp_path, family), choose("cuda", torch.float32))
 
     assert not runner.is_steady

@@ -1,4 +1,4 @@
-"""A head in two parts gives the logits of the whole, or stays in one."""
+"""A split LM head has the logits of the whole one, or is not split."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def shape_dtype(source: Source) -> torch.dtype:
         (LEAST_OUTPUTS - BLOCK, LEAST, None),
     ],
 )
-def test_a_large_head_is_divided_in_whole_blocks(
+def test_a_large_head_is_split_into_whole_blocks(
     outputs: int, inputs: int, parts: tuple[range, range] | None
 ) -> None:
     assert parts_of(outputs, inputs) == parts
@@ -73,7 +73,7 @@ def test_parts_have_the_logits_of_the_whole(
     assert find_parts(source, shape_of(source)) == PARTS
 
     x, options = rows_for(source), {"quant": quant, "cache": tmp_path / "cache"}
-    for _ in range(2):  # then what is packed comes from the disk
+    for _ in range(2):  # the second time packed weights come from the disk
         whole, *parts = (
             Runner(head_of(source, outputs, **options), STEPS) for outputs in (None, *PARTS)
         )
@@ -83,7 +83,7 @@ def test_parts_have_the_logits_of_the_whole(
             assert torch.equal(torch.cat(given, -1), whole.step(x[:, :rows], None))
 
 
-def test_what_a_head_is_tied_to_stays_whole(tmp_path: Path) -> None:
+def test_a_tied_embedding_stays_whole(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "qwen3")
     shard = head_of(source, PARTS[1])
 
@@ -91,7 +91,7 @@ def test_what_a_head_is_tied_to_stays_whole(tmp_path: Path) -> None:
     assert shard.model.get_input_embeddings().weight.shape[0] in {0, VOCABULARY}
 
 
-def test_a_head_that_is_cast_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_cast_on_load_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     source = tiny_model(tmp_path)
@@ -99,7 +99,7 @@ def test_a_head_that_is_cast_stays_whole(tmp_path: Path, monkeypatch: pytest.Mon
     assert find_parts(source, shape_of(source, torch.bfloat16)) is None
 
 
-def test_logits_that_depend_on_one_another_stay_together(
+def test_a_head_with_dependent_logits_is_not_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
@@ -112,18 +112,16 @@ def test_logits_that_depend_on_one_another_stay_together(
     assert find_parts(source, shape_of(source)) is None
 
 
-def test_a_head_of_another_kind_stays_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_custom_head_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     source = tiny_model(tmp_path)
 
     class Other(torch.nn.Linear):
-        """Knows what to do with its weights better than we."""
+        """A module with its own use of its weights."""
 
     shard = head_of(source, None)
     monkeypatch.setattr(type(shard.model), "get_output_embeddings", lambda _: Other(64, VOCABULARY))
-    with pytest.raises(ModelError, match="A `Other` cannot be divided"):
+    with pytest.raises(ModelError, match="type `Other` cannot be split"):
         head_of(source, PARTS[0])
     assert find_parts(source, shape_of(source)) is None

@@ -1,4 +1,4 @@
-"""The head by itself: the bits of the stock forward, or the stock forward."""
+"""Head-only steps: bit-equal to the stock forward, or the stock forward."""
 
 from pathlib import Path
 
@@ -25,9 +25,7 @@ def rows_of(shard: Shard, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt_neox", "lfm2"])
-def test_norm_and_matrix_are_all_of_most_heads(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_most_heads_are_a_norm_and_a_matrix(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     shard = head_of(tiny_model(tmp_path, name, dtype=dtype))
     names = find_tail(shard)
     x = rows_of(shard, 5)
@@ -37,7 +35,7 @@ def test_norm_and_matrix_are_all_of_most_heads(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere"])
-def test_a_head_that_does_more_stays_as_it_is(name: str, tmp_path: Path) -> None:
+def test_a_head_that_does_more_runs_the_stock_forward(name: str, tmp_path: Path) -> None:
     assert find_tail(head_of(tiny_model(tmp_path, name))) == ()
 
 
@@ -49,7 +47,7 @@ def test_a_runner_gives_the_logits_of_the_stock_forward(name: str, tmp_path: Pat
     assert torch.equal(Runner(shard).step(x, None), shard.forward(x, None))
 
 
-def test_only_a_head_has_a_tail(tmp_path: Path) -> None:
+def test_only_a_head_only_shard_has_head_modules(tmp_path: Path) -> None:
     source = tiny_model(tmp_path)
 
     for span, embed, head in ((Span(4, 6), False, True), (Span(0, 6), True, True)):

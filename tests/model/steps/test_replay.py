@@ -1,4 +1,4 @@
-"""Steps that are done from a record are those of the model, bit for bit, in every family."""
+"""Replayed steps are bit-equal to the forward, in every family."""
 
 import logging
 import threading
@@ -60,13 +60,13 @@ def steps_of(runner: Runner) -> ReplayedSteps:
 
 
 def forget(runner: Runner) -> None:
-    """Let a runner record nothing any more."""
+    """Make a runner run all steps eagerly."""
     steps = steps_of(runner)
     runner.step, runner.step_many = steps.inner.step, steps.inner.step_many
 
 
-def check_record(runner: Runner) -> None:
-    """Do some steps, which have to be on record, and the same without one."""
+def check_replay(runner: Runner) -> None:
+    """Compare replayed steps with the same steps run eagerly."""
     cache, other = filled(runner, 6), filled(runner, 6)
 
     outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
@@ -77,7 +77,7 @@ def check_record(runner: Runner) -> None:
 
 
 def count_forwards(runner: Runner) -> list[int]:
-    """Note each forward of the model that is not from a record."""
+    """Record each forward of the model that is not replayed."""
     seen: list[int] = []
     runner.shard.model.register_forward_pre_hook(lambda *_: seen.append(1))
     return seen
@@ -87,9 +87,9 @@ def count_forwards(runner: Runner) -> list[int]:
     ("family", "quant"),
     [*((family, Quant.NONE) for family in FAMILIES), ("qwen3", Quant.INT8), ("llama", Quant.INT4)],
 )
-def test_a_record_has_the_bits_of_the_model(tmp_path: Path, family: str, quant: Quant) -> None:
+def test_replay_has_the_bits_of_the_model(tmp_path: Path, family: str, quant: Quant) -> None:
     runner = runner_of(tmp_path, family, quant)
-    tokens, sizes = ids(100, seed=1), (1, 3, 1, 5) * 10  # past the windows of those that have some
+    tokens, sizes = ids(100, seed=1), (1, 3, 1, 5) * 10  # beyond the sliding windows
 
     def run() -> tuple[Tensor, SpanCache]:
         cache, at, outputs = filled(runner, 6), 0, []
@@ -114,7 +114,7 @@ def test_a_record_has_the_bits_of_the_model(tmp_path: Path, family: str, quant: 
         assert torch.equal(mine.values, its.values)
 
 
-def test_steps_that_prepare_for_others_are_counted(tmp_path: Path) -> None:
+def test_slow_first_and_traced_steps_are_counted(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     cache, counts = filled(runner, 6), []
 
@@ -128,7 +128,7 @@ def test_steps_that_prepare_for_others_are_counted(tmp_path: Path) -> None:
     assert sum(counts) == 2 + PROOFS
 
 
-def test_what_goes_back_and_branches_goes_on_from_the_record(tmp_path: Path) -> None:
+def test_cropped_and_branched_caches_are_replayed(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     tokens = ids(60, seed=2)
 
@@ -147,7 +147,7 @@ def test_what_goes_back_and_branches_goes_on_from_the_record(tmp_path: Path) -> 
     assert all(map(torch.equal, recorded, run()))
 
 
-def test_sessions_go_together_from_the_record(tmp_path: Path) -> None:
+def test_batched_sessions_are_replayed(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "gemma3_text")
     tokens = ids(400, seed=3)
     layouts = [(1, 1, 1), (2, 1), (1, 2), (3,)] * (SETTLED + 1)
@@ -173,13 +173,13 @@ def test_sessions_go_together_from_the_record(tmp_path: Path) -> None:
 
 
 def tape_of(runner: Runner, rows: int) -> Tape:
-    """Find the recording of steps of so many rows."""
+    """Return the compiled step of ``rows`` rows."""
     tape = steps_of(runner).replay._known[rows, torch.get_num_threads()].tape
     assert tape is not None
     return tape
 
 
-def test_plans_that_were_not_used_for_longest_are_evicted(
+def test_least_recently_used_plans_are_evicted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("meshllm.model.steps.compiled_step.MOST_PLANS", 2)
@@ -220,7 +220,7 @@ def test_the_order_of_sessions_needs_no_plan_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["front", "middle", "back", "head"])
-def test_every_part_of_a_model_has_a_record(tmp_path: Path, part: str) -> None:
+def test_every_part_of_a_model_is_replayed(tmp_path: Path, part: str) -> None:
     span = {"front": Span(0, 2), "middle": Span(1, 3), "back": Span(4, 6), "head": Span(6, 6)}[part]
     embed, head = part == "front", part in ("back", "head")
     runner = runner_of(tmp_path, span=span, embed=embed, head=head)
@@ -261,7 +261,7 @@ def test_a_head_takes_sessions_in_any_order(tmp_path: Path) -> None:
     assert all(map(torch.equal, recorded, run()))
 
 
-def test_a_recording_costs_two_forwards_more(tmp_path: Path) -> None:
+def test_tracing_costs_two_more_forwards(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     steps_of(runner).replay, cache, counts = Replay(), filled(runner, 6), list[int]()
     forwards = count_forwards(runner)
@@ -274,7 +274,7 @@ def test_a_recording_costs_two_forwards_more(tmp_path: Path) -> None:
     assert counts == [1 + 2, *[1] * PROOFS, 0, 0, 0]
 
 
-def test_threads_have_records_of_their_own(tmp_path: Path) -> None:
+def test_each_number_of_threads_has_its_trace(tmp_path: Path) -> None:
     runner, threads = runner_of(tmp_path), torch.get_num_threads()
     cache, other = filled(runner, 6), filled(runner, 6)
     try:
@@ -315,8 +315,8 @@ def test_a_bad_row_of_a_session_leaves_no_trace_in_others(tmp_path: Path) -> Non
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "the same twice", "whole numbers of another size"])
-def test_strange_steps_are_those_of_the_model(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["no rows", "a session twice", "int32 token ids"])
+def test_unusual_steps_run_eagerly(tmp_path: Path, kind: str) -> None:
     runner = runner_of(tmp_path)
 
     def run() -> list[Tensor]:
@@ -324,12 +324,12 @@ def test_strange_steps_are_those_of_the_model(tmp_path: Path, kind: str) -> None
         for seed in range(SETTLED + 1):
             runner.step_many([ids(1, seed), ids(1, seed)], caches)
         match kind:
-            case "nothing":
+            case "no rows":
                 with pytest.raises((RuntimeError, ValueError)):
                     runner.step_many([ids(0), ids(1)], caches)
                 for cache in caches:
                     cache.crop(cache.length)
-            case "the same twice":
+            case "a session twice":
                 return runner.step_many([ids(1, 7), ids(1, 8)], [caches[0], caches[0]])
             case _:
                 return [runner.step(ids(1, 7).int(), caches[0])]
@@ -341,7 +341,7 @@ def test_strange_steps_are_those_of_the_model(tmp_path: Path, kind: str) -> None
     assert all(map(torch.equal, recorded, run()))
 
 
-def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
+def test_rows_with_nan_prove_nothing(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, span=Span(1, 3), embed=False, head=False)
     width = runner.shard.model.config.hidden_size
     cache = runner.new_cache()
@@ -356,11 +356,11 @@ def test_rows_without_numbers_prove_nothing(tmp_path: Path) -> None:
     assert known.proofs == 0
     for _ in range(MOST_TRIES):
         assert runner.step(bad, cache).isnan().all()
-    assert known.is_unfit  # trying costs time
+    assert known.is_unfit  # each try costs time
 
 
 class Strange(nn.Module):
-    """A part of a model that does what is on no record."""
+    """A module that does what a trace does not contain."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ class Strange(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["looks", "counts", "draws", "picks"])
-def test_what_is_on_no_record_is_done_each_time(
+def test_a_forward_that_cannot_be_traced_runs_eagerly(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = runner_of(tmp_path)
@@ -406,7 +406,7 @@ def test_what_is_on_no_record_is_done_each_time(
 
 
 def doubling(is_so: Callable[[int], bool]) -> Callable[..., Any]:
-    """Make a hook that doubles what a layer gives, depending on the length of its cache."""
+    """Make a hook that doubles the output of a layer, depending on the length of its cache."""
 
     def double(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         length = kwargs["past_key_values"].get_seq_length()
@@ -427,14 +427,14 @@ def refuse_long(length: int) -> bool:
     [lambda length: length > 20, lambda length: length < 40, refuse_long],
     ids=["long", "short", "raises"],
 )
-def test_a_forward_that_asks_for_the_cache_length_is_not_replayed(
+def test_a_forward_that_reads_the_cache_length_is_not_replayed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_so: Callable[[int], bool], sessions: int
 ) -> None:
     runner = runner_of(tmp_path)
     layer = runner.shard.model.model.layers[2]
     layer.register_forward_hook(doubling(is_so), with_kwargs=True)
     steps_of(runner).replay = Replay()
-    before = 12 if is_so(30) else 6  # so that the switch is behind the proofs
+    before = 12 if is_so(30) else 6  # so that the switch comes after the checks
 
     def run() -> list[Tensor]:
         caches = [filled(runner, before + at) for at in range(sessions)]
@@ -453,18 +453,16 @@ def test_a_forward_that_asks_for_the_cache_length_is_not_replayed(
     assert "cache" in caplog.text
 
 
-def test_numbers_that_lie_on_each_other_stay_with_torch(tmp_path: Path) -> None:
+def test_overlapping_tensors_stay_with_torch(tmp_path: Path) -> None:
     runner, strange = runner_of(tmp_path), Strange("widens")
     layer = runner.shard.model.model.layers[1].mlp
     layer.register_forward_hook(lambda _module, _args, output: strange(output))
     steps_of(runner).replay = Replay()
 
-    check_record(runner)
+    check_replay(runner)
 
 
-def test_a_record_that_cannot_be_used_costs_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_trace_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(tmp_path)
     cache, other = filled(runner, 6), filled(runner, 6)
     steps_of(runner).replay = Replay()
@@ -476,7 +474,7 @@ def test_a_record_that_cannot_be_used_costs_no_step(
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(4)]))
 
 
-def test_all_numbers_are_compared_once_on_a_machine(
+def test_all_values_are_compared_once_per_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
@@ -507,7 +505,7 @@ def test_all_numbers_are_compared_once_on_a_machine(
     assert (again, changed) == (0, first)
 
 
-def test_ranks_of_one_process_record_at_the_same_time(tmp_path: Path) -> None:
+def test_ranks_of_one_process_trace_at_the_same_time(tmp_path: Path) -> None:
     runners = [runner_of(tmp_path / str(at)) for at in range(2)]
     both_record = threading.Barrier(2, timeout=30)
 
@@ -542,7 +540,7 @@ def test_packed_matrices_stay_with_torch(tmp_path: Path) -> None:
         pytest.skip("this processor has no kernel for packed matrices")
     steps_of(runner).replay = Replay()
 
-    check_record(runner)
+    check_replay(runner)
 
 
 def test_an_operation_that_differs_stays_with_torch(
@@ -565,7 +563,7 @@ def test_an_operation_that_differs_stays_with_torch(
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
 
 
-def test_where_nothing_is_compiled_nothing_is_recorded(
+def test_without_compilation_nothing_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runner_of(tmp_path)
@@ -579,7 +577,7 @@ def test_where_nothing_is_compiled_nothing_is_recorded(
     assert all(each.tape is None for each in steps_of(runner).replay._known.values())
 
 
-def test_memory_is_used_again(tmp_path: Path) -> None:
+def test_arena_blocks_are_reused(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     cache = filled(runner, 6)
     for seed in range(8):

@@ -1,4 +1,4 @@
-"""Steps of several rows give what steps of one give, in every family, bit for bit."""
+"""Steps of several rows are bit-equal to steps of one row, in every family."""
 
 import gc
 import logging
@@ -31,7 +31,7 @@ REFUSED = {
     "qwen3_moe": "mixture of experts",
     "gpt_oss": "mixture of experts",
     "bloom": "attention is",
-    "lfm2": "layers of",
+    "lfm2": "unsupported layer types: ",
     "falcon": "FalconLinear",
 }
 
@@ -53,7 +53,7 @@ def filled(runner: Runner, length: int) -> SpanCache:
 
 
 @pytest.mark.parametrize("family", INVARIANT)
-def test_rows_together_are_rows_alone(tmp_path: Path, family: str) -> None:
+def test_rows_in_one_pass_equal_single_rows(tmp_path: Path, family: str) -> None:
     runner = runner_of(tmp_path, family, torch.bfloat16)
     require_row_invariant(runner)
     alone, together = filled(runner, 3), filled(runner, 3)
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_row_invariant_says_why(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_other_numbers_on_a_cpu_are_told_what_helps(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_other_dtypes_on_a_cpu_hint_at_bfloat16(tmp_path: Path, dtype: torch.dtype) -> None:
     execution = runner_of(tmp_path, "qwen3", dtype).execution
 
     assert execution.strategy is Strategy.STOCK
@@ -96,7 +96,7 @@ def test_other_numbers_on_a_cpu_are_told_what_helps(tmp_path: Path, dtype: torch
     assert dict(execution.linears).keys() == {"torch"}
 
 
-def test_how_a_model_is_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_execution_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
     require_row_invariant(runner)
     monkeypatch.setattr("meshllm.model.steps.strategies.REPLAYED_BYTES", 0)
@@ -118,9 +118,7 @@ def test_how_a_model_is_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert config._attn_implementation == before
 
 
-def test_a_step_that_could_be_row_invariant_and_is_not_warns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_trial_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
     Runner(load_as(Sociable, source), COUNTS)
@@ -130,7 +128,7 @@ def test_a_step_that_could_be_row_invariant_and_is_not_warns(
     assert "no batched verification, no session batching" in record.message
 
 
-def test_an_error_of_ours_is_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Bug(Exception):
         pass
 
@@ -143,7 +141,7 @@ def test_an_error_of_ours_is_no_fallback(tmp_path: Path, monkeypatch: pytest.Mon
         runner_of(tmp_path, "qwen3", torch.bfloat16)
 
 
-def test_without_executable_memory_nothing_is_replayed_and_it_is_told(
+def test_without_executable_memory_nothing_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jit, "works", lambda: False)
@@ -173,7 +171,7 @@ def test_wrong_rows_leave_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", INVARIANT)
-def test_a_step_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, family: str) -> None:
+def test_a_step_is_near_the_stock_forward(tmp_path: Path, family: str) -> None:
     runner = runner_of(tmp_path, family, torch.bfloat16)
     steady, stock = filled(runner, 30), filled(runner, 30)
 
@@ -184,7 +182,7 @@ def test_a_step_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, fami
 
 
 @pytest.mark.parametrize("quant", Quant)
-def test_a_prompt_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, quant: Quant) -> None:
+def test_a_prefill_is_near_the_stock_forward(tmp_path: Path, quant: Quant) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     shard = load_shard(source, Span(0, 6), embed=True, head=True, quant=quant)
     runner = Runner(shard, COUNTS)
@@ -197,7 +195,7 @@ def test_a_prompt_is_that_of_the_stock_model_but_for_rounding(tmp_path: Path, qu
     assert (got - stock).norm() <= 0.02 * stock.norm()
 
 
-def test_without_counts_a_step_is_that_of_the_stock_model(tmp_path: Path) -> None:
+def test_without_counts_a_step_is_a_stock_step(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", torch.bfloat16, ())
     steps, stock = filled(runner, 30), filled(runner, 30)
 
@@ -213,7 +211,7 @@ def load_as(kind: type[Shard], source: Source) -> Shard:
 
 
 class Biased(Shard):
-    """A model whose steady steps are other than its own."""
+    """A model whose row-invariant steps differ from the stock forward."""
 
     def forward(self, x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
         logits = super().forward(x, cache, **options)
@@ -222,14 +220,14 @@ class Biased(Shard):
 
 
 class Sociable(Shard):
-    """A model whose rows mind company."""
+    """A model whose rows depend on other rows."""
 
     def forward(self, x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
         return super().forward(x, cache, **options) + (x.shape[1] > 1)
 
 
 @pytest.mark.parametrize("kind", [Biased, Sociable])
-def test_a_model_that_steps_otherwise_keeps_to_its_own(tmp_path: Path, kind: type[Shard]) -> None:
+def test_a_model_that_fails_its_trial_runs_stock_steps(tmp_path: Path, kind: type[Shard]) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     tried, stock = (load_as(kind, source) for _ in range(2))
     runner = Runner(tried, COUNTS)
@@ -242,7 +240,7 @@ def test_a_model_that_steps_otherwise_keeps_to_its_own(tmp_path: Path, kind: typ
     assert torch.equal(got, torch.cat(expected, 1))
 
 
-def test_matrices_that_did_not_help_are_taken_back(
+def test_a_failed_trial_restores_the_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(model: nn.Module, *how: Any) -> dict[Any, int]:
@@ -262,7 +260,7 @@ def test_matrices_that_did_not_help_are_taken_back(
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "llama4_text", "qwen3_moe", "falcon"])
-def test_what_no_trial_can_prove_goes_one_by_one_in_every_part(tmp_path: Path, family: str) -> None:
+def test_refused_models_run_row_by_row_in_every_part(tmp_path: Path, family: str) -> None:
     source = tiny_model(tmp_path, family, dtype=torch.bfloat16)
 
     parts = [Span(0, 1), Span(0, 6), Span(5, 6)]
@@ -271,7 +269,7 @@ def test_what_no_trial_can_prove_goes_one_by_one_in_every_part(tmp_path: Path, f
     assert not any(Runner(shard, COUNTS).is_steady for shard in shards)
 
 
-def test_a_bad_row_of_one_session_is_nothing_to_others(tmp_path: Path) -> None:
+def test_a_nan_row_does_not_affect_other_sessions(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     runner = Runner(load_shard(source, Span(1, 3), embed=False, head=False), COUNTS)
     rows = torch.randn(1, 3, 64).to(torch.bfloat16)
@@ -295,7 +293,7 @@ def test_nothing_keeps_a_runner_alive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", INVARIANT)
-def test_sessions_together_are_sessions_alone(tmp_path: Path, family: str) -> None:
+def test_batched_sessions_equal_single_sessions(tmp_path: Path, family: str) -> None:
     runner = runner_of(tmp_path, family, torch.bfloat16)
     require_row_invariant(runner)
     lengths = (11, 3, 40, 25)
@@ -314,7 +312,7 @@ def test_sessions_together_are_sessions_alone(tmp_path: Path, family: str) -> No
         assert [cache.length for cache in together] == [cache.length for cache in alone]
 
 
-def test_sessions_really_go_together(tmp_path: Path) -> None:
+def test_sessions_run_in_one_pass(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
     require_row_invariant(runner)
     caches = [filled(runner, length) for length in (5, 9, 30)]
@@ -328,13 +326,13 @@ def test_sessions_really_go_together(tmp_path: Path) -> None:
     assert rows[-1] == 3
 
 
-def test_a_prompt_that_is_read_otherwise_once_costs_no_speed(
+def test_one_deviating_prefill_does_not_fail_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, read = Shard.forward, list[int]()
 
     def forward_otherwise(self: Shard, x: Tensor, cache: Any, **options: Any) -> Tensor:
-        """Read the first prompt as a library did that had not settled."""
+        """Compute the first prompt in another way, as a library did before its warm-up."""
         output = forward(self, x, cache, **options)
         if not read and cache is not None:
             for layer in cache.layers:

@@ -1,4 +1,4 @@
-"""What a forward does is written down, and what cannot be told from that is said."""
+"""Traces of a forward, and the reasons why a forward cannot be traced."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ def test_views_are_no_operations() -> None:
     assert recording.output.shape == (4, 8, 2)
 
 
-def test_what_nobody_reads_is_left_out() -> None:
+def test_unused_results_are_left_out() -> None:
     def forward(x: Tensor, places: Tensor) -> Tensor:
         unused = places + 1
         _ = unused * 2
@@ -46,7 +46,7 @@ def test_what_nobody_reads_is_left_out() -> None:
     assert functions(record(forward)) == [aten.silu.default, aten.add.Tensor]
 
 
-def test_what_is_written_to_is_kept() -> None:
+def test_in_place_writes_are_kept() -> None:
     def forward(x: Tensor, _: Tensor) -> Tensor:
         room = x.new_empty(1, 2, 64)
         room.copy_(x)
@@ -56,7 +56,7 @@ def test_what_is_written_to_is_kept() -> None:
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_copy_that_nobody_wrote_to_is_what_it_was_copied_from(*, is_written: bool) -> None:
+def test_an_unmodified_clone_may_be_compared_with_its_source(*, is_written: bool) -> None:
     def forward(x: Tensor, _: Tensor) -> Tensor:
         y = x + 1
         copy = y.clone()
@@ -76,26 +76,26 @@ STRANGE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "asks": (lambda x, _: x * 2 if torch.equal(x + 0, x) else x, "is data-dependent"),
     "draws": (lambda x, _: x + torch.rand(64).to(HALF), "is data-dependent or random"),
     "picks": (lambda x, _: x[x > 0] * 2, "is data-dependent or random"),
-    "elsewhere": (lambda x, _: x.to("meta"), "of another kind"),
+    "elsewhere": (lambda x, _: x.to("meta"), "another layout or device"),
 }
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_what_is_on_no_record_is_told(name: str) -> None:
+def test_a_forward_that_cannot_be_traced_says_why(name: str) -> None:
     forward, reason = STRANGE[name]
 
     with pytest.raises(Unfit, match=reason):
         record(forward)
 
 
-def test_what_was_there_before_is_no_result() -> None:
+def test_an_external_tensor_is_not_an_output() -> None:
     before = torch.ones(3)
 
-    with pytest.raises(Unfit, match="not of this forward"):
+    with pytest.raises(Unfit, match="this forward did not make"):
         record(lambda _x, _places: before)
 
 
-def test_a_packed_matrix_is_what_it_was() -> None:
+def test_a_packed_matrix_is_an_external_tensor() -> None:
     try:
         linear = PackedLinear(torch.nn.Linear(64, 32, dtype=HALF))
     except RuntimeError:
@@ -107,7 +107,7 @@ def test_a_packed_matrix_is_what_it_was() -> None:
 
 
 @pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
-def test_compiled_functions_are_told_with_their_places() -> None:
+def test_kernel_calls_are_traced_with_their_addresses() -> None:
     weight, before = torch.ones(64, dtype=HALF), torch.ones(1, 2, 64, dtype=HALF)
 
     recording = record(lambda x, _: norm(x * 2, weight, 1e-5))
@@ -124,7 +124,7 @@ def test_compiled_functions_are_told_with_their_places() -> None:
 def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None:
     trusting = Native((f"*{name}",), lambda *_: None, held=[name])
     other = Native((f"*{name}",), lambda *_: None)
-    there = torch.ones(1)  # made by no operation that is recorded
+    there = torch.ones(1)  # made outside the trace
 
     def forward(kernel: Native) -> Callable[[Tensor, Tensor], Tensor]:
         def call(x: Tensor, _: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None
 
 
 def attend(recorder: Recorder, x: Tensor, kept: str = "") -> Tensor:
-    """Do what a layer does: add rows to a cache and attend to it."""
+    """Do what a layer does: update a cache and attend over it."""
     key, held = (x * 2)[:, None], [torch.zeros(1, 1, 5, 64, dtype=HALF)] * 2
     if kept != "no cache":
         recorder.update(lambda *_: tuple(held))(key, key, 7)
@@ -156,7 +156,7 @@ def attend(recorder: Recorder, x: Tensor, kept: str = "") -> Tensor:
 
 @pytest.mark.parametrize("kept", ["", "no cache", "twice", "others", "never"])
 @torch.inference_mode()
-def test_attention_is_that_to_the_cache(kept: str) -> None:
+def test_attention_reads_the_updated_cache(kept: str) -> None:
     x, places = torch.randn(1, 2, 64).to(HALF), torch.arange(2)[None]
     recorder = Recorder([x, places])
     with recorder:
@@ -171,7 +171,7 @@ def test_attention_is_that_to_the_cache(kept: str) -> None:
         assert item.key.shape == (1, 1, 2, 64)
 
 
-def test_nothing_is_recorded_behind_it() -> None:
+def test_nothing_is_traced_after_the_block() -> None:
     recorder = Recorder([torch.ones(3)])
     with pytest.raises(ZeroDivisionError), recorder:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""What is tried on load: a bounded part of the weights, one layer of each kind, nothing slack."""
+"""The self-test on load: a bounded part of the weights, one layer of each kind, tight bounds."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from meshllm.testing.models import tiny_model
 
 
 class Stepped:
-    """Stock steps of one row, scaled: rows together are rows alone, and are off by a factor."""
+    """Stock steps of one row, scaled by a factor; ``company`` makes rows depend on others."""
 
     def __init__(self, shard: Shard, factor: float = 1.0, company: float = 0.0) -> None:
         self.shard, self.factor, self.company = shard, factor, company
@@ -48,13 +48,13 @@ def shard_of(folder: Path, family: str = "qwen3") -> Shard:
     ("factor", "company", "reason"),
     [
         (1.0, 0.0, ""),
-        (1.1, 0.0, "a step is 0.1"),
-        (1 - 1.2 * ALIKE, 0.0, "a step is 0.0"),
-        (1.0, 1e-2, "a row depends on the rows beside it"),
+        (1.1, 0.0, "steps differ from the stock forward by 0.1"),
+        (1 - 1.2 * ALIKE, 0.0, "steps differ from the stock forward by 0.0"),
+        (1.0, 1e-2, "a row depends on the other rows of its step"),
         (float("nan"), 0.0, "a row depends"),
     ],
 )
-def test_steps_are_near_the_stock_forward_or_refused(
+def test_steps_far_from_the_stock_forward_are_refused(
     tmp_path: Path, factor: float, company: float, reason: str
 ) -> None:
     shard = shard_of(tmp_path)
@@ -80,8 +80,8 @@ def test_a_trial_reads_a_bounded_part_of_the_weights(
     assert computed == {0, 1}
 
 
-def test_a_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
-    shard = shard_of(tmp_path, "gemma3_text")  # some layers have a window
+def test_a_layer_of_each_kind_is_tested(tmp_path: Path) -> None:
+    shard = shard_of(tmp_path, "gemma3_text")  # some layers have a sliding window
 
     assert chosen_layers(shard, 1 << 30) == list(range(6))
     few = chosen_layers(shard, 0)
@@ -89,7 +89,7 @@ def test_a_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
     assert len(few) == 2
 
 
-def test_what_was_skipped_computes_again(tmp_path: Path) -> None:
+def test_skipped_layers_compute_again_afterwards(tmp_path: Path) -> None:
     shard, x = shard_of(tmp_path), torch.arange(3, 9)[None]
     before = shard.forward(x, shard.new_cache())
 
@@ -99,7 +99,7 @@ def test_what_was_skipped_computes_again(tmp_path: Path) -> None:
     assert torch.equal(shard.forward(x, shard.new_cache()), before)
 
 
-def test_a_part_without_ends_is_tried_up_to_its_end(tmp_path: Path) -> None:
+def test_an_inner_span_is_tested_up_to_its_end(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     shard = load_shard(source, Span(1, 5), embed=False, head=False)
 
@@ -109,17 +109,17 @@ def test_a_part_without_ends_is_tried_up_to_its_end(tmp_path: Path) -> None:
     assert output.shape == (1, 29, 64)
 
 
-def test_a_trial_that_went_well_is_kept_for_this_part_on_this_machine(
+def test_a_passed_trial_is_cached_per_part_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
     whole = load_shard(source, Span(0, 6), embed=True, head=True)
     part = load_shard(source, Span(0, 4), embed=True, head=False)
-    trial, bad = KeptTrial(tmp_path / "cache"), "a step is"
+    trial, bad = KeptTrial(tmp_path / "cache"), "steps differ"
 
-    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)  # which is not kept
+    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)  # not cached
     assert trial(whole, Stepped(whole)) == ""
-    assert trial(whole, Stepped(whole, 1.1)) == ""  # it is not tried again
+    assert trial(whole, Stepped(whole, 1.1)) == ""  # cached: not tested again
     assert trial(part, Stepped(part, 1.1)).startswith(bad)
     assert trial(whole, Stepped(whole, 1.1), TRIED + 1).startswith(bad)
     for name, other in (("_code", "other code"), ("machine", ("another",))):

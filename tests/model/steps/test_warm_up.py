@@ -1,4 +1,4 @@
-"""Steps that are recorded before a text wants them are those of the model, bit for bit."""
+"""Steps traced during warm-up are bit-equal to those of the model."""
 
 from itertools import islice
 from pathlib import Path
@@ -49,7 +49,7 @@ def rows(runner: Runner, count: int, seed: int) -> Tensor:
 
 
 def begun(runner: Runner) -> SpanCache | None:
-    """Read a prompt, where there are layers for it."""
+    """Prefill a cache, if the shard has layers."""
     if not runner.shard.span:
         return None
     cache = runner.new_cache()
@@ -62,7 +62,7 @@ def written(runner: Runner, cache: SpanCache | None, sizes: tuple[int, ...]) -> 
 
 
 def forwards_of(runner: Runner) -> list[int]:
-    """Note each forward of the model that is not from a record."""
+    """Record each forward of the model that is not replayed."""
     seen: list[int] = []
     for module in runner.shard.model.modules():
         module.register_forward_pre_hook(lambda *_: seen.append(1))
@@ -80,7 +80,7 @@ def forwards_of(runner: Runner) -> list[int]:
         ("gpt2", "whole", Quant.NONE),
     ],
 )
-def test_a_rehearsed_step_has_the_bits_of_the_model(
+def test_a_warmed_up_step_has_the_bits_of_the_model(
     tmp_path: Path, family: str, part: str, quant: Quant
 ) -> None:
     runner = runner_of(tmp_path, family, part, quant)
@@ -101,7 +101,7 @@ def test_a_rehearsed_step_has_the_bits_of_the_model(
     assert all(map(torch.equal, outputs, plain))
 
 
-def test_one_that_ended_early_is_taken_up_by_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_warm_up_is_continued(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", "whole")
 
     assert len(list(islice(runner.rehearsal(), 4))) == 4
@@ -113,7 +113,7 @@ def test_one_that_ended_early_is_taken_up_by_the_next(tmp_path: Path) -> None:
     assert not prompts
 
 
-def test_what_cannot_be_recorded_is_not_rehearsed_for_ever(tmp_path: Path) -> None:
+def test_warm_up_ends_if_nothing_can_be_traced(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", "whole")
     assert isinstance(runner.steps, ReplayedSteps)
     most = 200
@@ -121,7 +121,7 @@ def test_what_cannot_be_recorded_is_not_rehearsed_for_ever(tmp_path: Path) -> No
         norm = next(
             value for name, value in runner.shard.model.named_parameters() if "norm" in name
         )
-        norm.fill_(float("nan"))  # what comes of it proves nothing
+        norm.fill_(float("nan"))  # NaN proves nothing
 
     assert 0 < len(list(islice(runner.rehearsal(), most))) < most
     assert not any(known.is_unfit for known in runner.steps.replay._known.values())

@@ -1,4 +1,4 @@
-"""Streams of text: whole characters, the right spaces, nothing from a stop text on."""
+"""Streams of text: whole characters, the right spaces, nothing after a stop text."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -100,7 +100,7 @@ def byte_tokens(data: bytes) -> list[int]:
         ("�".encode() + b"\xff", "��"),
     ],
 )
-def test_a_run_of_fallback_bytes_never_takes_back_what_was_shown(data: bytes, text: str) -> None:
+def test_a_run_of_fallback_bytes_never_changes_emitted_text(data: bytes, text: str) -> None:
     parts = pieces(byte_fallback(), byte_tokens(data))
 
     assert "".join(parts) == text
@@ -115,7 +115,7 @@ def test_an_incomplete_character_ends_as_one_replacement() -> None:
     assert rest == "�"
 
 
-def test_finish_says_nothing_twice() -> None:
+def test_finish_returns_nothing_twice() -> None:
     stream = TextStream(lambda ids: "a st" if ids else "", stop=["stop"])
 
     assert stream.push(0) == "a "
@@ -181,7 +181,7 @@ def test_the_cut_does_not_depend_on_the_tokens(parts: list[str], stop: list[str]
     assert stream.stopped == any(one in text for one in stop)
 
 
-def test_what_may_begin_a_stop_is_held_until_it_does_not() -> None:
+def test_a_possible_start_of_a_stop_text_is_held_back() -> None:
     words = ["one ", "<|", "im", "_end", "ing", "<|im_end|>", "more"]
     stream = TextStream(lambda ids: "".join(words[i] for i in ids), stop=["<|im_end|>"])
 

@@ -160,7 +160,7 @@ async def test_a_draft_is_loaded_by_the_entry_only(llama: Path, spans: tuple[str
 async def test_a_draft_model_that_does_not_match_is_refused_before_loading(llama: Path) -> None:
     source, builtin = resolve(str(llama)), resolve("builtin")
 
-    with pytest.raises(ModelError, match="`builtin` cannot guess for"):
+    with pytest.raises(ModelError, match="`builtin` cannot draft for"):
         await ModelRuntime.open(source, Worker(InlineExecutor()), draft=builtin)
 
 
