@@ -60,7 +60,7 @@ def remember(folder: Path, value: Any, *key: str | float) -> None:
 
 
 @contextmanager
-def alone(folder: Path, *key: str | float) -> Iterator[None]:
+def locked(folder: Path, *key: str | float) -> Iterator[None]:
     """Hold the lock of a key; call `recall` again inside, as another process may have stored it.
 
     After `WAIT_S`, and if files cannot be locked, both processes compute the value.

@@ -23,7 +23,7 @@ from meshllm.config import cache_path
 from meshllm.model.json_cache import recall, remember
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
-_CERTAIN = (
+_CONDITIONS = (
     "expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
     "statically_known_true",
 )  # fmt: skip
@@ -33,7 +33,7 @@ _UTILS = "transformers.utils.import_utils"
 _SCAN = "create_import_structure_from_path"
 
 
-class _StandIn(ModuleType):
+class _Stub(ModuleType):
     """A stub module with a few names; any other name is taken from the real module."""
 
     __file__ = None  # `inspect` reads it from every module
@@ -41,7 +41,7 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__path__" and self.__name__ not in _PACKAGES:
             raise AttributeError(name)
-        _leave()
+        _remove_stubs()
         return getattr(import_module(self.__name__), name)
 
 
@@ -54,31 +54,31 @@ def lean() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         yield
         return
-    sys.modules.update(_stand_ins())
+    sys.modules.update(_stubs())
     try:
         _import_whole()
         yield
     finally:
-        _leave()
+        _remove_stubs()
 
 
-def _leave() -> None:
+def _remove_stubs() -> None:
     """Remove the stubs, so that later imports load the real modules."""
     for name, module in list(sys.modules.items()):
-        if isinstance(module, _StandIn):
+        if isinstance(module, _Stub):
             del sys.modules[name]
 
 
-def _stand_ins() -> dict[str, _StandIn]:
+def _stubs() -> dict[str, _Stub]:
     names: dict[str, dict[str, Any]] = {
         "torch._dynamo": dict.fromkeys(
             ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address"),
             _unchanged,
         ),
-        "torch.distributed.tensor": {"DTensor": _StandIn},  # no tensor is an instance
+        "torch.distributed.tensor": {"DTensor": _Stub},  # no tensor is an instance
         _MASKS: {"TransformGetItemToIndex": _index_masks},
         "torch.fx.experimental.symbolic_shapes": {
-            **dict.fromkeys(_CERTAIN, bool),
+            **dict.fromkeys(_CONDITIONS, bool),
             "guarding_hint_or_throw": int,
             "has_guarding_hint": lambda _: True,
             "is_nested_int": lambda _: False,
@@ -87,9 +87,9 @@ def _stand_ins() -> dict[str, _StandIn]:
             "sym_or": lambda *terms: any(terms),
         },
         "torch.utils._sympy.functions": {"Max": max},
-        "sympy": {"Basic": _StandIn},  # no size is an instance
+        "sympy": {"Basic": _Stub},  # no size is an instance
     }
-    modules = {name: _StandIn(name) for name in names.keys() - sys.modules.keys()}
+    modules = {name: _Stub(name) for name in names.keys() - sys.modules.keys()}
     for name, module in modules.items():
         vars(module).update(names[name])
     return modules

@@ -16,7 +16,7 @@ import meshllm
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.files.manifest import config_digest
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.json_cache import alone, recall, remember
+from meshllm.model.json_cache import locked, recall, remember
 from meshllm.model.kernels.jit import machine
 from meshllm.model.lean import lean
 from meshllm.model.modules.exchange import exchange_modules
@@ -29,7 +29,7 @@ from meshllm.model.split.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.steps.execution import lacks_invariance
 from meshllm.model.steps.replay import SETTLED
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.trial import untried
+from meshllm.model.steps.trial import skip_trial
 from meshllm.names import Quant, Span
 
 ROWS = (1, 8, 32, 128, 256, 1024)
@@ -81,7 +81,7 @@ def measure_speed(
     )  # fmt: skip
     if known := _read(recall(cache, *key)):
         return known
-    with alone(cache, *key):
+    with locked(cache, *key):
         if known := _read(recall(cache, *key)):
             return known
         with torch.inference_mode():
@@ -149,7 +149,7 @@ def _stock_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
     context = context_of(skeleton.model.config) or max(ROWS)
-    runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), untried)
+    runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), skip_trial)
 
     def seconds(rows: int) -> float:
         runner.prefill(_hidden(shard, rows), shard.new_cache())
@@ -177,7 +177,7 @@ def _step_seconds(
         return {}
     part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
     shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
-    runner, cache = Runner(shard, few, untried), shard.new_cache()
+    runner, cache = Runner(shard, few, skip_trial), shard.new_cache()
     if not runner.is_steady:
         return {}
     runner.step(_hidden(shard, 1), cache)
@@ -213,7 +213,7 @@ def _head_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
 
-    runner = Runner(shard, (MOST_ROWS,), untried)
+    runner = Runner(shard, (MOST_ROWS,), skip_trial)
 
     def seconds(rows: int) -> float:
         x = _hidden(shard, rows)

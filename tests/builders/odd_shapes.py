@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from meshllm.model.files.source import Source
-from meshllm.model.parity.compare import specimen
+from meshllm.model.parity.compare import random_model
 from meshllm.model.parity.families import read_table, tiny_config
 
 _FIVE = {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1}
@@ -71,7 +71,7 @@ def odd_config(name: str) -> PreTrainedConfig:
 @contextmanager
 def odd_model(name: str, dtype: torch.dtype, shift: int = 8) -> Iterator[Source]:
     """Save a random model of odd shape whose weights begin ``shift`` bytes off a multiple of 16."""
-    with specimen(odd_config(name), dtype) as (_, source):
+    with random_model(odd_config(name), dtype) as (_, source):
         path = source.folder / "model.safetensors"
         weights = load_file(path)
         weights = {key: weight.clone() for key, weight in weights.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.model import json_cache
-from meshllm.model.json_cache import alone, recall, remember
+from meshllm.model.json_cache import locked, recall, remember
 
 
 def test_a_value_is_found_by_its_key(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_two_processes_compute_a_value_once(tmp_path: Path) -> None:
     code = """
         import sys, time
         from pathlib import Path
-        from meshllm.model.json_cache import alone, recall, remember
+        from meshllm.model.json_cache import locked, recall, remember
         folder = Path(sys.argv[1])
-        with alone(folder, "key"):
+        with locked(folder, "key"):
             if (known := recall(folder, "key")) is None:
                 time.sleep(0.5)
                 remember(folder, known := sys.argv[2], "key")
@@ -120,7 +120,7 @@ def test_waiting_for_another_process_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_cache, "WAIT_S", 0.05)
-    with alone(tmp_path, "key"), alone(tmp_path, "other"), alone(tmp_path, "key"):
+    with locked(tmp_path, "key"), locked(tmp_path, "other"), locked(tmp_path, "key"):
         remember(tmp_path, 1, "key")
 
     assert recall(tmp_path, "key") == 1
@@ -129,12 +129,12 @@ def test_waiting_for_another_process_is_bounded(
 def test_an_unwritable_folder_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with alone(tmp_path / "file" / "folder", "key"):
+    with locked(tmp_path / "file" / "folder", "key"):
         pass
 
 
 def test_unused_locks_are_evicted(tmp_path: Path) -> None:
-    with alone(tmp_path, "old"):
+    with locked(tmp_path, "old"):
         pass
     (lock,) = tmp_path.glob("*.lock")
     os.utime(lock, (0, 0))

@@ -109,9 +109,9 @@ def load(
         ModelError: files are missing or damaged, or tensors are missing or of another shape.
     """
     model = skeleton.model
-    borrowed = _borrow(model, lender) if lender is not None else set()
+    shared = _share(model, lender) if lender is not None else set()
     weights = list_weights(folder)
-    chosen = {n: place for n, place in select(skeleton, weights).items() if place not in borrowed}
+    chosen = {n: place for n, place in select(skeleton, weights).items() if place not in shared}
     config = LoadStateDictConfig(
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
@@ -125,7 +125,7 @@ def load(
             file: opened.enter_context(open_file(folder / file))
             for file in sorted({weights[name] for name in chosen})
         }
-        missing = set(model.state_dict()) - borrowed
+        missing = set(model.state_dict()) - shared
         for group in _groups(chosen):
             state = {name: _slice(files[weights[name]], name, folder) for name in group}
             if len({chosen[name] for name in group}) < len(group):
@@ -141,18 +141,18 @@ def load(
     model.to(device).eval()
 
 
-def _borrow(model: nn.Module, lender: nn.Module) -> set[str]:
+def _share(model: nn.Module, lender: nn.Module) -> set[str]:
     """Share the parameters that both models have with ``model``; return their names."""
     places = model.state_dict()
-    borrowed = {
+    shared = {
         name: parameter
         for name, parameter in lender.named_parameters(remove_duplicate=False)
         if name in places and parameter.dtype == places[name].dtype
     }
-    for name, parameter in borrowed.items():
+    for name, parameter in shared.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameter)
-    return set(borrowed)
+    return set(shared)
 
 
 def _groups(chosen: Mapping[str, str]) -> list[list[str]]:

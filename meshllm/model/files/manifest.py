@@ -13,7 +13,7 @@ from blake3 import blake3
 from meshllm.errors import ModelError
 from meshllm.model.files.loader import list_weights, select
 from meshllm.model.files.source import Source
-from meshllm.model.json_cache import alone, recall, remember
+from meshllm.model.json_cache import locked, recall, remember
 from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.names import Digest
 
@@ -110,7 +110,7 @@ def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
     known: dict[str, str] | None = recall(cache, *key)
     if isinstance(known, dict):
         return known
-    with alone(cache, *key):
+    with locked(cache, *key):
         known = recall(cache, *key)
         if not isinstance(known, dict):
             known = dict(_hash(path))

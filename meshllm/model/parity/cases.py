@@ -115,7 +115,7 @@ class RingSession:
         self.length += ids.shape[1]
         return rows
 
-    def lose(self, part: int) -> None:
+    def clear(self, part: int) -> None:
         """Empty the cache of one part, a damage that checks must detect."""
         self._caches[part] = self._shards[part].new_cache()
 
@@ -247,7 +247,7 @@ def rolls_back(begin: Open, ids: Tensor) -> bool:
     return _close(found, fresh[:, 13:])
 
 
-def overlooks(shards: Sequence[Shard], ids: Tensor) -> str | None:
+def undetected_damage(shards: Sequence[Shard], ids: Tensor) -> str | None:
     """Return which damage to three or more parts is not detected; None if all is."""
     expected = prefill(lambda: RingSession(shards), ids)
     skipped = prefill(lambda: RingSession([shards[0], *shards[2:]]), ids)
@@ -256,7 +256,7 @@ def overlooks(shards: Sequence[Shard], ids: Tensor) -> str | None:
     kept, lost = RingSession(shards), RingSession(shards)
     kept.write(ids[:, :9])
     lost.write(ids[:, :9])
-    lost.lose(1)
+    lost.clear(1)
     try:
         found = lost.write(ids[:, 9:10])
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):

@@ -24,7 +24,7 @@ from meshllm.config import cache_path
 from meshllm.errors import ModelError
 from meshllm.model.files.loader import list_weights, open_file
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.json_cache import alone, recall, remember
+from meshllm.model.json_cache import locked, recall, remember
 from meshllm.model.kernels.jit import machine
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, Session, WholeSession
@@ -114,7 +114,7 @@ def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
     folder, key = folder or cache_path(), _key(text)
     with suppress(TypeError):  # damaged, or of another version
         return Verdict(**recall(folder, *key))
-    with alone(folder, *key):
+    with locked(folder, *key):
         with suppress(TypeError):
             return Verdict(**recall(folder, *key))
         verdict = table.explain(text.model_type, _measure_like(text, table))

@@ -72,7 +72,7 @@ def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
     stocks: list[Stock] = []
     findings: dict[str, Finding] = {}
     for dtype in depth.dtypes:
-        with specimen(config, dtype) as (model, source), torch.inference_mode():
+        with random_model(config, dtype) as (model, source), torch.inference_mode():
             stocks.append(run_stock(model, depth.crops, *stocks[:1]))
             for name in depth.layouts:
                 parts = cases.layout(name, config.num_hidden_layers)
@@ -83,7 +83,9 @@ def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
 
 
 @contextmanager
-def specimen(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Source]]:
+def random_model(
+    config: PreTrainedConfig, dtype: torch.dtype
+) -> Iterator[tuple[nn.Module, Source]]:
     """Build a model with random weights, saved in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
@@ -157,7 +159,7 @@ def _first_gap(shards: Sequence[Shard], stock: Stock, crops: Sequence[int]) -> s
     for name, case in (cases.CASES | cropping).items():
         if gap := cases.unequal(stock.logits[name], case(begin, tokens())):
             return f"{name}: {gap}"
-    return cases.overlooks(shards, tokens()) if len(shards) > 2 else None
+    return cases.undetected_damage(shards, tokens()) if len(shards) > 2 else None
 
 
 def _conclude(model_type: str, stock: Stock, findings: dict[str, Finding]) -> Verdict:

@@ -39,7 +39,7 @@ LEVELS = (0.4, 0.6, 0.75)
 """Probabilities of the next draft token at which confidence rises: between the acceptance rates
 that `meshllm.protocol.drafting.window` expects at each confidence."""
 
-_KIN = "choose a smaller model of the same family, or leave out `--draft`"
+_HINT = "choose a smaller model of the same family, or leave out `--draft`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def find_draft(source: Source, target: Source) -> Draft:
                 hint="choose a model with attention in all layers, or leave out `--draft`",
             )
     sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (source, target)]
-    _refuse_other_tokens(source, target, sizes)
+    _check_vocabularies(source, target, sizes)
     return Draft(source, shape_of(source), min(sizes))
 
 
@@ -104,7 +104,7 @@ class ModelDrafting:
 
     def keep(self, tokens: Sequence[int]) -> None:
         """Keep the cache of a finished text."""
-        for drafter in [each for each in self._drafters if each.wrote(tokens)]:
+        for drafter in [each for each in self._drafters if each.has_text(tokens)]:
             self._drafters.discard(drafter)  # two drafters must never share a cache
             self._spare = drafter.held()
 
@@ -123,14 +123,14 @@ class ModelDrafting:
                 return cache, same
         return self.new_cache(), 0
 
-    def knows(self, tokens: Sequence[int]) -> bool:
+    def covers(self, tokens: Sequence[int]) -> bool:
         """Return whether both models have all of these tokens; the large one may emit padding."""
         return all(token < self._vocabulary for token in tokens)
 
     def read(self, tokens: Sequence[int], cache: SpanCache) -> tuple[int, float]:
         """Append tokens to a cache; return the most likely next token and its probability."""
         text, run = torch.tensor([tokens]), self._runner
-        is_step = run.is_one_step(len(tokens)) and cache.length
+        is_step = run.runs_in_one_pass(len(tokens)) and cache.length
         output = run.step(text, cache) if is_step else run.prefill(text, cache, 1)  # [1, T or 1, V]
         logits = output[0, -1, : self._vocabulary].float()
         best, token = logits.max(0)
@@ -145,20 +145,20 @@ class ModelDrafter:
         self._cache = drafting.new_cache()
         self._text: list[int] = []
         self._held = 0  # tokens of the text that are in the cache
-        self._guessed: list[int] = []  # draft tokens in the cache behind them
+        self._drafted: list[int] = []  # draft tokens in the cache behind them
         self._next = 0, 0.0  # a token and its probability
-        self._knows = True
+        self._is_covered = True
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         self._text.extend(tokens)
-        self._knows = self._knows and self._drafting.knows(tokens)
+        self._is_covered = self._is_covered and self._drafting.covers(tokens)
 
     def look(self) -> int | None:
         """Read new tokens; return the confidence of the next draft, None during prefill."""
-        if not self._knows or not 0 < len(self._text) < self._drafting.context:
+        if not self._is_covered or not 0 < len(self._text) < self._drafting.context:
             return None
-        self._go_back()
+        self._crop_rejected()
         new = self._text[self._held :]
         is_much = len(new) > STRIDE
         if is_much:
@@ -171,15 +171,15 @@ class ModelDrafter:
         """Draft up to ``most`` tokens after `look`, while all are likely to be accepted."""
         most = min(most, self._drafting.context - len(self._text))
         token, likely = self._next
-        guesses = [token]
-        while len(guesses) < most and likely >= LEAST:
-            token, probability = self._drafting.read(guesses[-1:], self._cache)
-            self._guessed.append(guesses[-1])
-            guesses.append(token)
+        draft = [token]
+        while len(draft) < most and likely >= LEAST:
+            token, probability = self._drafting.read(draft[-1:], self._cache)
+            self._drafted.append(draft[-1])
+            draft.append(token)
             likely *= probability
-        return tuple(guesses)
+        return tuple(draft)
 
-    def wrote(self, text: Sequence[int]) -> bool:
+    def has_text(self, text: Sequence[int]) -> bool:
         """Return whether this is the text of the drafter."""
         return self._text == list(text)
 
@@ -187,13 +187,13 @@ class ModelDrafter:
         """Return the text as far as it was read, and its cache."""
         return self._text[: self._held], self._cache
 
-    def _go_back(self) -> None:
+    def _crop_rejected(self) -> None:
         """Crop rejected draft tokens from the cache, so that at least one token is left to read."""
         if not self._cache.length:
             self._cache, self._held = self._drafting.open(self, self._text)
-        self._held += _count_same(self._guessed, self._text[self._held :])
+        self._held += _count_same(self._drafted, self._text[self._held :])
         self._held = min(self._held, len(self._text) - 1)
-        self._guessed = []
+        self._drafted = []
         self._cache.crop(self._held)
 
 
@@ -203,7 +203,7 @@ def _count_same(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _refuse_other_tokens(source: Source, target: Source, sizes: Sequence[int]) -> None:
+def _check_vocabularies(source: Source, target: Source, sizes: Sequence[int]) -> None:
     """Raise `ModelError` if the vocabularies differ; without tokenizers compare their sizes."""
     names = f"`{source.name}` cannot draft for `{target.name}`"
     try:
@@ -211,10 +211,10 @@ def _refuse_other_tokens(source: Source, target: Source, sizes: Sequence[int]) -
     except ModelError:
         if sizes[0] == sizes[1]:
             return
-        raise ModelError(f"{names}: it has {sizes[0]} tokens, not {sizes[1]}", hint=_KIN) from None
+        raise ModelError(f"{names}: it has {sizes[0]} tokens, not {sizes[1]}", hint=_HINT) from None
     differing = [token for token in own.keys() & other.keys() if own[token] != other[token]]
     if differing:
         token = min(differing)
         raise ModelError(
-            f"{names}: its token {token} is {own[token]!r}, not {other[token]!r}", hint=_KIN
+            f"{names}: its token {token} is {own[token]!r}, not {other[token]!r}", hint=_HINT
         )

@@ -20,13 +20,13 @@ _PAIR_BYTES = 120  # of a key and its value (a tuple and two ints), without the 
 _BETWEEN = -1  # separates sessions; not a token
 
 
-class Echoes:
+class NgramIndex:
     """A text with an index of its n-grams, to look up the end of another text."""
 
     def __init__(self) -> None:
         self.tokens = array("i")
         self._last: dict[tuple[int, ...], int] = {}
-        self._before = array("i")  # position of the previous same pair, by position
+        self._previous = array("i")  # position of the previous same pair, by position
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
@@ -34,13 +34,13 @@ class Echoes:
             self.tokens.append(token)
             place = len(self.tokens)
             pair = tuple(self.tokens[place - KEY :])
-            self._before.append(self._last.get(pair, 0))
+            self._previous.append(self._last.get(pair, 0))
             self._last[pair] = place
 
     @property
     def bytes(self) -> int:
         """The memory of the text and its table."""
-        return sum(map(getsizeof, (self.tokens, self._before, self._last))) + (
+        return sum(map(getsizeof, (self.tokens, self._previous, self._last))) + (
             len(self._last) * _PAIR_BYTES
         )
 
@@ -55,7 +55,7 @@ class Echoes:
                 length = self._match(end, place)
                 if length > best:
                     best, found = length, place
-            place = self._before[place - 1]
+            place = self._previous[place - 1]
         return best, found
 
     def follow(self, place: int, most: int) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class SuffixDrafting:
     """Prompt lookup in each text and in the texts before it; used on one thread."""
 
     def __init__(self) -> None:
-        self.store = Echoes()
+        self.store = NgramIndex()
 
     @property
     def bytes(self) -> int:
@@ -94,7 +94,7 @@ class SuffixDrafting:
         """Store a finished text; when the store is full, drop its older half."""
         if len(self.store.tokens) + len(tokens) > MAX_STORE:
             newest = self.store.tokens[-MAX_STORE // 2 :]
-            self.store = Echoes()
+            self.store = NgramIndex()
             self.store.extend(newest)
         self.store.extend((*tokens[-MAX_STORE // 2 :], _BETWEEN))
 
@@ -104,8 +104,8 @@ class SuffixDrafter:
 
     def __init__(self, drafting: SuffixDrafting) -> None:
         self._drafting = drafting
-        self._own = Echoes()
-        self._found: tuple[Echoes, int] | None = None
+        self._own = NgramIndex()
+        self._found: tuple[NgramIndex, int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -114,14 +114,14 @@ class SuffixDrafter:
     def look(self) -> int | None:
         """Return the confidence of the next draft, by the longest match; None without one."""
         end = self._own.tokens[-MAX_MATCH:]
-        finds = [(echoes, *echoes.find(end)) for echoes in (self._own, self._drafting.store)]
-        echoes, length, place = max(finds, key=lambda found: found[1])  # its own text on a tie
-        self._found = (echoes, place) if length >= KEY else None
+        finds = [(index, *index.find(end)) for index in (self._own, self._drafting.store)]
+        index, length, place = max(finds, key=lambda found: found[1])  # its own text on a tie
+        self._found = (index, place) if length >= KEY else None
         return sum(length >= step for step in _STEPS) if self._found else None
 
     def guess(self, most: int) -> tuple[int, ...]:
         """Draft up to ``most`` tokens from the match that `look` found."""
         if self._found is None:
             return ()
-        echoes, place = self._found
-        return echoes.follow(place, most)
+        index, place = self._found
+        return index.follow(place, most)

@@ -60,11 +60,11 @@ def attend_chunk(
     for at, stop in pairwise(rows * turn // times for turn in range(times + 1)):
         start = max(0, past + at - window + 1) if window else 0
         seen, columns = slice(start, past + stop), each * (stop - at)
-        asked = (query[:, :, at:stop] * scale).reshape(groups, columns, width)
+        queries = (query[:, :, at:stop] * scale).reshape(groups, columns, width)
         whole = -(-columns // COLUMNS) * COLUMNS
         scores = query.new_empty(groups, past + stop - start, whole)  # [G, S, H/G * T], padded
         own = scores[:, :, :columns]
-        torch.bmm(key[0, :, seen], asked.transpose(1, 2), out=own)
+        torch.bmm(key[0, :, seen], queries.transpose(1, 2), out=own)
         share_out(scores, stop - at, window)
         part = torch.matmul(own.transpose(1, 2), value[0, :, seen])
         mixed[0, at:stop] = part.view(heads, stop - at, -1).transpose(0, 1)
@@ -75,7 +75,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend with one row [1, H, 1, D]; scores are rounded as in transformers' eager attention."""
     heads, _, width = query.shape[1:]
     groups = key.shape[1]
-    asked = query.reshape(groups, heads // groups, width)
-    scores = torch.matmul(asked, key[0].transpose(1, 2)).float().mul_(scale)  # [G, H/G, S]
+    queries = query.reshape(groups, heads // groups, width)
+    scores = torch.matmul(queries, key[0].transpose(1, 2)).float().mul_(scale)  # [G, H/G, S]
     mixed = torch.matmul(scores.softmax(-1).to(value.dtype), value[0])
     return mixed.view(1, 1, heads, -1)

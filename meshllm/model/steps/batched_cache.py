@@ -11,7 +11,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.attention import attend_alone
 
 
-class Bundle(DynamicCache):  # type: ignore[misc]  # transformers is not followed
+class BatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
     """Appends the rows of each session to its own cache."""
 
     def __init__(self, caches: Sequence[SpanCache], rows: Sequence[int]) -> None:

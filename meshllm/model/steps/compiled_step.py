@@ -25,16 +25,16 @@ from meshllm.model.kernels.elementwise import SOURCE, TARGET, copy_lines
 from meshllm.model.kernels.jit import machine, private_folder
 from meshllm.model.kernels.program import Call, Program
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.steps.lowering import calls_for, is_of_one, numbers
+from meshllm.model.steps.lowering import all_bfloat16, calls_for, is_elementwise
 from meshllm.model.steps.trace import (
+    Address,
     Attend,
+    BlockView,
+    ExternalTensor,
     Item,
     KernelCall,
     Op,
-    Outside,
-    Place,
-    Recording,
-    Ref,
+    Trace,
     blocks_of,
     resolved,
 )
@@ -50,7 +50,7 @@ Step = Call | Callable[[], None] | Attend
 
 
 @dataclass(slots=True)
-class _Move:
+class _Binding:
     """The three calls of a layer that need the addresses of one session's cache."""
 
     session: int
@@ -72,21 +72,21 @@ class _Plan:
     """What runs a batch of sessions with given numbers of rows."""
 
     parts: Sequence[Callable[[], None]]
-    moves: Sequence[_Move]
+    bindings: Sequence[_Binding]
 
 
 class Tape:
     """A compiled forward of a fixed number of rows."""
 
-    def __init__(self, recording: Recording, x: Tensor, threads: int) -> None:
+    def __init__(self, recording: Trace, x: Tensor, threads: int) -> None:
         """Compile the trace of a forward of rows ``x``, their positions, and caches."""
         self._threads = threads
         self._kind = x.shape, x.dtype
-        offsets, size = _arrange(recording)
+        offsets, size = _allocate(recording)
         self._arena = torch.empty(size, dtype=torch.uint8)
         self._offsets = offsets
         self._kept: list[Any] = []  # keeps alive what addresses point to
-        self._trusted = dict[Any, bool]()
+        self._verified = dict[Any, bool]()
         self._steps = [step for item in recording.items for step in self._lower(item)]
         self._inputs = tuple(self._whole(recording.sizes[at], at) for at in range(INPUTS))
         self._output = self._tensor(recording.output)
@@ -126,7 +126,7 @@ class Tape:
         for given, memory in zip((x, places), self._inputs, strict=True):
             memory.view(given.dtype)[: given.numel()].copy_(given.reshape(-1))
         try:
-            self._move(plan.moves, caches)
+            self._bind(plan.bindings, caches)
             for part in plan.parts:
                 part()
         except BaseException:
@@ -137,27 +137,27 @@ class Tape:
             cache.length += count
         return self._output.clone()
 
-    def _move(self, moves: Sequence[_Move], caches: Sequence[SpanCache]) -> None:
+    def _bind(self, bindings: Sequence[_Binding], caches: Sequence[SpanCache]) -> None:
         """Extend the caches by the rows, and write the addresses into the calls."""
-        seen = [caches[move.session].layers[move.layer].extend(move.rows) for move in moves]
+        seen = [caches[bound.session].layers[bound.layer].extend(bound.rows) for bound in bindings]
         room = room_for(max(seen, default=0))
-        most = max((move.held for move in moves), default=0) * self._threads * room
+        most = max((bound.held for bound in bindings), default=0) * self._threads * room
         if len(self._scores) < most:
             self._scores = torch.empty(2 * most, dtype=torch.float32)
         scores = self._scores.data_ptr()
-        for move, count in zip(moves, seen, strict=True):
+        for bound, count in zip(bindings, seen, strict=True):
             places = list[ctypes.c_int64 | int]()
-            held = caches[move.session].layers[move.layer].rows
-            for rows, call in zip(held, (move.key, move.value), strict=True):
+            held = caches[bound.session].layers[bound.layer].rows
+            for rows, call in zip(held, (bound.key, bound.value), strict=True):
                 address, used, size = rows.buffer.data_ptr(), rows.used, rows.buffer.element_size()
                 _, plane, line, _ = rows.buffer.stride()
-                call.given[TARGET] = [address + (used - move.rows) * line * size, plane, line]
+                call.given[TARGET] = [address + (used - bound.rows) * line * size, plane, line]
                 places += address + (used - count) * line * size, plane, line
-            given, numbers = move.attention.given, count * rows.buffer.shape[1] * line
+            given, numbers = bound.attention.given, count * rows.buffer.shape[1] * line
             given[KEYS], given[SCORES] = places, [scores, room]
-            given[SEEN] = [count, move.window or count]
-            assert move.program is not None
-            move.program.share(move.at, self._threads if numbers * move.rows > THREADED else 1)
+            given[SEEN] = [count, bound.window or count]
+            assert bound.program is not None
+            bound.program.share(bound.at, self._threads if numbers * bound.rows > THREADED else 1)
 
     def _find(self, rows: tuple[int, ...]) -> _Plan:
         """Return the plan for these rows; make it if needed, and evict the least recently used."""
@@ -167,22 +167,22 @@ class Tape:
         return plan
 
     def _plan(self, rows: tuple[int, ...]) -> _Plan:
-        parts, moves, calls = list[Callable[[], None]](), list[_Move](), list[Call]()
+        parts, bindings, calls = list[Callable[[], None]](), list[_Binding](), list[Call]()
         for step in (*self._steps, None):
             if isinstance(step, Call):
                 calls.append(step)
             elif isinstance(step, Attend):
                 for session in range(len(rows)):
-                    move = self._attend(step, rows, session, len(calls))
-                    calls += move.key, move.value, move.attention
-                    moves.append(move)
+                    bound = self._attend(step, rows, session, len(calls))
+                    calls += bound.key, bound.value, bound.attention
+                    bindings.append(bound)
             else:
-                parts += _together(calls, moves)
+                parts += _compiled(calls, bindings)
                 parts += [step] if step else []
                 calls = []
-        return _Plan(parts, moves)
+        return _Plan(parts, bindings)
 
-    def _attend(self, item: Attend, rows: Sequence[int], session: int, at: int) -> _Move:
+    def _attend(self, item: Attend, rows: Sequence[int], session: int, at: int) -> _Binding:
         """Make the three calls of a session, the first with index ``at`` in its program."""
         first, count = sum(rows[:session]), rows[session]
         query, key, value = (
@@ -197,7 +197,7 @@ class Tape:
         groups, mixed = key.shape[1], self._tensor(item.out)[:, first : first + count]
         native, held, values = prepare(query, mixed, groups, item.scale)
         attention, window = Call.of(native, groups * count, 1, values), item.window
-        return _Move(
+        return _Binding(
             session, item.layer, count, window, held, copies[0], copies[1], attention, at + 2
         )
 
@@ -206,7 +206,7 @@ class Tape:
             yield item
         elif isinstance(item, KernelCall):
             values = [
-                self._address(each) if isinstance(each, Ref) else each for each in item.values
+                self._address(each) if isinstance(each, Address) else each for each in item.values
             ]
             yield Call.of(item.native, item.blocks, item.threads, values)
         else:
@@ -215,26 +215,26 @@ class Tape:
             outs = [self._tensor(each) for each in item.outs]
             self._kept.append((args, kwargs))
             calls = calls_for(item.function, args, kwargs, outs or args[:1])
-            if calls and self._trusts(item):
+            if calls and self._is_verified(item):
                 yield from calls
             else:
-                yield partial(_do, item.function, args, kwargs, outs)
+                yield partial(_eager, item.function, args, kwargs, outs)
 
-    def _trusts(self, item: Op) -> bool:
+    def _is_verified(self, item: Op) -> bool:
         """Verify each distinct operation once: layers repeat them."""
-        look = resolved(
+        signature = resolved(
             (item.function, item.args, item.kwargs, item.outs),
-            _look,
+            _signature,
         )
-        if look not in self._trusted:
-            self._trusted[look] = _agrees(item)
-        return self._trusted[look]
+        if signature not in self._verified:
+            self._verified[signature] = _agrees(item)
+        return self._verified[signature]
 
-    def _address(self, ref: Ref) -> int:
+    def _address(self, ref: Address) -> int:
         return self._arena.data_ptr() + self._offsets[ref.block] + ref.offset
 
-    def _tensor(self, place: Place | Outside) -> Tensor:
-        if isinstance(place, Outside):
+    def _tensor(self, place: BlockView | ExternalTensor) -> Tensor:
+        if isinstance(place, ExternalTensor):
             return place.tensor
         first = self._offsets[place.ref.block] + place.ref.offset
         size = 1 + sum((n - 1) * by for n, by in zip(place.shape, place.strides, strict=True))
@@ -245,24 +245,26 @@ class Tape:
         return self._arena[self._offsets[block] : self._offsets[block] + size]
 
 
-def _look(tensor: Place | Outside) -> Any:
+def _signature(tensor: BlockView | ExternalTensor) -> Any:
     """Describe a tensor without its address; external ones, such as weights, with it."""
-    if isinstance(tensor, Outside):
+    if isinstance(tensor, ExternalTensor):
         return tensor
     return tensor.dtype, tensor.shape, tensor.strides
 
 
-def _together(calls: Sequence[Call], moves: Sequence[_Move]) -> Sequence[Callable[[], None]]:
-    """Compile the calls, if any, and assign the program to moves that have none."""
+def _compiled(calls: Sequence[Call], bindings: Sequence[_Binding]) -> Sequence[Callable[[], None]]:
+    """Compile the calls, if any, and assign the program to bindings that have none."""
     if not calls:
         return ()
     program = Program(calls)
-    for move in moves:
-        move.program = move.program or program
+    for bound in bindings:
+        bound.program = bound.program or program
     return (program.run,)
 
 
-def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]) -> None:
+def _eager(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]
+) -> None:
     """Run an operation in torch, and copy its results to ``outs``."""
     result = function(*args, **kwargs)
     for out, each in zip(
@@ -287,7 +289,7 @@ def _agrees(item: Op) -> bool:
     Program(calls).run()
     if not _are_same(out, result):
         return False
-    if not is_of_one(item.function, args, kwargs):
+    if not is_elementwise(item.function, args, kwargs):
         return True
     first, *others = args
     layout = first.dtype, tuple(first.shape), first.stride()
@@ -337,7 +339,7 @@ def _agrees_on_all(
 def _try_all(program: Program, function: Callable[[], Tensor], x: Tensor, out: Tensor) -> bool:
     """Compare the ``out`` of a program with the result of a function on all bfloat16 values."""
     bits = torch.int16  # fast to compare, except with NaN
-    for part in torch.split(numbers(), x.numel()):
+    for part in torch.split(all_bfloat16(), x.numel()):
         x.copy_(part.repeat(-(-x.numel() // len(part)))[: x.numel()].view(x.shape))
         program.run()
         result = function()
@@ -356,7 +358,7 @@ def _are_same(out: Tensor, result: Tensor) -> bool:
     return bool((same | (out.isnan() & result.isnan())).all())
 
 
-class _Room:
+class _Arena:
     """Offsets of aligned blocks in an arena; a freed block is reused for one of its size."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -366,7 +368,7 @@ class _Room:
         """By block, in bytes; -1 before it is allocated."""
         self.size = 0
 
-    def lend(self, block: int) -> None:
+    def allocate(self, block: int) -> None:
         """Allocate a block, unless it is allocated."""
         if self.offsets[block] < 0:
             wanted = self._sizes[block]
@@ -375,22 +377,22 @@ class _Room:
             else:
                 self.offsets[block], self.size = self.size, self.size + wanted
 
-    def take(self, block: int) -> None:
+    def free(self, block: int) -> None:
         """Make the memory of a block available to others."""
         self._free.setdefault(self._sizes[block], []).append(self.offsets[block])
 
 
-def _arrange(recording: Recording) -> tuple[list[int], int]:
+def _allocate(recording: Trace) -> tuple[list[int], int]:
     """Allocate each block from its first to its last use; return offsets and total size."""
     touched = [blocks_of(item) for item in recording.items]
     last = {block: at for at, blocks in enumerate(touched) for block in blocks}
-    room, kept = _Room(recording.sizes), {*range(INPUTS), recording.output.ref.block}
+    arena, kept = _Arena(recording.sizes), {*range(INPUTS), recording.output.ref.block}
     for block in sorted(kept):
-        room.lend(block)
+        arena.allocate(block)
     for at, blocks in enumerate(touched):
         for block in sorted(blocks):
-            room.lend(block)
+            arena.allocate(block)
         for block in sorted(blocks - kept):
             if last[block] == at:
-                room.take(block)
-    return room.offsets, room.size
+                arena.free(block)
+    return arena.offsets, arena.size

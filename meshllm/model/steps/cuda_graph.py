@@ -8,7 +8,7 @@ never change. What differs from step to step comes in one int64 tensor: tokens, 
 cache addresses of each row, see `meshllm.model.kernels.triton_attention`.
 
 What a forward reads on the host, from tensors or from its cache, is not in the graph: such a
-forward is `Unfit`, which is checked before and after the capture.
+forward is `NotReplayable`, which is checked before and after the capture.
 """
 
 import threading
@@ -24,14 +24,14 @@ from meshllm.model.device import fetch, put
 from meshllm.model.modules.rms_norm import fused
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
-from meshllm.model.steps.trace import Unfit
+from meshllm.model.steps.trace import NotReplayable
 
 Forward = Callable[[Tensor, SpanCache | None, Tensor], Tensor]
 """Runs rows with a cache, at positions [1, T]; its attention has to be `Graph.attend`."""
 
 _FIELDS = 4  # of a row in the table of caches
 _FAR = 100_000  # tokens; a cache length that no trial has
-_LOOKING = (
+_UNTRACEABLE = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
@@ -56,7 +56,7 @@ class Graph:
         tokens, self._places, self._tables = self._split(self._numbers)
         hidden = torch.zeros(1, width, config.hidden_size, dtype=shard.model.dtype, device=device)
         self._x = tokens if shard.embed else hidden
-        self._likes: dict[int, tuple[Tensor, Tensor]] = {}  # empty keys and values, by layer
+        self._empty: dict[int, tuple[Tensor, Tensor]] = {}  # empty keys and values, by layer
         self._updated: tuple[Tensor, Tensor, int] | None = None
         self._attended: list[int] = []
         self._replay: Callable[[], None] = lambda: None
@@ -70,27 +70,27 @@ class Graph:
         ``filled`` makes a cache that holds some tokens, or None if the shard has no layers.
 
         Raises:
-            Unfit: the forward depends on more than its input tensors.
+            NotReplayable: the forward depends on more than its input tensors.
         """
         with torch.cuda.device(self._shard.device), fused(self._shard.model):
             held, cache, rest = filled(), filled(), x[:, 3:]
             with _Watch(self._shard.device):
                 self._run(forward, 0)  # with no row in the table yet
-            if held is not None and not self._suits(held):
-                raise Unfit("its caches have an unexpected shape or dtype")
+            if held is not None and not self._fits(held):
+                raise NotReplayable("its caches have an unexpected shape or dtype")
             # From here on rows are written to these caches, which must stay alive.
             self._set(x, [held], [self.width])
             with _Watch(self._shard.device):
                 near, far = (self._run(forward, length) for length in (0, _FAR))
             if not torch.equal(near, far):
-                raise Unfit("the forward depends on the cache length as a Python value")
+                raise NotReplayable("the forward depends on the cache length as a Python value")
             self._replay, self._output = _capture(lambda: self._run(forward, 0))
             self.step(x[:, :3], [cache], [3])  # so that the positions differ, too
             self._set(rest, [cache], [rest.shape[1]])
             plain = self._run(forward, 0)
             self._replay()
         if not torch.equal(self._output[:, : rest.shape[1]], plain[:, : rest.shape[1]]):
-            raise Unfit("replayed steps differ from the forward")
+            raise NotReplayable("replayed steps differ from the forward")
 
     def step(self, x: Tensor, caches: Sequence[SpanCache | None], rows: Sequence[int]) -> Tensor:
         """Run rows ``x`` [1, T or T, D] on the CPU; ``rows[i]`` of them belong to ``caches[i]``.
@@ -123,11 +123,11 @@ class Graph:
         """Attend with rows of several sessions, query [1, H, T, D] to [1, T, H, E].
 
         Raises:
-            Unfit: the keys and values are not those of the last cache update.
+            NotReplayable: the keys and values are not those of the last cache update.
         """
         own, its, layer = self._updated or (None, None, -1)
         if own is not key or its is not value or query.dtype != key.dtype:
-            raise Unfit("attention reads something other than the cache")
+            raise NotReplayable("attention reads something other than the cache")
         self._updated = None
         self._attended.append(layer)
         table = self._tables[layer - self._shard.span.start]
@@ -138,10 +138,10 @@ class Graph:
     ) -> tuple[Tensor, Tensor]:
         """Replace the `update` of a cache; `attend` writes the rows to the caches of a step."""
         if self._updated is not None or key.dtype != value.dtype or len(key) > 1:
-            raise Unfit("a layer updates its cache without attending to it")
+            raise NotReplayable("a layer updates its cache without attending to it")
         self._updated = key, value, layer
-        if layer not in self._likes:
-            self._likes[layer] = key[:, :, :0].clone(), value[:, :, :0].clone()
+        if layer not in self._empty:
+            self._empty[layer] = key[:, :, :0].clone(), value[:, :, :0].clone()
         return key, value
 
     def _run(self, forward: Forward, length: int) -> Tensor:
@@ -153,7 +153,7 @@ class Graph:
         self._updated, self._attended = None, []
         output = forward(self._x, cache, self._places)
         if self._updated or self._attended != self._layers:
-            raise Unfit("not every layer attends to its cache exactly once")
+            raise NotReplayable("not every layer attends to its cache exactly once")
         return output
 
     def _set(self, x: Tensor, caches: Sequence[SpanCache | None], rows: Sequence[int]) -> None:
@@ -173,13 +173,13 @@ class Graph:
             self._x[:, :count].copy_(put(x, self._shard.device))
         self._numbers.copy_(put(numbers, self._shard.device))
 
-    def _suits(self, cache: SpanCache) -> bool:
+    def _fits(self, cache: SpanCache) -> bool:
         """Return whether a cache filled by stock steps has the layout that `attend` expects."""
         return all(
             (held.dtype, *held.shape[:2], held.shape[3])
             == (like.dtype, *like.shape[:2], like.shape[3])
             for index in self._layers
-            for rows, like in zip(cache.layers[index].rows, self._likes[index], strict=True)
+            for rows, like in zip(cache.layers[index].rows, self._empty[index], strict=True)
             for held in (rows.buffer,)
         )
 
@@ -189,7 +189,7 @@ class Graph:
         for index in self._layers:
             layer = cache.layers[index]
             if not layer.is_initialized:
-                layer.update(*self._likes[index])
+                layer.update(*self._empty[index])
             layer.extend(count)
             keys, values = (each.buffer for each in layer.rows)
             entries.append(
@@ -205,7 +205,7 @@ class Graph:
 
 
 class _Watch(TorchDispatchMode):
-    """Raises `Unfit` if a forward does what a graph cannot replay."""
+    """Raises `NotReplayable` if a forward does what a graph cannot replay."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it open
@@ -216,12 +216,12 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         is_given = any(result is each for each in args)  # as dropout does outside of training
-        if not is_given and any(tag in func.tags for tag in _LOOKING):
-            raise Unfit(f"{func} is data-dependent or random")
+        if not is_given and any(tag in func.tags for tag in _UNTRACEABLE):
+            raise NotReplayable(f"{func} is data-dependent or random")
         gone = [each for each in _tensors(result) if each.device.type != self._kind]
         came = any(each.device.type == self._kind for each in _tensors((args, kwargs)))
         if gone and (came or any(each.dim() for each in gone)):
-            raise Unfit(f"{func} uses another device")
+            raise NotReplayable(f"{func} uses another device")
         return result
 
 
@@ -233,12 +233,12 @@ def _kernel() -> Callable[..., Tensor]:
     """Return the attention kernel that reads cache addresses from a table.
 
     Raises:
-        Unfit: Triton is not installed.
+        NotReplayable: Triton is not installed.
     """
     try:
         from meshllm.model.kernels import triton_attention
     except ImportError as reason:
-        raise Unfit(f"{reason}") from None
+        raise NotReplayable(f"{reason}") from None
     return triton_attention.attend
 
 

@@ -87,8 +87,8 @@ def lacks_invariance(config: Any, whole: nn.Module, device: torch.device) -> str
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     if mixes(whole):
         return "mixture of experts: the rows that share an expert depend on the text"
-    if strange := set(kinds) - _LAYER_KINDS:
-        return f"unsupported layer types: {', '.join(sorted(strange))}"
+    if unknown := set(kinds) - _LAYER_KINDS:
+        return f"unsupported layer types: {', '.join(sorted(unknown))}"
     linears = {type(each) for each in whole.modules() if isinstance(each, nn.Linear)}
     if own := linears - {nn.Linear}:
         return f"custom linear modules: {', '.join(sorted(each.__name__ for each in own))}"

@@ -40,7 +40,7 @@ def find_parts(source: Source, shape: ModelShape) -> Parts | None:
     """
     parts = parts_of(shape.vocab_size, shape.hidden_size)
     is_mapped = str(stored_dtype(source)) == f"torch.{shape.dtype}"
-    return parts if parts and is_mapped and _may_part(source, shape, parts) else None
+    return parts if parts and is_mapped and _is_splittable(source, shape, parts) else None
 
 
 def parts_of(outputs: int, inputs: int) -> Parts | None:
@@ -52,7 +52,7 @@ def parts_of(outputs: int, inputs: int) -> Parts | None:
 
 
 @torch.inference_mode()
-def _may_part(source: Source, shape: ModelShape, parts: Parts) -> bool:
+def _is_splittable(source: Source, shape: ModelShape, parts: Parts) -> bool:
     """Compare parts and whole on plain weights; quantisation treats each token separately."""
     dtype: torch.dtype = getattr(torch, shape.dtype)
     end = Span(shape.layers, shape.layers)

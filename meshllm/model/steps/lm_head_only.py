@@ -21,7 +21,7 @@ _ROWS = 3
 
 
 @torch.inference_mode()
-def find_tail(shard: Shard) -> Sequence[str]:
+def find_head_modules(shard: Shard) -> Sequence[str]:
     """Name the modules that, run in sequence, replace the forward of a head-only shard.
 
     Empty if the forward does more, and on a GPU, where Python overhead does not count.
@@ -30,11 +30,11 @@ def find_tail(shard: Shard) -> Sequence[str]:
         return ()
     names = _in_order(shard)
     rows = _rows(shard)
-    return names if torch.equal(run_tail(shard, names, rows), shard.forward(rows, None)) else ()
+    return names if torch.equal(run_modules(shard, names, rows), shard.forward(rows, None)) else ()
 
 
 @torch.inference_mode()
-def run_tail(shard: Shard, names: Sequence[str], x: Tensor) -> Tensor:
+def run_modules(shard: Shard, names: Sequence[str], x: Tensor) -> Tensor:
     """Run rows [1, T, D] through modules of a shard; return [1, T, V]."""
     for name in names:
         x = shard.model.get_submodule(name)(x)

@@ -37,7 +37,7 @@ def calls_for(
     function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]
 ) -> list[Call] | None:
     """Return calls that compute ``function`` into ``outs``, on one thread; None if none do."""
-    if len(outs) != 1 or not _fit((*args, *outs), outs[0].dtype):
+    if len(outs) != 1 or not _are_supported((*args, *outs), outs[0].dtype):
         return None
     (out,) = outs
     found: list[Any]
@@ -47,11 +47,11 @@ def calls_for(
         kept = [_operand(each, task, out.dtype) for each in args]
         found = [call_for(task, _view(out), *map(_view, kept))]
     elif function is aten.cat.default:
-        found = _joined(args[0], args[1] if len(args) > 1 else 0, out)
+        found = _concatenated(args[0], args[1] if len(args) > 1 else 0, out)
     elif function.overloadpacket in _COPIES:
         source = args[1] if function.overloadpacket is aten.copy_ else args[0]
         found = [_copy(source, out)]
-    elif is_of_one(function, args, kwargs) and args[0].dtype == out.dtype == torch.bfloat16:
+    elif is_elementwise(function, args, kwargs) and args[0].dtype == out.dtype == torch.bfloat16:
         kept = [args[0], _table(function, tuple(args[1:]), tuple(kwargs.items()))]
         found = [call_for(Task.LOOK_UP, _view(out), *map(_view, kept))]
     else:
@@ -61,7 +61,7 @@ def calls_for(
     return [Call.of(native, 1, 1, values, kept) for native, values in found]
 
 
-def _fit(values: Sequence[Any], dtype: torch.dtype) -> bool:
+def _are_supported(values: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return whether compiled functions support these tensors with a result of ``dtype``.
 
     Scalar tensors of another dtype are excluded: torch may round them first.
@@ -73,7 +73,7 @@ def _fit(values: Sequence[Any], dtype: torch.dtype) -> bool:
     )
 
 
-def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def is_elementwise(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether an operation maps each element of one tensor independently."""
     first, *others = *args, *kwargs.values()
     return (
@@ -83,12 +83,12 @@ def is_of_one(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     )
 
 
-def numbers() -> Tensor:
+def all_bfloat16() -> Tensor:
     """Return all bfloat16 values [NUMBERS], in the order of their bits."""
     return torch.arange(NUMBERS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-def _joined(parts: Sequence[Tensor], dim: int, out: Tensor) -> list[Any]:
+def _concatenated(parts: Sequence[Tensor], dim: int, out: Tensor) -> list[Any]:
     found, at = [], 0
     for part in parts:
         if not part.numel():
@@ -123,4 +123,4 @@ def _table(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: tuple[Any, ...]
 ) -> Tensor:
     """Tabulate a function of torch for all bfloat16 values; cached."""
-    return function(numbers(), *args, **dict(kwargs))
+    return function(all_bfloat16(), *args, **dict(kwargs))

@@ -19,11 +19,11 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.compiled_step import Tape
 from meshllm.model.steps.trace import Recorder
 
-PATIENCE = 4
+EAGER_STEPS = 4
 """Eager steps of more than one row before the trace: some row counts occur once or twice."""
-PROOFS = 2
+CHECKS = 2
 """Steps after the trace that are run both ways and compared."""
-SETTLED = PATIENCE + 1 + PROOFS
+SETTLED = EAGER_STEPS + 1 + CHECKS
 """Steps of the same number of rows before the next ones are replayed."""
 MOST_TRIES = 16
 """Steps that are traced or run both ways, at most; those with NaN prove nothing."""
@@ -38,16 +38,16 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(slots=True)
-class _Known:
+class _State:
     """State of the steps of one number of rows."""
 
     uses: int = 0
     tries: int = 0
     tape: Tape | None = None
-    proofs: int = 0
+    checks: int = 0
     is_unfit: bool = False
 
-    def refuse(self, x: Tensor, reason: str) -> None:
+    def disable(self, x: Tensor, reason: str) -> None:
         """Run such steps eagerly from now on."""
         self.tape, self.is_unfit = None, True
         logger.info("steps of %d rows are not replayed: %s", x.shape[1], reason)
@@ -61,12 +61,12 @@ class Replay:
     """The active tracer, if any."""
     prepared: int = 0
     """Steps slower than later ones of as many rows: the first, traced and compared ones."""
-    _known: dict[tuple[int, int], _Known] = field(default_factory=dict[tuple[int, int], _Known])
+    _states: dict[tuple[int, int], _State] = field(default_factory=dict[tuple[int, int], _State])
 
     @property
     def bytes(self) -> int:
         """The memory of compiled steps."""
-        return sum(known.tape.bytes for known in list(self._known.values()) if known.tape)
+        return sum(state.tape.bytes for state in list(self._states.values()) if state.tape)
 
     def step(
         self,
@@ -83,28 +83,28 @@ class Replay:
         if x.dtype not in _DTYPES or len(x) > 1 or min(rows) < 1 or _is_shared(caches):
             return forward(x, places)
         threads = torch.get_num_threads()
-        known = self._known.setdefault((x.shape[1], threads), _Known())
-        known.uses += 1
-        self.prepared += known.uses == 1
-        if known.tape and not known.tape.takes(x):
+        state = self._states.setdefault((x.shape[1], threads), _State())
+        state.uses += 1
+        self.prepared += state.uses == 1
+        if state.tape and not state.tape.takes(x):
             return forward(x, places)
-        if known.tape and known.proofs >= PROOFS:
-            return known.tape.run(x, places, caches, rows)
-        is_early = x.shape[1] > 1 and known.uses <= PATIENCE
-        if known.is_unfit or is_early or not jit.works():
+        if state.tape and state.checks >= CHECKS:
+            return state.tape.run(x, places, caches, rows)
+        is_early = x.shape[1] > 1 and state.uses <= EAGER_STEPS
+        if state.is_unfit or is_early or not jit.works():
             return forward(x, places)
-        known.tries += 1
+        state.tries += 1
         self.prepared += 1
-        known.is_unfit = known.tries > MOST_TRIES
-        if known.tape:
-            return self._prove(known, x, places, caches, rows, forward)
-        return self._record(known, x, places, caches, forward)
+        state.is_unfit = state.tries > MOST_TRIES
+        if state.tape:
+            return self._check(state, x, places, caches, rows, forward)
+        return self._record(state, x, places, caches, forward)
 
     def expect(self, rows: int) -> bool:
         """Trace steps of so many rows from the next one on; return whether more are needed."""
-        known = self._known.setdefault((rows, torch.get_num_threads()), _Known())
-        known.uses = max(known.uses, PATIENCE)
-        return not known.is_unfit and (known.tape is None or known.proofs < PROOFS)
+        state = self._states.setdefault((rows, torch.get_num_threads()), _State())
+        state.uses = max(state.uses, EAGER_STEPS)
+        return not state.is_unfit and (state.tape is None or state.checks < CHECKS)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend tracing inside the block."""
@@ -112,7 +112,7 @@ class Replay:
 
     def _record(
         self,
-        known: _Known,
+        state: _State,
         x: Tensor,
         places: Tensor,
         caches: Sequence[SpanCache],
@@ -122,10 +122,10 @@ class Replay:
             whole = torch.contiguous_format
             x, places = x.clone(memory_format=whole), places.clone(memory_format=whole)
         try:
-            tried = [_run_behind(length, x, places, caches, forward) for length in (_NEAR, _FAR)]
+            outputs = [_run_behind(length, x, places, caches, forward) for length in (_NEAR, _FAR)]
         except Exception as reason:  # from model code; invalid rows fail below, too
             output = forward(x, places)
-            known.refuse(x, f"the forward fails with a cache that reports another length: {reason}")
+            state.disable(x, f"the forward fails with another cache length: {reason}")
             return output
         self.recorder = recorder = Recorder([x, places])
         try:
@@ -135,35 +135,35 @@ class Replay:
             self.recorder = None
         if output.isnan().any():  # NaN never compares equal
             return output
-        if not all(torch.equal(output, each) for each in tried):
-            known.refuse(x, "the forward depends on the cache length as a Python value")
+        if not all(torch.equal(output, each) for each in outputs):
+            state.disable(x, "the forward depends on the cache length as a Python value")
             return output
         try:
-            known.tape = Tape(recorder.end(output), x, torch.get_num_threads())
-        except Exception as reason:  # `Unfit`, or an operation that is not supported
-            known.refuse(x, f"{reason}")
+            state.tape = Tape(recorder.end(output), x, torch.get_num_threads())
+        except Exception as reason:  # `NotReplayable`, or an operation that is not supported
+            state.disable(x, f"{reason}")
         return output
 
-    def _prove(
+    def _check(
         self,
-        known: _Known,
+        state: _State,
         x: Tensor,
         places: Tensor,
         caches: Sequence[SpanCache],
         rows: Sequence[int],
         forward: Forward,
     ) -> Tensor:
-        assert known.tape is not None
+        assert state.tape is not None
         lengths = [cache.length for cache in caches]
-        again = known.tape.run(x, places, caches, rows)
+        again = state.tape.run(x, places, caches, rows)
         for cache, length in zip(caches, lengths, strict=True):
             cache.crop(length)
         output = forward(x, places)
         if output.isnan().any():
             return output
-        known.proofs += 1
+        state.checks += 1
         if not torch.equal(again, output):
-            known.refuse(x, "replayed steps differ from the forward")
+            state.disable(x, "replayed steps differ from the forward")
         return output
 
 

@@ -26,7 +26,7 @@ class Runner:
         self.shard = shard
         self.steps, self.execution = choose_steps(shard, counts, trial or try_steps)
         self.step, self.step_many = self.steps.step, self.steps.step_many
-        self.is_one_step, self.rehearsal = self.steps.takes, self.steps.warm_up
+        self.runs_in_one_pass, self.rehearsal = self.steps.runs_in_one_pass, self.steps.warm_up
         self.new_cache = shard.new_cache
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
 from meshllm.model.steps.attention import attend_alone, attend_chunk
 from meshllm.model.steps.attention_switch import Attend, AttentionSwitch
-from meshllm.model.steps.batched_cache import Bundle
+from meshllm.model.steps.batched_cache import BatchedCache
 from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.execution import (
     Execution,
@@ -42,9 +42,9 @@ from meshllm.model.steps.execution import (
     linears_of,
     matrix_bytes,
 )
-from meshllm.model.steps.lm_head_only import find_tail, run_tail
-from meshllm.model.steps.replay import PROOFS, Replay
-from meshllm.model.steps.trace import Recorder, Unfit
+from meshllm.model.steps.lm_head_only import find_head_modules, run_modules
+from meshllm.model.steps.replay import CHECKS, Replay
+from meshllm.model.steps.trace import NotReplayable, Recorder
 from meshllm.model.steps.trial import BEFORE, TRIED, draw_rows, read_prompt, try_steps
 
 REPLAYED_BYTES = 600_000_000
@@ -55,7 +55,7 @@ processor at 15 GB/s, for a step of one row: 26 % at 31 MB a layer (Qwen3-0.6B),
 (Qwen3-8B), 42 and 12 % with int8. From about 600 MB on it would be less than 5 %.
 """
 
-_WARM_UPS = 2 * (1 + PROOFS)  # steps at most; if these are not enough, real steps continue
+_WARM_UPS = 2 * (1 + CHECKS)  # steps at most; if these are not enough, real steps continue
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class Steps(Protocol):
         """Run rows of several sessions; each gets what `step` would return."""
         ...
 
-    def takes(self, rows: int) -> bool:
-        """Whether so many rows of a session are computed together."""
+    def runs_in_one_pass(self, rows: int) -> bool:
+        """Return whether so many rows of a session run in one pass."""
         ...
 
     def warm_up(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class StockSteps:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._tail = find_tail(shard)
+        self._head_modules = find_head_modules(shard)
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, with the bits of the stock model."""
@@ -111,7 +111,7 @@ class StockSteps:
         ]
         return fetch_all(outputs)
 
-    def takes(self, rows: int) -> bool:
+    def runs_in_one_pass(self, rows: int) -> bool:
         """Return False: rows run one at a time."""
         return False
 
@@ -120,11 +120,11 @@ class StockSteps:
         return iter(())
 
     def forward(
-        self, x: Tensor, cache: SpanCache | Bundle | None, places: Tensor | None = None
+        self, x: Tensor, cache: SpanCache | BatchedCache | None, places: Tensor | None = None
     ) -> Tensor:
         """Run the shard, or the modules of its head if it has nothing else."""
-        if self._tail:
-            return run_tail(self._shard, self._tail, x)
+        if self._head_modules:
+            return run_modules(self._shard, self._head_modules, x)
         return self._shard.forward(x, cache, position_ids=places)
 
 
@@ -150,8 +150,8 @@ class InvariantSteps:
         """Run rows of several sessions together."""
         return _in_groups(self.run, self.counts, parts, caches)
 
-    def takes(self, rows: int) -> bool:
-        """Whether so many rows of a session are computed together."""
+    def runs_in_one_pass(self, rows: int) -> bool:
+        """Return whether so many rows of a session run in one pass."""
         return rows in self.counts
 
     def warm_up(self) -> Iterator[None]:
@@ -160,7 +160,7 @@ class InvariantSteps:
 
     def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
         """Run a step."""
-        return self.forward(x, places_of(x, caches, rows), caches, rows)
+        return self.forward(x, positions_of(x, caches, rows), caches, rows)
 
     def forward(
         self,
@@ -171,11 +171,11 @@ class InvariantSteps:
         recorder: Recorder | None = None,
     ) -> Tensor:
         """Run rows at positions ``places`` [1, T]; ``recorder`` traces caches and attention."""
-        bundle = Bundle(caches, rows) if len(caches) > 1 else None  # falsy: no items
+        bundle = BatchedCache(caches, rows) if len(caches) > 1 else None  # falsy: no items
         attend: Attend = attend_alone if bundle is None else bundle.attend
         cache: Any = next(iter(caches), None) if bundle is None else bundle
         if recorder is not None and cache is not None:
-            attend = partial(_recorded, recorder, attend)
+            attend = partial(_traced_attention, recorder, attend)
             cache.update = recorder.update(cache.update)
         try:
             with self.attention.using(attend):
@@ -196,7 +196,7 @@ class ReplayedSteps:
         self.inner = inner
         self.replay = Replay()
         self.prefill = inner.prefill
-        self.takes = inner.takes
+        self.runs_in_one_pass = inner.runs_in_one_pass
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run rows of a session."""
@@ -212,7 +212,7 @@ class ReplayedSteps:
         def forward(x: Tensor, places: Tensor) -> Tensor:
             return self.inner.forward(x, places, caches, rows, self.replay.recorder)
 
-        places = places_of(x, caches, rows)
+        places = positions_of(x, caches, rows)
         if not all(cache.length for cache in caches):
             return forward(x, places)
         return self.replay.step(x, places, caches, rows, forward)
@@ -246,7 +246,7 @@ class GraphSteps:
         """Capture the graph.
 
         Raises:
-            Unfit: the forward depends on more than the inputs of a graph.
+            NotReplayable: the forward depends on more than the inputs of a graph.
         """
         self._stock = StockSteps(shard)
         self._graph = graph = Graph(shard, MOST_ROWS)
@@ -282,8 +282,8 @@ class GraphSteps:
                 outputs += torch.split(self._graph.step(x, caches[group], rows), rows, 1)
         return outputs
 
-    def takes(self, rows: int) -> bool:
-        """Whether so many rows of a session are computed together."""
+    def runs_in_one_pass(self, rows: int) -> bool:
+        """Return whether so many rows of a session run in one pass."""
         return rows <= MOST_ROWS
 
 
@@ -309,7 +309,7 @@ def choose_steps(
         if device != CPU:
             return _on_gpu(shard, trial)
         steps = _on_cpu(shard, whole, frozenset((1, *counts)), trial)
-    except (NotInvariant, Unfit, *PROBE_ERRORS) as error:
+    except (NotInvariant, NotReplayable, *PROBE_ERRORS) as error:
         restore_modules(shard.model)
         reason = (
             str(error) if isinstance(error, NotInvariant) else f"{type(error).__name__}: {error}"
@@ -319,12 +319,12 @@ def choose_steps(
             reason,
         )
         return _stock(shard, reason)
-    if reason := _against_replay(shard):
+    if reason := _replay_obstacle(shard):
         return steps, _execution(shard, Strategy.INVARIANT, "own", reason)
     return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, "own")
 
 
-def places_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
+def positions_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
     """Return the positions [1, T] of rows in their texts."""
     if not caches:
         return torch.arange(x.shape[1])[None]
@@ -371,7 +371,7 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
     return steps
 
 
-def _against_replay(shard: Shard) -> str:
+def _replay_obstacle(shard: Shard) -> str:
     """Return why steps are not replayed; "" if they are."""
     if not shard.new_cache().extends:
         return "no replay: its caches cannot be written from a trace"
@@ -383,15 +383,15 @@ def _against_replay(shard: Shard) -> str:
     return ""
 
 
-def _recorded(
+def _traced_attention(
     recorder: Recorder,
     attend: Attend,
-    *asked: Any,
+    *inputs: Any,
 ) -> Tensor:
     """Compute attention with tracing suspended, and record it as one item."""
     with recorder.paused():
-        attended = attend(*asked)
-    query, key, value, scale, window = asked
+        attended = attend(*inputs)
+    query, key, value, scale, window = inputs
     recorder.attended(query, (key, value), attended, scale, window)
     return attended
 
@@ -399,9 +399,8 @@ def _recorded(
 def _in_groups(
     run: Run, counts: frozenset[int], parts: Sequence[Tensor], caches: Caches
 ) -> list[Tensor]:
-    """Run rows of sessions, up to `MOST_ROWS` per pass.
-
-    A part in a group of its own runs one row at a time unless its number of rows is in ``counts``.
+    """Run rows of sessions, up to `MOST_ROWS` per pass; a part that is alone in its group runs
+    one row at a time unless its number of rows is in ``counts``.
     """
     outputs = list[Tensor]()
     for group in _groups(parts):

@@ -4,7 +4,7 @@ Theory of operation: `Recorder` intercepts each operation of torch below Python,
 compiled function, and attention. All tensors are kept alive meanwhile, so an address means the
 same tensor throughout. Memory allocated by the forward is numbered as blocks, in the order of
 allocation; all else, such as weights, is referenced by its address. What a forward reads on the
-host, other than by operations, is not in the trace, so such a forward is `Unfit`.
+host, other than by operations, is not in the trace, so such a forward is `NotReplayable`.
 """
 
 from bisect import bisect
@@ -25,12 +25,12 @@ _HIDDEN = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
 _EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty")}
 
 
-class Unfit(Exception):
+class NotReplayable(Exception):
     """Says why a forward cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class Address:
     """An address in a block."""
 
     block: int
@@ -38,17 +38,17 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockView:
     """A tensor in a block."""
 
-    ref: Ref
+    ref: Address
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class ExternalTensor:
     """A tensor that was not made by the forward."""
 
     tensor: Tensor = field(compare=False, repr=False)
@@ -64,9 +64,9 @@ class Op:
 
     function: Any
     args: tuple[Any, ...]
-    """With `Place` or `Outside` for each tensor."""
+    """With `BlockView` or `ExternalTensor` for each tensor."""
     kwargs: tuple[tuple[str, Any], ...]
-    outs: tuple[Place, ...]
+    outs: tuple[BlockView, ...]
     """New tensors; empty if it writes to its arguments."""
     seen: tuple[tuple[Any, ...], Any] = field(repr=False)
     """The actual arguments, and the actual result."""
@@ -79,7 +79,7 @@ class KernelCall:
     native: Native
     blocks: int
     threads: int
-    values: tuple[int | Ref, ...]
+    values: tuple[int | Address, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class Attend:
     """A cache update by new rows, and their attention over the cache."""
 
     layer: int
-    query: Place
+    query: BlockView
     """[1, H, T, D]."""
-    key: Place
+    key: BlockView
     """[1, G, T, D]."""
-    value: Place
+    value: BlockView
     """[1, G, T, E]."""
-    out: Place
+    out: BlockView
     """[1, T, H, E]."""
     scale: float
     window: int | None
@@ -103,13 +103,13 @@ Item = Op | KernelCall | Attend
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class Trace:
     """The trace of a forward."""
 
     items: tuple[Item, ...]
     sizes: tuple[int, ...]
     """Of blocks, in bytes; those of the inputs come first."""
-    output: Place
+    output: BlockView
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: list[int] = []
         self._starts: list[tuple[int, int]] = []  # of blocks: address and number, in order
         self._kept: list[Any] = []
-        self._clones: dict[Place, Any] = {}
+        self._clones: dict[BlockView, Any] = {}
         self._updated: tuple[Tensor, Tensor, int, tuple[Tensor, Tensor]] | None = None
         self._is_paused = False
         self._fault = ""
@@ -238,27 +238,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._blame("attention of rows that are not contiguous bfloat16")
         self._items.append(Attend(layer, asked, keys, values, mixed, scale, window))
 
-    def end(self, output: Tensor) -> Recording:
+    def end(self, output: Tensor) -> Trace:
         """Return the trace, with only the items that ``output`` depends on."""
         if self._updated is not None:
             self._blame("a layer updates its cache without attending to it")
         place = self._place(output)
         if self._fault:
-            raise Unfit(self._fault)
+            raise NotReplayable(self._fault)
         items, wanted = list[Item](), {place.ref.block}
         for item in reversed(self._items):
             made = {each.ref.block for each in item.outs} if isinstance(item, Op) else set[int]()
             if not made or not wanted.isdisjoint(made):
                 items.append(item)
                 wanted |= blocks_of(item)
-        return Recording(tuple(reversed(items)), tuple(self._sizes), place)
+        return Trace(tuple(reversed(items)), tuple(self._sizes), place)
 
     def _ask(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Reject reading values, except a comparison that shows a tensor equal to its clone."""
         if func is torch.ops.aten.equal.default and result:
             one, other = (self._mark(each) for each in args)
             for copied, source in ((one, other), (other, one)):
-                if isinstance(copied, Place) and self._clones.get(copied) == source:
+                if isinstance(copied, BlockView) and self._clones.get(copied) == source:
                     return
         self._blame(f"{func} is data-dependent")
 
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Drop clones whose source or copy may have been written to."""
         for copied, source in list(self._clones.items()):
             if not blocks.isdisjoint(
-                each.ref.block for each in (copied, source) if isinstance(each, Place)
+                each.ref.block for each in (copied, source) if isinstance(each, BlockView)
             ):
                 del self._clones[copied]
 
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fault = self._fault or fault
 
     def _hear(self, native: Native, blocks: int, threads: int, values: Sequence[int]) -> None:
-        marks = list[int | Ref]()
+        marks = list[int | Address]()
         for name, value in zip(native.fields, values, strict=True):
             ref = self._ref(value) if name.startswith("*") else None
             if ref is None and name.startswith("*") and value and name not in native.held:
@@ -295,19 +295,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             self._sizes.append(storage.nbytes())
 
-    def _ref(self, address: int) -> Ref | None:
+    def _ref(self, address: int) -> Address | None:
         """Find the block that holds an address."""
         at = bisect(self._starts, (address, len(self._sizes))) - 1
         if at < 0:
             return None
         start, block = self._starts[at]
-        return Ref(block, address - start) if address - start < self._sizes[block] else None
+        return Address(block, address - start) if address - start < self._sizes[block] else None
 
-    def _place(self, tensor: Tensor) -> Place:
+    def _place(self, tensor: Tensor) -> BlockView:
         mark = self._mark(tensor)
-        if not isinstance(mark, Place):
+        if not isinstance(mark, BlockView):
             self._blame("a tensor that this forward did not make")
-            return Place(Ref(-1, 0), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            return BlockView(Address(-1, 0), tensor.dtype, tuple(tensor.shape), tensor.stride())
         return mark
 
     def _mark(self, value: Any) -> Any:
@@ -317,31 +317,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor):
             return value
         if value.layout != torch.strided:  # a packed matrix
-            return Outside(value, id(value), tuple(value.shape), ())
+            return ExternalTensor(value, id(value), tuple(value.shape), ())
         shape, strides = tuple(value.shape), value.stride()
         ref = self._ref(value.data_ptr())
         if ref is None or not value.numel():
-            return Outside(value, value.data_ptr(), shape, strides)
-        return Place(ref, value.dtype, shape, strides)
+            return ExternalTensor(value, value.data_ptr(), shape, strides)
+        return BlockView(ref, value.dtype, shape, strides)
 
 
 def blocks_of(item: Item) -> set[int]:
     """Return the numbers of the blocks that an item reads or writes."""
     if isinstance(item, KernelCall):
-        return {value.block for value in item.values if isinstance(value, Ref)}
+        return {value.block for value in item.values if isinstance(value, Address)}
     marks = (
         (item.args, item.kwargs, item.outs)
         if isinstance(item, Op)
         else (item.query, item.key, item.value, item.out)
     )
-    return {each.ref.block for each in _flat(marks) if isinstance(each, Place)}
+    return {each.ref.block for each in _flat(marks) if isinstance(each, BlockView)}
 
 
-def resolved(marks: Any, resolve: Callable[[Place | Outside], Any]) -> Any:
-    """Resolve each `Place` and `Outside` in nested arguments."""
+def resolved(marks: Any, resolve: Callable[[BlockView | ExternalTensor], Any]) -> Any:
+    """Resolve each `BlockView` and `ExternalTensor` in nested arguments."""
     if isinstance(marks, tuple):
         return tuple(resolved(each, resolve) for each in marks)
-    return resolve(marks) if isinstance(marks, Place | Outside) else marks
+    return resolve(marks) if isinstance(marks, BlockView | ExternalTensor) else marks
 
 
 def _flat(value: Any) -> Iterator[Any]:

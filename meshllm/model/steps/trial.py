@@ -35,7 +35,7 @@ TRIED = 5
 """Rows of a trial on the CPU."""
 BUDGET = 64 << 20
 """Bytes of the layers that are tested."""
-ALIKE = 0.05
+TOLERANCE = 0.05
 """Largest distance between steps and stock forward, relative to the norm of all rows.
 
 Measured with random weights in bfloat16, plain and quantised: at most 0.013 in six families of 6
@@ -62,7 +62,7 @@ class Steps(Protocol):
         ...
 
 
-def untried(shard: Shard, steps: Steps, most: int = TRIED) -> str:
+def skip_trial(shard: Shard, steps: Steps, most: int = TRIED) -> str:
     """Skip the trial: a shard that is only timed generates no text."""
     _ = shard, steps, most
     return ""
@@ -119,7 +119,7 @@ def try_steps(shard: Shard, steps: Steps, most: int = TRIED) -> str:
     layers = (
         chosen_layers(shard, BUDGET) if device == CPU else range(shard.span.start, shard.span.stop)
     )
-    with abridged(shard, layers):
+    with only_layers(shard, layers):
         x = draw_rows(shard, most)
         rows, filled = x[:, BEFORE:], read_prompt(shard, x)
         cache = filled()
@@ -132,8 +132,8 @@ def try_steps(shard: Shard, steps: Steps, most: int = TRIED) -> str:
             pairs.append((steps.prefill(rows, behind), stock))
     if not all(torch.equal(each, alone[:, : each.shape[1]]) for each in (together, *both)):
         return "a row depends on the other rows of its step"
-    apart = max(_apart(own, its) for own, its in pairs)
-    return "" if apart <= ALIKE else f"steps differ from the stock forward by {apart:.3f}"
+    apart = max(_relative_distance(own, its) for own, its in pairs)
+    return "" if apart <= TOLERANCE else f"steps differ from the stock forward by {apart:.3f}"
 
 
 def read_prompt(shard: Shard, x: Tensor) -> Callable[[], SpanCache | None]:
@@ -169,7 +169,7 @@ def chosen_layers(shard: Shard, budget: int) -> list[int]:
 
 
 @contextmanager
-def abridged(shard: Shard, layers: Sequence[int]) -> Iterator[None]:
+def only_layers(shard: Shard, layers: Sequence[int]) -> Iterator[None]:
     """Run only some layers of a shard inside the block; the others return their input."""
     span = range(shard.span.start, shard.span.stop)
     skipped = [shard.layer(index) for index in span if index not in layers]
@@ -192,7 +192,7 @@ def _traits(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
         yield name, type(module), *shapes, *switches
 
 
-def _apart(own: Tensor, its: Tensor) -> float:
+def _relative_distance(own: Tensor, its: Tensor) -> float:
     """Return the distance relative to the norm of the stock rows; infinite for NaN."""
     gap = float((own.float() - its.float()).norm() / its.float().norm())
     return float("inf") if isnan(gap) else gap

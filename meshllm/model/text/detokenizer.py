@@ -8,7 +8,7 @@ MAX_STOPS = 64  # each is searched after each token
 MAX_STOP_CHARS = 1024
 
 _REPLACEMENT = "\ufffd"
-_MAX_UNSETTLED = 3  # bytes of an incomplete character: UTF-8 has at most 4
+_MAX_INCOMPLETE = 3  # bytes of an incomplete character: UTF-8 has at most 4
 _MAX_PENDING = 32  # tokens without a complete character; more are emitted as they are
 
 
@@ -66,49 +66,48 @@ class _Characters:
     decoded after the tokens emitted last. Emitted text never changes; trailing replacement
     characters wait until they are complete or certainly invalid. Byte fallback (SentencePiece)
     decodes a run of bytes as a whole, each byte as a replacement character until the whole run is
-    valid: then the text gets shorter. A new byte can invalidate an emitted run, so it is decoded
-    without the run.
+    valid: then the text gets shorter. A byte that invalidates an emitted run is decoded without it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._window: list[int] = []
         self._context = 0  # tokens of the window that were emitted before
         self._text = ""  # the decoded window
-        self._shown = 0  # characters of it that were emitted
+        self._emitted = 0  # characters of it that were emitted
 
     def push(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        if self._is_spoiled(text):
+        if self._is_invalidated(text):
             window = self._window[self._context :]
-            self._forget()
+            self._reset()
             self._window, text = window, self._decode(window)
         if len(self._window) - self._context > _MAX_PENDING:
             return self.finish()
         became_valid = len(text) < len(self._text)
-        settled = len(text) if became_valid else len(text) - _unsettled(text)
-        piece = text[self._shown : settled]
-        self._text, self._shown = text, settled
+        settled = len(text) if became_valid else len(text) - _incomplete(text)
+        piece = text[self._emitted : settled]
+        self._text, self._emitted = text, settled
         if piece and settled == len(text):
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._text = self._decode(self._window)
-            self._shown = len(self._text)
+            self._emitted = len(self._text)
         return piece
 
-    def _is_spoiled(self, text: str) -> bool:
-        shown = self._text[: self._shown]
-        if shown.endswith(_REPLACEMENT) and len(self._window) == self._context + 1:
+    def _is_invalidated(self, text: str) -> bool:
+        emitted = self._text[: self._emitted]
+        if emitted.endswith(_REPLACEMENT) and len(self._window) == self._context + 1:
             return self._decode(self._window[-1:]) == _REPLACEMENT
-        return not text.startswith(shown)
+        return not text.startswith(emitted)
 
     def finish(self) -> str:
-        rest = self._decode(self._window)[self._shown :]
-        self._forget()
+        rest = self._decode(self._window)[self._emitted :]
+        self._reset()
         return rest
 
 
@@ -120,9 +119,9 @@ def _check_stop(stop: Sequence[str]) -> None:
             raise UserError(f"A stop text has {len(text)} characters, not 1 to {MAX_STOP_CHARS}")
 
 
-def _unsettled(text: str) -> int:
+def _incomplete(text: str) -> int:
     """Count the trailing replacement characters that can be parts of an incomplete character."""
-    return min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_UNSETTLED)
+    return min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_INCOMPLETE)
 
 
 def _overlap(text: str, stop: Sequence[str]) -> int:

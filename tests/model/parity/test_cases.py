@@ -130,7 +130,7 @@ def test_nan_is_never_equal() -> None:
     [(Idle(), "skipping a part is not detected"), (Adding(), "losing a cache is not detected")],
 )
 def test_a_blind_comparison_is_detected(shard: Shard, damage: str) -> None:
-    assert cases.overlooks([shard, shard, shard], IDS) == damage
+    assert cases.undetected_damage([shard, shard, shard], IDS) == damage
 
 
 def test_a_ring_carries_the_rows_through_every_part() -> None:

@@ -17,7 +17,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.parity import check as module
 from meshllm.model.parity.cases import TOLERANCE, RingSession
 from meshllm.model.parity.check import Outcome, Report, Split, check, verify
-from meshllm.model.parity.compare import Depth, specimen
+from meshllm.model.parity.compare import Depth, random_model
 from meshllm.model.parity.families import read_table, tiny_config
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.split.shard import Shard
@@ -31,7 +31,7 @@ KNOWN = Verdict("llama", equal=True, reason="", whole=True, chunkable=True, crop
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[Source]:
-    with specimen(tiny_config("llama", read_table()), torch.float32) as (_, source):
+    with random_model(tiny_config("llama", read_table()), torch.float32) as (_, source):
         yield source
 
 

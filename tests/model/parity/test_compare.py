@@ -9,7 +9,7 @@ from meshllm.errors import ModelError
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity import compare as module
 from meshllm.model.parity.cases import layout
-from meshllm.model.parity.compare import Depth, compare, measure, run_stock, specimen
+from meshllm.model.parity.compare import Depth, compare, measure, random_model, run_stock
 from meshllm.model.parity.families import read_table, tiny_config
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.shard import Shard
@@ -122,10 +122,10 @@ def test_a_random_model_is_reproducible_and_leaves_no_trace() -> None:
     expected = torch.rand(1)
     torch.manual_seed(3)
 
-    with specimen(tiny_config("llama", read_table()), torch.float32) as (first, source):
+    with random_model(tiny_config("llama", read_table()), torch.float32) as (first, source):
         folder: Path = source.folder
         weights = first.state_dict()
-    with specimen(tiny_config("llama", read_table()), torch.float32) as (second, _):
+    with random_model(tiny_config("llama", read_table()), torch.float32) as (second, _):
         again = second.state_dict()
 
     assert all(torch.equal(weights[name], again[name]) for name in weights)

@@ -27,7 +27,7 @@ from meshllm.testing.models import stock_model, tiny_model
 from tests.builders.small_tokenizers import byte_fallback, byte_level
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
-SURE = 64  # scales the logits of random weights; a power of two, so greedy text is unchanged
+SCALE = 64  # scales the logits of random weights; a power of two, so greedy text is unchanged
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     folder = tmp_path_factory.mktemp("qwen3")
     tiny_model(folder, "qwen3")
     weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] *= SURE
+    weights["model.norm.weight"] *= SCALE
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return open_folder("tiny", folder)
 
@@ -82,7 +82,7 @@ def after(drafting: ModelDrafting, *tokens: int) -> ModelDrafter:
     return drafter
 
 
-def guessed(drafter: ModelDrafter, most: int) -> tuple[int, ...]:
+def drafted(drafter: ModelDrafter, most: int) -> tuple[int, ...]:
     assert drafter.look() is not None
     return drafter.guess(most)
 
@@ -103,43 +103,43 @@ def test_the_draft_is_the_greedy_text_of_the_stock_model(
         ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=-1
     )
 
-    guesses = guessed(after(drafting, *PROMPT), 6)
+    draft = drafted(after(drafting, *PROMPT), 6)
 
-    assert len(guesses) > 1
-    assert guesses == tuple(written[0, len(PROMPT) :].tolist())[: len(guesses)]
+    assert len(draft) > 1
+    assert draft == tuple(written[0, len(PROMPT) :].tolist())[: len(draft)]
 
 
 def test_accepted_tokens_are_not_read_again(watched: Watched) -> None:
     drafter = watched.drafter
     drafter.extend(PROMPT)
-    guesses = guessed(drafter, 3)
+    draft = drafted(drafter, 3)
     watched.taken()
 
-    drafter.extend((*guesses, 1))
+    drafter.extend((*draft, 1))
     drafter.look()
 
-    assert watched.taken() == [[guesses[-1], 1]]
+    assert watched.taken() == [[draft[-1], 1]]
 
 
 def test_after_a_rejected_token_only_new_tokens_are_read(watched: Watched) -> None:
     drafter = watched.drafter
     drafter.extend(PROMPT)
-    guesses = guessed(drafter, 4)
+    draft = drafted(drafter, 4)
     watched.taken()
 
-    drafter.extend((guesses[0], guesses[1] ^ 1))
+    drafter.extend((draft[0], draft[1] ^ 1))
     drafter.look()
 
-    assert watched.taken() == [[guesses[1] ^ 1]]
+    assert watched.taken() == [[draft[1] ^ 1]]
 
 
 def test_an_unused_draft_does_no_harm(drafting: ModelDrafting) -> None:
     drafter = after(drafting, *PROMPT)
-    guesses = guessed(drafter, 4)
+    draft = drafted(drafter, 4)
 
-    drafter.extend(guesses[:2])
+    drafter.extend(draft[:2])
 
-    assert guessed(drafter, 2) == guesses[2:]
+    assert drafted(drafter, 2) == draft[2:]
 
 
 @settings(deadline=None, max_examples=20)
@@ -149,8 +149,8 @@ def test_a_draft_does_not_depend_on_earlier_drafts(
 ) -> None:
     drafter, text = after(drafting, *PROMPT), list(PROMPT)
     for most, right in steps:
-        guesses = guessed(drafter, most)
-        tokens = [*guesses[:right], (text[-1] + right) % 100]
+        draft = drafted(drafter, most)
+        tokens = [*draft[:right], (text[-1] + right) % 100]
         drafter.extend(tokens)
         text += tokens
 
@@ -205,27 +205,27 @@ def test_an_unlikely_token_ends_the_draft(
     monkeypatch.setattr(drafting, "read", lambda *_: (1, probability))
     monkeypatch.setattr(draft_model, "LEAST", 0.25)
 
-    assert guessed(after(drafting, 1), 16) == (1,) * count
+    assert drafted(after(drafting, 1), 16) == (1,) * count
 
 
 def test_it_never_reads_beyond_its_context(draft: Draft) -> None:
     shape = replace(draft.shape, context=12)
     drafter = after(replace(draft, shape=shape).load(), *PROMPT)
 
-    assert len(guessed(drafter, 16)) <= 3
+    assert len(drafted(drafter, 16)) <= 3
     drafter.extend((1, 2))
-    assert len(guessed(drafter, 16)) == 1
+    assert len(drafted(drafter, 16)) == 1
     drafter.extend((3,))
     assert drafter.look() is None
 
 
 def test_only_tokens_of_both_models_are_drafted_and_read(draft: Draft) -> None:
-    likeliest = guessed(after(draft.load(), *PROMPT), 1)[0]
+    likeliest = drafted(after(draft.load(), *PROMPT), 1)[0]
     few = replace(draft, vocabulary=likeliest).load()
     drafter = after(few, *PROMPT)
 
     assert max(PROMPT) < likeliest
-    assert all(guess < likeliest for guess in guessed(drafter, 8))
+    assert all(guess < likeliest for guess in drafted(drafter, 8))
     drafter.extend((likeliest,))
     assert drafter.look() is None
 
@@ -289,18 +289,18 @@ def test_a_sliding_window_that_moved_on_is_read_again(tmp_path: Path) -> None:
     again = looked(after(drafting, *text[:40], 7), 4)
 
     first = after(drafting, *text)
-    guesses = looked(first, 4)
+    draft = looked(first, 4)
     drafting.keep(text)
     assert looked(after(drafting, *text[:40], 7), 4) == again
-    assert looked(after(drafting, *text), 4) == guesses
+    assert looked(after(drafting, *text), 4) == draft
 
 
 def test_each_text_is_its_own(drafting: ModelDrafting) -> None:
-    first = guessed(after(drafting, *PROMPT), 4)
+    first = drafted(after(drafting, *PROMPT), 4)
     drafting.keep([1, 2, 3])
-    guessed(after(drafting, 1, 2, 3), 4)
+    drafted(after(drafting, 1, 2, 3), 4)
 
-    assert guessed(after(drafting, *PROMPT), 4) == first
+    assert drafted(after(drafting, *PROMPT), 4) == first
 
 
 def other(source: Source, folder: Path, **changes: Any) -> Source:

@@ -22,7 +22,7 @@ from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import StockSteps
-from meshllm.model.steps.trace import Unfit
+from meshllm.model.steps.trace import NotReplayable
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
 from tests.builders.fake_gpu import GPU, OTHER_CPU, graphs_pretended, needs_gpu, pretended
@@ -30,7 +30,7 @@ from tests.builders.fake_gpu import GPU, OTHER_CPU, graphs_pretended, needs_gpu,
 LAYERS = 6
 STEPS = (2, 3, 5, 9, 17)
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "qwen2", "phi3"]
-ALIKE = 0.02  # of the norm of all logits, between stock steps and these
+TOLERANCE = 0.02  # of the norm of all logits, between stock steps and these
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def try_all(runner: Runner) -> None:
     one_by_one = torch.cat([runner.step(row, alone) for row in torch.split(x, 1, 1)], 1)
     assert torch.equal(runner.step(x, together), one_by_one)
     assert (alone.length, together.length) == (51, 51)
-    assert apart(one_by_one, stock(runner, x, after(runner, 30))) < ALIKE
+    assert apart(one_by_one, stock(runner, x, after(runner, 30))) < TOLERANCE
 
     lengths, counts = (7, 30, 1, 19), (2, 12, 9, 3)
     parts = [tokens(count, 10 + count) for count in counts]
@@ -268,7 +268,7 @@ def test_without_triton_steps_are_stock_steps(
         given = runner.step(tokens(3), after(runner, 9))
         expected = stock(runner, tokens(3), after(runner, 9))
 
-    assert "row-invariant kernels disabled (Unfit: " in caplog.text
+    assert "row-invariant kernels disabled (NotReplayable: " in caplog.text
     assert "triton" in caplog.text
     assert torch.equal(given, expected)
 
@@ -349,7 +349,7 @@ def test_a_forward_that_a_graph_cannot_replay_is_refused(
     runner = whole(llama_source)
     graph = Graph(runner.shard, MOST_ROWS)
 
-    with pytest.raises(Unfit, match=reason):
+    with pytest.raises(NotReplayable, match=reason):
         graph.record(
             lambda x, cache, places: forward(x, cache, places, graph),
             tokens(MOST_ROWS),
@@ -385,7 +385,7 @@ def test_an_unexpected_cache_layout_is_refused(llama_source: Source) -> None:
     for layer in other.layers:
         layer.rows[1].buffer = layer.rows[1].buffer.half()
 
-    with pytest.raises(Unfit, match="unexpected shape or dtype"):
+    with pytest.raises(NotReplayable, match="unexpected shape or dtype"):
         graph.record(
             lambda x, cache, places: attends(x, cache, places, graph),
             tokens(MOST_ROWS),
@@ -422,4 +422,4 @@ def test_a_gpu_runs_a_model_without_a_graph(tmp_path: Path, family: str) -> None
 
     assert not runner.is_steady
     given = runner.step(tokens(3), after(runner, 9))
-    assert apart(given, stock(runner, tokens(3), after(runner, 9))) < ALIKE
+    assert apart(given, stock(runner, tokens(3), after(runner, 9))) < TOLERANCE

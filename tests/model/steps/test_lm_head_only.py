@@ -7,7 +7,7 @@ import torch
 
 from meshllm.model.files.source import Source
 from meshllm.model.split.shard import Shard
-from meshllm.model.steps.lm_head_only import find_tail, run_tail
+from meshllm.model.steps.lm_head_only import find_head_modules, run_modules
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Span
@@ -27,16 +27,16 @@ def rows_of(shard: Shard, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt_neox", "lfm2"])
 def test_most_heads_are_a_norm_and_a_matrix(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     shard = head_of(tiny_model(tmp_path, name, dtype=dtype))
-    names = find_tail(shard)
+    names = find_head_modules(shard)
     x = rows_of(shard, 5)
 
     assert len(names) == 2
-    assert torch.equal(run_tail(shard, names, x), shard.forward(x, None))
+    assert torch.equal(run_modules(shard, names, x), shard.forward(x, None))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere"])
 def test_a_head_that_does_more_runs_the_stock_forward(name: str, tmp_path: Path) -> None:
-    assert find_tail(head_of(tiny_model(tmp_path, name))) == ()
+    assert find_head_modules(head_of(tiny_model(tmp_path, name))) == ()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -51,4 +51,4 @@ def test_only_a_head_only_shard_has_head_modules(tmp_path: Path) -> None:
     source = tiny_model(tmp_path)
 
     for span, embed, head in ((Span(4, 6), False, True), (Span(0, 6), True, True)):
-        assert find_tail(load_shard(source, span, embed=embed, head=head)) == ()
+        assert find_head_modules(load_shard(source, span, embed=embed, head=head)) == ()

@@ -19,7 +19,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps import compiled_step, replay
 from meshllm.model.steps.compiled_step import Tape
 from meshllm.model.steps.load import load_shard
-from meshllm.model.steps.replay import MOST_TRIES, PROOFS, SETTLED, Replay
+from meshllm.model.steps.replay import CHECKS, MOST_TRIES, SETTLED, Replay
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import ReplayedSteps
 from meshllm.model.steps.trace import Op
@@ -70,7 +70,7 @@ def check_replay(runner: Runner) -> None:
     cache, other = filled(runner, 6), filled(runner, 6)
 
     outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
-    assert steps_of(runner).replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    assert steps_of(runner).replay._states[1, torch.get_num_threads()].checks == CHECKS
     forget(runner)
 
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
@@ -123,9 +123,9 @@ def test_slow_first_and_traced_steps_are_counted(tmp_path: Path) -> None:
         runner.step(ids(3, seed), cache)
         counts.append(runner.prepared - before)
 
-    first, recorded = counts[0], counts[SETTLED - PROOFS - 1 : SETTLED]
-    assert [first, *recorded] == [1] * (2 + PROOFS)
-    assert sum(counts) == 2 + PROOFS
+    first, recorded = counts[0], counts[SETTLED - CHECKS - 1 : SETTLED]
+    assert [first, *recorded] == [1] * (2 + CHECKS)
+    assert sum(counts) == 2 + CHECKS
 
 
 def test_cropped_and_branched_caches_are_replayed(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_batched_sessions_are_replayed(tmp_path: Path) -> None:
 
 def tape_of(runner: Runner, rows: int) -> Tape:
     """Return the compiled step of ``rows`` rows."""
-    tape = steps_of(runner).replay._known[rows, torch.get_num_threads()].tape
+    tape = steps_of(runner).replay._states[rows, torch.get_num_threads()].tape
     assert tape is not None
     return tape
 
@@ -235,7 +235,7 @@ def test_every_part_of_a_model_is_replayed(tmp_path: Path, part: str) -> None:
         return torch.cat([runner.step(rows[:, at : at + 1], cache) for at in range(6, 40)], 1)
 
     recorded = run()
-    assert steps_of(runner).replay._known[1, torch.get_num_threads()].proofs == PROOFS
+    assert steps_of(runner).replay._states[1, torch.get_num_threads()].checks == CHECKS
     assert tape_of(runner, 1)
     forget(runner)
 
@@ -271,7 +271,7 @@ def test_tracing_costs_two_more_forwards(tmp_path: Path) -> None:
         runner.step(ids(1, seed), cache)
         counts.append(len(forwards) - before)
 
-    assert counts == [1 + 2, *[1] * PROOFS, 0, 0, 0]
+    assert counts == [1 + 2, *[1] * CHECKS, 0, 0, 0]
 
 
 def test_each_number_of_threads_has_its_trace(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_each_number_of_threads_has_its_trace(tmp_path: Path) -> None:
         for at in range(12):
             torch.set_num_threads(1 + at % 2)
             assert torch.equal(runner.step(ids(1, at), cache), runner.step(ids(1, at), other))
-        assert {(1, 1), (1, 2)} <= steps_of(runner).replay._known.keys()
+        assert {(1, 1), (1, 2)} <= steps_of(runner).replay._states.keys()
     finally:
         torch.set_num_threads(threads)
 
@@ -351,15 +351,15 @@ def test_rows_with_nan_prove_nothing(tmp_path: Path) -> None:
     for _ in range(SETTLED + 3):
         assert runner.step(bad, cache).isnan().all()
 
-    known = steps_of(runner).replay._known[2, torch.get_num_threads()]
-    assert not known.is_unfit
-    assert known.proofs == 0
+    state = steps_of(runner).replay._states[2, torch.get_num_threads()]
+    assert not state.is_unfit
+    assert state.checks == 0
     for _ in range(MOST_TRIES):
         assert runner.step(bad, cache).isnan().all()
-    assert known.is_unfit  # each try costs time
+    assert state.is_unfit  # each try costs time
 
 
-class Strange(nn.Module):
+class Untraceable(nn.Module):
     """A module that does what a trace does not contain."""
 
     def __init__(self, kind: str) -> None:
@@ -388,19 +388,19 @@ def test_a_forward_that_cannot_be_traced_runs_eagerly(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = runner_of(tmp_path)
-    layer, strange = runner.shard.model.model.layers[1].mlp, Strange(kind)
-    layer.register_forward_hook(lambda _module, _args, output: strange(output))
+    layer, module = runner.shard.model.model.layers[1].mlp, Untraceable(kind)
+    layer.register_forward_hook(lambda _module, _args, output: module(output))
     steps_of(runner).replay = Replay()
     cache, other = filled(runner, 6), filled(runner, 6)
 
     with caplog.at_level(logging.INFO, logger=replay.__name__):
         outputs = [runner.step(ids(1, seed), cache) for seed in range(12)]
     forget(runner)
-    strange.steps = 2 if kind == "counts" else 0
+    module.steps = 2 if kind == "counts" else 0
     plain = [runner.step(ids(1, seed), other) for seed in range(12)]
 
     assert "steps of 1 rows are not" in caplog.text
-    assert steps_of(runner).replay._known[1, torch.get_num_threads()].is_unfit
+    assert steps_of(runner).replay._states[1, torch.get_num_threads()].is_unfit
     if kind != "counts":
         assert all(map(torch.equal, outputs, plain))
 
@@ -454,9 +454,9 @@ def test_a_forward_that_reads_the_cache_length_is_not_replayed(
 
 
 def test_overlapping_tensors_stay_with_torch(tmp_path: Path) -> None:
-    runner, strange = runner_of(tmp_path), Strange("widens")
+    runner, module = runner_of(tmp_path), Untraceable("widens")
     layer = runner.shard.model.model.layers[1].mlp
-    layer.register_forward_hook(lambda _module, _args, output: strange(output))
+    layer.register_forward_hook(lambda _module, _args, output: module(output))
     steps_of(runner).replay = Replay()
 
     check_replay(runner)
@@ -574,7 +574,7 @@ def test_without_compilation_nothing_is_traced(
     for seed in range(4):
         runner.step(ids(1, seed), cache)
 
-    assert all(each.tape is None for each in steps_of(runner).replay._known.values())
+    assert all(each.tape is None for each in steps_of(runner).replay._states.values())
 
 
 def test_arena_blocks_are_reused(tmp_path: Path) -> None:
@@ -582,7 +582,7 @@ def test_arena_blocks_are_reused(tmp_path: Path) -> None:
     cache = filled(runner, 6)
     for seed in range(8):
         runner.step(ids(1, seed), cache)
-    tape = steps_of(runner).replay._known[1, torch.get_num_threads()].tape
+    tape = steps_of(runner).replay._states[1, torch.get_num_threads()].tape
 
     assert tape is not None
     places = {offset for offset in tape._offsets if offset >= 0}

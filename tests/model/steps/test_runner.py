@@ -82,7 +82,7 @@ def test_a_model_that_is_not_row_invariant_says_why(
     assert runner.execution.strategy is Strategy.STOCK
     assert REFUSED[family] in runner.execution.reason
     assert not runner.is_steady
-    assert not runner.is_one_step(3)
+    assert not runner.runs_in_one_pass(3)
     rows = torch.split(ids(3, seed=1), 1, 1)
     assert torch.equal(given, torch.cat([runner.shard.forward(row, alone) for row in rows], 1))
 
@@ -121,7 +121,7 @@ def test_the_execution_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_failed_trial_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
-    Runner(load_as(Sociable, source), COUNTS)
+    Runner(load_as(Coupled, source), COUNTS)
 
     (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert "row-invariant kernels disabled (" in record.message
@@ -219,14 +219,14 @@ class Biased(Shard):
         return logits * 1.1 if is_step else logits
 
 
-class Sociable(Shard):
+class Coupled(Shard):
     """A model whose rows depend on other rows."""
 
     def forward(self, x: Tensor, cache: SpanCache | None, **options: Any) -> Tensor:
         return super().forward(x, cache, **options) + (x.shape[1] > 1)
 
 
-@pytest.mark.parametrize("kind", [Biased, Sociable])
+@pytest.mark.parametrize("kind", [Biased, Coupled])
 def test_a_model_that_fails_its_trial_runs_stock_steps(tmp_path: Path, kind: type[Shard]) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     tried, stock = (load_as(kind, source) for _ in range(2))
@@ -250,7 +250,7 @@ def test_a_failed_trial_restores_the_modules(
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
-    runners = [Runner(load_as(kind, source), COUNTS) for kind in (Shard, Sociable)]
+    runners = [Runner(load_as(kind, source), COUNTS) for kind in (Shard, Coupled)]
 
     padded = [
         any(isinstance(module, SteadyLinear) for module in runner.shard.model.modules())

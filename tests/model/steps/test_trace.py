@@ -11,14 +11,14 @@ from meshllm.model.kernels import jit
 from meshllm.model.kernels.jit import Native
 from meshllm.model.kernels.rms_norm import norm
 from meshllm.model.modules.linear_onednn import PackedLinear
-from meshllm.model.steps.trace import Attend, KernelCall, Op, Recorder, Recording, Unfit
+from meshllm.model.steps.trace import Attend, KernelCall, NotReplayable, Op, Recorder, Trace
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
 
 
 @torch.inference_mode()
-def record(forward: Callable[[Tensor, Tensor], Tensor]) -> Recording:
+def record(forward: Callable[[Tensor, Tensor], Tensor]) -> Trace:
     inputs = torch.randn(1, 2, 64).to(HALF), torch.arange(2)[None]
     recorder = Recorder(inputs)
     with recorder:
@@ -26,7 +26,7 @@ def record(forward: Callable[[Tensor, Tensor], Tensor]) -> Recording:
     return recorder.end(output)
 
 
-def functions(recording: Recording) -> list[object]:
+def functions(recording: Trace) -> list[object]:
     return [item.function for item in recording.items if isinstance(item, Op)]
 
 
@@ -65,13 +65,13 @@ def test_an_unmodified_clone_may_be_compared_with_its_source(*, is_written: bool
         return y * 2 if torch.equal(copy, y) else y
 
     if is_written:
-        with pytest.raises(Unfit, match=r"aten.equal.default is data-dependent"):
+        with pytest.raises(NotReplayable, match=r"aten.equal.default is data-dependent"):
             record(forward)
     else:
         assert functions(record(forward)) == [aten.add.Tensor, aten.mul.Tensor]
 
 
-STRANGE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+UNTRACEABLE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "looks": (lambda x, places: x[:, : int(places.max())] * 2, "is data-dependent"),
     "asks": (lambda x, _: x * 2 if torch.equal(x + 0, x) else x, "is data-dependent"),
     "draws": (lambda x, _: x + torch.rand(64).to(HALF), "is data-dependent or random"),
@@ -80,18 +80,18 @@ STRANGE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("name", UNTRACEABLE)
 def test_a_forward_that_cannot_be_traced_says_why(name: str) -> None:
-    forward, reason = STRANGE[name]
+    forward, reason = UNTRACEABLE[name]
 
-    with pytest.raises(Unfit, match=reason):
+    with pytest.raises(NotReplayable, match=reason):
         record(forward)
 
 
 def test_an_external_tensor_is_not_an_output() -> None:
     before = torch.ones(3)
 
-    with pytest.raises(Unfit, match="this forward did not make"):
+    with pytest.raises(NotReplayable, match="this forward did not make"):
         record(lambda _x, _places: before)
 
 
@@ -115,7 +115,7 @@ def test_kernel_calls_are_traced_with_their_addresses() -> None:
 
     assert call.values[1] == weight.data_ptr()
     assert not isinstance(call.values[0], int)
-    with pytest.raises(Unfit, match="kernel argument `rows` points to a temporary"):
+    with pytest.raises(NotReplayable, match="kernel argument `rows` points to a temporary"):
         record(lambda x, _: norm(before, weight, 1e-5) + x)
 
 
@@ -135,7 +135,7 @@ def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None
 
     (call,) = [each for each in record(forward(trusting)).items if isinstance(each, KernelCall)]
     assert call.values == (there.data_ptr(),)
-    with pytest.raises(Unfit, match=f"kernel argument `{name}` points to a temporary"):
+    with pytest.raises(NotReplayable, match=f"kernel argument `{name}` points to a temporary"):
         record(forward(other))
 
 
@@ -163,7 +163,7 @@ def test_attention_reads_the_updated_cache(kept: str) -> None:
         output = attend(recorder, x, kept)
 
     if kept:
-        with pytest.raises(Unfit, match="atten"):
+        with pytest.raises(NotReplayable, match="atten"):
             recorder.end(output)
     else:
         (item,) = [each for each in recorder.end(output).items if isinstance(each, Attend)]

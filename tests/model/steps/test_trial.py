@@ -10,12 +10,12 @@ from torch import Tensor
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.trial import (
-    ALIKE,
+    TOLERANCE,
     TRIED,
     KeptTrial,
-    abridged,
     chosen_layers,
     draw_rows,
+    only_layers,
     try_steps,
 )
 from meshllm.names import Span
@@ -23,17 +23,17 @@ from meshllm.testing.models import tiny_model
 
 
 class Stepped:
-    """Stock steps of one row, scaled by a factor; ``company`` makes rows depend on others."""
+    """Stock steps of one row, scaled by a factor; ``coupling`` makes rows depend on others."""
 
-    def __init__(self, shard: Shard, factor: float = 1.0, company: float = 0.0) -> None:
-        self.shard, self.factor, self.company = shard, factor, company
+    def __init__(self, shard: Shard, factor: float = 1.0, coupling: float = 0.0) -> None:
+        self.shard, self.factor, self.coupling = shard, factor, coupling
 
     def prefill(self, x: Tensor, cache: Any, rows: int | None = None) -> Tensor:
         return self.shard.forward(x, cache, rows=rows)
 
     def step(self, x: Tensor, cache: Any) -> Tensor:
         alone = [self.shard.forward(row, cache) for row in torch.split(x, 1, 1)]
-        return torch.cat(alone, 1) * self.factor + self.company * (x.shape[1] > 1)
+        return torch.cat(alone, 1) * self.factor + self.coupling * (x.shape[1] > 1)
 
     def step_many(self, parts: Any, caches: Any) -> list[Tensor]:
         return [self.step(*each) for each in zip(parts, caches, strict=True)]
@@ -45,21 +45,21 @@ def shard_of(folder: Path, family: str = "qwen3") -> Shard:
 
 
 @pytest.mark.parametrize(
-    ("factor", "company", "reason"),
+    ("factor", "coupling", "reason"),
     [
         (1.0, 0.0, ""),
         (1.1, 0.0, "steps differ from the stock forward by 0.1"),
-        (1 - 1.2 * ALIKE, 0.0, "steps differ from the stock forward by 0.0"),
+        (1 - 1.2 * TOLERANCE, 0.0, "steps differ from the stock forward by 0.0"),
         (1.0, 1e-2, "a row depends on the other rows of its step"),
         (float("nan"), 0.0, "a row depends"),
     ],
 )
 def test_steps_far_from_the_stock_forward_are_refused(
-    tmp_path: Path, factor: float, company: float, reason: str
+    tmp_path: Path, factor: float, coupling: float, reason: str
 ) -> None:
     shard = shard_of(tmp_path)
 
-    found = try_steps(shard, Stepped(shard, factor, company))
+    found = try_steps(shard, Stepped(shard, factor, coupling))
 
     assert found.startswith(reason)
     assert bool(found) == bool(reason)
@@ -93,7 +93,7 @@ def test_skipped_layers_compute_again_afterwards(tmp_path: Path) -> None:
     shard, x = shard_of(tmp_path), torch.arange(3, 9)[None]
     before = shard.forward(x, shard.new_cache())
 
-    with abridged(shard, [0]):
+    with only_layers(shard, [0]):
         assert not torch.equal(shard.forward(x, shard.new_cache()), before)
 
     assert torch.equal(shard.forward(x, shard.new_cache()), before)
@@ -103,7 +103,7 @@ def test_an_inner_span_is_tested_up_to_its_end(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     shard = load_shard(source, Span(1, 5), embed=False, head=False)
 
-    with abridged(shard, [1]):
+    with only_layers(shard, [1]):
         output = shard.forward(draw_rows(shard), shard.new_cache())
 
     assert output.shape == (1, 29, 64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshllm.model.kernels import jit
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.load import load_shard
-from meshllm.model.steps.replay import PROOFS
+from meshllm.model.steps.replay import CHECKS
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import ReplayedSteps
 from meshllm.names import Quant, Span
@@ -108,7 +108,7 @@ def test_an_interrupted_warm_up_is_continued(tmp_path: Path) -> None:
     rest = len(list(runner.rehearsal()))
     prompts = forwards_of(runner)
 
-    assert 0 < rest < len(SIZES) * (1 + PROOFS)
+    assert 0 < rest < len(SIZES) * (1 + CHECKS)
     assert not list(runner.rehearsal())
     assert not prompts
 
@@ -124,4 +124,4 @@ def test_warm_up_ends_if_nothing_can_be_traced(tmp_path: Path) -> None:
         norm.fill_(float("nan"))  # NaN proves nothing
 
     assert 0 < len(list(islice(runner.rehearsal(), most))) < most
-    assert not any(known.is_unfit for known in runner.steps.replay._known.values())
+    assert not any(state.is_unfit for state in runner.steps.replay._states.values())
