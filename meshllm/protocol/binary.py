@@ -1,4 +1,4 @@
-"""Fields of bytes with a limit each: write them, read them back."""
+"""Length-prefixed and packed binary fields, read with a limit on each."""
 
 from struct import Struct
 from typing import Any
@@ -6,73 +6,73 @@ from typing import Any
 from meshllm.errors import PeerFault
 
 RECORD_VERSION = 1
-"""The first byte of every record; a later one only adds fields behind those that are known."""
+"""The first byte of every record; a later version only appends fields."""
 
 _LENGTH = Struct("<H")
 
 
 def sized(data: bytes) -> bytes:
-    """Write bytes behind their length, which is at most 65535."""
+    """Prefix bytes with their length, at most 65535."""
     return _LENGTH.pack(len(data)) + data
 
 
 def start_record() -> bytes:
-    """Write what stands before the fields of a record."""
+    """Return the header of a record: its version byte."""
     return bytes([RECORD_VERSION])
 
 
 def open_record(data: bytes, name: str) -> "Reader":
-    """Read the fields of a record of this version or a later one, whose other fields are left."""
+    """Start reading a record; fields that a later version appended are left unread."""
     reader = Reader(data, name)
     reader.version = reader.bounded("as version", reader.take(1)[0], 1, 255)
     return reader
 
 
 class Reader:
-    """Reads fields one after the other; every way to be wrong is a `PeerFault`."""
+    """Sequential reader of binary fields; malformed input raises `PeerFault`."""
 
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
         self._at = 0
         self._name = name
         self.version = RECORD_VERSION
-        """Of the record that is read."""
+        """Version of the record, set by `open_record`."""
 
     def take(self, size: int) -> bytes:
-        """Read exactly so many bytes."""
+        """Read exactly ``size`` bytes."""
         start, self._at = self._at, self._at + size
         if self._at > len(self._data):
-            raise PeerFault(f"{self._name} of {len(self._data)} bytes ends too early")
+            raise PeerFault(f"{self._name} of {len(self._data)} bytes is truncated")
         return self._data[start : self._at]
 
     def unpack(self, layout: Struct) -> tuple[Any, ...]:
-        """Read the fields of a layout."""
+        """Read one packed struct."""
         return layout.unpack(self.take(layout.size))
 
     def sized(self, limit: int) -> bytes:
-        """Read what `sized` wrote, at most ``limit`` bytes."""
+        """Read a length-prefixed field of at most ``limit`` bytes."""
         (length,) = self.unpack(_LENGTH)
         return self.take(self.bounded("bytes", length, 0, limit))
 
     def text(self, limit: int) -> str:
-        """Read UTF-8 that `sized` wrote, at most ``limit`` bytes."""
+        """Read a length-prefixed UTF-8 field of at most ``limit`` bytes."""
         data = self.sized(limit)
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise PeerFault(f"{self._name} with {len(data)} bytes that are no UTF-8") from None
+            raise PeerFault(f"{self._name} with {len(data)} bytes of invalid UTF-8") from None
 
     def bounded(self, name: str, value: float, low: float, high: float) -> Any:
-        """Return a number within its limits; NaN is not."""
+        """Return ``value`` if it is within its limits; NaN never is."""
         if not low <= value <= high:
             raise PeerFault(f"{self._name} with {value} {name}; allowed are {low} to {high}")
         return value
 
     @property
     def left(self) -> int:
-        """Count the bytes that were not read."""
+        """Return the number of unread bytes."""
         return len(self._data) - self._at
 
     def rest(self, limit: int) -> bytes:
-        """Read all that is left, at most ``limit`` bytes."""
+        """Read all remaining bytes, at most ``limit``."""
         return self.take(self.bounded("bytes", self.left, 0, limit))

@@ -1,4 +1,4 @@
-"""A host who founded a mesh, a guest, and both machines of a handshake between them."""
+"""A host that founded a mesh, a guest, and both machines of a handshake between them."""
 
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
@@ -57,21 +57,21 @@ def make_listener(
 
 
 def said(actions: Sequence[Send | Judge | Established]) -> bytes:
-    """Return what the only action sends."""
+    """Return the message of the only action."""
     (action,) = actions
     assert isinstance(action, Send)
     return action.message
 
 
 def asked(actions: Sequence[Send | Judge]) -> Judge:
-    """Return the only action, a question."""
+    """Return the only action, a `Judge`."""
     (action,) = actions
     assert isinstance(action, Judge)
     return action
 
 
 def known(actions: Sequence[Send | Established]) -> Established:
-    """Return the only action, the good end."""
+    """Return the only action, an `Established`."""
     (action,) = actions
     assert isinstance(action, Established)
     return action

@@ -39,7 +39,7 @@ STATE = State(Lifecycle.SERVING)
 
 
 def sign(key: NodeKey, record: Record, *, incarnation: int = 1, seq: int = 1) -> Item:
-    """Make the item that this member would make of a record."""
+    """Make the signed item of a record by this member."""
     slot, version = slot_of(key.node, record)
     count = (incarnation, seq) if version is None else (version, 0)
     shown = b"" if slot.kind is Kind.STATE else CREDENTIALS[key.node].encode()

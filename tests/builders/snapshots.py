@@ -1,4 +1,4 @@
-"""What a node knows of small meshes, in which every two nodes are linked unless a test says so."""
+"""Views of small meshes, fully connected unless a test cuts links."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ CONFIG = Digest(b"c" * 32)
 
 
 def charter(layers: int = 4) -> Charter:
-    """Agree on a model of small layers."""
+    """Make a charter with a model of small layers."""
     return Charter(1, model(layers), DType.BFLOAT16, CONFIG)
 
 
@@ -29,7 +29,7 @@ def weights(layers: int = 4, changed: Mapping[int, bytes] | None = None) -> tupl
 
 
 def profile(layers: float, *, ms: float = 1.0, span: Span | None = None) -> Profile:
-    """Bring memory for so many layers of four, each of which takes ``ms``."""
+    """Make a profile with memory for ``layers`` of four layers, each of which takes ``ms``."""
     return Profile(
         "name",
         "1.0",
@@ -44,7 +44,7 @@ def profile(layers: float, *, ms: float = 1.0, span: Span | None = None) -> Prof
 
 @dataclass(frozen=True)
 class World:
-    """All that is true in a mesh; every node of one component sees the same of it."""
+    """The true state of a mesh; every node of one component has the same view of it."""
 
     profiles: Mapping[NodeId, Profile]
     charter: Charter = field(default_factory=charter)
@@ -57,21 +57,21 @@ class World:
     """Entries with sessions that a change would hurt."""
     left: Collection[NodeId] = ()
     gone: Collection[NodeId] = ()
-    """Nodes that died: nobody is linked to them."""
+    """Dead nodes, which have no links."""
     removed: Collection[NodeId] = ()
 
     def view(self, me: NodeId, author: NodeId | None = None) -> View:
-        """Look at it from a node; the author of the charter is the lowest unless given."""
+        """Return the view of a node; the author of the charter is the lowest id unless given."""
         states = {node: self._state(node) for node in self.profiles}
         author = author or min(self.profiles)
         return View(me, self.charter, author, self.profiles, states, self.removed)
 
     def agree(self, me: NodeId | None = None) -> Agreement:
-        """Ask one node, the lowest that is here unless given."""
+        """Run `agree` on one node, the lowest living one unless given."""
         return agree(self.view(me or min(set(self.profiles).difference(self.gone, self.left))))
 
     def follow(self, agreement: Agreement) -> "World":
-        """Let every node that is here follow what was agreed."""
+        """Let every living node follow the plan."""
         if agreement.plan is None:
             return self
         return replace(

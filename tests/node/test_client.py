@@ -324,7 +324,7 @@ def test_addresses_that_nothing_dials_are_told(addresses: tuple[str, ...], liste
 
 
 async def test_a_mistyped_ticket_is_told_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no ticket"):
+    with pytest.raises(UserError, match="Invalid ticket"):
         async with open_thin("nonsense", tmp_path / "client"):
             pass
 

@@ -146,7 +146,7 @@ def test_a_node_is_found_by_name_or_id(text: str, node: NodeId) -> None:
     "text", ["", "nobody", show(B)[:5], show(B)[:-1] + "?", "\x1b[2J", "d" * 9]
 )
 def test_who_is_not_there_is_not_found(text: str) -> None:
-    with pytest.raises(UserError, match="is no node id"):
+    with pytest.raises(UserError, match="Invalid node id"):
         find_node(text, PROFILES)
 
 

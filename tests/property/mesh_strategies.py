@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what goes through the links of a mesh, and the records in it."""
+"""Hypothesis strategies for mesh link messages and the records in them."""
 
 from hypothesis import strategies as st
 
@@ -106,7 +106,7 @@ TEXTS: dict[str, st.SearchStrategy[str]] = {
     "sessions": st.integers(1, 9).map(str),
     "tariff": st.text(max_size=9),
 }
-"""What a term may be; the last is one of a later version, as some of the words are."""
+"""The values of each term; ``tariff`` and some values are of a later version."""
 versions = st.integers(0, 5) | st.integers(0, 2**64 - 1)
 terms = st.one_of([st.builds(Term, st.just(name), versions, text) for name, text in TEXTS.items()])
 amendments = st.lists(terms, max_size=4, unique_by=lambda term: term.name).map(

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for everything that travels; the one place where they are written."""
+"""Hypothesis strategies for all wire messages, in one place."""
 
 from math import prod
 
@@ -29,7 +29,7 @@ from meshllm.protocol.session.messages import (
     Unknown,
 )
 
-# Time is no property: the machines that run tests are shared.
+# No deadline: the machines that run tests are shared.
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
@@ -47,7 +47,7 @@ def blobs(draw: st.DrawFn) -> Blob:
     dtype = draw(st.sampled_from(DType))
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=MAX_DIMS)))
     sizes = dtype.sizes(shape)
-    assume(sizes)  # nobody packs a single value
+    assume(sizes)  # a single value cannot be packed
     length = draw(st.sampled_from(sizes))
     payload = draw(st.binary(min_size=length, max_size=length))
     return seal(session_key(draw(sessions)), dtype, shape, payload)
@@ -87,7 +87,7 @@ few_gens = st.integers(0, 3)
 
 @st.composite
 def rows_of_few(draw: st.DrawFn) -> Data:
-    """Data that meets the same few sessions, epochs, gens and positions again and again."""
+    """Data with few distinct sessions, epochs, gens and positions, so that they collide."""
     rows = draw(st.integers(1, 3))
     shape = (1, draw(st.sampled_from([rows, rows, 1])), 2)
     payload = bytes(prod(shape) * 2)

@@ -1,4 +1,4 @@
-"""One plan for whoever knows the same, however the nodes come, go and look."""
+"""Agreement: equal records give equal plans, in any order of events."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -30,7 +30,7 @@ pairs = st.sampled_from([frozenset(pair) for pair in combinations(NODES, 2)])
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    """Large and small, quick and slow, few with other weights or a wish for a span."""
+    """Profiles of various memory and speed, few with other weights or a fixed span."""
     span = draw(st.sampled_from([None, None, None, Span(0, 2), Span(2, 4), Span(1, 3), Span(2, 6)]))
     found = profile(draw(st.integers(0, 5)), ms=draw(st.integers(1, 4)), span=span)
     same = weights()
@@ -40,7 +40,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Up to four nodes, some of which do not hear each other."""
+    """Up to four nodes, some of which are not linked."""
     agreed = replace(
         charter(LAYERS),
         policy=draw(st.sampled_from(sorted(POLICIES))),
@@ -70,7 +70,7 @@ changes: st.SearchStrategy[Change] = st.one_of(
 
 
 def change(world: World, event: Change) -> World:
-    """Let one thing happen."""
+    """Apply one event."""
     match event:
         case "restart", (node, found):
             followed = {at: plan for at, plan in world.followed.items() if at != node}
@@ -85,12 +85,12 @@ def change(world: World, event: Change) -> World:
 
 
 def everyone(world: World) -> dict[NodeId, Agreement]:
-    """Ask every node that lives."""
+    """Return the agreement of every living node."""
     return {node: world.agree(node) for node in world.profiles if node not in world.gone}
 
 
 @given(worlds(), st.data())
-def test_who_knows_the_same_agrees_whatever_the_order(world: World, data: st.DataObject) -> None:
+def test_nodes_with_equal_records_agree_in_any_order(world: World, data: st.DataObject) -> None:
     agreements = everyone(world)
 
     for agreement in agreements.values():
@@ -156,12 +156,12 @@ def test_no_plan_flaps_and_no_epoch_goes_back(world: World, events: list[Change]
 
 
 @given(worlds(), st.lists(changes, max_size=4), st.data())
-def test_nodes_that_follow_one_after_the_other_end_together(
+def test_nodes_that_follow_one_by_one_converge(
     world: World, events: list[Change], data: st.DataObject
 ) -> None:
     for event in events:
         world = change(world, event)
-        for _ in range(2):  # once more, for those who looked before another changed its mind
+        for _ in range(2):  # twice, for nodes that agreed before another changed its plan
             for node in data.draw(st.permutations(sorted(set(world.profiles) - set(world.gone)))):
                 if (plan := world.agree(node).plan) is not None:
                     world = replace(world, followed={**world.followed, node: plan})
@@ -172,7 +172,7 @@ def test_nodes_that_follow_one_after_the_other_end_together(
 
 
 @given(worlds(), st.lists(changes, max_size=3))
-def test_earlier_work_never_changes_the_answer(world: World, events: list[Change]) -> None:
+def test_reused_work_never_changes_the_result(world: World, events: list[Change]) -> None:
     me = min(world.profiles)
     before = None
     for event in events:
@@ -193,7 +193,7 @@ def test_there_is_advice_in_one_line_for_every_ring(world: World, events: list[C
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_no_bytes_but_those_of_a_plan_are_read(tail: bytes, begins: bool) -> None:
+def test_only_encoded_plans_are_decoded(tail: bytes, begins: bool) -> None:
     data = b"meshllm plan 1\n" * begins + tail
     try:
         plan = Plan.decode(data)

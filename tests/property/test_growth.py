@@ -1,4 +1,4 @@
-"""What a later version of the same protocol sends ends no link and no agreement."""
+"""Forward compatibility: messages of a later minor version break no link and no agreement."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +35,7 @@ bodies = st.binary(max_size=30)
 
 @st.composite
 def later_items(draw: st.DrawFn) -> Item:
-    """Items of a member of a later version: more fields, other words, other kinds."""
+    """Items of a later version: appended fields, unknown values, unknown kinds."""
     record: Profile | State | Amendments = draw(st.one_of(profiles, states, amendments))
     seq = draw(st.integers(2, 9))
     if isinstance(record, Amendments):
@@ -51,7 +51,7 @@ def later_items(draw: st.DrawFn) -> Item:
 
 
 def node() -> Mesh:
-    """A node that has a charter and is linked to one of a later version."""
+    """Return a node that has a charter and is linked to one of a later version."""
     made = Mesh(MIDDLE, CREDENTIALS[MIDDLE.node], 1, now=0.0, wall_s=WALL)
     made.publish(profile=PROFILE, state=STATE, now=0.0)
     made.linked(LAST.node, 1, CREDENTIALS[LAST.node], dialled=True, now=1.0)
@@ -70,7 +70,7 @@ def node() -> Mesh:
     ),
     tails,
 )
-def test_what_a_later_version_sends_ends_no_link(heard: list[Message], tail: bytes) -> None:
+def test_messages_of_a_later_version_close_no_link(heard: list[Message], tail: bytes) -> None:
     mesh = node()
 
     for message in heard:
@@ -83,9 +83,7 @@ def test_what_a_later_version_sends_ends_no_link(heard: list[Message], tail: byt
 
 
 @given(st.lists(later_items(), max_size=6), st.data())
-def test_nodes_that_heard_the_same_of_a_later_version_know_the_same(
-    items: list[Item], data: st.DataObject
-) -> None:
+def test_nodes_converge_on_items_of_a_later_version(items: list[Item], data: st.DataObject) -> None:
     one, other = node(), node()
     for item in items:
         one.receive(LAST.node, Items((item,)), 2.0)
@@ -97,7 +95,7 @@ def test_nodes_that_heard_the_same_of_a_later_version_know_the_same(
 
 
 @given(mesh_messages, st.integers(0, 255), st.binary(max_size=99))
-def test_garbage_ends_the_link_of_who_sent_it_and_nothing_else(
+def test_garbage_closes_only_the_link_of_its_sender(
     message: Message, kind: int, garbage: bytes
 ) -> None:
     mesh = node()

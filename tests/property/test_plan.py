@@ -1,4 +1,4 @@
-"""Plans from any offers: they tile the layers, fit the nodes, and none is better."""
+"""Plans from any offers: they tile the layers, fit the nodes, and are optimal."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, *, nodes: int = 4, layers: int = 6, alike: bool = False) -> Case:
-    """Up to so many nodes, near and far, quick and slow, large and small."""
+    """Nodes of various latency, speed and memory, and a model."""
     ids = draw(st.lists(names, min_size=1, max_size=nodes, unique=True))
     ms = st.integers(0, 6).map(float)
     offers = tuple(
@@ -59,7 +59,7 @@ policies = st.sampled_from(sorted(POLICIES))
 
 
 @given(cases(), policies)
-def test_a_plan_tiles_the_layers_within_what_nodes_hold(case: Case, policy: str) -> None:
+def test_a_plan_tiles_the_layers_within_the_memory_of_nodes(case: Case, policy: str) -> None:
     try:
         plan = case.plan(policy)
     except ModelError:
@@ -127,7 +127,7 @@ def test_nothing_has_a_faster_slowest_stage_than_throughput(case: Case) -> None:
 
 
 @given(cases(alike=True))
-def test_proportional_is_as_near_to_the_shares_as_whole_layers_allow(case: Case) -> None:
+def test_proportional_is_as_close_to_the_shares_as_whole_layers_allow(case: Case) -> None:
     assume(case.terms.ends is Ends.ENTRY and not case.shape.ends_bytes)
     try:
         plan = case.plan("proportional")
@@ -152,7 +152,7 @@ def test_another_node_never_makes_the_ring_slower(case: Case) -> None:
 
 
 def measured(case: Case, policy: str) -> tuple[float, float]:
-    """Predict the time of a token and of the slowest stage; for ever where nothing fits."""
+    """Predict the seconds per token and of the slowest stage; infinite if no plan fits."""
     try:
         plan = case.plan(policy)
     except ModelError:
@@ -162,7 +162,7 @@ def measured(case: Case, policy: str) -> tuple[float, float]:
 
 
 def every_ring(case: Case) -> Iterator[tuple[list[float], float]]:
-    """Yield the times of all stages and of the way round, for every ring that fits."""
+    """Yield the seconds of all stages and of the network, for every ring that fits."""
     client = case.terms.ends is Ends.CLIENT
     sizes = range(1 + client, len(case.offers) + 1)
     for ring in (ring for size in sizes for ring in permutations(case.offers, size)):
@@ -175,13 +175,13 @@ def every_ring(case: Case) -> Iterator[tuple[list[float], float]]:
 
 
 def held_bytes(case: Case, cuts: Sequence[int]) -> list[int]:
-    """Weigh the spans between cuts."""
+    """Return the bytes of the spans between cuts."""
     ends = pairwise([0, *cuts, case.shape.layers])
     return [sum(case.shape.layer_bytes[start:stop]) for start, stop in ends]
 
 
 def fits(case: Case, ring: Sequence[Offer], held: Sequence[int]) -> bool:
-    """Tell whether the layers fit each node, and the ends the first."""
+    """Return whether the layers fit each node, and the ends the first."""
     all_held = [held[0] + case.shape.ends_bytes, *held[1:]]
     return all(
         size * 100 <= one.memory_bytes * 80 for size, one in zip(all_held, ring, strict=True)
@@ -189,13 +189,13 @@ def fits(case: Case, ring: Sequence[Offer], held: Sequence[int]) -> bool:
 
 
 def times(case: Case, ring: Sequence[Offer], held: Sequence[int]) -> list[float]:
-    """Take the time of each stage, the head with the first."""
+    """Return the seconds of each stage, the head with the first."""
     mean = sum(case.shape.layer_bytes) / case.shape.layers
     stages = [size / mean * one.layer_seconds(1) for size, one in zip(held, ring, strict=True)]
     return [stages[0] + ring[0].head_s, *stages[1:]]
 
 
 def way(links: Links, nodes: Sequence[NodeId]) -> float:
-    """Take the time of a trip round the ring."""
+    """Return the network latency of a trip round the ring, in seconds."""
     pairs = zip(nodes, (*nodes[1:], nodes[0]), strict=True)
     return sum(links.between(*pair).latency_s for pair in pairs) if len(nodes) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Whatever travels comes back whole, and nothing a stranger sends does more than a PeerFault."""
+"""Wire messages round-trip, and malformed input raises nothing but `PeerFault`."""
 
 from collections import Counter
 from contextlib import suppress
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.property
 
 
 @given(messages)
-def test_every_message_comes_back_from_its_bytes(message: Message) -> None:
+def test_every_message_round_trips(message: Message) -> None:
     assert decode(b"".join(encode(message))) == message
 
 
@@ -65,7 +65,7 @@ def test_damaged_bytes_are_a_peer_fault_or_another_message(
 
 
 @given(messages, st.data())
-def test_a_part_of_a_message_is_refused_or_what_encodes_to_it(
+def test_a_truncated_message_is_refused_or_re_encodes_to_itself(
     message: Message, draws: st.DataObject
 ) -> None:
     encoded = b"".join(encode(message))
@@ -76,11 +76,9 @@ def test_a_part_of_a_message_is_refused_or_what_encodes_to_it(
 
 
 @given(messages, st.binary(min_size=1, max_size=30))
-def test_fields_of_a_later_version_change_nothing_behind_what_has_an_end(
-    message: Message, later: bytes
-) -> None:
+def test_appended_fields_are_ignored(message: Message, later: bytes) -> None:
     encoded = b"".join(encode(message)) + later
-    if isinstance(message, Data | Logits | Unknown):  # what they carry is all of the rest
+    if isinstance(message, Data | Logits | Unknown):  # their payload extends to the end
         with suppress(PeerFault):
             assert b"".join(encode(decode(encoded))) == encoded
     else:
@@ -105,7 +103,7 @@ def test_one_changed_bit_breaks_the_seal(
 
 
 class Rank:
-    """The driver of a stage, with lengths for caches."""
+    """The driver of a stage, with lengths instead of KV caches."""
 
     def __init__(self) -> None:
         self.caches: Counter[SessionId] = Counter()
@@ -113,7 +111,7 @@ class Rank:
         self.running: dict[SessionId, Compute] = {}
 
     def finish(self) -> Compute:
-        """End the oldest computation."""
+        """Complete the oldest computation."""
         job = self.running.pop(next(iter(self.running)))
         self.caches[job.session] = job.pos + job.rows
         return job
@@ -144,7 +142,7 @@ class Rank:
 
 
 @given(st.integers(1, 2), st.lists(st.none() | few_messages, max_size=60))
-def test_whatever_a_stage_hears_its_caches_have_no_gap(
+def test_the_caches_of_a_stage_have_no_gap_for_any_input(
     number: int, heard: list[SessionMessage | None]
 ) -> None:
     shelf = Shelf(KvBudget([Room(2 * BLOCK, lambda tokens: (tokens, 0))]))
@@ -156,7 +154,7 @@ def test_whatever_a_stage_hears_its_caches_have_no_gap(
         if message is not None:
             with suppress(PeerFault):
                 actions = stage.receive(message, 0.0)
-        elif rank.running:  # None stands for the end of the oldest computation
+        elif rank.running:  # None: the oldest computation completes
             job = rank.finish()
             actions = stage.computed(job.session, job.blob, 0.0, Spent(1, 1, 1))
         for action in actions:
@@ -167,7 +165,7 @@ def test_whatever_a_stage_hears_its_caches_have_no_gap(
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)) | few_messages, max_size=60),
 )
-def test_whatever_an_entry_hears_it_ends_once_and_does_one_job_at_a_time(
+def test_an_entry_ends_once_and_runs_one_job_at_a_time_for_any_input(
     ring: int, heard: list[SessionMessage | tuple[int, int]]
 ) -> None:
     task = Task(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=5, context=8)
@@ -191,7 +189,7 @@ def test_whatever_an_entry_hears_it_ends_once_and_does_one_job_at_a_time(
                 job = action
         if not isinstance(message, tuple):
             actions = entry.receive(message, 0.0)
-        elif job is not None:  # the end of the job, with so many right guesses and new ones
+        elif job is not None:  # the job completes: accepted guesses, new guesses
             done, job = job, None
             actions = entry.computed(None, 0.0) if isinstance(done, Embed) else pick(done, *message)
         else:

@@ -1,7 +1,7 @@
-"""The handshake once more, straight from primitives; shares no code with what it checks.
+"""An independent reference implementation of the handshake, from primitives, for test vectors.
 
-``python -m tests.protocol.handshake_vectors`` writes `handshake_vectors.json`, for those who write
-the protocol in another language.
+``python -m tests.protocol.handshake_vectors`` writes `handshake_vectors.json`, for implementations
+in other languages.
 """
 
 import hmac
@@ -47,7 +47,7 @@ def mesh() -> bytes:
 
 
 def granted() -> bytes:
-    """The credential of the dialer: the founder, who listens, signed that it is a node."""
+    """Return the dialer's credential in the role of a node, signed by the founder, the listener."""
     fields = public("dialer") + b"\0" + EXPIRES_S.to_bytes(8, "little") + public("listener")
     words = b"meshllm certificate 1" + mesh() + fields + bytes(64)
     return mesh() + SALT + fields + sign("listener", words)
@@ -58,7 +58,7 @@ def sign(side: str, words: bytes) -> bytes:
 
 
 class Talk:
-    """What is said, its hash, and the secret of both sides, who share a key before."""
+    """The transcript hash and shared secret of a handshake under a pre-shared key."""
 
     def __init__(self, psk: bytes) -> None:
         keys = {side: X25519PrivateKey.from_private_bytes(EPHEMERALS[side]) for side in EPHEMERALS}
@@ -86,7 +86,7 @@ class Talk:
 
 
 def talk(proof: str, *, refused: bool = False) -> dict[str, Any]:
-    """Hold one conversation; the dialer shows its credential or proves its ticket."""
+    """Return the messages of one handshake; the dialer sends a credential or a ticket proof."""
     psk = mesh() if proof == "credential" else hmac.digest(SECRET, PSK_LABEL, "sha256")
     said = Talk(psk)
     mac = hmac.digest(psk, b"meshllm dialer hail 1" + said.hail("dialer"), "sha256")
@@ -119,7 +119,7 @@ def links(said: Talk) -> dict[str, Any]:
 
 
 def link(key: bytes) -> dict[str, str]:
-    """Seal the word `hidden state` under the key, and under the one that replaces it."""
+    """Seal the text `hidden state` with the key, and with the next key."""
     later = hkdf(key, b"", "meshllm rekey 1")
     return {
         "key": key.hex(),

@@ -1,4 +1,4 @@
-"""Fields of bytes: what was written is read, and nothing else."""
+"""Binary fields: round trips, limits and malformed input."""
 
 from math import nan
 from struct import Struct
@@ -9,7 +9,7 @@ from meshllm.errors import PeerFault
 from meshllm.protocol.binary import Reader, open_record, sized, start_record
 
 
-def test_fields_come_back_in_order() -> None:
+def test_fields_are_read_in_order() -> None:
     reader = Reader(b"\x07" + sized(b"abc") + sized("ä".encode()) + b"rest", "Thing")
 
     assert reader.unpack(Struct("<B")) == (7,)
@@ -19,8 +19,8 @@ def test_fields_come_back_in_order() -> None:
     assert reader.rest(4) == b"rest"
 
 
-def test_a_field_that_is_not_all_there_is_refused() -> None:
-    with pytest.raises(PeerFault, match="Thing of 3 bytes ends too early"):
+def test_a_truncated_field_is_refused() -> None:
+    with pytest.raises(PeerFault, match="Thing of 3 bytes is truncated"):
         Reader(b"abc", "Thing").take(4)
 
 
@@ -29,8 +29,8 @@ def test_more_bytes_than_the_limit_are_refused() -> None:
         Reader(sized(b"abcd"), "Thing").sized(3)
 
 
-def test_a_text_that_is_no_text_is_refused() -> None:
-    with pytest.raises(PeerFault, match="Thing with 1 bytes that are no UTF-8"):
+def test_invalid_utf8_is_refused() -> None:
+    with pytest.raises(PeerFault, match="Thing with 1 bytes of invalid UTF-8"):
         Reader(sized(b"\xff"), "Thing").text(9)
 
 
@@ -40,7 +40,7 @@ def test_a_number_outside_its_limits_is_refused(number: float) -> None:
         Reader(b"", "Thing").bounded("apples", number, 0, 10)
 
 
-def test_a_record_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
+def test_appended_fields_of_a_record_are_left_unread() -> None:
     assert open_record(start_record(), "Thing").version == 1
     assert open_record(b"\x09", "Thing").version == 9
 

@@ -1,1 +1,1 @@
-"""Agreement: all nodes choose the same plan from what they know."""
+"""Agreement: every node derives the same plan from the gossiped records."""

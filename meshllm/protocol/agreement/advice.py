@@ -1,4 +1,4 @@
-"""What would make a ring faster, in one line; changes nothing."""
+"""One-line advice on what would make the ring faster."""
 
 from meshllm.errors import MeshError
 from meshllm.protocol.agreement.agreement import GAIN, Agreement
@@ -10,14 +10,14 @@ from meshllm.protocol.planning.policies import POLICIES, make_plan
 from meshllm.protocol.planning.prediction import Prediction, predict
 from meshllm.protocol.trust.identity import short
 
-ON_THE_WAY = 0.5  # of the time of a token; above it the way is the longer part
+ON_THE_WAY = 0.5  # of the time per token; above this, network latency dominates
 
 
 def advise(agreement: Agreement) -> str:
-    """Name the one thing that would help most, in a sentence without a full stop.
+    """Return the most useful advice, as one sentence without a full stop.
 
-    It changes with the agreement only, and plans once more where the charter binds the ring, which
-    takes as long as `agree`.
+    A pure function of the agreement. If the charter constrains the ring, this plans once more
+    without the constraints, which takes as long as `agree`.
     """
     plan, best = agreement.plan, agreement.best
     if plan is None or best is None:
@@ -33,7 +33,7 @@ def advise(agreement: Agreement) -> str:
 
 
 def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
-    """Look for the fastest ring of these nodes, whatever the charter binds."""
+    """Compare with the fastest ring of these nodes, ignoring the constraints of the charter."""
     charter = best.case.view.charter
     bounds = _bounds(charter)
     plan = _unbound(best.case) if bounds else best.plan
@@ -64,7 +64,7 @@ def _unbound(case: Case) -> Plan | None:
     shape = case.view.charter.shape
     try:
         return make_plan(case.found.offers, case.found.links, shape, terms=case.terms)
-    except MeshError:  # the spans of nodes leave no ring
+    except MeshError:  # no ring satisfies the fixed spans of the nodes
         return None
 
 
@@ -76,9 +76,9 @@ def _longest_way(now: Prediction) -> str:
     longest = max(range(len(now.hops)), key=lambda rank: now.hops[rank].wire_s)
     here, there = now.hops[longest], now.hops[(longest + 1) % len(now.hops)]
     return (
-        f"{way / token:.0%} of a token is on the way, most of it {here.wire_s * 1e3:.1f} ms from"
-        f" `{short(here.node)}` to `{short(there.node)}`: fewer nodes with more memory each, or"
-        " nearer ones, would help"
+        f"{way / token:.0%} of the time per token is network latency, most of it"
+        f" {here.wire_s * 1e3:.1f} ms from `{short(here.node)}` to `{short(there.node)}`: fewer"
+        " nodes with more memory each, or nodes closer together, would help"
     )
 
 
@@ -94,5 +94,5 @@ def _slowest_layers(now: Prediction) -> str:
     return (
         f"`{short(slowest.node)}` computes {slowest.compute_s * 1e3:.1f} of"
         f" {now.seconds_per_token * 1e3:.1f} ms per token in layers `{slowest.span}`: a faster"
-        " node near it would help"
+        " node nearby would help"
     )

@@ -1,29 +1,29 @@
-"""The one plan of a mesh, out of what all of its nodes know; carries nothing out.
+"""Deterministic agreement on the plan of a mesh, computed from the gossiped records.
 
 Theory of operation
 -------------------
 Every node computes `agree` from its store, again whenever an item changes; there is no vote. Two
 nodes with the same items and the same component of living nodes get the same plan to the last bit.
-Until the items have spread they may differ for a moment; every plan has an epoch, and links of a
-ring say in their first message which plan they are for.
+Until gossip has converged their plans may differ for a moment; every plan has an epoch, and the
+first message of a ring link names the plan that the link belongs to.
 
-The plan that binds is the *incumbent*: of all plans that living nodes follow the one of the highest
-(epoch, digest). So a node that restarts, or comes late, takes what is there; and where a partition
-heals, one of the two rings gives way. The incumbent stays as long as it works: its nodes are alive,
-accepted and linked rank to rank, its layers fit, the charter still names its model. When it does
-not, the best plan follows at once. When it does, a better plan waits until its entry has no session
-that the change would hurt, and must be better by `GAIN`, or keep what the charter binds (exclude,
-prefer, members, spans of nodes) where the incumbent does not. A first plan that lacks
-members which the charter asks for says so: who follows it waits for them for a while, as each ring
-of fewer would be loaded for nothing.
+The plan in force is the *incumbent*: the plan with the highest (epoch, digest) of all that living
+nodes follow. A node that restarts or joins late therefore adopts the current plan, and after a
+partition heals one of the two rings is dissolved. The incumbent is kept while it works: its nodes
+are alive, accepted and linked rank to rank, its layers fit, and the charter still names its model.
+When it stops working, the best plan replaces it at once. Otherwise a better plan waits until the
+entry has no session that the change would hurt, and it must be faster by `GAIN`, or satisfy a
+constraint of the charter (exclude, prefer, members, fixed spans) that the incumbent violates. A
+first plan reports how many of the requested members are missing: nodes that follow it wait for them
+for a while, to avoid loading layers for rings that are soon replaced.
 
-What is best never depends on the times at which nodes look, and the best plan stays the best when
-it is followed: the same items never make a plan flap. A new plan has an epoch above every epoch
-known, even of nodes that are gone; standbys are not in its bytes, for their coming and going
-changes nothing for a ring.
+The choice never depends on when a node computes it, and the best plan remains the best once it is
+followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
+epoch, even those of departed nodes. Standbys are not part of a plan's bytes, because they may come
+and go without changing the ring.
 
-A node that does not know what the charter asks for agrees to nothing, says so in its state, and is
-no candidate for the others.
+A node that does not understand some part of the charter agrees to no plan, publishes this obstacle
+in its state, and is not a candidate for the others.
 """
 
 from collections.abc import Mapping
@@ -49,36 +49,36 @@ from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.trust.identity import short
 
-GAIN = 0.15  # of the time of a token; less is not worth to load layers for, and may be noise
+GAIN = 0.15  # of the time per token; less may be noise and does not justify reloading layers
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a mesh does with its nodes."""
+    """The result of `agree`: the plan in force and the role of every living node."""
 
     plan: Plan | None
-    """None where there is no ring."""
+    """None if there is no ring."""
     reason: str
-    """Half a sentence: why it is this plan, or why there is none."""
+    """A phrase: why this plan was chosen, or why there is none."""
     alive: frozenset[NodeId]
     refused: Mapping[NodeId, str]
-    """Living nodes that others would not compute with, and why."""
+    """Living nodes that are incompatible with the others, and why."""
     standbys: tuple[Standby, ...]
-    """Other living nodes without a stage, in order of node id."""
+    """Other living nodes without a stage, ordered by node id."""
     offers: tuple[Offer, ...]
-    """What was planned with; with `links` what `predict` needs."""
+    """The planner's input; `predict` needs it together with `links`."""
     links: Links
     lacking: int = 0
-    """Members that are wanted and not ready, where no plan was followed yet."""
+    """Requested members that are not ready yet; 0 once any node follows a plan."""
     best: Best | None = field(default=None, repr=False, compare=False)
-    """The work that went into it."""
+    """The planning result, reused by the next `agree`."""
 
 
 def agree(view: View, before: Agreement | None = None) -> Agreement:
-    """Find the plan that binds; the same on every node that knows the same.
+    """Return the plan in force; nodes with the same records get the same plan.
 
-    What is planned with changes rarely. Of ``before``, an earlier result, the work is taken over
-    where it answers the same question; it never changes the answer.
+    The planner's input changes rarely: if it equals that of ``before``, an earlier result, its
+    planning work is reused. This never changes the result.
     """
     here = view.alive()
     if why := view.charter.obstacle:
@@ -112,7 +112,7 @@ def agree(view: View, before: Agreement | None = None) -> Agreement:
 
 
 def _followed(view: View) -> dict[NodeId, Plan]:
-    """Read which plan each node follows; one that cannot be followed by another is none."""
+    """Return the plan that each node follows, ignoring plans that no later epoch could replace."""
     told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
     plans: dict[bytes, Plan] = {}
     for data in set(told.values()):
@@ -124,36 +124,36 @@ def _followed(view: View) -> dict[NodeId, Plan]:
 
 
 def _decide(case: Case, best: Best, incumbent: Plan | None, epoch: int) -> tuple[Plan | None, str]:
-    fault = _fault(case, incumbent) if incumbent else "it is the first"
+    fault = _fault(case, incumbent) if incumbent else "first plan"
     new = best.plan and replace(best.plan, epoch=epoch, standbys=())
     if incumbent is None or fault:
         return new, fault if new else best.missing
     if new is None:
-        return incumbent, "no other was found"
+        return incumbent, "no other plan was found"
     if new.stages == incumbent.stages:
-        return incumbent, "none is better"
+        return incumbent, "no plan is better"
     gain = _gain(case, incumbent, new)
     keeps = _keeps(case, best.problem, incumbent)
     if keeps and gain <= GAIN:
-        return incumbent, f"another would gain {max(gain, 0):.0%}, too little for a change"
-    better = f"it gains {gain:.0%}" if keeps else "it has the nodes that are wanted"
+        return incumbent, f"another plan would gain {max(gain, 0):.0%}, too little for a change"
+    better = f"it gains {gain:.0%}" if keeps else "it satisfies the charter"
     state = case.view.states.get(incumbent.stages[0].node)
     if state and not state.may_change:
-        return incumbent, f"another waits until sessions end: {better}"
+        return incumbent, f"another plan waits until sessions end: {better}"
     return new, better
 
 
 def _fault(case: Case, plan: Plan) -> str:
-    """Say why a plan cannot be followed; nothing when it can."""
+    """Return why a plan cannot be followed; empty if it can."""
     shape, problem, found = case.view.charter.shape, case.problem, case.found
     asked = (shape.name, shape.layers, case.terms.ends, case.terms.entry or plan.stages[0].node)
     if (plan.model, plan.layers, plan.ends, plan.stages[0].node) != asked:
-        return "the charter wants another ring"
+        return "the charter requires another ring"
     numbers = to_numbers(problem)
     for rank, stage in enumerate(plan.stages):
         name = short(stage.node)
         if why := found.refused.get(stage.node) or found.waiting.get(stage.node):
-            return f"`{name}` is out: {why}"
+            return f"`{name}` cannot take part: {why}"
         if stage.node not in numbers:
             return f"`{name}` is gone"
         if not _fits(problem, numbers[stage.node], stage.span, entry=rank == 0):
@@ -168,15 +168,15 @@ def _fits(problem: Problem, node: int, span: Span, *, entry: bool) -> bool:
 
 
 def _keeps(case: Case, problem: Problem, plan: Plan) -> bool:
-    """Tell whether a plan that works also has the nodes that are wanted."""
+    """Return whether a working plan satisfies the constraints of the charter."""
     ring = to_division(problem, plan).order
     return problem.allows(ring) and not set(case.view.charter.exclude) & set(nodes_of(plan))
 
 
 def _gain(case: Case, incumbent: Plan, other: Plan) -> float:
-    """Return the part of the time that another plan saves; of the layers where time is no matter.
+    """Return the fraction of time that another plan saves; of layers moved if untimed.
 
-    It is a quotient of whole numbers, and so the same on every machine.
+    A quotient of integers, and so the same on every machine.
     """
     policy, problem = POLICIES[case.view.charter.policy], case.problem
     if not policy.is_timed:
@@ -188,7 +188,7 @@ def _gain(case: Case, incumbent: Plan, other: Plan) -> float:
 
 
 def _moved(incumbent: Plan, other: Plan) -> float:
-    """Return the part of the layers that changes hands; all where the nodes are others."""
+    """Return the fraction of layers that change nodes; 1 if the sets of nodes differ."""
     if set(nodes_of(incumbent)) != set(nodes_of(other)):
         return 1.0
     before, after = (
@@ -199,15 +199,15 @@ def _moved(incumbent: Plan, other: Plan) -> float:
 
 
 def _standbys(case: Case, members: int | None, plan: Plan) -> dict[NodeId, str]:
-    """Say of each node that has no stage why not.
+    """Return why each node without a stage has none.
 
-    The ring may be one that the terms would not allow any more, so it is looked at without them.
+    The ring may violate the current terms, so members and spans of the terms are ignored.
     """
     charter, found = case.view.charter, case.found
     free = pose(found.offers, found.links, charter.shape, replace(case.terms, spans={}))
     problem = replace(free, members=members)
     ring = to_division(problem, plan).order
     reasons = {problem.nodes[at]: why for at, why in standby_reasons(problem, ring)}
-    spans = {node: f"there is no place for its `{span}`" for node, span in found.spans.items()}
+    spans = {node: f"its span `{span}` does not fit the ring" for node, span in found.spans.items()}
     excluded = dict.fromkeys(charter.exclude, "it is excluded")
     return {node: (spans | excluded).get(node, why) for node, why in reasons.items()}

@@ -1,4 +1,4 @@
-"""Who of a mesh may be in its ring, and how far apart they are; plans nothing."""
+"""Candidate nodes for a ring, and the latency of the links between them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,28 +16,28 @@ from meshllm.protocol.membership.records import (
 from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Links, Offer, Wire
 from meshllm.protocol.trust.identity import short
 
-NEAR_US = 250  # round trips below this are alike: they are noise beside the layers of any node
+NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time
 NO_WAY = Wire(MAX_SECONDS)
-"""Between nodes without a measured link; no ring goes this way."""
+"""Stands for a link that is missing or unmeasured; no ring uses it."""
 
 _ABSENT = bytes(DIGEST_PART_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What one node knows of its mesh: the items of its store."""
+    """One node's view of its mesh: the records of its store."""
 
     me: NodeId
     charter: Charter
     author: NodeId
-    """Who wrote the charter."""
+    """The founder, who wrote the charter."""
     profiles: Mapping[NodeId, Profile]
     states: Mapping[NodeId, State]
-    """A node says what it followed last for as long as it runs, whether there is a ring or not."""
+    """While it runs, a node reports the plan that it followed last, even without a ring."""
     removed: Collection[NodeId] = ()
 
     def alive(self) -> frozenset[NodeId]:
-        """Return the members that are here."""
+        """Return the members that are alive."""
         states = {node: at for node, at in self.states.items() if node not in self.removed}
         state = states.get(self.me)
         is_here = self.me not in self.removed and not (state and state.lifecycle is Lifecycle.LEFT)
@@ -46,30 +46,30 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a ring can be made of."""
+    """The nodes that a ring can use, and why the others cannot be used."""
 
     offers: tuple[Offer, ...]
-    """In order of node id."""
+    """Ordered by node id."""
     links: Links
     refused: Mapping[NodeId, str]
-    """Nodes that other nodes would not compute with, and why: half a sentence."""
+    """Nodes incompatible with the others, and why (a phrase)."""
     waiting: Mapping[NodeId, str]
-    """Nodes that cannot hold layers yet, or not those they want, and why: half a sentence."""
+    """Nodes that cannot hold layers yet, or not their fixed span, and why (a phrase)."""
     spans: Mapping[NodeId, Span] = field(default_factory=dict)
-    """Nodes that hold exactly this span."""
+    """The fixed span of each node that has one."""
 
 
 def find_candidates(view: View, here: Collection[NodeId], ring: Sequence[NodeId]) -> Candidates:
-    """Tell which nodes that are here can be planned with.
+    """Find the living nodes that can be planned with.
 
-    Where nodes contradict each other, those that are in the ring already are believed first, in
-    rank order, then the author of the charter, then lower ids.
+    If nodes contradict each other, the nodes of the current ring take precedence, in rank order,
+    then the author of the charter, then lower ids.
     """
     believed = list(dict.fromkeys((*(node for node in ring if node in here), view.author)))
     believed += sorted(set(here).difference(believed))
     accepted, refused, waiting = _sift(view, here, believed)
     usable = [node for node in accepted if node in here]
-    # A short span in the middle would keep out two that tile the layers.
+    # Longer spans first: a short one in the middle would exclude two that tile the layers.
     wishes = {node: span for node in usable if (span := view.profiles[node].span)}
     order = sorted(wishes, key=lambda node: (node not in ring, -len(wishes[node])))
     spans, idle = _spans({node: wishes[node] for node in order}, view.charter)
@@ -83,9 +83,9 @@ def find_candidates(view: View, here: Collection[NodeId], ring: Sequence[NodeId]
 
 
 def count_lacking(view: View, here: Collection[NodeId]) -> int:
-    """Count the members that the charter asks for and that are not here, or not ready yet.
+    """Count the members requested by the charter that are absent or not ready yet.
 
-    A node that is ready counts even where the ring cannot have it: none is to come in its place.
+    A ready node counts even if the ring cannot use it: no other node will replace it.
     """
     charter = view.charter
     most = charter.shape.layers + (charter.ends is Ends.CLIENT)
@@ -98,7 +98,7 @@ def count_lacking(view: View, here: Collection[NodeId]) -> int:
 
 
 def conflicts(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:
-    """Name the first part in which two manifests differ; what one of them lacks does not count."""
+    """Return the first part in which two manifests differ, ignoring parts that either lacks."""
     if len(one) != len(other):
         return "number of layers"
     layers = len(one) - ENDS
@@ -110,14 +110,14 @@ def conflicts(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:
 def _sift(
     view: View, here: Collection[NodeId], believed: Iterable[NodeId]
 ) -> tuple[list[NodeId], dict[NodeId, str], dict[NodeId, str]]:
-    """Divide nodes into those accepted, refused and not ready; the accepted in order of belief."""
+    """Split nodes into accepted (in order of precedence), refused and not ready."""
     accepted: list[NodeId] = []
     refused: dict[NodeId, str] = {}
     waiting: dict[NodeId, str] = {}
     for node in believed:
         profile = view.profiles.get(node)
         if profile is None:
-            waiting[node] = "its profile has not come yet"
+            waiting[node] = "its profile has not arrived yet"
         elif why := _unready(profile, view.states.get(node)):
             waiting[node] = why
         elif why := _objection(view, here, accepted, profile):
@@ -131,7 +131,7 @@ def _unready(profile: Profile, state: State | None) -> str | None:
     if state and state.obstacle:
         return state.obstacle
     if state and state.lifecycle is Lifecycle.OTHER:
-        return "it is in a state that this version does not have; update meshllm"
+        return "its state is unknown to this version; update meshllm"
     if not profile.weights:
         return "it has no model yet"
     if not profile.layer_s:
@@ -142,20 +142,20 @@ def _unready(profile: Profile, state: State | None) -> str | None:
 def _objection(
     view: View, here: Collection[NodeId], accepted: Sequence[NodeId], profile: Profile
 ) -> str | None:
-    """Say why the ring cannot have a node; those accepted before it are right.
+    """Return why a node is incompatible with the nodes accepted before it; None if it is not.
 
-    The author is believed about weights even while it is away, but not about the program.
+    The author's weights are the reference even while it is away, but its version is not.
     """
     charter = view.charter
     if profile.weights[-1] != charter.config_digest[:DIGEST_PART_BYTES]:
-        return f"its `{profile.model}` is another model than the mesh's `{charter.shape.name}`"
+        return f"its model `{profile.model}` differs from `{charter.shape.name}` of the mesh"
     if len(profile.weights) != charter.shape.layers + ENDS:
         held = len(profile.weights) - ENDS
-        return f"it has digests of {held} layers, and the model has {charter.shape.layers}"
+        return f"it has digests of {held} layers, but the model has {charter.shape.layers}"
     for node in accepted:
         other = view.profiles[node]
         if other.version != profile.version and node in here:
-            return f"it runs version {profile.version}, and `{short(node)}` {other.version}"
+            return f"it runs version {profile.version}, but `{short(node)}` runs {other.version}"
         if part := conflicts(other.weights, profile.weights):
             return f"its {part} differs from that of `{short(node)}`"
     return None
@@ -164,15 +164,15 @@ def _objection(
 def _spans(
     wishes: Mapping[NodeId, Span], charter: Charter
 ) -> tuple[dict[NodeId, Span], dict[NodeId, str]]:
-    """Keep the wishes that do not overlap one before them; say of the others why not."""
+    """Keep the spans that do not overlap an earlier one; return why the others are dropped."""
     layers, spans, idle = charter.shape.layers, dict[NodeId, Span](), dict[NodeId, str]()
     for node, span in wishes.items():
         if node in charter.exclude:
             continue
         if span.stop > layers:
-            idle[node] = f"it holds `{span}`, and the model has {layers} layers"
+            idle[node] = f"it holds `{span}`, but the model has {layers} layers"
         elif taken := [at for at in spans if _overlap(spans[at], span)]:
-            idle[node] = f"`{short(taken[0])}` holds layers of its `{span}`"
+            idle[node] = f"its span `{span}` overlaps that of `{short(taken[0])}`"
         else:
             spans[node] = span
     return spans, idle
@@ -187,7 +187,7 @@ def _offer(node: NodeId, profile: Profile) -> Offer:
 
 
 def _links(states: Mapping[NodeId, State], here: Collection[NodeId]) -> Links:
-    """Take the shorter of the two round trips that the ends of a link measured."""
+    """Return the links that both ends name, with the shorter of the two measured round trips."""
     named = {node: dict(states[node].links) for node in here if node in states}
     wires = {}
     for node, peers in named.items():
@@ -200,7 +200,7 @@ def _links(states: Mapping[NodeId, State], here: Collection[NodeId]) -> Links:
 
 
 def _coarse(round_trip_us: int) -> int:
-    """Round to three binary digits, steps of 14 to 25 %, so that noise changes few plans."""
+    """Round to three significant bits (steps of 14 to 25 %), so that noise changes few plans."""
     round_trip_us = max(round_trip_us, NEAR_US)
     step = 1 << round_trip_us.bit_length() - 3
     return (round_trip_us + step // 2) // step * step

@@ -1,4 +1,4 @@
-"""The best plan that a mesh could follow now."""
+"""The best plan for the current candidates, relaxing the charter's constraints if needed."""
 
 from dataclasses import dataclass, replace
 
@@ -15,18 +15,18 @@ from meshllm.protocol.trust.identity import short
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Who is there, and what a ring of them must keep to work at all."""
+    """The planning input: the candidates and the hard constraints on a ring."""
 
     view: View
     found: Candidates
     terms: Terms
     problem: Problem
-    """The same in numbers."""
+    """The same, with nodes as indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best plan and the problem that it solves, or why there is none."""
+    """The best plan and the problem that it solves, or why none was found."""
 
     case: Case
     plan: Plan | None
@@ -34,12 +34,12 @@ class Best:
     missing: str = ""
 
     def answers(self, case: Case) -> bool:
-        """Tell whether another case puts the same question."""
+        """Return whether another case has the same planning input."""
         return _question(self.case) == _question(case)
 
 
 def open_case(view: View, found: Candidates) -> Case:
-    """Put the question; raise `UserError` where the charter contradicts itself."""
+    """Build the planning input; raise `UserError` if the charter contradicts itself."""
     charter = view.charter
     entry = view.author if charter.ends is Ends.CLIENT else None
     terms = Terms(charter.ends, entry, charter.sessions, spans=found.spans)
@@ -47,7 +47,7 @@ def open_case(view: View, found: Candidates) -> Case:
 
 
 def find_best(case: Case, before: Best | None = None) -> Best:
-    """Plan under all that binds, then under less where that leaves no ring."""
+    """Plan under all constraints, then under fewer if no ring satisfies them."""
     if before is not None and before.answers(case):
         return before
     charter, found = case.view.charter, case.found
@@ -71,7 +71,7 @@ def find_best(case: Case, before: Best | None = None) -> Best:
 
 
 def find_gap(plan: Plan, links: Links) -> str:
-    """Say which neighbours have no link; nothing when all have one."""
+    """Return which neighbours have no link; empty if all have one."""
     nodes = nodes_of(plan)
     for here, there in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
         if here != there and links.between(here, there) == NO_WAY:
@@ -80,25 +80,25 @@ def find_gap(plan: Plan, links: Links) -> str:
 
 
 def to_division(problem: Problem, plan: Plan) -> Division:
-    """Write the stages of a plan in numbers."""
+    """Return the stages of a plan with nodes as indices into the problem."""
     numbers = to_numbers(problem)
     spans = tuple(stage.span for stage in plan.stages)
     return Division(tuple(numbers[node] for node in nodes_of(plan)), spans)
 
 
 def to_numbers(problem: Problem) -> dict[NodeId, int]:
-    """Number the nodes of a problem."""
+    """Return the index of each node of a problem."""
     return {node: number for number, node in enumerate(problem.nodes)}
 
 
 def nodes_of(plan: Plan) -> list[NodeId]:
-    """List the nodes of a ring in rank order."""
+    """Return the nodes of a ring in rank order."""
     return [stage.node for stage in plan.stages]
 
 
 def _excess(plan: Plan, most: int | None) -> str:
     count = len(plan.stages)
-    return f"it takes {count} nodes, and {most} may be in it" if count > (most or count) else ""
+    return f"it takes {count} nodes, but {most} are allowed" if count > (most or count) else ""
 
 
 def _question(case: Case) -> tuple[Charter, tuple[Offer, ...], Links, Terms]:
@@ -106,10 +106,9 @@ def _question(case: Case) -> tuple[Charter, tuple[Offer, ...], Links, Terms]:
 
 
 def _relaxed(case: Case) -> list[Terms]:
-    """List the terms of the charter, then those without what may bind too much.
+    """Return the terms of the charter, then looser ones in the order to try them.
 
-    A ring of fewer nodes, or without a node that wants layers that no ring leaves it, is better
-    than none.
+    A ring of fewer nodes, or without a node whose fixed span fits no ring, is better than none.
     """
     charter, base = case.view.charter, case.terms
     nodes = {offer.node for offer in case.found.offers}.difference(charter.exclude)

@@ -1,1 +1,1 @@
-"""Members of a mesh: records, gossip, links, and the charter."""
+"""Mesh membership: records, gossip, links, and the charter (the mesh-wide configuration)."""

@@ -1,4 +1,4 @@
-"""What the machine of the mesh asks of its driver; does nothing by itself."""
+"""Actions that the mesh machine returns for its driver to carry out."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -9,7 +9,7 @@ from meshllm.protocol.membership.codec import Message, Talk, Why
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this to the peer."""
+    """Send a message to the peer."""
 
     peer: NodeId
     message: Message
@@ -17,7 +17,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """The peer sent this for the node above."""
+    """Pass a request message of the peer to the node."""
 
     peer: NodeId
     message: Talk
@@ -25,19 +25,19 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Say Bye and close a link to the peer; the machine has let go of it already."""
+    """Send `Bye` and close a link to the peer; the machine has removed it already."""
 
     peer: NodeId
     why: Why
     is_newcomer: bool = False
-    """It is the link that was reported in this call, not the one that stood before."""
+    """Close the link that was reported in this call, not an earlier one."""
     text: str = ""
-    """More for people, where there is more."""
+    """Details for people; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """The peer said Bye; close the link."""
+    """Close the link: the peer sent `Bye`."""
 
     peer: NodeId
     why: Why
@@ -45,7 +45,7 @@ class Parted:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Reach the peer at any of these addresses; answer with ``linked`` or ``refused``."""
+    """Dial the peer at any of these addresses; report ``linked`` or ``refused``."""
 
     peer: NodeId
     addresses: tuple[str, ...]
@@ -53,7 +53,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Something on which an agreement depends may have changed."""
+    """Run `agree` again: its input may have changed."""
 
 
 Action: TypeAlias = Send | Deliver | Drop | Parted | Dial | Changed

@@ -1,18 +1,18 @@
-"""What the whole mesh agreed on, and its bytes.
+"""The charter, the mesh-wide configuration: its encoding, amendments and their merge.
 
 Theory of operation
 -------------------
-The founder writes the model once. What may change later are the *terms*: every node publishes those
-that it changed, each with a version, and of all versions of one term the highest (version, author)
-is in force. So nodes that change different terms at the same time all keep theirs, and every node
-that has heard the same finds the same charter, in whatever order it heard it.
+The founder fixes the model once. The *terms* can change later: every node publishes the terms that
+it changed, each with a version, and of all values of one term the highest (version, author) is in
+force. Concurrent changes of different terms are therefore all kept, and every node with the same
+records derives the same charter, in whatever order they arrived.
 
-A version that is more than `MAX_STEP` above the one below it is ignored, on every node alike: no
-member can write one that nobody is able to exceed.
+Every node ignores a version that exceeds the next lower one by more than `MAX_STEP`, so that no
+member can publish a version that cannot be exceeded.
 
-Names travel as text. A term, a name or a version of the record that this node does not know is
-written by a later version of meshllm. It makes this node stand by (`Charter.obstacle`), and the
-others go on: a ring in which one node ignores a part of the charter would not be the ring of all.
+Names are sent as text. An unknown term, name or record version comes from a later version of
+meshllm. It turns this node into a standby (`Charter.obstacle`) while the others go on: a node that
+ignored part of the charter would disagree with the others about the ring.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,8 +32,8 @@ from meshllm.protocol.trust.identity import short
 
 MAX_WIDTH = 1 << 20  # of a hidden state; the largest published is 18432
 MAX_SESSIONS = 4096
-MAX_VERSION = 1 << 32  # of a charter without its terms
-MAX_STEP = 1 << 32  # between versions of one term; a change each second takes a century
+MAX_VERSION = 1 << 32  # of the founder's charter, without terms
+MAX_STEP = 1 << 32  # between versions of one term; at one change a second, over a century
 MAX_TERMS = 32  # of one author
 MAX_WORD_BYTES = 64  # name of a term, a dtype or a quantisation
 MAX_TERM_BYTES = 8 * 1024  # value of a term; 64 node ids take 4.1 KiB
@@ -50,39 +50,39 @@ _ENDS = {str(each): each for each in Ends}
 
 @dataclass(frozen=True, slots=True)
 class Charter:
-    """What the whole mesh agreed on."""
+    """The mesh-wide configuration."""
 
     version: int
     shape: Shape
-    """The model, and how long a session there is to be room for."""
+    """The model, and the context length to reserve memory for."""
     dtype: DType
-    """Of the model as it is run, and of the hidden states on the wire."""
+    """Of the model's computation and of the hidden states on the wire."""
     config_digest: Digest
     """blake3 of the model's configuration."""
     policy: str = AUTO
     members: int | None = None
-    """Nodes of the ring; the policy chooses when it is None."""
+    """Number of nodes in the ring; None lets the policy choose."""
     sessions: int = 1
-    """Sessions of full context for which there is to be room."""
+    """Sessions of full context to reserve memory for."""
     ends: Ends = Ends.ENTRY
     exclude: tuple[NodeId, ...] = ()
     """Nodes that hold no layers."""
     prefer: tuple[NodeId, ...] = ()
     """Nodes that hold layers if one fits."""
     quant: Quant = Quant.NONE
-    """How every node holds the weights: with others, a text would depend on who holds a layer."""
+    """Weight quantisation, the same on every node, so that the text does not depend on the plan."""
     unknown: tuple[str, ...] = ()
-    """What this version does not know, as half sentences; something known stands in its place."""
+    """Parts that this version does not know, as phrases; their fields hold a default."""
 
     @property
     def obstacle(self) -> str:
-        """Say why this node stands by; nothing when it knows all that was agreed on."""
+        """Return why this node is a standby; empty if it knows every part of the charter."""
         if not self.unknown:
             return ""
-        return f"{self.unknown[0]}, which this version does not have; update meshllm"
+        return f"{self.unknown[0]}, unknown to this version; update meshllm"
 
     def encode(self) -> bytes:
-        """Write the record, without the terms."""
+        """Encode the record, without the terms."""
         shape = self.shape
         sizes = shape.hidden_size, shape.context, shape.itemsize
         ends = shape.embed_bytes, shape.head_bytes
@@ -101,7 +101,7 @@ class Charter:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read the record; raise `PeerFault` for anything else."""
+        """Decode the record; raise `PeerFault` if it is malformed."""
         reader = open_record(data, "Charter")
         version, tied, layers, *sizes, config = reader.unpack(_HEAD)
         reader.bounded("layers", layers, 1, MAX_LAYERS)
@@ -109,7 +109,7 @@ class Charter:
         shape = _shape(reader, each, bool(reader.bounded("for a flag", tied, 0, 1)), sizes)
         dtype, quant = reader.text(MAX_WORD_BYTES), reader.text(MAX_WORD_BYTES)
         unknown = {
-            f"charter of version {reader.version}": reader.version > RECORD_VERSION,
+            f"charter version {reader.version}": reader.version > RECORD_VERSION,
             f"dtype `{dtype}`": dtype not in _DTYPES,
             f"quantisation `{quant}`": quant not in _QUANTS,
         }
@@ -119,13 +119,13 @@ class Charter:
             _DTYPES.get(dtype, DType.FLOAT32),
             Digest(config),
             quant=_QUANTS.get(quant, Quant.NONE),
-            unknown=tuple(f"the mesh has {what}" for what, is_so in unknown.items() if is_so),
+            unknown=tuple(f"the mesh uses {what}" for what, is_so in unknown.items() if is_so),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term as one author wrote it."""
+    """The value of one term, set by one author."""
 
     name: str
     version: int
@@ -137,7 +137,7 @@ class Amendments:
     """The terms that one node changed."""
 
     terms: tuple[Term, ...]
-    """In order of their names, each once."""
+    """Sorted by name, each name once."""
     version: int = 1
     """Counts the records of this author."""
 
@@ -147,7 +147,7 @@ class Amendments:
         return max((term.version for term in self.terms), default=0)
 
     def encode(self) -> bytes:
-        """Write the record."""
+        """Encode the record."""
         texts = (
             sized(term.name.encode()) + _VERSION.pack(term.version) + sized(term.text.encode())
             for term in self.terms
@@ -157,25 +157,25 @@ class Amendments:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read the record; raise `PeerFault` for anything else."""
+        """Decode the record; raise `PeerFault` if it is malformed."""
         reader = open_record(data, "Amendments")
         version, count = reader.unpack(_AMENDMENTS)
         reader.bounded("terms", count, 0, MAX_TERMS)
         terms = tuple(_term(reader) for _ in range(count))
         names = [term.name for term in terms]
         if names != sorted(set(names)):
-            raise PeerFault("Amendments with a term twice, or out of order")
+            raise PeerFault("Amendments with duplicate or unsorted terms")
         return cls(terms, version)
 
 
 def merge(base: Charter, amendments: Mapping[NodeId, Amendments]) -> Charter:
-    """Put the terms in force into the charter of the founder."""
+    """Apply the terms in force to the founder's charter."""
     changes: dict[str, Any] = {}
     shape = base.shape
     unknown = list(base.unknown)
     for name, (author, term) in sorted(in_force(amendments).items()):
         if (why := _unknown(term)) is not None:
-            unknown.append(f"node `{short(author)}` asks for {why}")
+            unknown.append(f"node `{short(author)}` set {why}")
         elif name == "context":
             shape = replace(shape, context=int(term.text))
         else:
@@ -184,7 +184,7 @@ def merge(base: Charter, amendments: Mapping[NodeId, Amendments]) -> Charter:
 
 
 def in_force(amendments: Mapping[NodeId, Amendments]) -> dict[str, tuple[NodeId, Term]]:
-    """Find the term of each name that binds, and its author."""
+    """Return the term in force for each name, and its author."""
     pairs = ((author, term) for author, at in amendments.items() for term in at.terms)
     found: dict[str, tuple[NodeId, Term]] = {}
     for author, term in sorted(pairs, key=lambda pair: (pair[1].version, pair[0])):
@@ -197,7 +197,7 @@ def in_force(amendments: Mapping[NodeId, Amendments]) -> dict[str, tuple[NodeId,
 def amend(
     wanted: Charter, current: Charter, me: NodeId, amendments: Mapping[NodeId, Amendments]
 ) -> Amendments | None:
-    """Write what this node changes in the current charter; None for nothing."""
+    """Return this node's amendments that turn ``current`` into ``wanted``; None if equal."""
     before, after = _texts(current), _texts(wanted)
     own = amendments.get(me, Amendments((), version=0))
     versions = {name: term.version for name, (_, term) in in_force(amendments).items()}
@@ -213,13 +213,13 @@ def amend(
 
 
 def bound_by(author: NodeId, amendments: Mapping[NodeId, Amendments]) -> Amendments:
-    """Keep of an author's terms those that are in force."""
+    """Return those terms of an author that are in force."""
     found = sorted(in_force(amendments).items())
     return Amendments(tuple(term for _, (node, term) in found if node == author))
 
 
 def losers(amendments: Mapping[NodeId, Amendments]) -> Collection[NodeId]:
-    """Name the authors of whose terms none is in force."""
+    """Return the authors none of whose terms is in force."""
     return amendments.keys() - {author for author, _ in in_force(amendments).values()}
 
 
@@ -236,16 +236,16 @@ def _term(reader: Reader) -> Term:
 
 
 def _unknown(term: Term) -> str | None:
-    """Say what of a term this version does not know; None where it knows all."""
+    """Return what this version does not know of a term; None if it knows all."""
     if term.name not in _TERMS:
-        return f"setting `{term.name}`"
+        return f"term `{term.name}`"
     names: dict[str, Collection[str]] = {"policy": POLICIES, "ends": _ENDS}
     known = names.get(term.name)
     return None if known is None or term.text in known else f"{term.name} `{term.text}`"
 
 
 def _texts(charter: Charter) -> dict[str, str]:
-    """Write every term of a charter."""
+    """Return the value of every term of a charter as text."""
     return {
         "context": str(charter.shape.context),
         "ends": str(charter.ends),
@@ -260,7 +260,7 @@ def _texts(charter: Charter) -> dict[str, str]:
 def _number(low: int, high: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and len(text) < 20):
-            raise ValueError("no number")
+            raise ValueError("not a number")
         if not low <= int(text) <= high:
             raise ValueError(f"{text} is not between {low} and {high}")
         return int(text)
@@ -271,7 +271,7 @@ def _number(low: int, high: int) -> Callable[[str], int]:
 def _nodes(text: str) -> tuple[NodeId, ...]:
     data = bytes.fromhex(text)
     if len(data) % NODE_ID_BYTES or len(data) > MAX_MEMBERS * NODE_ID_BYTES:
-        raise ValueError(f"{len(data)} bytes of node ids")
+        raise ValueError(f"{len(data)} bytes are not a list of node ids")
     return tuple(NodeId(data[at : at + NODE_ID_BYTES]) for at in range(0, len(data), NODE_ID_BYTES))
 
 
@@ -284,7 +284,7 @@ _TERMS: Mapping[str, Callable[[str], object]] = {
     "prefer": _nodes,
     "sessions": _number(1, MAX_SESSIONS),
 }
-"""How each term is read; what raises `ValueError` is of no version."""
+"""Parser of each term; `ValueError` means a value that is invalid in every version."""
 
 
 def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> Shape:

@@ -1,9 +1,9 @@
-"""Messages of mesh links to bytes and back, with every limit.
+"""Codec of mesh link messages, and all their limits.
 
-A message is one version byte, one kind byte and fields. The version is the major one of the
-protocol: within it kinds are added, and fields behind those that are known. A message of an unknown
-kind is `Unknown`, other fields are not read, and a reason that is not known is `Why.OTHER`. An item
-is only taken apart here: whether it is to be believed is not decided by its bytes.
+A message is a version byte, a kind byte and fields. The version is the major protocol version:
+minor versions add kinds, and append fields to known kinds. Unknown kinds decode to `Unknown`,
+appended fields are ignored, and an unknown close reason decodes to `Why.OTHER`. Items are only
+parsed here, not verified.
 """
 
 from collections.abc import Iterable
@@ -26,16 +26,16 @@ from meshllm.protocol.membership.gossip import (
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.session.messages import PROTOCOL_VERSION, Buffer
 
-MAX_REMOVALS = 1024  # nodes that were removed from one mesh, ever
-MAX_AMENDERS = 128  # nodes that changed the charter, those that are gone among them
-MAX_CARRIED = 4  # records of one node that this version does not know
+MAX_REMOVALS = 1024  # nodes removed over the lifetime of one mesh
+MAX_AMENDERS = 128  # nodes that changed the charter, including departed ones
+MAX_CARRIED = 4  # records of unknown kinds per node
 MAX_SLOTS = (2 + MAX_CARRIED) * MAX_MEMBERS + 1 + MAX_AMENDERS + MAX_REMOVALS
 MAX_ITEMS = 256  # of one message
 MAX_ITEMS_BYTES = 256 * 1024  # of one message
 MAX_ASK_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
 MAX_SAID_BYTES = 4 * 1024 * 1024  # of JSON: one event of an answer
 ASK_ID_BYTES = 16
-MAX_HELD_US = 2**32 - 1  # 71 minutes; a stamp that old measures nothing
+MAX_HELD_US = 2**32 - 1  # 71 minutes; far too old to measure a round trip
 MAX_WALL_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 
 _PREFIX = Struct("<BB")
@@ -46,69 +46,69 @@ _ENTRY = Struct(f"<B {NODE_ID_BYTES}s Q Q {MARK_BYTES}s")
 
 
 class Why(IntEnum):
-    """Why a link is closed by one side."""
+    """Why one side closes a link."""
 
     OTHER = 0
-    """For a reason of a later version."""
+    """A reason added by a later version."""
     LEAVING = 1
-    """Its node stops."""
+    """The node is shutting down."""
     TWIN = 2
-    """Another process with the same key is linked already."""
+    """Another process with the same key is already linked."""
     CROSSED = 3
-    """Both sides dialled, and the other link stays."""
+    """Both sides dialled; the other link is kept."""
     SILENT = 4
-    """Nothing was heard."""
+    """Idle timeout: no message arrived."""
     REMOVED = 5
-    """The node, or who let it in, was removed from the mesh, or its membership is over."""
+    """The node or one of its inviters was removed from the mesh, or its membership expired."""
     RULES = 6
-    """It sent what the rules forbid."""
+    """The peer violated the protocol."""
     FULL = 7
-    """There are as many links as may be."""
+    """The limit of links is reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """I am here, and this is what I hold; ``echo`` and ``held`` are for the round trip."""
+    """Keep-alive that measures the round trip and carries a digest of the sender's items."""
 
     stamp: int
     """Microseconds on the sender's clock."""
     echo: int
-    """The other side's last stamp, or 0."""
+    """The peer's last stamp, or 0."""
     held: int
-    """Microseconds between hearing that stamp and sending this beat; `MAX_HELD_US` at most."""
+    """Microseconds from receiving that stamp to sending this beat, at most `MAX_HELD_US`."""
     wall_ms: int
-    """Time of day where the sender is, in milliseconds since 1970; `MAX_WALL_MS` at most."""
+    """The sender's time of day in milliseconds since 1970, at most `MAX_WALL_MS`."""
     digest: bytes
-    """8 bytes that name the items that the sender shares."""
+    """8-byte hash of the items that the sender shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Which items the sender shares; the answer is Items and Want."""
+    """Summary of the items that the sender shares, answered with `Items` and `Want`."""
 
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Items that the other side lacks, as far as the sender knows."""
+    """Items that the receiver lacks, as far as the sender knows."""
 
     items: tuple[Item, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Slots of which the sender lacks the item that the other side has."""
+    """Slots whose items the sender requests."""
 
     slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for a generation; what it says is the business of the node."""
+    """A generation request; the node defines its body."""
 
     ask: bytes
-    """16 bytes that name the request on this link."""
+    """16-byte id of the request on this link."""
     body: bytes
     """JSON."""
 
@@ -124,28 +124,28 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Hush:
-    """The rest of the answer is not wanted."""
+    """Cancels a request."""
 
     ask: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The last message of a link: why it is closed."""
+    """The last message on a link, with the reason for closing it."""
 
     why: Why
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A message of a later version, which proves that its sender is there, and nothing else."""
+    """A message of a kind added by a later version; counts as a sign of life only."""
 
     kind: int
     body: bytes
 
 
 Talk: TypeAlias = Ask | Said | Hush
-"""What goes through a link for the node above."""
+"""Messages that the mesh machine passes through to the node."""
 
 Message: TypeAlias = Beat | Summary | Items | Want | Bye | Talk | Unknown
 
@@ -166,7 +166,7 @@ _WHYS = {int(why): why for why in Why}
 
 
 def encode(message: Message) -> bytes:
-    """Write a message."""
+    """Encode a message."""
     match message:
         case Beat(stamp, echo, held, wall_ms, digest):
             return _pack(_Kind.BEAT, _BEAT.pack(stamp, echo, held, wall_ms, digest))
@@ -188,10 +188,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(buffer: Buffer) -> Message:
-    """Read one whole message.
+    """Decode one message.
 
     Raises:
-        PeerFault: a message of another major version, or of a known kind and beyond the limits.
+        PeerFault: another major version, or a malformed message of a known kind.
     """
     reader = Reader(bytes(buffer), "Message")
     version, code = reader.unpack(_PREFIX)
@@ -206,7 +206,7 @@ def decode(buffer: Buffer) -> Message:
 
 
 def batches(items: list[Item]) -> list[Items]:
-    """Put items into as few messages as the limits of one allow, in order."""
+    """Pack items, in order, into as few messages as the limits allow."""
     messages, batch, size = [], list[Item](), 0
     for item in items:
         size += len(item.encode()) + 2

@@ -1,14 +1,14 @@
-"""Signed items and which of two is kept.
+"""Signed gossip items, and the total order that decides which of two is kept.
 
-Each item stands in a slot, and of two items for one slot the higher rank is kept, so that stores
-that saw the same items in any order are equal. A node has one slot for its profile, one for its
-state and one for what it changed of the charter, the mesh has one for the charter itself, and each
-removed node has one for its removal. Only the author's signature makes an item; whoever passes it
-on can hold it back and nothing else.
+Each item has a slot, and of two items for one slot the one of higher rank is kept, so that stores
+that received the same items in any order are equal. A node has one slot each for its profile, its
+state and its charter amendments, the mesh has one for the charter itself, and each removed node has
+one for its removal. Items are signed by their author: a relaying node can withhold but not alter
+them.
 
-An item of a kind that this version does not know is carried: it says what its author is or does,
-and goes as far as the author's state does. So records of a later version reach each of its nodes,
-also where only others stand between them, and stores that hold the same items have one digest.
+Items of unknown kinds are stored and relayed: they describe their author, and are shared for as
+long as the author's state is. Records of a later version thus reach all nodes of that version, even
+through older nodes, and stores with the same items have the same digest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,14 +28,14 @@ from meshllm.protocol.trust.identity import SIGNATURE_BYTES, NodeKey, verify
 MAX_ITEM_BYTES = 32 * 1024
 MARK_BYTES = 8
 NOBODY = NodeId(bytes(NODE_ID_BYTES))
-"""The subject of what is about the whole mesh."""
+"""The subject of items about the whole mesh."""
 
 _HEAD = Struct(f"<B {NODE_ID_BYTES}s {NODE_ID_BYTES}s Q Q")
 _LABEL = b"meshllm item 1\n"
 
 
 class Kind(IntEnum):
-    """What an item says; the order in which they are sent, because a state needs a profile."""
+    """The kind of record in an item, in sending order: a state is valid only after a profile."""
 
     REMOVAL = 1
     PROFILE = 2
@@ -50,21 +50,21 @@ _LASTING = {Kind.REMOVAL, Kind.CHARTER, Kind.AMENDMENTS}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """The place of an item: of two items for one slot, one is kept."""
+    """The key of an item in a store; a store keeps one item per slot."""
 
     kind: int
-    """A `Kind`, or a number that this version does not know."""
+    """A `Kind`, or a number unknown to this version."""
     subject: NodeId
 
     @property
     def is_own(self) -> bool:
-        """Whether its item says what its author is or does, and is forgotten with that."""
+        """Whether its item describes its author, and is forgotten with the author."""
         return self.kind not in _LASTING
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An item in a summary: enough to tell which of two is kept."""
+    """The header of an item in a summary, enough to decide which side has the newer item."""
 
     slot: Slot
     incarnation: int
@@ -78,24 +78,24 @@ class Item:
 
     kind: int
     subject: NodeId
-    """Whom it is about: its author, the removed node, or `NOBODY`."""
+    """The node described: the author, the removed node, or `NOBODY`."""
     author: NodeId
     incarnation: int
-    """Of the author; the version of a charter and of amendments, 0 of a removal."""
+    """Of the author; for a charter and amendments their version, for a removal 0."""
     seq: int
-    """Counts the author's items of this incarnation; 0 of what has a version, or is a removal."""
+    """Counts the author's items of this incarnation; 0 for charter, amendments and removals."""
     credential: bytes
-    """The author's; empty in a state, which needs a profile to be believed."""
+    """The author's; empty in a state, which is accepted only if the profile is known."""
     payload: bytes
     signature: bytes = b""
 
     def sign(self, key: NodeKey, mesh: MeshId) -> Self:
-        """Return the item with the signature of its author, who holds the key."""
+        """Return the item signed with its author's key."""
         return replace(self, signature=key.sign(self._signed(mesh)))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read one item; raise `PeerFault` for anything else."""
+        """Decode an item; raise `PeerFault` if it is malformed."""
         reader = Reader(data, "Item")
         reader.bounded("bytes", len(data), 0, MAX_ITEM_BYTES)
         kind, subject, author, incarnation, seq = reader.unpack(_HEAD)
@@ -114,31 +114,31 @@ class Item:
         )
 
     def encode(self) -> bytes:
-        """Write the item."""
+        """Encode the item."""
         return self._body + self.signature
 
     def is_signed(self, mesh: MeshId) -> bool:
-        """Tell whether its author signed it for this mesh."""
+        """Return whether its author signed it for this mesh."""
         return verify(self.author, self._signed(mesh), self.signature)
 
     @property
     def slot(self) -> Slot:
-        """Where it belongs."""
+        """The slot that the item belongs to."""
         return Slot(self.kind, self.subject)
 
     @property
     def entry(self) -> Entry:
-        """Sum it up."""
+        """The header of the item, for a summary."""
         return Entry(self.slot, self.incarnation, self.seq, self.mark)
 
     @property
     def rank(self) -> tuple[int, int, bytes, bytes]:
-        """Of two items for one slot the higher one is kept, on every node the same."""
+        """Sort key: of two items for one slot every node keeps the higher one."""
         return self.incarnation, self.seq, self.author, self.mark
 
     @cached_property
     def mark(self) -> bytes:
-        """Name it by 8 bytes of blake3."""
+        """The first 8 bytes of the blake3 hash of the encoded item."""
         return blake3(self.encode()).digest(MARK_BYTES)
 
     def _signed(self, mesh: MeshId) -> bytes:
@@ -151,7 +151,7 @@ class Item:
 
 
 class Store(Mapping[Slot, Item]):
-    """The items that are kept, one per slot."""
+    """The current items, one per slot."""
 
     def __init__(self) -> None:
         self._items: dict[Slot, Item] = {}
@@ -166,45 +166,45 @@ class Store(Mapping[Slot, Item]):
         return len(self._items)
 
     def is_news(self, item: Item) -> bool:
-        """Tell whether the item ranks above the one that is kept."""
+        """Return whether the item ranks above the stored one."""
         kept = self.get(item.slot)
         return kept is None or item.rank > kept.rank
 
     def keep(self, item: Item) -> None:
-        """Put the item in its slot."""
+        """Store the item in its slot."""
         self._items[item.slot] = item
 
     def forget(self, author: NodeId) -> None:
-        """Drop what a node said of itself."""
+        """Delete the items that describe a node."""
         for slot in [each for each in self if each.is_own and each.subject == author]:
             del self._items[slot]
 
     def drop(self, slot: Slot) -> None:
-        """Drop the item of a slot."""
+        """Delete the item of a slot."""
         del self._items[slot]
 
 
 def kind_of(code: int) -> int:
-    """Return the kind of this number, or the number where this version does not know it."""
+    """Return the `Kind` of a number, or the number itself if it is unknown to this version."""
     return _KINDS.get(code, code)
 
 
 def summarise(items: Iterable[Item]) -> tuple[Entry, ...]:
-    """Sum up items, in order of their slots."""
+    """Return the headers of items, sorted by slot."""
     return tuple(sorted((item.entry for item in items), key=lambda entry: entry.slot))
 
 
 def digest(items: Iterable[Item]) -> bytes:
-    """Hash which items these are, in 8 bytes."""
+    """Return an 8-byte hash of a set of items, independent of their order."""
     return blake3(b"".join(sorted(item.mark for item in items))).digest(MARK_BYTES)
 
 
 def compare(
     ours: Mapping[Slot, Item], theirs: Iterable[Entry]
 ) -> tuple[list[Item], tuple[Slot, ...]]:
-    """Return which of our items the others lack, and the slots of which we lack theirs.
+    """Return our items that the peer lacks, and the slots whose items we lack.
 
-    Where both have an item of one incarnation and seq, both are exchanged and each side decides.
+    Different items of equal incarnation and seq are exchanged both ways; each side decides.
     """
     entries = {entry.slot: entry for entry in theirs}
     lacking, wanted = [], []

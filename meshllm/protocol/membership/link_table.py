@@ -1,9 +1,9 @@
-"""The links of one node: who is heard, how far away, which of two stays.
+"""The link table of one node: keep-alive, round trips, and which of two links to a peer is kept.
 
 Races, and who wins:
-  two dials cross                the link dialled by the lower id stays, on both sides
-  a second link to one peer      the old one while it was heard within `FRESH`, else the new one
-  this process slept             a peer that was not heard meanwhile gets one `BEAT` more
+  two dials cross                the link dialled by the lower id is kept, on both sides
+  a second link to one peer      the old one if active within `FRESH`, else the new one
+  this process was suspended     a peer that was silent meanwhile gets one more `BEAT`
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,67 +16,67 @@ from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Credential, Role
 
 SILENCE = 3.0  # s; as on a link of the ring
-BEAT = 0.5  # s; six chances to be heard before SILENCE
-FRESH = 1.5  # s; three beats: a link that was heard since is not given up for another
-ITEMS_PER_S = 100.0  # of one peer: 64 nodes that each tell something new each second, and more
-MAX_CLIENTS = 64  # links of members that only ask
-PAUSE = 1.0  # s before a second summary to the same peer
-MAX_PAUSE = 8.0  # s; what two nodes can never agree on costs little
+BEAT = 0.5  # s; six beats per SILENCE
+FRESH = 1.5  # s; three beats: a link active within it is not replaced by another
+ITEMS_PER_S = 100.0  # per peer; 64 nodes that each publish once a second, and some slack
+MAX_CLIENTS = 64  # links of members in the role of a client
+PAUSE = 1.0  # s before a second summary to the same peer; doubles up to MAX_PAUSE
+MAX_PAUSE = 8.0  # s; bounds the cost of a difference that never resolves
 
-GAP = 0.1  # s between two tellings of our links while many come and go
-RETELL = 5.0  # s between two tellings of round trips
-MOVED = 0.25  # of a round trip: what may change a plan
-MOVED_US = 250  # less never does
+GAP = 0.1  # s; least interval between two publications of changed links
+RETELL = 5.0  # s; least interval between two publications of changed round trips
+MOVED = 0.25  # change of a round trip, as a fraction, that may change a plan
+MOVED_US = 250  # us; a smaller change never does
 
-_GAIN = 1 / 8  # of a new round trip in the smoothed one (RFC 6298, alpha)
+_GAIN = 1 / 8  # weight of a new sample in the smoothed round trip (RFC 6298, alpha)
 
 
 @dataclass(slots=True)
 class Contact:
-    """A link that stands; times are seconds on the driver's clock."""
+    """An open link; times are seconds on the driver's clock."""
 
     instance: int
-    """Which process of the peer it is."""
+    """Identifies the process of the peer."""
     role: Role
     credential: Credential
     is_favoured: bool
-    """It was dialled by the lower node id, and stays when two dials cross."""
+    """It was dialled by the lower node id, and is kept when two dials cross."""
     since: float
     heard: float
     round_trip_us: int = 0
     """Smoothed; 0 until it is measured."""
     ahead_s: float | None = None
-    """By how much the peer's time of day is ahead of ours; None until it told it. Only shown: a
-    beat that was late, or a liar, is as good as a clock that is wrong."""
+    """How far the peer's time of day is ahead of ours; None before its first beat. For display
+    only: a delayed beat or a lying peer looks the same as a wrong clock."""
     allowance: float = field(default=MAX_SLOTS)
-    """Items that it may send now."""
+    """Items that the peer may send now (a token bucket)."""
     differs: int = 0
-    """Beats in a row that named other items than ours."""
+    """Consecutive beats whose digest differed from ours."""
     quiet_until: float = 0.0
-    """No summary goes out before."""
+    """Earliest time for the next summary."""
     pause: float = PAUSE
     echo: tuple[int, float] | None = None
-    """The peer's last stamp, and when it was heard."""
+    """The peer's last stamp, and when it arrived."""
 
     def beat(self, now: float, wall_s: float, digest: bytes) -> Beat:
-        """Make the next beat for the peer."""
+        """Return the next beat for the peer."""
         stamp, heard = self.echo or (0, now)
         held = min(_micros(now - heard), MAX_HELD_US)
         wall_ms = min(max(0, round(wall_s * 1e3)), MAX_WALL_MS)
         return Beat(_micros(now), stamp, held, wall_ms, digest)
 
     def hear(self, beat: Beat, now: float, wall_s: float) -> None:
-        """Take a beat of the peer, and measure round trip and clock by it."""
+        """Handle a beat of the peer; measure the round trip and the clock offset."""
         self.echo = (beat.stamp, now)
         self._measure(beat, now)
-        # What it said was true when it was sent, half a round trip ago.
+        # The beat was sent half a round trip ago.
         self.ahead_s = beat.wall_ms / 1e3 + self.round_trip_us / 2e6 - wall_s
 
     def wants_summary(self, *, differs: bool, now: float) -> bool:
-        """Tell whether to exchange summaries, after a beat that named the same items or others.
+        """Return whether to send a summary after a beat whose digest ``differs`` from ours or not.
 
-        Two in a row, because one may have crossed an item; and ever more rarely while it is of no
-        use.
+        Two differing beats in a row are needed, because an item may have crossed one beat. The
+        interval backs off exponentially while the difference persists.
         """
         if not differs:
             self.differs, self.pause = 0, PAUSE
@@ -88,27 +88,27 @@ class Contact:
         return True
 
     def refill(self, seconds: float) -> None:
-        """Let it send more items, as time goes by."""
+        """Add the allowance of an interval."""
         self.allowance = min(MAX_SLOTS, self.allowance + seconds * ITEMS_PER_S)
 
     def spend(self) -> bool:
-        """Count one item; tell whether it is to be looked at."""
+        """Use the allowance for one item; return whether there was any."""
         is_allowed = self.allowance >= 1
         self.allowance -= is_allowed
         return is_allowed
 
     def _measure(self, beat: Beat, now: float) -> None:
         sample = _micros(now) - beat.echo - beat.held
-        # Nothing to return yet, or a stamp that is not ours: longer than silence no beat takes.
+        # No stamp was echoed yet, or it was not ours: no round trip takes longer than SILENCE.
         if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
             return
         smoothed = self.round_trip_us or sample
-        # 0 is for what was not measured, so that a shorter one is told as a microsecond.
+        # 0 means not measured, so the minimum is one microsecond.
         self.round_trip_us = max(1, round(smoothed + _GAIN * (sample - smoothed)))
 
 
 class Links(Mapping[NodeId, Contact]):
-    """The links that stand, by peer."""
+    """The open links, by peer."""
 
     def __init__(self, me: NodeId) -> None:
         self._me = me
@@ -125,17 +125,17 @@ class Links(Mapping[NodeId, Contact]):
 
     @property
     def deadline(self) -> float:
-        """When the first link falls silent, unless it is heard."""
+        """When the first link times out, unless a message arrives."""
         return min((contact.heard for contact in self.values()), default=inf) + SILENCE
 
     def nodes(self) -> list[tuple[NodeId, Contact]]:
-        """Return the links to nodes, without those to clients, in order of node id."""
+        """Return the links to nodes, without those to clients, sorted by node id."""
         return sorted(
             (pair for pair in self.items() if pair[1].role is Role.NODE), key=lambda pair: pair[0]
         )
 
     def refusal(self, peer: NodeId, contact: Contact, now: float) -> Why | None:
-        """Tell why a new link is not to stand; None when it may, in place of an old one or not."""
+        """Return why to refuse a new link; None to accept it, replacing an old one if any."""
         if peer == self._me:
             return Why.TWIN
         old = self.get(peer)
@@ -150,27 +150,27 @@ class Links(Mapping[NodeId, Contact]):
         return None if contact.is_favoured and not old.is_favoured else Why.CROSSED
 
     def add(self, peer: NodeId, contact: Contact) -> None:
-        """Let a link stand."""
+        """Add a link, replacing any other to the peer."""
         self._contacts[peer] = contact
 
     def remove(self, peer: NodeId) -> Contact | None:
-        """Let go of a link, if there is one."""
+        """Remove and return the link to a peer, if any."""
         return self._contacts.pop(peer, None)
 
     def silent(self, now: float) -> list[NodeId]:
-        """Return the peers that were not heard for too long; called late, this node slept."""
+        """Return the peers that timed out; a late call means that this process was suspended."""
         if now > self.deadline + BEAT:
             for contact in self.values():
                 contact.heard = max(contact.heard, now + BEAT - SILENCE)
         return [peer for peer, contact in self.items() if now >= contact.heard + SILENCE]
 
     def told(self) -> tuple[tuple[NodeId, int], ...]:
-        """Return what is told of the links to nodes: peer, and round trip in microseconds."""
+        """Return the links to nodes as published: peer, and round trip in microseconds."""
         return tuple((peer, contact.round_trip_us) for peer, contact in self.nodes())
 
 
 def worth(told: tuple[tuple[NodeId, int], ...], links: tuple[tuple[NodeId, int], ...]) -> float:
-    """Return how many seconds after the last telling the links are to be told again."""
+    """Return how many seconds after their last publication to publish the links again."""
     before, after = dict(told), dict(links)
     if before.keys() != after.keys() or any(after[peer] and not before[peer] for peer in after):
         return GAP

@@ -1,23 +1,23 @@
-"""Who is here: one node's view of its mesh and what it tells.
+"""The membership machine: one node's links, gossip and view of its mesh.
 
 Theory of operation
 -------------------
-Every node dials every other that it knows of, and tells what it publishes on all its links. Who
-gets news passes them on to the peers that the author does not name among its links, so a full mesh
-carries each item once per link, and a mesh that lacks links still hears everything.
+Every node dials every other known node and publishes its records on all its links. A node that
+receives a new item forwards it to those peers that the author does not list among its links: a full
+mesh carries each item about once per link, and in a partial mesh items still reach every node.
 
-Beats name all the items that their sender shares. When two in a row name others than ours, the
-lower id of the two sends a summary; the higher answers with what the lower lacks and asks for what
-it lacks itself. So it is when a link begins, too. That repairs whatever was lost or came out of
-order, because of two items every node keeps the same one.
+Anti-entropy: a beat carries a digest of all items that its sender shares. When two beats in a row
+differ from our digest, the node with the lower id sends a summary; the other replies with the items
+that the lower one lacks and requests those it lacks itself. The same happens when a link opens.
+This repairs lost and reordered items, since every node keeps the same one of two items.
 
-A node is alive while a path of links, each named by both its ends, leads to it: the states say so,
-and only a node itself takes a link out of its state, at once when the stream closes, or after
-`SILENCE`. Nobody declares another dead. An item of our own that comes back newer than we know is
-of a life that we forgot; it is answered by one above it.
+A node is alive while a path of links, each listed by both its ends, leads to it. Links are listed
+in the states, and only a node itself removes a link from its state: at once when the stream closes,
+or after `SILENCE`. No node can declare another dead. If an item of our own returns with a higher
+count than we remember, an earlier run of this node signed it; we sign another one above it.
 
-Which of two links to one peer stays is decided in `presence`, what is believed in `census`, whom to
-dial in `dialling`. Clients have links but no part in the gossip, in either direction.
+`link_table` decides which of two links to a peer is kept, `record_store` which items are accepted,
+`redial` when to dial. Clients have links but take no part in the gossip, in either direction.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,14 +49,14 @@ from meshllm.protocol.membership.sync import Exchange
 from meshllm.protocol.trust.credential import Credential, Removal, Role
 from meshllm.protocol.trust.identity import NodeKey
 
-STABLE = 10.0  # s after which a link is one that works, and a dial after it a first one
-RECLAIM = 1.0  # s between two signings over items of ours that came back
+STABLE = 10.0  # s; a link that lasted this long resets the backoff of its dials
+RECLAIM = 1.0  # s; least interval between signing over items of an earlier run of ours
 
 
 class Mesh:
     """The mesh as one node sees it; times are seconds on the driver's clock.
 
-    A link that an action says to close is let go of already: it is not reported as unlinked.
+    A link that an action closes is removed already: the driver does not report it as unlinked.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class Mesh:
     ) -> None:
         self.me = key.node
         self.links = Links(key.node)
-        """The links that stand, those of clients among them."""
+        """The open links, including those of clients."""
         self.heard = -inf
-        """When a peer last sent a beat, and so took this process for the node that it is."""
+        """When a peer last sent a beat, and so accepted this process as the holder of its key."""
         self._is_node = credential.role is Role.NODE
         self._exchange = Exchange(key, credential, incarnation)
         self._dialling = Dialling(key.node)
         self._state: State | None = None
         self._profile: Profile | None = None
-        self._wall_s = wall_s  # time of day, for the end of memberships
-        self._origin = now - wall_s  # 1970 on the driver's clock, for what beats tell
-        self._ends_s = inf  # time of day when the next membership ends
+        self._wall_s = wall_s  # time of day, for the expiry of memberships
+        self._origin = now - wall_s  # 1970 on the driver's clock, for the time of day in beats
+        self._ends_s = inf  # time of day when the next membership expires
         self._beat_due = now
-        self._told = -inf  # when our state was last told
+        self._told = -inf  # when our state was last published
         self._told_links: tuple[tuple[NodeId, int], ...] = ()
         self._told_obstacle = ""
         self._retell_due = inf
@@ -84,61 +84,61 @@ class Mesh:
 
     @property
     def alive(self) -> frozenset[NodeId]:
-        """The nodes that are here, this one among them."""
+        """The living nodes, including this one."""
         return self._exchange.alive
 
     @property
     def profiles(self) -> Mapping[NodeId, Profile]:
-        """What the nodes bring, those that are gone among them."""
+        """The profiles of the nodes, including departed ones."""
         return self._exchange.census.profiles
 
     @property
     def states(self) -> Mapping[NodeId, State]:
-        """What the nodes do, or did last."""
+        """The last state of each node."""
         return self._exchange.census.states
 
     def hosts(self, node: NodeId) -> tuple[NodeId, ...]:
-        """Name those by whose word a node is here: the founder first, who let it in last."""
+        """Return the chain of inviters of a node: the founder first, its own inviter last."""
         item = self._exchange.census.store.get(Slot(Kind.PROFILE, node))
         chain = Credential.decode(item.credential).chain if item else ()
         return tuple(certificate.issuer for certificate in chain)
 
     @property
     def charter(self) -> Charter | None:
-        """What the mesh agreed on."""
+        """The charter with the terms in force; None until it is known."""
         return self._exchange.census.charter
 
     @property
     def removals(self) -> Mapping[NodeId, Removal]:
-        """The nodes that are members no more."""
+        """The removed members."""
         return self._exchange.census.removals
 
     @property
     def author(self) -> NodeId | None:
-        """Who founded the mesh, and wrote its first charter."""
+        """The founder, who wrote the first charter; None until it is known."""
         item = self._exchange.census.store.get(Slot(Kind.CHARTER, NOBODY))
         return item.author if item else None
 
     @property
     def lasting(self) -> tuple[Item, ...]:
-        """What is to outlive this process: charter, amendments and removals, in order."""
+        """The items to save across restarts: charter, amendments and removals, in slot order."""
         store = self._exchange.census.store
         return tuple(store[slot] for slot in sorted(store) if not slot.is_own)
 
     def restore(self, items: Iterable[Item], now: float) -> None:
-        """Take back what was lasting before this process began."""
+        """Take the saved `lasting` items of an earlier run."""
         for item in items:
             self._is_changed |= self._exchange.census.take(item, self._wall_s)
         self._settled([], now)
 
     @property
     def digest(self) -> bytes:
-        """8 bytes, the same on all nodes that are alive together once they heard the same."""
+        """8-byte hash of the shared items, equal on all connected nodes once they converged."""
         return self._exchange.digest
 
     @property
     def deadline(self) -> float:
-        """When ``expire`` has something to do."""
+        """When to call ``expire`` next."""
         return min(
             self._beat_due, self._retell_due, self.links.deadline, self._dialling.deadline or inf
         )
@@ -151,12 +151,12 @@ class Mesh:
         charter: Charter | None = None,
         now: float,
     ) -> list[Action]:
-        """Sign records of our own and tell them; what the state says of links is filled in here.
+        """Sign and send records of our own; the links of the state are filled in here.
 
-        Of a charter this tells what differs from the one in force, or all where there is none.
+        Of a charter, only the difference from the one in force is published, or all if none is.
 
         Raises:
-            PeerFault: a record is not within its limits.
+            PeerFault: a record exceeds its limits.
         """
         self._profile, self._state = profile or self._profile, state or self._state
         actions = self._tell([profile] if profile else [])
@@ -173,11 +173,11 @@ class Mesh:
         return [*actions, *(self._tell([changed]) if changed else ())]
 
     def remove(self, removal: Removal, now: float) -> list[Action]:
-        """Tell a removal that this node signed, and cut the links that it voids."""
+        """Publish a removal that this node signed, and close the links that it revokes."""
         return self._settled([*self._tell([removal]), *self._expel(now)], now)
 
     def leave(self, now: float) -> list[Action]:
-        """Tell that this node has left, and close its links."""
+        """Publish that this node has left, and close its links."""
         left = replace(self._state or State(), lifecycle=Lifecycle.LEFT)
         actions = self.publish(state=left, now=now)
         return [*actions, *(self._drop(peer, Why.LEAVING, now) for peer in list(self.links))]
@@ -185,7 +185,7 @@ class Mesh:
     def linked(
         self, peer: NodeId, instance: int, credential: Credential, *, dialled: bool, now: float
     ) -> list[Action]:
-        """Take a new link to a peer that proved who it is, or drop it."""
+        """Accept or drop a new link to an authenticated peer."""
         role = self._exchange.census.role(credential, peer, self._wall_s)
         if role is None:
             return [Drop(peer, Why.REMOVED, is_newcomer=True)]
@@ -198,16 +198,16 @@ class Mesh:
         return self._settled([*actions, *self._greet(peer, contact, now)], now)
 
     def unlinked(self, peer: NodeId, now: float) -> list[Action]:
-        """Note that the link to a peer is gone: its stream closed."""
+        """Note that the stream of a link closed."""
         self._let_go(peer, now)
         return self._settled([], now)
 
     def refused(self, peer: NodeId, now: float) -> None:
-        """Note that a dial did not work."""
+        """Note that a dial failed."""
         self._dialling.refused(peer, now)
 
     def receive(self, peer: NodeId, message: Message, now: float) -> list[Action]:
-        """Take one message from a linked peer; who breaks the rules is dropped."""
+        """Handle a message of a linked peer; a peer that violates the protocol is dropped."""
         contact = self.links.get(peer)
         if contact is None:
             return []
@@ -219,7 +219,7 @@ class Mesh:
         return self._settled(actions, now)
 
     def expire(self, now: float, wall_s: float) -> list[Action]:
-        """Do what is due; ``wall_s`` is the time of day in seconds since 1970."""
+        """Handle the deadline; ``wall_s`` is the time of day in seconds since 1970."""
         self._wall_s, self._origin = wall_s, now - wall_s
         if now < self.deadline:
             return []
@@ -254,7 +254,7 @@ class Mesh:
                 return []
             case Items() | Summary() | Want():
                 if not (self._is_node and contact.role is Role.NODE):
-                    raise PeerFault("Gossip on the link of a client")
+                    raise PeerFault("Gossip on a client link")
                 return self._gossip(peer, contact, message, now)
             case _:
                 return [Deliver(peer, message)]
@@ -264,7 +264,7 @@ class Mesh:
         self.heard = now
         contact.hear(beat, now, now - self._origin)
         digest = self._exchange.digest
-        if is_first:  # answered at once, so that both know the round trip from the start
+        if is_first:  # reply at once, so that both sides measure the round trip from the start
             return [self._say(peer, contact, digest, now)]
         differs = self._gossips(contact) and self.me < peer and beat.digest != digest
         if contact.wants_summary(differs=differs, now=now):
@@ -299,7 +299,7 @@ class Mesh:
             own = bound_by(self.me, census.amendments)
         news, answers = self._exchange.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers)
-        if own.terms and census.charter is not None:  # of a life that we forgot, and may outrank us
+        if own.terms and census.charter is not None:  # an item of an earlier run may outrank them
             actions += self._tell_charter(merge(census.charter, {self.me: own}))
         for other, at in self.links.nodes() if news else ():
             if other != peer and self._gossips(at):
@@ -317,7 +317,7 @@ class Mesh:
         return actions
 
     def _retell(self, now: float) -> list[Action]:
-        """Tell our state again where the links have changed, or someone remembers a newer one."""
+        """Publish our state again if the links changed, or a peer holds a newer one of ours."""
         if self._state is None:
             return []
         is_other = self._told_obstacle != self._obstacle
@@ -327,7 +327,7 @@ class Mesh:
 
     @property
     def _obstacle(self) -> str:
-        """Why this node stands by, as the others hear it."""
+        """Why this node is a standby, as published in its state."""
         why = self.charter.obstacle if self.charter else ""
         return why.encode()[:MAX_OBSTACLE_BYTES].decode(errors="ignore")
 
@@ -357,7 +357,7 @@ class Mesh:
         return self._is_node and contact.role is Role.NODE
 
     def _expel(self, now: float) -> list[Action]:
-        """Forget who is no member any more, and cut the links to those."""
+        """Forget nodes that are no longer members, and close the links to them."""
         census = self._exchange.census
         for node in census.expelled(self._wall_s):
             census.forget(node)
@@ -382,7 +382,7 @@ class Mesh:
             self._dialling.settled(peer)
 
     def _settled(self, actions: list[Action], now: float) -> list[Action]:
-        """Draw the conclusions of what has changed in this call."""
+        """Update everything derived from what changed in this call."""
         actions += self._retell(now)
         if not self._is_changed:
             return actions
@@ -394,7 +394,7 @@ class Mesh:
         return [*actions, Changed()]
 
     def _is_wanted(self, peer: NodeId) -> bool:
-        """Tell whether to dial a peer: one with an address, where neither side has left."""
+        """Return whether to dial a peer: it has an address, and neither side has left."""
         states = self._state, self.states.get(peer)
         has_left = any(state and state.lifecycle is Lifecycle.LEFT for state in states)
         is_there = peer == self.me or peer in self.links

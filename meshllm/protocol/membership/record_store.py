@@ -1,20 +1,20 @@
-"""Which items are believed, and what they say.
+"""The store of accepted items and their decoded records.
 
 Theory of operation
 -------------------
-A profile carries its author's credential and is believed while that is good; a state is believed
-where there is a profile. Both are forgotten when the membership ends.
+A profile carries its author's credential and is accepted while that is valid; a state is accepted
+if there is a profile. Both are forgotten when the membership ends.
 
-A charter, its amendments and a removal outlive their author's membership: who let the others in may
-leave. They carry the credential too. A charter is believed of the founder, the others of everyone
-who ever was a node of the mesh. Who is a member no more has no link through which to tell one, so
-this opens no door; and what is believed does not depend on the order in which it was heard, as it
-would if removals could void each other.
+A charter, its amendments and removals outlive their author's membership, since an inviter may
+leave. They carry the credential too. A charter is accepted only from the founder, the others from
+every key that ever was a node of the mesh. A former member has no link to publish one, so this
+grants it nothing; and acceptance does not depend on the order of arrival, as it would if removals
+could void each other.
 
-Amendments have room for `MAX_AMENDERS`. One more takes the place of the lowest that does not bind.
+The store holds amendments of `MAX_AMENDERS` authors. A newer one evicts the oldest of those without
+a term in force.
 
-An item of an unknown kind is believed of a node with a profile, about itself, `MAX_CARRIED` of each
-node.
+Items of unknown kinds are accepted by and about nodes with a profile, `MAX_CARRIED` per node.
 """
 
 from math import inf
@@ -32,7 +32,7 @@ Record: TypeAlias = Profile | State | Charter | Amendments | Removal
 
 
 class Census:
-    """The believed items and their records."""
+    """The accepted items and their records."""
 
     def __init__(self, mesh: MeshId) -> None:
         self.mesh = mesh
@@ -40,24 +40,24 @@ class Census:
         self.profiles: dict[NodeId, Profile] = {}
         self.states: dict[NodeId, State] = {}
         self.charter: Charter | None = None
-        """That of the founder, with the terms in force."""
+        """The founder's charter with the terms in force."""
         self.base: Charter | None = None
         self.amendments: dict[NodeId, Amendments] = {}
         self.removals: dict[NodeId, Removal] = {}
         self._credentials: dict[NodeId, Credential] = {}
 
     def role(self, credential: Credential, node: NodeId, wall_s: float) -> Role | None:
-        """Return what a node may do at this time of day; None for no member."""
+        """Return the role of a node at this time of day; None if it is not a member."""
         try:
             return check(credential, node, self.mesh, wall_s, self.removals)
         except NotAuthorised:
             return None
 
     def take(self, item: Item, wall_s: float) -> bool:
-        """Keep an item if it is news and believed, and tell whether it was.
+        """Store an item if it is new and acceptable; return whether it was.
 
         Raises:
-            PeerFault: no honest node passes this on: a forgery, or what nobody can read.
+            PeerFault: the item is forged or malformed; no honest node forwards it.
         """
         if not self.store.is_news(item) or not self._has_place(item):
             return False
@@ -80,18 +80,18 @@ class Census:
         return True
 
     def forget(self, node: NodeId) -> None:
-        """Drop what a node said of itself."""
+        """Delete the items and records that describe a node."""
         self.store.forget(node)
         for records in (self.profiles, self.states, self._credentials):
             records.pop(node, None)
 
     def expelled(self, wall_s: float) -> set[NodeId]:
-        """Return the nodes with a profile that are no members at this time of day."""
+        """Return the nodes with a profile that are not members at this time of day."""
         holders = self._credentials.items()
         return {node for node, shown in holders if self.role(shown, node, wall_s) is None}
 
     def ends_s(self) -> float:
-        """Return the time of day when the next membership ends."""
+        """Return the time of day when the next membership expires."""
         return min(map(ends_s, self._credentials.values()), default=inf)
 
     def _has_place(self, item: Item) -> bool:
@@ -107,7 +107,7 @@ class Census:
         return item.subject == item.author and item.author in self.profiles and has_room
 
     def _outranks(self, author: NodeId, record: Amendments) -> bool:
-        """Tell whether there is a place for the amendments of an author."""
+        """Return whether there is room for the amendments of an author."""
         if author in self.amendments or len(self.amendments) < MAX_AMENDERS:
             return True
         lowest = self._lowest()
@@ -139,7 +139,7 @@ class Census:
             case Amendments():
                 if subject not in self.amendments and len(self.amendments) >= MAX_AMENDERS:
                     lowest = self._lowest()
-                    assert lowest is not None, "what has no place is not taken"
+                    assert lowest is not None, "take() accepts amendments only if there is room"
                     del self.amendments[lowest]
                     self.store.drop(Slot(Kind.AMENDMENTS, lowest))
                 self.amendments[subject] = record
@@ -160,7 +160,7 @@ def ends_s(credential: Credential) -> float:
 
 
 def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
-    """Return where a record belongs, and the version that counts it in place of the author."""
+    """Return the slot of a record, and its own version if it has one instead of a sequence."""
     match record:
         case Profile():
             return Slot(Kind.PROFILE, author), None
@@ -191,5 +191,5 @@ def _read(item: Item) -> Record:
     counted = version is None or (item.incarnation, item.seq) == (version, 0)
     signer = record.issuer if isinstance(record, Removal) else item.author
     if slot != item.slot or not counted or signer != item.author:
-        raise PeerFault(f"{type(record).__name__} in the place of another")
+        raise PeerFault(f"{type(record).__name__} in the wrong slot")
     return record

@@ -1,8 +1,8 @@
-"""What nodes tell of themselves, its bytes, and who is alive by it.
+"""Profile and state records of nodes, their encoding, and which nodes are alive.
 
-A record is a version byte and fields in a fixed order; a later version only adds fields behind
-them, which are not read here. Where it is decoded, every count, text and
-number is within the limits below, so that what is computed from records cannot be made to raise.
+A record is a version byte and fields in a fixed order; later versions only append fields, which are
+ignored here. Decoding bounds every count, text and number, so that no record of a peer can make a
+computation raise.
 """
 
 from collections.abc import Mapping
@@ -15,40 +15,40 @@ from meshllm.names import NODE_ID_BYTES, NodeId, Span
 from meshllm.protocol.binary import Reader, open_record, sized, start_record
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, MAX_SECONDS
 
-MAX_MEMBERS = 64  # nodes of one mesh: each is linked to each
-MAX_LAYERS = 1024  # of a model; the most published is 126
+MAX_MEMBERS = 64  # nodes of one mesh, which is fully connected
+MAX_LAYERS = 1024  # of a model; the largest published has 126
 MAX_BYTES = 1 << 50  # of memory or of one layer: 1 PiB
 MAX_ADDRESSES = 16
 MAX_ADDRESS_BYTES = 256
 MAX_OBSTACLE_BYTES = 512
 MAX_LABEL_BYTES = 64  # name of a node, version of its program
-MAX_COSTS = 16  # rows of a cost table
+MAX_COSTS = 16  # entries of a cost table
 MAX_ROWS = 4096  # of one step, as on the wire
-MIN_SECONDS = 1e-12  # of one layer: nothing takes no time
-MAX_ROUND_TRIP_US = 60_000_000  # a minute; silence is noticed long before
+MIN_SECONDS = 1e-12  # of one layer; excludes zero
+MAX_ROUND_TRIP_US = 60_000_000  # a minute, far beyond the idle timeout
 MAX_PLAN_BYTES = 16 * 1024  # 64 stages and the name of the model take 3.1 KiB
 DIGEST_PART_BYTES = 16
 ENDS = 3
-"""Parts of a manifest behind the layers: embedding, head, configuration."""
+"""Parts of a manifest after the layers: embedding, head, configuration."""
 
 _PROFILE = Struct("<QQd II BB")
-"""Memory, reserve, head, span, rows of the cost table, addresses."""
+"""Memory, reserve, head, span, entries of the cost table, addresses."""
 _COST = Struct("<Hd")
 _STATE = Struct("<BBBH")
 _LINK = Struct(f"<{NODE_ID_BYTES}sI")
 
 
 class Lifecycle(IntEnum):
-    """What a node says of itself; it never goes back within one incarnation."""
+    """The life cycle of a node, which only advances within one incarnation."""
 
     OTHER = 0
-    """Something of a later version: it is here, and holds no layers."""
+    """A phase added by a later version: alive, and holds no layers."""
 
     JOIN = 1
     """Measuring or loading."""
     SERVING = 2
     LEFT = 3
-    """Gone for good, on purpose."""
+    """Left the mesh deliberately."""
 
 
 _LIFECYCLES = set(Lifecycle)
@@ -56,32 +56,32 @@ _LIFECYCLES = set(Lifecycle)
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a node brings; it changes rarely."""
+    """The resources of a node; changes rarely."""
 
     name: str
-    """For people; chosen by its owner, proves nothing."""
+    """Display name, chosen by the owner; not authenticated."""
     version: str
     """Of the program."""
     addresses: tuple[str, ...]
     """Where others may reach it, likeliest first."""
     memory_bytes: int
-    """Memory that it gives to models."""
+    """Memory for models."""
     layer_s: tuple[tuple[int, float], ...] = ()
-    """Seconds of one mean layer for so many rows, rising; empty until it is measured."""
+    """Cost table: rows (ascending), and seconds of an average layer; empty until measured."""
     head_s: float = 0.0
     """Seconds of the final norm and head for one row."""
     reserve_bytes: int = 0
     """Part of the memory that must stay free."""
     span: Span | None = None
-    """The layers that it holds, where its owner wants exactly these."""
+    """The layers to hold, if its owner fixed them."""
     model: str = ""
     """The model whose weights it has; empty for none."""
     weights: tuple[bytes, ...] = ()
-    """16 bytes of blake3 for each layer, then embedding, head and configuration; zeros for what is
-    not on this machine."""
+    """16 bytes of blake3 for each layer, then embedding, head and configuration; zeros for parts
+    that are not on this machine."""
 
     def encode(self) -> bytes:
-        """Write the record."""
+        """Encode the record."""
         start, stop = (self.span.start, self.span.stop) if self.span else (0, 0)
         texts = self.name, self.version, self.model, *self.addresses
         numbers = self.memory_bytes, self.reserve_bytes, self.head_s, start, stop
@@ -97,7 +97,7 @@ class Profile:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read the record; raise `PeerFault` for anything else."""
+        """Decode the record; raise `PeerFault` if it is malformed."""
         reader = open_record(data, "Profile")
         memory, reserve, head_s, start, stop, *counts = reader.unpack(_PROFILE)
         costs = _costs(reader, counts[0])
@@ -127,7 +127,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a node does now; it changes often."""
+    """The current activity of a node; changes often."""
 
     lifecycle: Lifecycle = Lifecycle.JOIN
     links: tuple[tuple[NodeId, int], ...] = ()
@@ -135,14 +135,14 @@ class State:
     followed: bytes = b""
     """The plan that it follows, encoded; empty for none."""
     is_loaded: bool = False
-    """It holds its layers of that plan and can serve."""
+    """Whether it has loaded its layers of that plan."""
     may_change: bool = True
-    """As the entry of that plan it has no session that a change would hurt."""
+    """Whether, as the entry of that plan, it has no session that a change would hurt."""
     obstacle: str = ""
-    """Why it can hold no layers, as half a sentence; empty where it can."""
+    """Why it cannot hold layers (a phrase); empty if it can."""
 
     def encode(self) -> bytes:
-        """Write the record."""
+        """Encode the record."""
         flags = self.is_loaded, self.may_change, len(self.links)
         links = b"".join(_LINK.pack(node, round_trip) for node, round_trip in self.links)
         texts = sized(self.followed) + sized(self.obstacle.encode())
@@ -150,7 +150,7 @@ class State:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read the record; raise `PeerFault` for anything else."""
+        """Decode the record; raise `PeerFault` if it is malformed."""
         reader = open_record(data, "State")
         lifecycle, is_loaded, may_change, count = reader.unpack(_STATE)
         reader.bounded("links", count, 0, MAX_MEMBERS)
@@ -169,10 +169,10 @@ class State:
 
 
 def alive(states: Mapping[NodeId, State], me: NodeId) -> frozenset[NodeId]:
-    """Return the nodes that are here: those joined to me by links that both ends name.
+    """Return the living nodes: those connected to ``me`` by links that both ends list.
 
-    Nobody can declare another dead. A node that has not left is alive while it and another node
-    that is alive name each other.
+    No node can declare another dead. A node that has not left is alive while it and another living
+    node list each other.
     """
     here = {node: state for node, state in states.items() if state.lifecycle is not Lifecycle.LEFT}
     named = {node: {peer for peer, _ in state.links} for node, state in here.items()}

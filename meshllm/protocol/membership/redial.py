@@ -1,8 +1,8 @@
-"""Whom to dial, and when.
+"""When to dial each peer: exponential backoff with deterministic jitter.
 
 The lower of two node ids dials at once and the higher a moment later, so that two dials rarely
-cross. Each dial that leads to nothing doubles the pause. Its jitter is a hash, which is different
-on every node and the same in every run.
+cross. Each failed dial doubles the backoff. The jitter comes from a hash, so that it differs
+between nodes and is the same in every run.
 """
 
 from collections.abc import Collection
@@ -11,14 +11,14 @@ from blake3 import blake3
 
 from meshllm.names import NodeId
 
-HIGHER = 1.0  # s that the higher id waits: a few round trips on the worst road
-PAUSE = 1.0  # s after the first dial that led to nothing
+HIGHER = 1.0  # s that the higher id waits: a few round trips of the slowest path
+PAUSE = 1.0  # s of backoff after the first failed dial
 MAX_PAUSE = 30.0  # s
-PATIENCE = 30.0  # s until a dial of which nothing was heard counts as one that did not work
+PATIENCE = 30.0  # s after which a dial without a reported outcome counts as failed
 
 
 class Dialling:
-    """The dials of one node; times are seconds on the driver's clock."""
+    """The dial schedule of one node; times are seconds on the driver's clock."""
 
     def __init__(self, me: NodeId) -> None:
         self._me = me
@@ -27,16 +27,16 @@ class Dialling:
 
     @property
     def deadline(self) -> float | None:
-        """When the next dial is due; None for never."""
+        """When the next dial is due; None if there is none."""
         return min(self._due.values(), default=None)
 
     def want(self, peers: Collection[NodeId], now: float) -> None:
-        """Note who is to be dialled: exactly these."""
+        """Replace the set of peers to dial."""
         due = self._due
         self._due = {peer: due[peer] if peer in due else self._first(peer, now) for peer in peers}
 
     def due(self, now: float) -> list[NodeId]:
-        """Take the peers that are to be dialled now."""
+        """Return the peers to dial now, and count the attempts."""
         peers = [peer for peer, due in self._due.items() if due <= now]
         for peer in peers:
             self._tries[peer] = self._tries.get(peer, 0) + 1
@@ -44,12 +44,12 @@ class Dialling:
         return peers
 
     def refused(self, peer: NodeId, now: float) -> None:
-        """Note that a dial did not work."""
+        """Note that a dial failed."""
         if peer in self._due:
             self._due[peer] = now + self._pause(peer)
 
     def settled(self, peer: NodeId) -> None:
-        """Note that a link to the peer has proved to last, or that it is not dialled again."""
+        """Reset the backoff of a peer, after a link to it lasted."""
         self._tries.pop(peer, None)
 
     def _first(self, peer: NodeId, now: float) -> float:

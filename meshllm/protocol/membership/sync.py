@@ -1,8 +1,8 @@
-"""What one node tells of itself, takes from others and passes on.
+"""The items that one node signs, accepts, forwards and shares.
 
-Every item that was taken is passed on once, to the peers that its author does not name among its
-links. Shared with a peer that asks is what the mesh agreed on, and what nodes said that are alive:
-what a node that is gone once said stays here for its addresses, and goes to nobody.
+Each accepted item is forwarded once, to the peers that its author does not list among its links. A
+summary covers lasting items and those of living nodes. Items of departed nodes are kept for their
+addresses, but not shared.
 """
 
 from collections.abc import Iterable
@@ -21,25 +21,25 @@ _OWN = (Kind.PROFILE, Kind.STATE)
 
 
 class Exchange:
-    """The items of one node; times are seconds on the driver's clock."""
+    """One node's replica of the gossip; times are seconds on the driver's clock."""
 
     def __init__(self, key: NodeKey, credential: Credential, incarnation: int) -> None:
         self.me = key.node
         self.census = Census(credential.mesh)
         self.shared: dict[Slot, Item] = {}
-        """The items that a peer gets when it asks."""
+        """The items that summaries cover."""
         self.digest = digest(())
-        """Names the shared items in 8 bytes."""
+        """8-byte hash of the shared items."""
         self.alive = frozenset({self.me})
         self.is_behind = False
-        """An item of our own came back newer than we knew: another is to be signed."""
+        """A peer sent an item of ours with a higher count than ours: sign a newer one."""
         self._key = key
         self._credential = credential
         self._incarnation, self._seq = incarnation, 0
         self._seen: dict[NodeId, float] = {}
 
     def sign(self, records: Iterable[Record], wall_s: float) -> list[Item]:
-        """Make items of our own records, and take them."""
+        """Sign records of our own as items, and store them."""
         items = []
         for record in records:
             slot, version = slot_of(self.me, record)
@@ -53,17 +53,17 @@ class Exchange:
         return items
 
     def own(self) -> list[Item]:
-        """Return what this node said of itself."""
+        """Return the profile and state items of this node."""
         items = (self.census.store.get(Slot(kind, self.me)) for kind in _OWN)
         return [item for item in items if item is not None]
 
     def take(
         self, peer: NodeId, contact: Contact, items: Iterable[Item], wall_s: float
     ) -> tuple[list[Item], list[Item]]:
-        """Take items from a peer; return what is news, and what it must hear of itself.
+        """Take items from a peer; return the new ones, and newer items of the peer's own to return.
 
         Raises:
-            PeerFault: one of them is a forgery, or nobody can read it.
+            PeerFault: one of them is forged or malformed.
         """
         news, answers = [], []
         store = self.census.store
@@ -79,15 +79,15 @@ class Exchange:
                 self._make_room(item.author)
                 news.append(item)
             elif kept is not None and item.author == peer and kept.rank > item.rank:
-                answers.append(kept)  # it lost count; only it can sign above this
+                answers.append(kept)  # the peer lost its count; only it can sign a newer one
         return news, answers
 
     def for_peer(self, peer: NodeId, items: Iterable[Item]) -> list[Item]:
-        """Choose which of these items to pass on to a peer."""
+        """Return which of these items to forward to a peer."""
         return [item for item in items if peer != item.author and peer not in self._named(item)]
 
     def settle(self, now: float) -> None:
-        """Find out who is alive and what is shared, after anything changed."""
+        """Recompute which nodes are alive and which items are shared, after a change."""
         states = self.census.states
         self.alive = alive(states, self.me)
         self.shared = {
@@ -99,7 +99,7 @@ class Exchange:
         self.watch(now)
 
     def watch(self, now: float) -> list[NodeId]:
-        """Note who is alive now; forget the nodes that are gone for long, and return them."""
+        """Record who is alive now; forget nodes that departed `FORGET` ago, and return them."""
         known = self.census.profiles.keys()
         self._seen = {
             node: now if node in self.alive else self._seen.get(node, now) for node in known
@@ -119,14 +119,14 @@ class Exchange:
             self.is_behind = True
 
     def _has_room(self, item: Item) -> bool:
-        """Tell whether there is room for what may be one more node."""
+        """Return whether there is room for the profile of another node."""
         profiles = self.census.profiles
         if item.author in profiles or item.kind is not Kind.PROFILE:
             return True
         return len(profiles) < MAX_MEMBERS or not profiles.keys() <= self.alive
 
     def _make_room(self, newcomer: NodeId) -> None:
-        """Forget the node that is gone for longest, where one more was believed than may be."""
+        """If there are too many profiles, evict that of the node that departed first."""
         profiles = self.census.profiles
         if len(profiles) > MAX_MEMBERS:
             gone = profiles.keys() - self.alive - {newcomer}

@@ -1,16 +1,16 @@
-"""Duplicate identity: whether another process runs with the key of this node."""
+"""Detection of a duplicate identity: another process that uses the key of this node."""
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
 
-TWIN_S = 3.0  # s for which one peer takes this process for another, after which it is one
+TWIN_S = 3.0  # s; a peer that keeps refusing this process for longer sees a duplicate
 
 
 class Twin:
-    """Listens to why peers close links.
+    """Detects a duplicate identity from the reasons with which peers close links.
 
-    A restarted node is taken for its former self until its peers miss that, each in its own time: a
-    peer that slept does so late. So what counts is what one peer says again and again.
+    After a restart, each peer refuses this node as a duplicate until its link to the former process
+    times out, which a suspended peer notices late. So only repeated refusals by one peer count.
     """
 
     def __init__(self) -> None:
@@ -19,9 +19,9 @@ class Twin:
     def dropped(
         self, peer: NodeId, *, is_twin: bool, now: float, heard: float
     ) -> NotAuthorised | None:
-        """Note that a peer closed the last link because of a twin, or for another reason; judge.
+        """Note why a peer closed a link; return the error if the identity is in use elsewhere.
 
-        A peer that was ``heard`` since then took this process for the one with the key.
+        A beat ``heard`` since the first refusal means that this process was accepted meanwhile.
         """
         since = self._since.get(peer)
         if not is_twin:
@@ -31,6 +31,6 @@ class Twin:
         elif now > since + TWIN_S:
             return NotAuthorised(
                 "Another process runs with the key of this node",
-                hint="give each node a state folder of its own: `--state FOLDER`",
+                hint="give each node its own state folder: `--state FOLDER`",
             )
         return None

@@ -1,1 +1,1 @@
-"""The ring of a plan: how it forms, and what becomes of a request when it breaks."""
+"""The ring of a plan: forming it, and failover of a request when it breaks."""

@@ -1,4 +1,4 @@
-"""How a node takes its place in the ring of a plan, and takes it again when the ring breaks.
+"""The machine that forms the ring of a plan on one node, and forms it again after a loss.
 
 Theory of operation
 -------------------
@@ -7,25 +7,25 @@ Theory of operation
          follow           loaded            formed           dialled          arrived
     IDLE ------> LOADING -------> WAITING ---------> DIALING -------> HALF ----------> OPEN
                     |                ^                  |              |                 |
-         unloadable |                | pause is over    | failed       | late, gone      | broke
+         unloadable |                | backoff is over  | failed       | timeout, gone   | broke
                     v                |                  v              v                 v
                  UNLOADED            '--------------- BACKOFF <--------------------------'
 
-Each node dials the rank after it and takes the link of the rank before it, once all nodes of the
-plan have loaded their spans (``formed``). A ring of one opens as soon as it has loaded. ``follow``
-gives everything up in any state: the job under way stops, idle links of older plans are closed.
+Once all nodes of the plan have loaded their spans (``formed``), each node dials the next rank and
+accepts the link of the previous rank. A ring of one opens as soon as it has loaded. ``follow``
+abandons any state: the current job is stopped, and idle links of older plans are closed.
 
-The driver does one job at a time, `Load`, `Dial` or `Begin`, and reports its outcome; a job that
-was stopped reports nothing. It reads ahead on every idle link and reports ``gone`` when the other
-end let go of it. Links have numbers here; those of a `Begin` belong to its job once that has begun.
+The driver runs one job at a time, `Load`, `Dial` or `Begin`, and reports its outcome; a stopped job
+reports nothing. It reads ahead on every idle link, and reports ``gone`` when the peer closed it.
+Links are identified by numbers; those of a `Begin` belong to its job once that has started.
 
 Races, and who wins:
 
-- A link of the rank before may arrive at any time, before this node has heard of the plan: the
-  latest of each node waits, unless it is for a plan older than the one in force.
-- A rank before with a later plan: the plan. This attempt is given up, and the link waits for it.
-- Both ends begin anew at the same time: the later link replaces the earlier one, and an attempt
-  ends when the rank after lets go of what was dialled. Pauses grow, so attempts meet.
+- A link of the previous rank may arrive at any time, even before this node knows the plan: the
+  latest one per node is kept, unless its plan is older than the one in force.
+- The previous rank follows a later plan: that plan wins. This attempt ends; the link is kept.
+- Both ends restart at the same time: the later link replaces the earlier one, and an attempt ends
+  when the next rank closes the dialled link. The backoff grows until attempts overlap.
 """
 
 from dataclasses import dataclass
@@ -38,52 +38,54 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.link import SILENCE
 from meshllm.protocol.session.messages import Hello
 
-ARRIVE_S = 2 * SILENCE  # s; the rank before has loaded too, and dials with retries
+ARRIVE_S = 2 * SILENCE  # s; the previous rank has loaded too, and dials with retries
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0  # s; backoff between two attempts
 
 
 class State(Enum):
-    """How far a node is with the plan in force."""
+    """The progress of a node with the plan in force."""
 
     IDLE = auto()
-    """The plan gives it no layers."""
+    """There is no plan, or the node has no stage in it."""
     LOADING = auto()
     UNLOADED = auto()
-    """Its span cannot be loaded; it waits for another plan, or for ``reload``."""
+    """Loading the span failed; a new plan or ``reload`` leaves this state."""
     WAITING = auto()
+    """Loaded; other nodes of the plan are not."""
     DIALING = auto()
     HALF = auto()
+    """Linked to the next rank, not yet to the previous one."""
     OPEN = auto()
     BACKOFF = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the job under way; the next one begins after its end."""
+    """Stop the current job; the next one starts after its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of what is loaded."""
+    """Unload the span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load this node's span; answer ``loaded`` or ``unloadable``."""
+    """Load this node's span; report ``loaded`` or ``unloadable``."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Open a link to a node and greet it; answer ``dialled`` or ``failed``."""
+    """Open a link to a node and send `Hello`; report ``dialled`` or ``failed``."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Serve over these links, None in a ring of one; answer ``broke``."""
+    """Serve over these links, None in a ring of one; report ``broke``."""
 
     plan: Plan
     before: int | None
@@ -99,7 +101,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the mesh whether the span is loaded, and what is wrong."""
+    """Publish whether the span is loaded, and the error if it cannot be."""
 
     is_loaded: bool
     trouble: MeshError | None = None
@@ -107,7 +109,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt, or a ring, has ended; another attempt follows."""
+    """Log that an attempt or a ring has ended; another attempt follows."""
 
     reason: str
 
@@ -117,30 +119,30 @@ Action = Stop | Release | Load | Dial | Begin | Close | Report | Failed
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A link from a node that wants this one as the rank after it."""
+    """A link from a node whose plan has this one as its next rank."""
 
     epoch: int
     link: int
 
 
 class Forming:
-    """The place of one node in one plan after the other; times are on the driver's clock."""
+    """One node's part in the rings of successive plans; times are on the driver's clock."""
 
     def __init__(self, me: NodeId) -> None:
         self.state = State.IDLE
         self.plan: Plan | None = None
-        """In force."""
+        """The plan in force."""
         self._me = me
-        self._latest = 0  # epoch that was followed
+        self._latest = 0  # epoch of the last plan
         self._is_formed = False
         self._arrivals: dict[NodeId, _Arrival] = {}
         self._dialled: int | None = None
-        self._given: list[int] = []  # to a Begin whose job may not have begun
-        self._pause = FIRST_PAUSE_S / 2  # doubled before each pause
-        self._since = 0.0  # the state is entered
+        self._given: list[int] = []  # links of a Begin whose job may not have started
+        self._pause = FIRST_PAUSE_S / 2  # doubled before each backoff
+        self._since = 0.0  # when the state was entered
 
     def follow(self, plan: Plan | None, now: float) -> list[Action]:
-        """Take another plan as the one in force."""
+        """Put another plan in force."""
         if plan == self.plan:
             return []
         self.plan, self._is_formed, self._pause = plan, False, FIRST_PAUSE_S / 2
@@ -159,7 +161,7 @@ class Forming:
         return [*given_up, Load(plan)]
 
     def loaded(self, now: float) -> list[Action]:
-        """Hear that the span is loaded."""
+        """Note that the span is loaded."""
         if self.state is not State.LOADING or self.plan is None:
             return []
         report = Report(is_loaded=True)
@@ -170,26 +172,26 @@ class Forming:
         return [report, *self._attempt(now)]
 
     def unloadable(self, trouble: MeshError, now: float) -> list[Action]:
-        """Hear that the span cannot be loaded, and why."""
+        """Note that the span cannot be loaded, and why."""
         if self.state is not State.LOADING:
             return []
         self._enter(State.UNLOADED, now)
         return [Report(is_loaded=False, trouble=trouble)]
 
     def reload(self, now: float) -> list[Action]:
-        """Try again to load a span that could not be loaded."""
+        """Retry loading after it failed."""
         if self.state is not State.UNLOADED or self.plan is None:
             return []
         self._enter(State.LOADING, now)
         return [Load(self.plan)]
 
     def formed(self, now: float, *, is_formed: bool) -> list[Action]:
-        """Hear whether all nodes of the plan in force have loaded their spans."""
+        """Note whether all nodes of the plan in force have loaded their spans."""
         self._is_formed = is_formed
         return self._attempt(now)
 
     def dialled(self, link: int, now: float) -> list[Action]:
-        """Take the link to the rank after."""
+        """Take the link to the next rank."""
         if self.state is not State.DIALING:
             return [Close(link)]
         self._dialled = link
@@ -197,11 +199,11 @@ class Forming:
         return self._meet(now)
 
     def failed(self, reason: str, now: float) -> list[Action]:
-        """Hear that the rank after cannot be reached."""
+        """Note that dialling the next rank failed."""
         return self._back_off(reason, now) if self.state is State.DIALING else []
 
     def arrived(self, peer: NodeId, hello: Hello, link: int, now: float) -> list[Action]:
-        """Take a link on which a node greeted this one."""
+        """Take an inbound link whose `Hello` has arrived."""
         epoch = self.plan.epoch if self.plan else 0
         if hello.node != peer or hello.epoch < epoch:
             return [Close(link)]
@@ -210,16 +212,16 @@ class Forming:
         return [*([Close(before.link)] if before else []), *self._meet(now)]
 
     def gone(self, link: int, now: float) -> list[Action]:
-        """Hear that the other end of an idle link let go of it."""
+        """Note that the peer closed an idle link."""
         if link == self._dialled:
-            return self._back_off("The rank after gave up", now)
+            return self._back_off("The next rank closed the link", now)
         self._arrivals = {
             peer: arrival for peer, arrival in self._arrivals.items() if arrival.link != link
         }
         return [Close(link)]
 
     def broke(self, reason: str, now: float) -> list[Action]:
-        """Hear that the ring at work has ended."""
+        """Note that the open ring has ended."""
         if self.state is not State.OPEN:
             return []
         self._given = []
@@ -228,13 +230,13 @@ class Forming:
         return self._back_off(reason, now)
 
     def close(self) -> list[Action]:
-        """Give everything up, for good."""
+        """Stop the job and close all links, permanently."""
         self.state, self.plan = State.IDLE, None
         return [Stop(), *self._let_go(), *self._sweep(inf)]
 
     @property
     def deadline(self) -> float | None:
-        """When ``expire`` has something to do."""
+        """When to call ``expire`` next; None if there is no timeout."""
         match self.state:
             case State.HALF:
                 return self._since + ARRIVE_S
@@ -244,23 +246,23 @@ class Forming:
                 return None
 
     def expire(self, now: float) -> list[Action]:
-        """Give an attempt up, or begin the next."""
+        """Handle the deadline: end an attempt, or start the next."""
         if self.deadline is None or now < self.deadline:
             return []
         if self.state is State.HALF:
-            return self._back_off("The rank before did not link in time", now)
+            return self._back_off("The previous rank did not connect in time", now)
         self._enter(State.WAITING, now)
         return self._attempt(now)
 
     def _attempt(self, now: float) -> list[Action]:
-        """Dial, once all have loaded."""
+        """Dial the next rank once all nodes have loaded."""
         if self.state is not State.WAITING or not self._is_formed or self.plan is None:
             return []
         self._enter(State.DIALING, now)
         return [Dial(self._neighbour(1))]
 
     def _meet(self, now: float) -> list[Action]:
-        """Open the ring when both links are here."""
+        """Open the ring once both links exist."""
         if self.state is not State.HALF or self.plan is None:
             return []
         before = self._neighbour(-1)
@@ -268,7 +270,7 @@ class Forming:
         if arrival is None:
             return []
         if arrival.epoch > self.plan.epoch:
-            return self._back_off("The rank before follows a later plan", now)
+            return self._back_off("The previous rank follows a later plan", now)
         del self._arrivals[before]
         after, self._dialled = self._dialled, None
         self._given = [link for link in (arrival.link, after) if link is not None]
@@ -291,7 +293,7 @@ class Forming:
         return [Close(link) for link in links]
 
     def _sweep(self, oldest: float) -> list[Close]:
-        """Close the links for plans before this epoch, which nobody takes any more."""
+        """Close the waiting links for plans before this epoch."""
         old = [peer for peer, arrival in self._arrivals.items() if arrival.epoch < oldest]
         return [Close(self._arrivals.pop(peer).link) for peer in old]
 

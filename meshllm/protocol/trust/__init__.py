@@ -1,1 +1,1 @@
-"""Identities, credentials, tickets, and the handshake of two peers."""
+"""Identities, credentials, tickets, and the handshake between two peers."""

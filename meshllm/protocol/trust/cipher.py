@@ -1,17 +1,17 @@
-"""Sealed messages of one direction of one channel, and their keys.
+"""Authenticated encryption of one direction of one channel, with rekeying.
 
 Theory of operation
 -------------------
-AES-256-GCM, with the number of the message as its nonce. A key serves `REKEY_MESSAGES` and is then
-replaced by one derived from it, so a key found later opens nothing older. Each direction of each
-channel has a key of its own: channels do not wait for each other.
+AES-256-GCM, with the sequence number of the message as its nonce. A key encrypts `REKEY_MESSAGES`
+messages and is then replaced by one derived from it, so a leaked key decrypts nothing of earlier
+keys. Each direction of each channel has its own key: no head-of-line blocking between channels.
 
-A message arrives in the order in which it was sealed, or the link is dropped: what is replayed,
-reordered or left out does not bear the number that is due. There is one exception. A send that was
-cancelled may have sent its message or not, and its sender cannot tell; the number is used up in
-both cases, for a nonce must never serve two messages. So each message says before its seal, and
-under it, its number and how many numbers directly before it are doubtful. The receiver skips these
-and no others; whoever deletes messages on the way can delete only those that may be missing anyway.
+Messages must arrive in the order in which they were sealed, or the link is dropped: a replayed,
+reordered or missing message shows as an unexpected number. There is one exception: a cancelled send
+may or may not have sent its message, and the sender cannot tell which. Its number is used up either
+way, since a nonce must never be reused. The authenticated header of each message therefore contains
+its number, and how many numbers directly before it are doubtful. The receiver skips these and no
+others: an attacker who drops messages can drop only those that may be missing anyway.
 
 ::
 
@@ -34,15 +34,15 @@ from meshllm.errors import LinkLost, PeerFault
 KEY_BYTES = 32
 TAG_BYTES = 16
 REKEY_MESSAGES = 1 << 16
-"""2^38 blocks if each is of 64 MiB: one chance in 2^53 to tell them from noise (s^2 / 2^129)."""
+"""2^38 blocks if each is 64 MiB: a distinguishing advantage of 2^-53 (s^2 / 2^129)."""
 MAX_DOUBTFUL = REKEY_MESSAGES - 1
-"""Numbers skipped at once: no forged message makes the receiver derive more than one key."""
+"""Most numbers skipped at once, so that a forged message derives at most one key."""
 
 _HEAD = Struct("<QH")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
 _LARGE_BYTES = 128 * 1024
-"""From here on, joining the parts costs more than sealing them one by one: 4 MiB take 0.3 ms
-instead of 3.8 ms, where 4 KiB would take 4.5 us instead of 1.0 us."""
+"""From this size on, encrypting the parts one by one is faster than joining them: 4 MiB take 0.3 ms
+instead of 3.8 ms, but 4 KiB would take 4.5 us instead of 1.0 us."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -53,7 +53,7 @@ def derive(secret: bytes, salt: bytes, label: str) -> bytes:
 
 
 class Seal:
-    """Seals what is sent on one channel, in order."""
+    """Encrypts the messages sent on one channel, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._keys = _Keys(key)
@@ -61,9 +61,9 @@ class Seal:
         self._doubtful = 0
 
     def seal(self, parts: Sequence[Buffer]) -> tuple[bytes, Buffer]:
-        """Seal the next message; return what is to be sent, head and body.
+        """Encrypt the next message; return the head and body to send.
 
-        It is doubtful until `sent` says that it is not.
+        It counts as doubtful until `sent` confirms it.
 
         Raises:
             LinkLost: more than `MAX_DOUBTFUL` sends in a row were cancelled.
@@ -80,30 +80,30 @@ class Seal:
         return head, _seal_large(self._keys.key, nonce, parts, head)
 
     def sent(self) -> None:
-        """Note that the message sealed last was sent."""
+        """Confirm that the last sealed message was sent."""
         self._doubtful = 0
 
 
 class Unseal:
-    """Opens what arrives on one channel, in order; of no more use after a fault."""
+    """Decrypts the messages received on one channel, in order; unusable after a fault."""
 
     def __init__(self, key: bytes) -> None:
         self._keys = _Keys(key)
         self._due = 0
 
     def open(self, message: Buffer) -> Buffer:
-        """Return what was sealed; a large message that may be written to is opened in its place.
+        """Decrypt a message; a large one in a writable buffer is decrypted in place.
 
         Raises:
-            PeerFault: it is not the message that is due, or not as it was sealed.
+            PeerFault: it is not the next message, or fails authentication.
         """
         view = memoryview(message)
         if len(view) < OVERHEAD_BYTES:
-            raise PeerFault(f"Sealed message of {len(view)} bytes; it takes {OVERHEAD_BYTES}")
+            raise PeerFault(f"Sealed message of {len(view)} bytes; expected {OVERHEAD_BYTES}")
         head = view[: _HEAD.size]
         number, doubtful = _HEAD.unpack(head)
         if not self._due <= number <= self._due + doubtful:
-            raise PeerFault(f"Sealed message {number} where {self._due} was due")
+            raise PeerFault(f"Sealed message {number}; expected {self._due}")
         cipher, nonce, body = self._keys.at(number), _nonce(number), view[_HEAD.size :]
         opened: Buffer
         try:
@@ -112,13 +112,13 @@ class Unseal:
             else:
                 opened = _open_large(self._keys.key, nonce, body, head)
         except InvalidTag:
-            raise PeerFault(f"Sealed message {number} was changed on the way") from None
+            raise PeerFault(f"Sealed message {number} failed authentication") from None
         self._due = number + 1
         return opened
 
 
 class _Keys:
-    """The key of each number, for numbers that rise."""
+    """The key for each number; numbers must increase."""
 
     def __init__(self, key: bytes) -> None:
         self.key, self._cipher = key, AESGCM(key)
@@ -137,7 +137,7 @@ def _nonce(number: int) -> bytes:
 
 
 def _seal_large(key: bytes, nonce: bytes, parts: Sequence[Buffer], head: bytes) -> bytearray:
-    """Do what AESGCM does, into one buffer and without joining the parts before."""
+    """Encrypt like `AESGCM`, into one buffer without joining the parts first."""
     views = [memoryview(part).cast("B") for part in parts]
     body = bytearray(sum(map(len, views)) + TAG_BYTES)
     encryptor = Cipher(AES256(key), GCM(nonce)).encryptor()
@@ -152,7 +152,7 @@ def _seal_large(key: bytes, nonce: bytes, parts: Sequence[Buffer], head: bytes) 
 
 
 def _open_large(key: bytes, nonce: bytes, body: memoryview, head: Buffer) -> memoryview:
-    """Do what AESGCM does, without a second buffer; what a fault leaves there is never used."""
+    """Decrypt like `AESGCM`, in place; the unauthenticated output of a fault is never used."""
     sealed = body[:-TAG_BYTES]
     decryptor = Cipher(AES256(key), GCM(nonce, bytes(body[-TAG_BYTES:]))).decryptor()
     decryptor.authenticate_additional_data(head)

@@ -1,11 +1,11 @@
-"""Who belongs to a mesh: certificates, and keys removed for ever.
+"""Membership credentials: certificate chains, and permanent removal of keys.
 
-A mesh id is the hash of its founder's key and a salt, so whoever knows the id can tell who founded
-it, and no authority is asked. The founder is a member by that alone; every other member holds a
-chain of certificates that begins at the founder, each issued by the subject of the one before.
+A mesh id is the hash of its founder's key and a salt, so the id authenticates the founder without
+an authority. The founder is a member without a certificate; every other member holds a chain of
+certificates that begins at the founder, each issued by the subject of the one before.
 
-A key is removed by the word of any member in the role of a node. What the removed key had issued is
-void too, so that a thief has no way back in, except for the members that the removal spares.
+Any member in the role of a node can remove a key. This also revokes the certificates that the key
+issued, so that a thief cannot return, except those of the members that the removal spares.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import MESH_ID_BYTES, NODE_ID_BYTES, MeshId, NodeId
 from meshllm.protocol.trust.identity import NodeKey, short, verify
 
-MAX_CHAIN = 16  # certificates: who was invited by whom
-MAX_SPARED = 256  # members that one removal spares: 8 KiB of a record
+MAX_CHAIN = 16  # certificates, one per invitation
+MAX_SPARED = 256  # members spared by one removal: 8 KiB of a record
 SALT_BYTES = 16
 
-_HEAD = Struct("<16s 16s")  # mesh, salt; and certificates
+_HEAD = Struct("<16s 16s")  # mesh, salt; the certificates follow
 _CERTIFICATE = Struct("<32s B Q 32s 64s")
-_REMOVAL = Struct("<32s 32s Q 64s")  # and who is spared
+_REMOVAL = Struct("<32s 32s Q 64s")  # the spared members follow
 
 MAX_CREDENTIAL_BYTES = _HEAD.size + MAX_CHAIN * _CERTIFICATE.size
 
@@ -37,32 +37,32 @@ class Role(StrEnum):
     NODE = "node"
     """Serve, gossip and invite."""
     CLIENT = "client"
-    """Ask only."""
+    """Send requests only."""
 
 
-_ROLES = tuple(Role)  # a role travels as its place here
+_ROLES = tuple(Role)  # encoded as its index
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The word of one member that another key is a member."""
+    """A statement, signed by one member, that another key is a member."""
 
     subject: NodeId
     role: Role
     expires_s: int
-    """Seconds since 1970; 0 is never."""
+    """Seconds since 1970; 0 means never."""
     issuer: NodeId
     signature: bytes = b""
 
     def words(self, mesh: MeshId) -> bytes:
-        """Return what is signed."""
+        """Return the bytes to sign."""
         fields = (self.subject, _ROLES.index(self.role), self.expires_s, self.issuer, b"")
         return b"meshllm certificate 1" + mesh + _CERTIFICATE.pack(*fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What a member shows: the way from the founder of the mesh to itself."""
+    """A member's certificate chain, from the founder of the mesh to itself."""
 
     mesh: MeshId
     salt: bytes
@@ -71,11 +71,11 @@ class Credential:
 
     @property
     def role(self) -> Role:
-        """What the last certificate says; worth nothing before `check`."""
+        """The role in the last certificate; unverified before `check`."""
         return self.chain[-1].role if self.chain else Role.NODE
 
     def encode(self) -> bytes:
-        """Write it as bytes."""
+        """Encode the credential."""
         links = (
             _CERTIFICATE.pack(c.subject, _ROLES.index(c.role), c.expires_s, c.issuer, c.signature)
             for c in self.chain
@@ -84,7 +84,7 @@ class Credential:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what `encode` wrote; raise `PeerFault` for anything else."""
+        """Decode a credential; raise `PeerFault` if it is malformed."""
         count, trailing = divmod(len(data) - _HEAD.size, _CERTIFICATE.size)
         if trailing or not 0 <= count <= MAX_CHAIN:
             raise PeerFault(f"Credential of {len(data)} bytes; {MAX_CREDENTIAL_BYTES} at most")
@@ -99,24 +99,24 @@ class Credential:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """The word of a member that a key is none any more, for ever."""
+    """A statement, signed by a member, that a key is permanently removed."""
 
     node: NodeId
     issuer: NodeId
     at_s: int
     """Seconds since 1970."""
     spared: tuple[NodeId, ...] = ()
-    """Members that the removed key had invited, and who stay."""
+    """Members that the removed key had invited and that stay."""
     signature: bytes = b""
 
     def encode(self) -> bytes:
-        """Write it as bytes."""
+        """Encode the removal."""
         head = _REMOVAL.pack(self.node, self.issuer, self.at_s, self.signature)
         return head + b"".join(self.spared)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what `encode` wrote; raise `PeerFault` for anything else."""
+        """Decode a removal; raise `PeerFault` if it is malformed."""
         count, trailing = divmod(len(data) - _REMOVAL.size, NODE_ID_BYTES)
         if trailing or not 0 <= count <= MAX_SPARED:
             raise PeerFault(f"Removal of {len(data)} bytes, with {MAX_SPARED} spared at most")
@@ -126,30 +126,30 @@ class Removal:
         return cls(node, issuer, at_s, spared, signature)
 
     def is_signed(self, mesh: MeshId) -> bool:
-        """Tell whether its issuer said so of this mesh; that it may is for the caller to check."""
+        """Return whether its issuer signed it for this mesh; the issuer's role is not checked."""
         return verify(self.issuer, self.words(mesh), self.signature)
 
     def words(self, mesh: MeshId) -> bytes:
-        """Return what is signed."""
+        """Return the bytes to sign."""
         return b"meshllm removal 1" + mesh + replace(self, signature=b"").encode()
 
 
 Removals = Mapping[NodeId, Removal]
-"""Each by the node that it removes."""
+"""Removals by the node that each removes."""
 
 
 def found(key: NodeKey, salt: bytes) -> Credential:
-    """Found a mesh: its id is new with each salt of 16 random bytes."""
+    """Return the founder's credential of a new mesh; ``salt`` is 16 random bytes."""
     return Credential(_mesh_of(key.node, salt), salt)
 
 
 def issue(
     key: NodeKey, own: Credential, subject: NodeId, role: Role, expires_s: int = 0
 ) -> Credential:
-    """Make ``subject`` a member by the word of the holder of ``own``.
+    """Issue a credential to ``subject``, signed by the holder of ``own``.
 
     Raises:
-        NotAuthorised: a client invites nobody, and a chain is not longer than `MAX_CHAIN`.
+        NotAuthorised: the issuer is a client, or its chain has reached `MAX_CHAIN`.
     """
     if own.role is not Role.NODE:
         raise NotAuthorised("A client cannot invite", hint="ask a node of the mesh for a ticket")
@@ -166,7 +166,7 @@ def issue(
 def remove(
     key: NodeKey, mesh: MeshId, node: NodeId, at_s: int, spared: tuple[NodeId, ...] = ()
 ) -> Removal:
-    """Remove a key from a mesh for ever, and all whom it invited but the spared."""
+    """Permanently remove a key from a mesh, and all members that it invited except ``spared``."""
     removal = Removal(node, key.node, at_s, spared)
     return replace(removal, signature=key.sign(removal.words(mesh)))
 
@@ -177,7 +177,7 @@ def check(
     """Return the role in which ``node`` is a member.
 
     Raises:
-        NotAuthorised: it is none.
+        NotAuthorised: it is not a member.
     """
     founder = credential.chain[0].issuer if credential.chain else node
     if credential.mesh != mesh or _mesh_of(founder, credential.salt) != mesh:
@@ -185,12 +185,12 @@ def check(
     holder, role = founder, Role.NODE
     for certificate in credential.chain:
         if role is not Role.NODE:
-            raise NotAuthorised(f"Node `{short(holder)}` is a client, and cannot invite")
+            raise NotAuthorised(f"Node `{short(holder)}` is a client and cannot invite")
         _check_link(certificate, holder, mesh, now_s)
         if (removal := removals.get(holder)) and certificate.subject not in removal.spared:
             raise NotAuthorised(
                 f"Node `{short(certificate.subject)}` was invited by `{short(holder)}`,"
-                " which is removed"
+                " which was removed"
             )
         holder, role = certificate.subject, certificate.role
     if holder != node:
@@ -205,7 +205,7 @@ def _check_link(certificate: Certificate, issuer: NodeId, mesh: MeshId, now_s: f
     if certificate.issuer != issuer or not verify(
         issuer, certificate.words(mesh), certificate.signature
     ):
-        raise NotAuthorised(f"The certificate of node `{subject}` is not of its issuer")
+        raise NotAuthorised(f"The certificate of node `{subject}` was not signed by its issuer")
     if 0 < certificate.expires_s <= now_s:
         raise NotAuthorised(
             f"The membership of node `{subject}` has expired", hint="join with a new ticket"

@@ -1,46 +1,46 @@
-"""Who is at the other end, and may it enter: the first four messages of a link.
+"""The handshake: mutual authentication and key exchange in the first four messages of a link.
 
 Theory of operation
 -------------------
-The dialer speaks first; after the fourth message both hold the keys of the link.
+The dialer sends first; after the fourth message both sides hold the session keys.
 
 ::
 
     1  D > L   version, X25519 key, nonce, MAC under the pre-shared key
     2  L > D   version, X25519 key, nonce, {node, signature, capabilities}
     3  D > L   {node, signature, purpose, instance, capabilities, proof}
-    4  L > D   {why not} or {welcome: instance, credential, and a new one for a ticket}
+    4  L > D   {refusal} or {welcome: instance, credential, and a new one for a ticket}
 
     Dialer    START -start-> HAILED -2-> PROVEN -4-> OPEN
     Listener  START -1-> ANSWERED -3-> JUDGING -admit-> OPEN
-              and from each but OPEN, by a fault, a refusal or a message out of turn, to GONE
+              any state but OPEN -fault, refusal or unexpected message-> GONE
 
-The pre-shared key of members is the mesh id; that of a joiner follows from the secret of its
-ticket, and the inviter knows it as long as the ticket is open.
+The pre-shared key (PSK) of members is the mesh id. That of a joiner is derived from the secret of
+its ticket; the inviter knows it as long as the ticket is open.
 
-``{}`` is sealed with AES-256-GCM under a key that serves one message: HKDF-SHA256 of the X25519
-secret and the pre-shared key, over the hash of all that was said, labelled with its sender. The
-Ed25519 signatures are over that hash and label too. A message that was replayed, taken from another
-link or returned to its sender, or that answers a changed one, opens under no key and is a fault;
-the keys of the link cover all four. A low-order X25519 point yields no secret and is refused
-(RFC 7748, 6.1).
+``{}`` is sealed with AES-256-GCM under a single-use key: HKDF-SHA256 of the X25519 secret and the
+PSK, salted with the transcript hash and labelled with the sender. The Ed25519 signatures cover this
+hash and label too. A message that is replayed, reflected, taken from another link or sent in reply
+to an altered one does not decrypt and is a fault. The session keys cover all four messages. A
+low-order X25519 point is refused (RFC 7748, 6.1).
 
-The first byte is the major version. Who knows the pre-shared key and speaks another is told ours,
-and both ends say so. Within one major version each side says what it understands: the minor version
-and its `Features`, sealed and signed like all else, so that nobody in between can take one away. A
-side is never sent what it did not declare. Fields behind those that are known are not read.
+The first byte is the major version. A dialer that knows the PSK but speaks another version receives
+ours, and both sides report the mismatch. Within a major version, each side declares its minor
+version and `Features`, encrypted and signed, so that a man in the middle cannot remove any. A side
+never receives what it did not declare, and ignores appended fields that it does not know.
 
-Who learns what, in this order. A stranger to the pre-shared keys, as one whose ticket is over, gets
-no byte: its first message bears no MAC that fits, and the listener hangs up. Who repeats the first
-message of another gets an answer that it cannot open. Who knows such a key learns the listener's
-node id. The listener learns who dials, and its proof, only after it proved to be the node that the
-dialer expects, if that expects one; so a ticket, which names its inviter, is proven to nobody else.
-The proof of a ticket is a MAC under its secret over this handshake and the joiner's key: of no use
-anywhere else. A joiner learns the mesh id with the welcome.
+What each side reveals, in this order. A dialer without a valid PSK, such as one with an expired
+ticket, receives no byte: the MAC of its first message does not match, and the listener closes the
+link. One that replays the first message of another receives a reply that it cannot decrypt. A
+dialer that knows a PSK learns the listener's node id. The listener learns the dialer's node id and
+proof only after it proved to be the node that the dialer expects, if the dialer expects one; so a
+ticket, which names its inviter, is proven to the inviter only. The proof of a ticket is a MAC under
+its secret over this handshake and the joiner's key, and is useless elsewhere. A joiner learns the
+mesh id with the welcome.
 
-The listener asks its driver to judge the proof (`Judge`), and is told `admit` or `refuse`; the one
-line of a refusal reaches the dialer sealed. A dialer judges by itself: the listener must be a
-member, in the role of a node.
+The driver of the listener decides on the proof (`Judge`) and calls `admit` or `refuse`; the text of
+a refusal is sent encrypted. The dialer itself checks the listener, which must be a member in the
+role of a node.
 """
 
 from collections.abc import Iterable
@@ -56,9 +56,9 @@ from meshllm.protocol.trust.identity import NodeKey, short
 from meshllm.protocol.trust.ticket import Ticket, TicketProof
 from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Keys, Transcript
 
-PRE_AUTH_BYTES = 64 * 1024  # that one side hears; an honest handshake takes less than 8 KiB
+PRE_AUTH_BYTES = 64 * 1024  # received by one side; an honest handshake takes less than 8 KiB
 PRE_AUTH_S = 10.0  # three round trips of the slowest link, and a busy machine
-MAX_REFUSAL = 512  # bytes of UTF-8; a longer line is cut
+MAX_REFUSAL = 512  # bytes of UTF-8; longer text is truncated
 
 _CAPABLE = Struct("<B Q")  # minor version, features
 _CLAIM = Struct("<B Q B Q B H")  # purpose, instance, capabilities, kind and length of the proof
@@ -79,21 +79,21 @@ class Purpose(IntEnum):
 
 
 class Features(IntFlag):
-    """Optional parts of the protocol that a side understands; bits that are not known stay."""
+    """Optional parts of the protocol that a side supports; unknown bits are preserved."""
 
     HELP = auto()
-    """The last rank sends its part of the logits to the entry."""
+    """Split LM head: the last rank sends its part of the logits to the entry."""
     INT8 = auto()
-    """Hidden states in 8 bits."""
+    """Hidden states quantised to 8 bits."""
     PACKED = auto()
-    """Hidden states in fewer bytes, without loss."""
+    """Hidden states with lossless compression."""
 
 
 ALL_FEATURES = ~Features(0)
 
 
 class State(Enum):
-    """How far a handshake is."""
+    """The progress of a handshake."""
 
     START = auto()
     HAILED = auto()
@@ -104,7 +104,7 @@ class State(Enum):
     GONE = auto()
 
 
-_NEXT = {  # where a message leads; only a listener hears one in START
+_NEXT = {  # transition on a message; in START only a listener receives one
     State.START: State.ANSWERED,
     State.ANSWERED: State.JUDGING,
     State.HAILED: State.PROVEN,
@@ -115,32 +115,32 @@ _ENDS = {State.OPEN, State.GONE}
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What this node says of itself."""
+    """What this node presents in a handshake."""
 
     key: NodeKey
     instance: int
-    """Counts the starts of this node; another number is another process."""
+    """Counts the starts of this node, to tell its processes apart."""
     proof: Credential | Ticket
-    """By what it is a member, or is to become one; who listens is one."""
+    """Its membership, or the ticket to join with; a listener needs a credential."""
     features: Features = ALL_FEATURES
-    """What it understands."""
+    """The features that it supports."""
 
     @property
     def psk(self) -> bytes:
-        """What it shares with those whom it dials."""
+        """The pre-shared key of its handshakes."""
         return self.proof.psk if isinstance(self.proof, Ticket) else self.proof.mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this to the other side."""
+    """Send a message to the peer."""
 
     message: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Decide about the dialer, and answer with `Listener.admit` or `Listener.refuse`."""
+    """Decide on the dialer, then call `Listener.admit` or `Listener.refuse`."""
 
     peer: NodeId
     proof: Credential | TicketProof
@@ -151,23 +151,23 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Established:
-    """Both sides know each other."""
+    """The handshake is complete: both sides are authenticated."""
 
     peer: NodeId
     role: Role
     instance: int
     purpose: Purpose
     credential: Credential
-    """By what the peer is a member."""
+    """The peer's membership."""
     granted: Credential | None
-    """By what the dialer is a member from now on, where it came with a ticket."""
+    """The dialer's new credential, if it joined with a ticket."""
     features: Features
-    """What the peer understands."""
+    """The features that the peer supports."""
     keys: Keys
 
 
 class Dialer:
-    """The side that opened the link; ``now_s`` is in seconds since 1970."""
+    """The side that opened the link; ``now_s`` is the time of day in seconds since 1970."""
 
     def __init__(
         self,
@@ -191,23 +191,23 @@ class Dialer:
         self._features = Features(0)
 
     def start(self) -> list[Send | Established]:
-        """Begin, once the connection stands."""
+        """Return the first message, once connected."""
         self.state = State.HAILED
         return [Send(self._transcript.first())]
 
     def receive(self, message: bytes) -> list[Send | Established]:
-        """Take a message of the listener.
+        """Handle a message of the listener.
 
         Raises:
-            PeerFault: it is not as the rules have it.
-            NotAuthorised: it is of another node or of no member, or it refuses this node.
+            PeerFault: it violates the protocol.
+            NotAuthorised: the listener is an unexpected node or not a member, or it refused us.
         """
         if self.state in _ENDS:
             return []
         state, self.state = self.state, State.GONE
         self._heard = _count(self._heard, message)
         if state is State.START:
-            raise PeerFault(f"Message of {len(message)} bytes to one that has said nothing")
+            raise PeerFault(f"Message of {len(message)} bytes before the dialer started")
         action = self._prove(message) if state is State.HAILED else self._enter(message)
         self.state = _NEXT[state]
         return [action]
@@ -217,11 +217,11 @@ class Dialer:
         transcript.agree(transcript.add(message[:HAIL_BYTES]))
         self._peer, words = transcript.recognise("listener", message[HAIL_BYTES:])
         if len(words) < _CAPABLE.size:
-            raise PeerFault(f"Capabilities of {len(words)} bytes; they take {_CAPABLE.size}")
+            raise PeerFault(f"Capabilities of {len(words)} bytes; expected {_CAPABLE.size}")
         self._features = Features(_CAPABLE.unpack_from(words)[1])
         if self._expect is not None and self._expect != self._peer:
             raise NotAuthorised(
-                f"Node `{short(self._peer)}` answered where `{short(self._expect)}` was expected"
+                f"Node `{short(self._peer)}` answered instead of node `{short(self._expect)}`"
             )
         kind, proof = self._proof()
         capable = PROTOCOL_MINOR, self._own.features
@@ -241,7 +241,7 @@ class Dialer:
                 " ".join(answer[1 : 1 + MAX_REFUSAL].decode(errors="replace").split())
             )
         if len(answer) < _ANSWER.size or answer[0] != _WELCOME:
-            raise PeerFault(f"Answer of {len(answer)} bytes that is no welcome")
+            raise PeerFault(f"Answer of {len(answer)} bytes is not a welcome")
         _, instance, length, new = _ANSWER.unpack_from(answer)
         shown, rest = answer[_ANSWER.size :][:length], answer[_ANSWER.size :][length:]
         credential = Credential.decode(shown)
@@ -250,7 +250,7 @@ class Dialer:
         role = self._check(credential, self._peer, mesh)
         granted = self._granted(rest[:new], mesh)
         if role is not Role.NODE:
-            raise NotAuthorised(f"Node `{short(self._peer)}` is a client, which admits nobody")
+            raise NotAuthorised(f"Node `{short(self._peer)}` is a client and cannot admit a peer")
         keys = self._transcript.keys("dialer", "listener")
         return Established(
             self._peer, role, instance, self._purpose, credential, granted, self._features, keys
@@ -272,16 +272,16 @@ class Dialer:
 
 
 class Listener:
-    """The side at which the link arrived.
+    """The side that accepted the link.
 
-    ``guests`` are the pre-shared keys of the tickets that are open; it is iterated once, and only
-    where the dialer is no member.
+    ``guests`` are the pre-shared keys of the open tickets; it is iterated once, and only if the
+    dialer does not use the mesh id.
     """
 
     def __init__(self, own: Own, fresh: Fresh, guests: Iterable[bytes] = ()) -> None:
         self.state = State.START
         if not isinstance(own.proof, Credential):
-            raise NotAuthorised("A node that is not yet a member admits nobody")
+            raise NotAuthorised("A node that is not yet a member cannot admit a peer")
         self._own = own
         self._credential = own.proof
         self._guests = guests
@@ -290,10 +290,10 @@ class Listener:
         self._judged: Judge | None = None
 
     def receive(self, message: bytes) -> list[Send | Judge]:
-        """Take a message of the dialer.
+        """Handle a message of the dialer.
 
         Raises:
-            PeerFault: it is not as the rules have it.
+            PeerFault: it violates the protocol.
             NotAuthorised: the dialer knows neither the mesh nor an open ticket.
         """
         if self.state in _ENDS:
@@ -301,15 +301,15 @@ class Listener:
         state, self.state = self.state, State.GONE
         self._heard = _count(self._heard, message)
         if state is State.JUDGING:
-            raise PeerFault(f"Message of {len(message)} bytes to one that has yet to answer")
+            raise PeerFault(f"Message of {len(message)} bytes while the decision is pending")
         action = self._answer(message) if state is State.START else self._ask(message)
         self.state = _NEXT[state]
         return [action]
 
     def admit(self, credential: Credential) -> tuple[Send, Established]:
-        """Let the dialer in, by its own credential or by the one its ticket has bought."""
+        """Admit the dialer, with its own credential or a new one for its ticket."""
         judged, self._judged = self._judged, None
-        assert judged is not None, "nobody waits to be judged"
+        assert judged is not None, "no decision is pending"
         self.state = State.OPEN
         own = self._credential.encode()
         granted = None if isinstance(judged.proof, Credential) else credential
@@ -329,8 +329,8 @@ class Listener:
         return welcome, established
 
     def refuse(self, why: str) -> Send:
-        """Tell the dialer in one line why it may not enter."""
-        assert self._judged is not None, "nobody waits to be judged"
+        """Refuse the dialer, and send it the reason, one line."""
+        assert self._judged is not None, "no decision is pending"
         self._judged, self.state = None, State.GONE
         line = why.encode(errors="ignore")[:MAX_REFUSAL]
         return Send(self._transcript.seal("listener", bytes([_REFUSED]) + line))
@@ -347,10 +347,10 @@ class Listener:
         said = self._transcript.digest
         peer, words = self._transcript.recognise("dialer", message)
         if len(words) < _CLAIM.size:
-            raise PeerFault(f"Claim of {len(words)} bytes; it takes {_CLAIM.size}")
+            raise PeerFault(f"Claim of {len(words)} bytes; expected {_CLAIM.size}")
         purpose, instance, _, features, kind, length = _CLAIM.unpack_from(words)
         if purpose not in set(Purpose):
-            raise PeerFault(f"Link for unknown purpose {purpose}")
+            raise PeerFault(f"Link with unknown purpose {purpose}")
         proof = _read_proof(kind, words[_CLAIM.size :][:length], said + peer)
         self._judged = Judge(peer, proof, instance, Purpose(purpose), Features(features))
         return self._judged

@@ -1,8 +1,8 @@
-"""Who a node is: its key, its signatures, and how its id is written.
+"""Node identity: keys, signatures, and the text form of node ids.
 
-A node id is an Ed25519 public key. People see its base32 in eight groups of seven; each second
-group ends with a check digit of the thirteen before it, so one wrong letter, or two neighbours that
-changed places (but for ``a`` and ``7``), do not name another node.
+A node id is an Ed25519 public key. Its text form is base32 in eight groups of seven; every second
+group ends with a check digit over the thirteen characters before it, which detects one wrong letter
+and a swap of two adjacent letters (except ``a`` and ``7``).
 """
 
 import base64
@@ -22,21 +22,21 @@ _CHECKED = 13  # characters before their check digit
 
 
 class NodeKey:
-    """The secret half of a node id; made of the 32 bytes that a state folder keeps."""
+    """The private key of a node id, from the 32-byte seed in the state folder."""
 
     def __init__(self, seed: bytes) -> None:
         self.seed = seed
-        """For a transport that proves by itself who this node is."""
+        """For transports with their own authentication."""
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self.node = NodeId(self._key.public_key().public_bytes_raw())
 
     def sign(self, data: bytes) -> bytes:
-        """Sign what begins with a label of its own, so that no signature serves twice."""
+        """Sign data, which must begin with a label of its purpose (domain separation)."""
         return self._key.sign(data)
 
 
 def verify(node: NodeId, data: bytes, signature: bytes) -> bool:
-    """Tell whether ``node`` signed ``data``; a node id that is no key has signed nothing."""
+    """Return whether ``node`` signed ``data``; False if ``node`` is not a valid public key."""
     try:
         Ed25519PublicKey.from_public_bytes(node).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -45,7 +45,7 @@ def verify(node: NodeId, data: bytes, signature: bytes) -> bool:
 
 
 def show(node: NodeId) -> str:
-    """Write a node id for people: 63 characters, which `parse_node` reads."""
+    """Return a node id as text, 63 characters that `parse_node` reads."""
     digits = base64.b32encode(node).decode().rstrip("=").lower()
     blocks = [digits[place : place + _CHECKED] for place in range(0, len(digits), _CHECKED)]
     checked = "".join(block + _check_digit(block) for block in blocks)
@@ -53,15 +53,15 @@ def show(node: NodeId) -> str:
 
 
 def short(node: NodeId) -> str:
-    """Write the beginning of a node id, for display only: others can be made to look alike."""
+    """Return the start of a node id, for display only: look-alikes can be generated."""
     return show(node)[:_GROUP]
 
 
 def parse_node(text: str) -> NodeId:
-    """Read what `show` wrote, in any case, with or without dashes and spaces.
+    """Parse the output of `show`, in upper or lower case, with or without dashes and spaces.
 
     Raises:
-        UserError: it is too long or too short, or mistyped.
+        UserError: the length or a check digit is wrong.
     """
     typed = "".join(text.split()).replace("-", "").lower()
     digits = "".join(
@@ -78,13 +78,13 @@ def parse_node(text: str) -> NodeId:
 
 def _no_node(text: str) -> UserError:
     return UserError(
-        f"`{text[:80]}` is no node id",
-        hint="copy all 63 characters as `meshllm id` prints them; the check digits do not fit",
+        f"Invalid node id `{text[:80]}`",
+        hint="copy all 63 characters as `meshllm id` prints them; the check digits do not match",
     )
 
 
 def _check_digit(block: str) -> str:
-    """Close the sum with weights 2, 1, 2... over the alphabet (Luhn mod N, N = 32)."""
+    """Return the Luhn mod N check character (N = 32, weights 2, 1, 2, ...)."""
     total = 0
     for place, character in enumerate(block):
         product = _ALPHABET.index(character) * (2 - place % 2)

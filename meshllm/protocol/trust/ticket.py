@@ -1,9 +1,9 @@
-"""Invitations: the text that is handed on, and the proof of knowing it.
+"""Tickets (invitations to a mesh): their text form, and the proof of knowing their secret.
 
-A ticket names whom to ask, so its bearer can check that key before it proves that it knows the
-secret; the secret itself never travels again. It names no mesh: who finds a ticket that is over
-has nothing that any member would answer. What is written is the word ``meshllm``, the version
-digit, and base32 of the fields and four bytes of blake3 over all before them.
+A ticket contains the inviter's node id, so its bearer authenticates the inviter before it proves
+that it knows the secret; the secret itself is never sent. A ticket does not name the mesh, so no
+member answers to an expired one. The text form is the word ``meshllm``, a version digit, and base32
+of the fields and a checksum: four bytes of blake3 over everything before it.
 """
 
 import base64
@@ -19,28 +19,28 @@ from meshllm.names import NodeId
 from meshllm.protocol.trust.credential import Role
 
 SECRET_BYTES = 16
-MAX_ADDRESSES = 16  # interfaces, IPv4 and IPv6, and what is advertised
-MAX_ADDRESS_BYTES = 255  # a DNS name is no longer (RFC 1035)
+MAX_ADDRESSES = 16  # interfaces with IPv4 and IPv6, and advertised addresses
+MAX_ADDRESS_BYTES = 255  # the longest DNS name (RFC 1035)
 PREFIX = "meshllm"
 VERSION = "1"
 
-_HEAD = Struct("<32s B Q 16s")  # inviter, role, expiry, secret; and addresses
+_HEAD = Struct("<32s B Q 16s")  # inviter, role, expiry, secret; the addresses follow
 _CHECK_BYTES = 4
-_MAX_CHARACTERS = 8192  # of base32: MAX_ADDRESSES of the longest, and room
+_MAX_CHARACTERS = 8192  # of base32; above MAX_ADDRESSES of the longest
 _ROLES = tuple(Role)
 
 
 @dataclass(frozen=True, slots=True)
 class TicketProof:
-    """The claim of a joiner to hold a ticket for a role; the inviter tries its secrets on it."""
+    """A joiner's proof that it holds a ticket; the inviter checks it against its open tickets."""
 
     role: Role
     mac: bytes
     context: bytes = field(repr=False)
-    """The handshake and the joiner's key, so that the proof is worth nothing elsewhere."""
+    """Hash of the handshake, and the joiner's key: binds the proof to both."""
 
     def proves(self, secret: bytes) -> bool:
-        """Tell whether the joiner knows this secret."""
+        """Return whether the joiner knows this secret."""
         return hmac.compare_digest(self.mac, _mac(secret, self.role, self.context))
 
 
@@ -50,21 +50,21 @@ class Ticket:
 
     inviter: NodeId
     addresses: tuple[str, ...]
-    """Where the inviter may be reached, likeliest first."""
+    """Addresses of the inviter, likeliest first."""
     role: Role
     expires_s: int
-    """Seconds since 1970; 0 is never. Whoever uses the ticket looks at it."""
+    """Seconds since 1970; 0 means never. The user of the ticket checks it."""
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         if len(self.addresses) > MAX_ADDRESSES:
-            raise UserError(f"{len(self.addresses)} addresses; a ticket holds {MAX_ADDRESSES}")
+            raise UserError(f"{len(self.addresses)} ticket addresses; at most {MAX_ADDRESSES}")
         for address in self.addresses:
             if not _is_address(address):
-                raise UserError(f"`{address[:80]}` is no address for a ticket")
+                raise UserError(f"Invalid ticket address `{address[:80]}`")
 
     def encode(self) -> str:
-        """Write it as one word that `parse_ticket` reads."""
+        """Return the text form, one word that `parse_ticket` reads."""
         head = _HEAD.pack(self.inviter, _ROLES.index(self.role), self.expires_s, self.secret)
         rest = (bytes([len(address)]) + address.encode() for address in self.addresses)
         body = head + b"".join(rest)
@@ -73,32 +73,32 @@ class Ticket:
 
     @property
     def psk(self) -> bytes:
-        """Under which the bearer speaks to the inviter, as members do under the mesh id."""
+        """The pre-shared key of the handshake with the inviter, instead of the mesh id."""
         return guest_psk(self.secret)
 
     def prove(self, context: bytes) -> TicketProof:
-        """Prove that this ticket is known, without showing it."""
+        """Prove knowledge of the secret without revealing it."""
         return TicketProof(self.role, _mac(self.secret, self.role, context), context)
 
 
 def guest_psk(secret: bytes) -> bytes:
-    """Return the pre-shared key of who knows the secret of a ticket: 32 bytes, no proof of it."""
+    """Derive the 32-byte pre-shared key of a ticket; knowing it does not prove the secret."""
     return hmac.digest(secret, b"meshllm ticket psk 1", "sha256")
 
 
 def parse_ticket(text: str) -> Ticket:
-    """Read a ticket, with any white space that copying put into it.
+    """Parse a ticket, ignoring white space added by copying.
 
     Raises:
-        UserError: it is mistyped, cut short, or of another version.
+        UserError: it is mistyped, truncated, or of another version.
     """
     word = "".join(text.split()).lower()
     if not word.startswith(PREFIX) or len(word) > _MAX_CHARACTERS:
-        raise UserError(f"`{text[:20]}` is no ticket", hint=f"a ticket begins with `{PREFIX}`")
+        raise UserError(f"Invalid ticket `{text[:20]}`", hint=f"a ticket begins with `{PREFIX}`")
     version, digits = word[len(PREFIX) : len(PREFIX) + 1], word[len(PREFIX) + 1 :]
     if version != VERSION:
         raise UserError(
-            f"Ticket of version `{version}`; this is version {VERSION}",
+            f"Ticket version `{version}` is not supported; expected `{VERSION}`",
             hint="run the same version of meshllm on every node",
         )
     try:
@@ -106,7 +106,7 @@ def parse_ticket(text: str) -> Ticket:
         ticket = _read(data[:-_CHECK_BYTES], data[-_CHECK_BYTES:])
     except (binascii.Error, ValueError, IndexError):
         raise _mistyped() from None
-    if ticket.encode() != word:  # base32 leaves bits over
+    if ticket.encode() != word:  # the padding bits of base32 are not canonical
         raise _mistyped()
     return ticket
 
@@ -124,13 +124,13 @@ def _read(body: bytes, checksum: bytes) -> Ticket:
 
 
 def _is_address(address: str) -> bool:
-    # It goes to a terminal and to a transport: neither is to see more than printable ASCII.
+    # Terminals and transports receive the address: only printable ASCII is safe for both.
     printable = address.isascii() and address.isprintable() and " " not in address
     return printable and 0 < len(address) <= MAX_ADDRESS_BYTES
 
 
 def _mistyped() -> UserError:
-    return UserError("The ticket is mistyped or cut short", hint="copy it whole, it is one word")
+    return UserError("The ticket is mistyped or cut short", hint="copy the whole word")
 
 
 def _checksum(body: bytes) -> bytes:

@@ -1,8 +1,8 @@
-"""All that was said in a handshake, and the keys that follow from it.
+"""The handshake transcript, and the keys derived from it.
 
 Each key is HKDF-SHA256 of the X25519 secret and a pre-shared key, salted with the hash of every
-byte said before, and labelled with who is to use it: two sides that did not hear the same have no
-key in common, and no key or signature of one side serves the other.
+byte sent before, and labelled with its user: two sides with different transcripts share no key, and
+no key or signature of one side is valid for the other.
 """
 
 import hmac
@@ -23,15 +23,15 @@ from meshllm.protocol.trust.cipher import derive
 from meshllm.protocol.trust.identity import NodeKey, verify
 
 VERSION = 2
-"""The major version of the protocol, and the first byte that each side says."""
-CHANNELS = 2  # of a link; each direction of each has a key
+"""The major version of the protocol, and the first byte that each side sends."""
+CHANNELS = 2  # per link; each direction of each has its own key
 
 Side = Literal["dialer", "listener"]
 
 _HAIL = Struct("<B 32s 16s")  # version, X25519 key, nonce
 _WHO = Struct("<32s 64s")  # node, signature
 _MAC_BYTES = 32
-_ONCE = bytes(12)  # the nonce of a key that serves one message
+_ONCE = bytes(12)  # nonce of a single-use key
 
 HAIL_BYTES = _HAIL.size
 FIRST_BYTES = HAIL_BYTES + _MAC_BYTES
@@ -39,7 +39,7 @@ FIRST_BYTES = HAIL_BYTES + _MAC_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """Random bytes for one handshake, never to be used again."""
+    """Random bytes for one handshake; must never be reused."""
 
     ephemeral: bytes = field(repr=False)
     """The X25519 secret, 32 bytes."""
@@ -49,14 +49,14 @@ class Fresh:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The secrets of a link, by channel."""
+    """The session keys of a link, by channel."""
 
     outgoing: tuple[bytes, ...] = field(repr=False)
     incoming: tuple[bytes, ...] = field(repr=False)
 
 
 class OtherVersion(PeerFault):
-    """The other side speaks another major version of the protocol."""
+    """The peer speaks another major version of the protocol."""
 
     def __init__(self, version: str, *, is_known: bool) -> None:
         super().__init__(
@@ -64,89 +64,87 @@ class OtherVersion(PeerFault):
             hint="update meshllm on the one with the lower version",
         )
         self.answer = bytes([VERSION]) if is_known else b""
-        """What tells it to the other side; nothing for a stranger."""
+        """The bytes that report our version to the peer; empty if it does not know the PSK."""
 
 
 class Transcript:
-    """One side's view of a handshake, under a pre-shared key: the mesh id, or that of a ticket."""
+    """One side's view of a handshake; the pre-shared key is the mesh id or that of a ticket."""
 
     def __init__(self, psk: bytes, fresh: Fresh) -> None:
         self.digest = _first_digest(psk)
-        """Of every byte said so far."""
+        """Hash of every byte sent so far by either side."""
         self._psk = psk
-        self._secret = b""  # once both hails are known
+        self._secret = b""  # until both hails are known
         self._private = X25519PrivateKey.from_private_bytes(fresh.ephemeral)
         public = self._private.public_key().public_bytes_raw()
         self.hail = _HAIL.pack(VERSION, public, fresh.nonce)
 
     def first(self) -> bytes:
-        """Return the first message of all: a hail that only those write who know the key."""
+        """Return the first message: the hail, with a MAC that proves the pre-shared key."""
         return self.add(self.hail + _mac(self._psk, self.hail))
 
     def check_first(self, message: bytes, others: Iterable[bytes] = ()) -> None:
-        """Take the first message, under the own key or one of the others, from now on the own.
+        """Verify the first message, and adopt the pre-shared key that its MAC was made with.
 
         Raises:
-            PeerFault: it is none.
-            NotAuthorised: it is under no such key.
+            PeerFault: it is malformed.
+            NotAuthorised: its MAC matches neither our own key nor any of ``others``.
         """
-        # In every version the MAC is at the end, and over all that is before it.
+        # In every version the MAC comes last and covers everything before it.
         hail, mac = message[:-_MAC_BYTES], message[-_MAC_BYTES:]
         keys = (psk for psk in chain((self._psk,), others) if _fits(psk, hail, mac))
         psk = next(keys, None)
         _check_version(message, is_known=psk is not None)
         if len(message) != FIRST_BYTES:
-            raise PeerFault(f"First message of {len(message)} bytes; it takes {FIRST_BYTES}")
+            raise PeerFault(f"First message of {len(message)} bytes; expected {FIRST_BYTES}")
         if psk is None:
-            raise NotAuthorised(
-                "The dialer does not know this mesh, and has no ticket that is open"
-            )
+            raise NotAuthorised("The dialer knows neither this mesh nor an open ticket")
         self._psk, self.digest = psk, _first_digest(psk)
         self.add(message)
 
     def add(self, message: bytes) -> bytes:
-        """Take what one of the sides said, and return it."""
+        """Add a message of either side to the transcript hash, and return it."""
         self.digest = sha256(self.digest + message).digest()
         return message
 
     def agree(self, hail: bytes) -> None:
-        """Share a secret with the sender of ``hail``; raise `PeerFault` where there is none."""
+        """Derive the X25519 secret; raise `PeerFault` for a short ``hail`` or low-order key."""
         _check_version(hail)
         if len(hail) < HAIL_BYTES:
-            raise PeerFault(f"Hail of {len(hail)} bytes; it takes {HAIL_BYTES}")
+            raise PeerFault(f"Hail of {len(hail)} bytes; expected {HAIL_BYTES}")
         _, public, _ = _HAIL.unpack(hail)
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError:  # a point of low order: all of its secrets are zero (RFC 7748, 6.1)
-            raise PeerFault("Hail with an X25519 key that hides nothing") from None
+        except ValueError:  # low-order point: the shared secret is all zeros (RFC 7748, 6.1)
+            raise PeerFault("Hail with a low-order X25519 key") from None
         self._secret = shared + self._psk
 
     def seal(self, side: Side, words: bytes) -> bytes:
-        """Return the next message, of ``side``."""
+        """Encrypt the next message, sent by ``side``."""
         return self.add(AESGCM(self._key(side)).encrypt(_ONCE, words, None))
 
     def unseal(self, side: Side, message: bytes) -> bytes:
-        """Open the next message, of ``side``; raise `PeerFault` when it is not that."""
+        """Decrypt the next message, sent by ``side``; raise `PeerFault` if that fails."""
         try:
             words = AESGCM(self._key(side)).decrypt(_ONCE, message, None)
         except InvalidTag:
             raise PeerFault(
-                f"Message of {len(message)} bytes that the {side} did not seal"
+                f"Message of {len(message)} bytes was not sealed by the {side}"
             ) from None
         self.add(message)
         return words
 
     def identify(self, side: Side, key: NodeKey, words: bytes) -> bytes:
-        """Return the next message, by which the node at ``side`` signs all that was said."""
+        """Return the next message, in which the node at ``side`` signs the transcript."""
         signature = key.sign(_signed(side, self.digest, key.node, words))
         return self.seal(side, _WHO.pack(key.node, signature) + words)
 
     def recognise(self, side: Side, message: bytes) -> tuple[NodeId, bytes]:
-        """Open what `identify` returned: who is at ``side``, and its words."""
+        """Verify the message that `identify` made; return the node at ``side`` and its words."""
         said = self.digest
         opened = self.unseal(side, message)
         if len(opened) < _WHO.size:
-            raise PeerFault(f"Identity of {len(opened)} bytes; it takes {_WHO.size}")
+            raise PeerFault(f"Identity of {len(opened)} bytes; expected {_WHO.size}")
         node, signature = _WHO.unpack_from(opened)
         words = opened[_WHO.size :]
         if not verify(node, _signed(side, said, node, words), signature):
@@ -154,7 +152,7 @@ class Transcript:
         return NodeId(node), words
 
     def keys(self, own: Side, other: Side) -> Keys:
-        """Return the keys of the link."""
+        """Derive the session keys of the link."""
         outgoing, incoming = (
             tuple(self._key(f"{side} channel {channel}") for channel in range(CHANNELS))
             for side in (own, other)

@@ -194,7 +194,7 @@ def test_what_is_no_node_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
     result = meshllm("relay", "--allow", "abc")
 
     assert result.exit_code == 2
-    assert "`abc` is no node id" in result.stderr
+    assert "Invalid node id `abc`" in result.stderr
 
 
 @pytest.mark.parametrize(

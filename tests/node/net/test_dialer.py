@@ -183,7 +183,7 @@ def test_another_node_at_the_first_address_hides_nobody() -> None:
     async def story(net: Net) -> None:
         async with net.host("a", replace(AS_HOST, key=OTHER)), net.host("b"):
             assert (await net.reach("a", "b")).peer == HOST.node
-            with pytest.raises(NotAuthorised, match="answered where"):
+            with pytest.raises(NotAuthorised, match="answered instead of"):
                 await net.reach("a")
 
     run(story)

@@ -433,7 +433,7 @@ async def test_a_message_of_another_channel_is_refused() -> None:
 
     await dialled.send([b"data"], DATA)
 
-    with pytest.raises(PeerFault, match="changed on the way"):
+    with pytest.raises(PeerFault, match="failed authentication"):
         await accepted.receive()
 
 

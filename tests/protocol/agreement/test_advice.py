@@ -24,7 +24,7 @@ def test_a_waiting_ring_is_named() -> None:
     )
 
 
-def test_what_the_charter_binds_is_named_where_it_costs() -> None:
+def test_a_constraint_that_costs_time_is_named() -> None:
     agreed = replace(charter(), policy="proportional", members=2)
 
     advice = advise(World({A: profile(4), B: profile(4, ms=3.0)}, agreed).agree())
@@ -35,7 +35,7 @@ def test_what_the_charter_binds_is_named_where_it_costs() -> None:
     )
 
 
-def test_a_bound_that_costs_nothing_is_not_named() -> None:
+def test_a_constraint_that_costs_nothing_is_not_named() -> None:
     agreed = replace(charter(), exclude=(B,), prefer=(A,))
 
     advice = advise(World({A: profile(4), B: profile(4)}, agreed).agree())
@@ -43,21 +43,22 @@ def test_a_bound_that_costs_nothing_is_not_named() -> None:
     assert "computes 4.0 of 4.0 ms per token in layers `0:4`" in advice
 
 
-def test_a_bound_without_which_there_is_no_ring_is_not_named() -> None:
+def test_a_constraint_without_an_alternative_is_not_named() -> None:
     agreed = replace(charter(), members=1)
     world = World({A: profile(4), B: profile(4, span=Span(1, 3))}, agreed)
 
     assert "computes 4.0 of 4.0 ms" in advise(world.agree())
 
 
-def test_a_long_way_is_named() -> None:
+def test_high_network_latency_is_named() -> None:
     far = {frozenset({A, B}): 8.2, frozenset({A, C}): 800.0, frozenset({B, C}): 800.0}
 
     advice = advise(World({A: profile(2), B: profile(2)}, apart_ms=far).agree())
 
     assert advice == (
-        f"67% of a token is on the way, most of it 4.1 ms from `{short(A)}` to `{short(B)}`: fewer"
-        " nodes with more memory each, or nearer ones, would help"
+        "67% of the time per token is network latency, most of it 4.1 ms from"
+        f" `{short(A)}` to `{short(B)}`: fewer nodes with more memory each, or nodes closer"
+        " together, would help"
     )
 
 
@@ -69,7 +70,7 @@ def test_a_refused_node_is_named() -> None:
     assert advice.startswith(f"`{short(B)}` could take layers, but is refused: its layer 0")
 
 
-def test_else_the_slowest_node_is_named() -> None:
+def test_otherwise_the_slowest_node_is_named() -> None:
     advice = advise(World({A: profile(3), B: profile(1, ms=9.0)}).agree())
 
     assert advice.startswith(f"`{short(B)}` computes 9.0 of 13.0 ms per token in layers `3:4`")

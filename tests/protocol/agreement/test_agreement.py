@@ -35,7 +35,7 @@ def test_the_first_ring_has_the_first_epoch() -> None:
 
     assert spans(planned(agreement)) == {A: "0:4"}
     assert planned(agreement).epoch == 1
-    assert agreement.reason == "it is the first"
+    assert agreement.reason == "first plan"
 
 
 def test_every_node_reaches_the_same_plan() -> None:
@@ -45,28 +45,28 @@ def test_every_node_reaches_the_same_plan() -> None:
     assert planned(agreements[0]).layers == 4
 
 
-def test_what_is_missing_is_the_reason() -> None:
+def test_without_a_ring_the_reason_says_what_is_missing() -> None:
     agreement = World({A: profile(1), B: profile(1)}).agree()
 
     assert agreement.plan is None
     assert "The ring lacks 160 B" in agreement.reason
 
 
-def test_a_mesh_of_nobody_ready_has_no_ring() -> None:
+def test_a_mesh_without_ready_nodes_has_no_ring() -> None:
     agreement = World({A: replace(profile(4), layer_s=())}).agree()
 
     assert agreement.plan is None
     assert standbys(agreement) == {A: "it has not measured its speed yet"}
 
 
-def test_a_plan_holds_only_what_matters_to_its_ring() -> None:
+def test_a_plan_contains_no_standbys() -> None:
     agreement = World({A: profile(4), B: profile(4, ms=2.0)}).agree()
 
     assert planned(agreement).standbys == ()
     assert standbys(agreement) == {B: "its link adds 1.0 ms and its layers cost 1.0 ms"}
 
 
-def test_who_comes_and_goes_as_a_standby_changes_nothing() -> None:
+def test_standbys_that_come_and_go_do_not_change_the_plan() -> None:
     before = planned(ALONE.agree())
     grown = World({A: profile(4), B: profile(4, ms=2.0)}, followed={A: before})
 
@@ -74,16 +74,16 @@ def test_who_comes_and_goes_as_a_standby_changes_nothing() -> None:
     assert replace(grown, gone={B}).agree().plan == before
 
 
-def test_what_was_agreed_is_agreed_again() -> None:
+def test_the_followed_plan_is_chosen_again() -> None:
     first = THREE.agree()
 
     again = THREE.follow(first).agree(C)
 
     assert again.plan == first.plan
-    assert again.reason == "none is better"
+    assert again.reason == "no plan is better"
 
 
-def test_a_little_better_is_no_reason_to_change() -> None:
+def test_a_small_gain_does_not_change_the_plan() -> None:
     world = World({A: profile(4), B: profile(4, ms=0.9)}, followed={A: ring((A, 0, 4))})
 
     agreement = world.agree()
@@ -92,7 +92,7 @@ def test_a_little_better_is_no_reason_to_change() -> None:
     assert "would gain 10%" in agreement.reason
 
 
-def test_a_much_better_ring_is_taken_in_the_next_epoch() -> None:
+def test_a_much_better_ring_is_adopted_in_the_next_epoch() -> None:
     world = World({A: profile(4), B: profile(4, ms=0.5)}, followed={A: ring((A, 0, 4))})
 
     agreement = world.agree()
@@ -110,7 +110,7 @@ def test_a_better_ring_waits_for_the_sessions_of_the_entry() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_has_its_own_measure(policy: str) -> None:
+def test_every_policy_measures_gain_by_its_objective(policy: str) -> None:
     agreed = replace(charter(), policy=policy)
     world = World({A: profile(8), B: profile(8)}, agreed, followed={A: ring((A, 0, 4))})
 
@@ -121,7 +121,7 @@ def test_every_policy_has_its_own_measure(policy: str) -> None:
     assert spans(plan) == ({A: "0:2", B: "2:4"} if together else {A: "0:4"})
 
 
-def test_shares_that_move_little_are_left_as_they_are() -> None:
+def test_small_changes_of_shares_move_no_layers() -> None:
     agreed = replace(charter(8), policy="proportional")
     profiles = {at: replace(profile(9), weights=weights(8)) for at in (A, B)}
     world = World(profiles, agreed, followed={A: ring((A, 0, 5), (B, 5, 8))})
@@ -132,7 +132,7 @@ def test_shares_that_move_little_are_left_as_they_are() -> None:
     assert "gain 12%" in agreement.reason
 
 
-def test_a_dead_member_brings_a_new_ring_at_once() -> None:
+def test_a_dead_member_is_replaced_at_once() -> None:
     world = THREE.follow(THREE.agree())
     lost = planned(world.agree()).stages[1].node
 
@@ -143,7 +143,7 @@ def test_a_dead_member_brings_a_new_ring_at_once() -> None:
     assert agreement.reason == f"`{short(lost)}` is gone"
 
 
-def test_a_member_that_leaves_is_out() -> None:
+def test_a_member_that_leaves_is_dropped_from_the_plan() -> None:
     world = THREE.follow(THREE.agree())
     lost = planned(world.agree()).stages[1].node
 
@@ -170,7 +170,7 @@ def test_the_epoch_of_the_dead_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize("lower", [A, B])
-def test_where_a_partition_heals_the_higher_epoch_binds(lower: NodeId) -> None:
+def test_after_a_partition_heals_the_higher_epoch_wins(lower: NodeId) -> None:
     epochs = {A: 6, B: 6} | {lower: 5}
     plans = {at: ring((at, 0, 4), epoch=epoch) for at, epoch in epochs.items()}
     world = World({A: profile(4), B: profile(4)}, followed=plans)
@@ -180,7 +180,7 @@ def test_where_a_partition_heals_the_higher_epoch_binds(lower: NodeId) -> None:
 
 
 @pytest.mark.parametrize("first", [A, B])
-def test_of_two_plans_of_one_epoch_the_digest_decides(first: NodeId) -> None:
+def test_two_plans_of_one_epoch_are_ordered_by_digest(first: NodeId) -> None:
     (last,) = {A, B} - {first}
     plans = {at: ring((here, 0, 4)) for at, here in zip((A, B), (first, last), strict=True)}
     world = World({A: profile(4), B: profile(4)}, followed=plans)
@@ -188,7 +188,7 @@ def test_of_two_plans_of_one_epoch_the_digest_decides(first: NodeId) -> None:
     assert world.agree().plan == max(plans.values(), key=lambda plan: plan.digest)
 
 
-def test_a_node_that_restarts_takes_what_is_there() -> None:
+def test_a_node_that_restarts_adopts_the_current_plan() -> None:
     followed = {A: ring((A, 0, 2), (B, 2, 4), epoch=7)}
     world = World({A: profile(2), B: profile(2)}, followed=followed)
 
@@ -203,7 +203,7 @@ def test_another_model_ends_a_ring() -> None:
 
     assert planned(agreement).model == "other"
     assert planned(agreement).epoch == 6
-    assert agreement.reason == "the charter wants another ring"
+    assert agreement.reason == "the charter requires another ring"
 
 
 def test_members_without_a_link_form_no_ring() -> None:
@@ -217,7 +217,7 @@ def test_members_without_a_link_form_no_ring() -> None:
     assert "have no link" in agreement.reason
 
 
-def test_a_ring_that_nobody_links_is_none() -> None:
+def test_no_ring_is_found_without_a_closed_chain_of_links() -> None:
     world = World(
         {A: profile(1.5), B: profile(1.5), C: profile(3)},
         cut=[frozenset({A, C})],
@@ -231,7 +231,7 @@ def test_a_ring_that_nobody_links_is_none() -> None:
     assert without.plan is None
 
 
-def test_a_policy_that_needs_a_missing_link_gives_way() -> None:
+def test_a_policy_that_needs_a_missing_link_falls_back_to_auto() -> None:
     agreed = replace(charter(), policy="proportional")
     cut = [frozenset({A, C})]
 
@@ -240,7 +240,7 @@ def test_a_policy_that_needs_a_missing_link_gives_way() -> None:
     assert len(planned(agreement).stages) == 2
 
 
-def test_a_first_ring_of_fewer_members_than_wanted_lacks_some() -> None:
+def test_a_first_ring_of_fewer_members_than_requested_counts_the_missing() -> None:
     agreed = replace(charter(), members=3)
     two = World({A: profile(4), B: profile(4)}, agreed)
     unready = replace(two, profiles={**two.profiles, C: replace(profile(4), layer_s=())})
@@ -252,7 +252,7 @@ def test_a_first_ring_of_fewer_members_than_wanted_lacks_some() -> None:
     assert [len(planned(agreement).stages) for agreement in found] == [2, 2, 3]
 
 
-def test_a_ring_that_lost_a_member_lacks_none() -> None:
+def test_a_ring_that_lost_a_member_counts_none_missing() -> None:
     agreed = replace(charter(), members=2)
     both = World({A: profile(4), B: profile(4)}, agreed)
     both = both.follow(both.agree())
@@ -263,7 +263,7 @@ def test_a_ring_that_lost_a_member_lacks_none() -> None:
     assert agreement.lacking == 0
 
 
-def test_more_members_than_layers_means_one_for_each() -> None:
+def test_more_members_than_layers_means_one_layer_each() -> None:
     agreed = replace(charter(4), members=9)
 
     agreement = World({node(at): profile(4) for at in range(1, 5)}, agreed).agree()
@@ -291,7 +291,7 @@ def test_a_member_too_small_for_a_layer_does_not_count() -> None:
     assert "a layer takes" in standbys(agreement)[C]
 
 
-def test_no_more_members_than_agreed() -> None:
+def test_the_ring_has_at_most_the_requested_members() -> None:
     agreed = replace(charter(), members=1)
 
     agreement = World(THREE.profiles, agreed).agree()
@@ -300,18 +300,18 @@ def test_no_more_members_than_agreed() -> None:
     assert "The ring lacks" in agreement.reason
 
 
-def test_a_changed_bound_is_kept_once_no_session_is_hurt() -> None:
+def test_a_changed_constraint_is_applied_once_no_session_is_hurt() -> None:
     agreed = replace(charter(), exclude=(A,))
     world = World({A: profile(4), B: profile(4)}, agreed, followed={A: ring((A, 0, 4))})
 
     assert replace(world, busy={A}).agree().plan == ring((A, 0, 4))
     agreement = world.agree()
     assert agreement.plan == ring((B, 0, 4), epoch=6)
-    assert agreement.reason == "it has the nodes that are wanted"
+    assert agreement.reason == "it satisfies the charter"
     assert standbys(agreement) == {A: "it is excluded"}
 
 
-def test_who_is_preferred_holds_layers() -> None:
+def test_a_preferred_node_holds_layers() -> None:
     agreed = replace(charter(), prefer=(B, D))
 
     agreement = World({A: profile(4), B: profile(4, ms=9.0)}, agreed).agree()
@@ -319,13 +319,13 @@ def test_who_is_preferred_holds_layers() -> None:
     assert B in spans(planned(agreement))
 
 
-def test_a_node_holds_exactly_the_span_that_it_wants() -> None:
+def test_a_node_holds_exactly_its_fixed_span() -> None:
     world = World({A: profile(4), B: profile(4, span=Span(1, 3)), C: profile(4)})
 
     assert spans(planned(world.agree()))[B] == "1:3"
 
 
-def test_a_ring_with_another_span_than_wanted_is_none() -> None:
+def test_a_ring_that_violates_a_fixed_span_is_replaced() -> None:
     world = World(
         {A: profile(4), B: profile(4, span=Span(2, 4))}, followed={A: ring((A, 0, 1), (B, 1, 4))}
     )
@@ -336,23 +336,23 @@ def test_a_ring_with_another_span_than_wanted_is_none() -> None:
     assert agreement.reason == f"`{short(B)}` cannot hold `1:4`"
 
 
-def test_spans_come_under_the_shares_of_all() -> None:
+def test_fixed_spans_override_the_proportional_policy() -> None:
     agreed = replace(charter(), policy="proportional")
     world = World({A: profile(4), B: profile(4, span=Span(1, 4))}, agreed)
 
     assert spans(planned(world.agree())) == {A: "0:1", B: "1:4"}
 
 
-def test_a_span_that_leaves_no_ring_stands_by() -> None:
+def test_a_node_whose_fixed_span_leaves_no_ring_is_a_standby() -> None:
     world = World({A: profile(4), B: profile(4, span=Span(1, 3))})
 
     agreement = world.agree()
 
     assert spans(planned(agreement)) == {A: "0:4"}
-    assert standbys(agreement) == {B: "there is no place for its `1:3`"}
+    assert standbys(agreement) == {B: "its span `1:3` does not fit the ring"}
 
 
-def test_a_wanted_span_waits_for_sessions_too() -> None:
+def test_a_new_fixed_span_waits_for_sessions_too() -> None:
     world = World(
         {A: profile(4), B: profile(4, span=Span(0, 2))}, followed={A: ring((A, 0, 4))}, busy={A}
     )
@@ -360,7 +360,7 @@ def test_a_wanted_span_waits_for_sessions_too() -> None:
     agreement = world.agree()
 
     assert agreement.plan == ring((A, 0, 4))
-    assert standbys(agreement) == {B: "there is no place for its `0:2`"}
+    assert standbys(agreement) == {B: "its span `0:2` does not fit the ring"}
     assert spans(planned(replace(world, busy={}).agree())) == {B: "0:2", A: "2:4"}
 
 
@@ -373,7 +373,7 @@ def test_less_memory_ends_a_ring() -> None:
     assert agreement.reason == f"`{short(A)}` cannot hold `0:4`"
 
 
-def test_a_ring_whose_entry_has_no_room_for_the_ends_is_none() -> None:
+def test_a_ring_whose_entry_cannot_hold_the_ends_is_replaced() -> None:
     large = replace(charter(), shape=model(ends=80))
     world = World({A: profile(4), B: profile(5)}, large, followed={B: ring((A, 0, 4))})
 
@@ -406,7 +406,7 @@ def test_without_the_client_there_is_no_ring() -> None:
     assert "made no offer" in agreement.reason
 
 
-def test_a_member_with_other_weights_is_out() -> None:
+def test_a_member_with_other_weights_is_refused() -> None:
     world = World({A: profile(2), B: profile(2), C: profile(2)}, followed={A: ring((A, 0, 4))})
     changed = replace(profile(2), weights=weights(changed={2: b"x" * 16}))
     followed = {A: ring((A, 0, 2), (B, 2, 4))}
@@ -415,10 +415,10 @@ def test_a_member_with_other_weights_is_out() -> None:
 
     assert agreement.refused == {B: f"its layer 2 differs from that of `{short(A)}`"}
     assert spans(planned(agreement)) == {A: "0:2", C: "2:4"}
-    assert agreement.reason == f"`{short(B)}` is out: {agreement.refused[B]}"
+    assert agreement.reason == f"`{short(B)}` cannot take part: {agreement.refused[B]}"
 
 
-def test_a_ring_is_believed_before_an_author_that_comes_back_with_other_weights() -> None:
+def test_the_ring_takes_precedence_over_a_returning_author_with_other_weights() -> None:
     changed = replace(profile(4), weights=weights(changed={2: b"x" * 16}))
     world = World({A: changed, B: profile(4)}, followed={B: ring((B, 0, 4))})
 
@@ -428,12 +428,12 @@ def test_a_ring_is_believed_before_an_author_that_comes_back_with_other_weights(
     assert set(agreement.refused) == {A}
 
 
-def test_who_was_removed_or_left_agrees_on_nothing() -> None:
+def test_a_removed_or_departed_node_has_no_plan() -> None:
     assert replace(ALONE, removed={A}).agree(A).plan is None
     assert replace(ALONE, left={A}).agree(A).plan is None
 
 
-def test_a_removed_node_says_nothing() -> None:
+def test_plans_of_removed_nodes_are_ignored() -> None:
     followed = {B: ring((B, 0, 4), epoch=9)}
 
     agreement = World({A: profile(4), B: profile(4)}, followed=followed, removed={B}).agree()
@@ -445,19 +445,19 @@ def test_a_removed_node_says_nothing() -> None:
 @pytest.mark.parametrize(
     "followed", [b"garbage", ring((A, 0, 4), epoch=MAX_EPOCH).encode()], ids=["garbage", "epoch"]
 )
-def test_a_plan_that_none_can_follow_is_none(followed: bytes) -> None:
+def test_an_unusable_plan_is_ignored(followed: bytes) -> None:
     view = replace(ALONE.view(A), states={A: State(followed=followed)})
 
     assert planned(agree(view)).epoch == 1
 
 
-def test_a_node_that_said_nothing_yet_can_be_alone() -> None:
+def test_a_node_without_a_published_state_can_plan_alone() -> None:
     view = replace(ALONE.view(A), states={})
 
     assert spans(planned(agree(view))) == {A: "0:4"}
 
 
-def test_a_ring_that_works_stays_where_no_other_is_found() -> None:
+def test_a_working_ring_is_kept_if_no_other_is_found() -> None:
     # The entry must be a node that the charter excludes from holding layers.
     agreed = replace(charter(), exclude=(A,))
     world = World({A: profile(4)}, agreed, followed={A: ring((A, 0, 4))})
@@ -465,10 +465,10 @@ def test_a_ring_that_works_stays_where_no_other_is_found() -> None:
     agreement = world.agree()
 
     assert agreement.plan == ring((A, 0, 4))
-    assert agreement.reason == "no other was found"
+    assert agreement.reason == "no other plan was found"
 
 
-def test_work_is_taken_over_only_where_the_question_is_the_same() -> None:
+def test_planning_work_is_reused_only_for_equal_input() -> None:
     first = ALONE.agree()
     grown = World({A: profile(4), B: profile(4, ms=0.5)})
 
@@ -476,7 +476,7 @@ def test_work_is_taken_over_only_where_the_question_is_the_same() -> None:
     assert agree(grown.view(A), first) == grown.agree()
 
 
-def test_a_charter_that_contradicts_itself_is_no_crash() -> None:
+def test_a_contradictory_charter_is_reported() -> None:
     agreed = replace(charter(), ends=Ends.CLIENT)
     world = World({A: profile(4, span=Span(0, 4)), B: profile(4)}, agreed)
 
@@ -494,15 +494,15 @@ def test_a_full_mesh_agrees() -> None:
     assert world.follow(agreement).agree(nodes[-1]).plan == agreement.plan
 
 
-def test_a_node_that_does_not_know_the_policy_stands_by_and_says_so() -> None:
-    unknown = ("node `x` asks for policy `greenest`",)
+def test_a_node_that_does_not_know_the_policy_is_a_standby_with_a_reason() -> None:
+    unknown = ("node `x` set policy `greenest`",)
     world = World({A: profile(4), B: profile(4)}, replace(charter(), unknown=unknown))
 
     agreement = world.agree(A)
 
     assert agreement.plan is None
     assert agreement.reason == (
-        "node `x` asks for policy `greenest`, which this version does not have; update meshllm"
+        "node `x` set policy `greenest`, unknown to this version; update meshllm"
     )
     assert agreement.refused == {A: agreement.reason}
     assert advise(agreement) == f"There is no ring: {agreement.reason}"
@@ -514,11 +514,13 @@ def test_a_node_that_does_not_know_the_policy_stands_by_and_says_so() -> None:
         ({"obstacle": "it is old"}, "it is old"),
         (
             {"lifecycle": Lifecycle.OTHER},
-            "it is in a state that this version does not have; update meshllm",
+            "its state is unknown to this version; update meshllm",
         ),
     ],
 )
-def test_the_others_go_on_without_a_node_that_stands_by(state: dict[str, Any], reason: str) -> None:
+def test_the_others_plan_without_a_node_with_an_obstacle(
+    state: dict[str, Any], reason: str
+) -> None:
     world = World({A: profile(4), B: profile(4, ms=9)})
     world = world.follow(world.agree())
     view = world.view(B)

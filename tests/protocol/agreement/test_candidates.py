@@ -33,15 +33,15 @@ def offered(found: Candidates) -> list[NodeId]:
 @pytest.mark.parametrize(
     ("index", "name"), [(0, "layer 0"), (3, "layer 3"), (4, "embedding"), (5, "head")]
 )
-def test_a_conflict_has_the_name_of_its_part(index: int, name: str) -> None:
+def test_a_mismatch_names_the_part(index: int, name: str) -> None:
     assert conflicts(weights(), weights(changed={index: OTHER})) == name
 
 
-def test_the_configuration_is_a_part() -> None:
+def test_the_configuration_is_compared() -> None:
     assert conflicts(weights(), (*weights()[:-1], OTHER)) == "configuration"
 
 
-def test_what_one_lacks_is_no_conflict() -> None:
+def test_absent_parts_do_not_conflict() -> None:
     here, there = weights(changed={0: ABSENT, 2: OTHER}), weights(changed={2: ABSENT})
 
     assert conflicts(here, there) is None
@@ -53,7 +53,7 @@ def test_manifests_of_different_lengths_differ() -> None:
     assert conflicts(weights(4), weights(5)) == "number of layers"
 
 
-def test_an_offer_is_what_a_profile_brings() -> None:
+def test_an_offer_copies_the_profile() -> None:
     brought = replace(profile(2, ms=3.0), head_s=0.5, reserve_bytes=7)
 
     (offer,) = look({A: brought}).offers
@@ -62,21 +62,21 @@ def test_an_offer_is_what_a_profile_brings() -> None:
     assert (offer.layer_s, offer.head_s) == (((1, 0.003),), 0.5)
 
 
-def test_other_weights_are_refused_by_the_name_of_the_part() -> None:
+def test_other_weights_are_refused_naming_the_part() -> None:
     found = look({A: profile(1), B: replace(profile(1), weights=weights(changed={1: OTHER}))})
 
     assert offered(found) == [A]
     assert found.refused == {B: f"its layer 1 differs from that of `{short(A)}`"}
 
 
-def test_those_in_the_ring_are_believed_before_the_author_and_lower_ids() -> None:
+def test_ring_nodes_take_precedence_over_the_author_and_lower_ids() -> None:
     one, other = profile(1), replace(profile(1), weights=weights(changed={1: OTHER}))
 
     assert offered(look({A: one, B: other, C: other}, ring=(C,))) == [B, C]
     assert offered(look({A: one, B: other, C: other}, ring=(D,))) == [A]
 
 
-def test_the_author_is_believed_even_while_it_is_away() -> None:
+def test_the_author_takes_precedence_even_while_it_is_away() -> None:
     other = replace(profile(1), weights=weights(changed={1: OTHER}))
 
     found = look({A: profile(1), B: other, C: profile(1)}, gone={A})
@@ -87,7 +87,7 @@ def test_the_author_is_believed_even_while_it_is_away() -> None:
     assert offered(find_candidates(view, view.alive(), ())) == [C]
 
 
-def test_an_author_that_nobody_knows_is_no_matter() -> None:
+def test_an_unknown_author_is_ignored() -> None:
     view = World({A: profile(1)}).view(A, author=D)
 
     assert offered(find_candidates(view, view.alive(), ())) == [A]
@@ -98,20 +98,20 @@ def test_another_configuration_is_another_model() -> None:
 
     found = look({A: profile(1)}, charter=agreed)
 
-    assert found.refused == {A: "its `tiny` is another model than the mesh's `tiny`"}
+    assert found.refused == {A: "its model `tiny` differs from `tiny` of the mesh"}
 
 
 def test_another_number_of_layers_is_refused() -> None:
     found = look({A: replace(profile(1), weights=weights(5))})
 
-    assert found.refused == {A: "it has digests of 5 layers, and the model has 4"}
+    assert found.refused == {A: "it has digests of 5 layers, but the model has 4"}
 
 
 def test_another_version_of_the_program_is_refused() -> None:
     newer = replace(profile(1), version="1.1")
 
     assert look({A: profile(1), B: newer}).refused == {
-        B: f"it runs version 1.1, and `{short(A)}` 1.0"
+        B: f"it runs version 1.1, but `{short(A)}` runs 1.0"
     }
     world = World({A: profile(1), B: newer}, gone={A})
     view = world.view(B, author=A)
@@ -128,11 +128,11 @@ def test_nodes_that_are_not_ready_wait() -> None:
     assert found.waiting == {
         A: "it has no model yet",
         B: "it has not measured its speed yet",
-        C: "its profile has not come yet",
+        C: "its profile has not arrived yet",
     }
 
 
-def test_of_spans_that_overlap_one_is_kept() -> None:
+def test_one_of_several_overlapping_spans_is_kept() -> None:
     def wish(start: int, stop: int) -> Profile:
         return profile(4, span=Span(start, stop))
 
@@ -140,13 +140,13 @@ def test_of_spans_that_overlap_one_is_kept() -> None:
 
     assert found.spans == {B: Span(0, 2), C: Span(2, 4)}
     assert found.waiting == {
-        A: f"`{short(B)}` holds layers of its `1:2`",
-        D: "it holds `3:5`, and the model has 4 layers",
+        A: f"its span `1:2` overlaps that of `{short(B)}`",
+        D: "it holds `3:5`, but the model has 4 layers",
     }
     assert look({A: wish(1, 2), B: wish(0, 2)}, ring=(A,)).spans == {A: Span(1, 2)}
 
 
-def test_an_excluded_node_wants_nothing() -> None:
+def test_the_fixed_span_of_an_excluded_node_is_ignored() -> None:
     agreed = replace(charter(), exclude=(A,))
     found = look({A: profile(4, span=Span(0, 4)), B: profile(4, span=Span(0, 2))}, charter=agreed)
 
@@ -164,7 +164,7 @@ def test_an_excluded_node_wants_nothing() -> None:
         (60_000_000, 60_000_000, 29_360_128),
     ],
 )
-def test_a_way_is_half_the_shorter_round_trip_roughly(
+def test_wire_time_is_half_the_shorter_round_trip_rounded(
     one_us: int, other_us: int, latency_us: float
 ) -> None:
     view = World({A: profile(1), B: profile(1)}).view(A)
@@ -176,7 +176,7 @@ def test_a_way_is_half_the_shorter_round_trip_roughly(
     assert links.between(B, A) == links.between(A, B)
 
 
-def test_noise_changes_no_way() -> None:
+def test_noise_does_not_change_the_wire_time() -> None:
     ways = {
         find_candidates(view, {A, B}, ()).links.between(A, B)
         for us in range(8200, 9200, 50)
@@ -188,7 +188,7 @@ def test_noise_changes_no_way() -> None:
     assert len(ways) == 1
 
 
-def test_no_ring_goes_where_no_link_was_measured() -> None:
+def test_unmeasured_links_are_not_used() -> None:
     view = World({A: profile(1), B: profile(1), C: profile(1)}).view(A)
     states = {
         A: State(links=((B, 0), (C, 500))),
@@ -201,7 +201,7 @@ def test_no_ring_goes_where_no_link_was_measured() -> None:
     assert links.between(A, B) == links.between(A, C) == links.between(B, C) == NO_WAY
 
 
-def test_who_left_or_was_removed_is_not_here() -> None:
+def test_departed_and_removed_nodes_are_not_candidates() -> None:
     view = World({A: profile(1), B: profile(1), C: profile(1)}, removed={C}).view(A)
 
     assert view.alive() == {A, B}

@@ -1,4 +1,4 @@
-"""What a mesh agreed on: it comes back, every limit holds, and what nodes change is merged."""
+"""The charter: encoding, limits, and the merge of amendments."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -51,13 +51,13 @@ def terms(*found: tuple[str, int, str]) -> Amendments:
 
 
 @given(charters())
-def test_a_charter_comes_back_from_its_bytes(charter: Charter) -> None:
+def test_a_charter_round_trips(charter: Charter) -> None:
     assert Charter.decode(charter.encode()) == charter
     assert Charter.decode(charter.encode() + b"later") == charter
 
 
 @given(amendments)
-def test_amendments_come_back_from_their_bytes(found: Amendments) -> None:
+def test_amendments_round_trip(found: Amendments) -> None:
     assert Amendments.decode(found.encode()) == found
     assert Amendments.decode(found.encode() + b"later") == found
 
@@ -126,22 +126,22 @@ def test_a_charter_without_layers_is_refused() -> None:
         ("prefer", 1, "00" * 32 * 65),
     ],
 )
-def test_a_term_that_no_version_writes_is_refused(term: tuple[str, int, str]) -> None:
+def test_an_invalid_term_is_refused(term: tuple[str, int, str]) -> None:
     with pytest.raises(PeerFault):
         Amendments.decode(terms(term).encode())
 
 
-def test_a_term_stands_once_and_terms_are_few() -> None:
+def test_duplicate_terms_and_too_many_terms_are_refused() -> None:
     twice = Amendments((Term("members", 1, "1"), Term("members", 2, "2")))
     many = terms(*((f"term {number}", 1, "") for number in range(MAX_TERMS + 1)))
 
-    with pytest.raises(PeerFault, match="twice"):
+    with pytest.raises(PeerFault, match="duplicate"):
         Amendments.decode(twice.encode())
     with pytest.raises(PeerFault, match="33 terms"):
         Amendments.decode(many.encode())
 
 
-def test_names_of_a_later_version_make_the_node_stand_by() -> None:
+def test_unknown_names_are_an_obstacle() -> None:
     data = CHARTER.encode()
     float8 = Charter.decode(data.replace(b"\x07\0float32", b"\x06\0float8"))
     int2 = Charter.decode(data.replace(b"\x04\0none", b"\x04\0int2"))
@@ -150,9 +150,9 @@ def test_names_of_a_later_version_make_the_node_stand_by() -> None:
     assert (float8.dtype, int2.quant) == (DType.FLOAT32, Quant.NONE)
     assert [charter.obstacle for charter in (CHARTER, float8, int2, later)] == [
         "",
-        "the mesh has dtype `float8`, which this version does not have; update meshllm",
-        "the mesh has quantisation `int2`, which this version does not have; update meshllm",
-        "the mesh has charter of version 2, which this version does not have; update meshllm",
+        "the mesh uses dtype `float8`, unknown to this version; update meshllm",
+        "the mesh uses quantisation `int2`, unknown to this version; update meshllm",
+        "the mesh uses charter version 2, unknown to this version; update meshllm",
     ]
 
 
@@ -161,16 +161,16 @@ def test_names_of_a_later_version_make_the_node_stand_by() -> None:
     [
         (("policy", 1, "greenest"), "policy `greenest`"),
         (("ends", 1, "nowhere"), "ends `nowhere`"),
-        (("tariff", 1, "night"), "setting `tariff`"),
+        (("tariff", 1, "night"), "term `tariff`"),
     ],
 )
-def test_terms_of_a_later_version_say_who_asks_for_what(
+def test_unknown_terms_are_an_obstacle_that_names_their_author(
     term: tuple[str, int, str], what: str
 ) -> None:
     merged = merge(CHARTER, {A: terms(term, ("members", 1, "2"))})
 
     assert merged.obstacle == (
-        f"node `{short(A)}` asks for {what}, which this version does not have; update meshllm"
+        f"node `{short(A)}` set {what}, unknown to this version; update meshllm"
     )
     assert replace(merged, unknown=()) == replace(CHARTER, members=2)
 
@@ -189,7 +189,7 @@ def test_every_term_can_be_changed_and_changed_back() -> None:
     assert amend(CHARTER, CHARTER, A, {A: first}) is None
 
 
-def test_nodes_that_start_with_different_flags_keep_both() -> None:
+def test_concurrent_changes_of_different_terms_are_both_kept() -> None:
     one = amend(replace(CHARTER, members=3), CHARTER, A, {})
     other = amend(replace(CHARTER, policy="throughput"), CHARTER, B, {})
     assert one is not None
@@ -198,7 +198,7 @@ def test_nodes_that_start_with_different_flags_keep_both() -> None:
     assert merge(CHARTER, {A: one, B: other}) == replace(CHARTER, members=3, policy="throughput")
 
 
-def test_of_two_at_once_the_higher_author_binds_and_a_later_change_binds_both() -> None:
+def test_of_concurrent_changes_the_higher_author_wins_and_a_later_change_overrides_both() -> None:
     both = {A: terms(("members", 1, "2")), B: terms(("members", 1, "3"))}
     later = amend(replace(CHARTER, members=4), merge(CHARTER, both), A, both)
     assert later is not None
@@ -223,7 +223,7 @@ def test_a_node_keeps_its_other_terms_when_it_changes_one() -> None:
     )
 
 
-def test_no_version_is_so_high_that_nobody_can_exceed_it() -> None:
+def test_every_version_can_be_exceeded() -> None:
     hostile = {
         B: terms(("members", 2**64 - 1, "64"), ("tariff", MAX_STEP, "night")),
         C: terms(("members", MAX_STEP, "5")),
@@ -239,7 +239,7 @@ def test_no_version_is_so_high_that_nobody_can_exceed_it() -> None:
 
 @pytest.mark.property
 @given(st.dictionaries(st.sampled_from([A, B, C]), amendments))
-def test_any_order_of_amendments_makes_the_same_charter(
+def test_the_order_of_amendments_does_not_matter(
     found: dict[NodeId, Amendments],
 ) -> None:
     merged = {merge(CHARTER, dict(order)) for order in permutations(found.items())}
@@ -253,7 +253,7 @@ def test_any_order_of_amendments_makes_the_same_charter(
     st.sampled_from([A, B, C]),
     st.sampled_from([{"members": 7}, {"policy": "fastest"}, {"prefer": (A,)}, {"sessions": 10}]),
 )
-def test_whatever_others_wrote_a_change_binds(
+def test_a_change_takes_effect_over_any_earlier_amendments(
     found: dict[NodeId, Amendments], author: NodeId, change: dict[str, Any]
 ) -> None:
     now = merge(CHARTER, found)

@@ -1,4 +1,4 @@
-"""The wire of mesh links: each message comes back, every limit holds."""
+"""Codec of mesh links: every message round-trips, every limit holds."""
 
 from dataclasses import replace
 
@@ -48,13 +48,13 @@ MESSAGES: list[Message] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
+def test_a_message_round_trips(message: Message) -> None:
     assert decode(encode(message)) == message
     assert decode(memoryview(encode(message))) == message
 
 
 @given(mesh_messages)
-def test_any_message_comes_back_from_its_bytes(message: Message) -> None:
+def test_any_message_round_trips(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -68,7 +68,7 @@ def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_missing_byte_is_refused_and_fields_of_a_later_version_are_left(
+def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
     message: Message,
 ) -> None:
     if isinstance(message, Ask | Said):  # JSON has no length of its own
@@ -85,7 +85,7 @@ def test_a_message_of_a_later_version_is_unknown() -> None:
     assert encode(Unknown(0x63, b"abc")) == b"\x02\x63abc"
 
 
-def test_reasons_and_kinds_of_items_of_a_later_version_do_no_harm() -> None:
+def test_unknown_reasons_and_item_kinds_are_accepted() -> None:
     later = Slot(99, ITEM.author)
 
     assert decode(b"\x02\x08\x63") == Bye(Why.OTHER)
@@ -94,7 +94,7 @@ def test_reasons_and_kinds_of_items_of_a_later_version_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x02", b"\x02\x08", b"\x01\x09"])
-def test_what_is_no_message_is_refused(data: bytes) -> None:
+def test_a_malformed_message_is_refused(data: bytes) -> None:
     with pytest.raises(PeerFault):
         decode(data)
 

@@ -1,4 +1,4 @@
-"""Signed items: they come back, forgeries show, and of two every store keeps the same one."""
+"""Signed items: round trips, forgeries, and which of two every store keeps."""
 
 from dataclasses import replace
 from itertools import permutations
@@ -26,7 +26,7 @@ ITEM = sign(FOUNDER, STATE)
 
 
 @given(items)
-def test_an_item_comes_back_from_its_bytes(item: Item) -> None:
+def test_an_item_round_trips(item: Item) -> None:
     assert Item.decode(item.encode()) == item
 
 
@@ -43,7 +43,7 @@ def test_an_item_longer_than_the_limit_is_refused() -> None:
         Item.decode(long.encode())
 
 
-def test_only_what_the_author_signed_for_this_mesh_is_signed() -> None:
+def test_a_signature_is_valid_for_its_author_and_mesh_only() -> None:
     assert ITEM.is_signed(MESH)
     assert not ITEM.is_signed(MeshId(bytes(16)))
     assert not replace(ITEM, author=LAST.node).is_signed(MESH)
@@ -52,7 +52,7 @@ def test_only_what_the_author_signed_for_this_mesh_is_signed() -> None:
     assert not replace(ITEM, credential=b"x").is_signed(MESH)
 
 
-def test_every_bit_of_an_item_is_under_the_signature() -> None:
+def test_the_signature_covers_every_bit_of_an_item() -> None:
     data = ITEM.encode()
     for place in range(0, len(data), 7):
         changed = bytearray(data)
@@ -64,7 +64,7 @@ def test_every_bit_of_an_item_is_under_the_signature() -> None:
         assert not item.is_signed(MESH)
 
 
-def test_stores_that_heard_the_same_in_any_order_are_equal() -> None:
+def test_stores_converge_for_any_order_of_items() -> None:
     said = [
         sign(FOUNDER, STATE, seq=1),
         sign(FOUNDER, STATE, seq=9),
@@ -91,7 +91,7 @@ def test_of_two_charters_of_one_version_the_higher_author_is_kept() -> None:
     assert store.is_news(sign(FOUNDER, replace(CHARTER, version=2)))
 
 
-def test_a_node_is_forgotten_with_all_it_said_of_itself() -> None:
+def test_forgetting_a_node_deletes_its_profile_and_state() -> None:
     store = Store()
     for item in (sign(FOUNDER, PROFILE), sign(FOUNDER, STATE), sign(FOUNDER, CHARTER)):
         store.keep(item)
@@ -119,7 +119,7 @@ def test_comparing_finds_what_each_side_lacks() -> None:
     assert set(asked) == {newer.slot, mine.slot}
 
 
-def test_two_items_of_one_count_go_both_ways() -> None:
+def test_two_items_of_equal_count_are_exchanged_both_ways() -> None:
     one, other = sign(FOUNDER, STATE), sign(FOUNDER, replace(STATE, is_loaded=True))
 
     lacking, wanted = compare({one.slot: one}, summarise([other]))

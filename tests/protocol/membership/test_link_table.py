@@ -1,4 +1,4 @@
-"""One node's links: who is heard, how far away, which of two stays."""
+"""The link table: timeouts, round trips, and which of two links is kept."""
 
 from itertools import pairwise
 from math import inf
@@ -68,7 +68,7 @@ def test_a_round_trip_that_was_measured_is_not_zero() -> None:
 
 
 @pytest.mark.parametrize(("echo", "held"), [(0, 0), (9, 0), (1, 10**7)])
-def test_a_stamp_that_cannot_be_ours_measures_nothing(echo: int, held: int) -> None:
+def test_an_implausible_stamp_is_ignored(echo: int, held: int) -> None:
     at = contact()
 
     at.hear(Beat(5, echo, held, 0, b""), 9.0, 0.0)
@@ -84,7 +84,7 @@ def test_the_clock_of_a_peer_is_compared_over_half_a_round_trip() -> None:
 
     assert here.round_trip_us == 20_000
     assert here.ahead_s == pytest.approx(-30.0)
-    assert there.ahead_s == pytest.approx(30.0)  # it knows no round trip yet
+    assert there.ahead_s == pytest.approx(30.0)  # before a round trip is measured
 
 
 def test_before_the_first_beat_no_clock_is_known() -> None:
@@ -92,18 +92,18 @@ def test_before_the_first_beat_no_clock_is_known() -> None:
 
 
 @pytest.mark.parametrize(("wall_s", "told"), [(-1.0, 0), (1e15, MAX_WALL_MS)])
-def test_a_clock_that_is_out_of_its_mind_is_told_within_bounds(wall_s: float, told: int) -> None:
+def test_an_extreme_time_of_day_is_clamped(wall_s: float, told: int) -> None:
     assert contact().beat(1.0, wall_s, b"").wall_ms == told
 
 
-def test_a_stamp_that_is_held_for_ever_is_told_within_bounds() -> None:
+def test_the_time_that_a_stamp_was_held_is_clamped() -> None:
     at = contact()
     at.hear(Beat(5, 0, 0, 0, b""), 1.0, 0.0)
 
     assert at.beat(1e6, 0.0, b"").held == MAX_HELD_US
 
 
-def test_summaries_wait_for_two_beats_and_become_rare() -> None:
+def test_summaries_wait_for_two_beats_and_back_off() -> None:
     at = contact()
     beats = (tick * BEAT for tick in range(100))
 
@@ -117,7 +117,7 @@ def test_summaries_wait_for_two_beats_and_become_rare() -> None:
     assert at.wants_summary(differs=True, now=100.5)
 
 
-def test_a_peer_may_send_so_many_items_and_more_with_time() -> None:
+def test_the_item_allowance_refills_with_time() -> None:
     at = contact()
 
     burst = sum(at.spend() for _ in range(2 * MAX_SLOTS))
@@ -133,7 +133,7 @@ def test_without_links_there_is_no_deadline() -> None:
     assert links().silent(9.0) == []
 
 
-def test_silence_is_loss_of_the_silent_one() -> None:
+def test_only_the_silent_link_times_out() -> None:
     both = links(b=contact(1.0), c=contact(2.0))
 
     assert both.deadline == 1.0 + SILENCE
@@ -141,7 +141,7 @@ def test_silence_is_loss_of_the_silent_one() -> None:
     assert both.silent(1.0 + SILENCE) == [B]
 
 
-def test_who_slept_gives_the_others_one_beat_more() -> None:
+def test_after_a_suspension_peers_get_one_more_beat() -> None:
     both = links(b=contact(), c=contact())
 
     assert both.silent(60.0) == []
@@ -153,11 +153,11 @@ def test_a_link_to_itself_is_refused() -> None:
     assert links().refusal(A, contact(), 0.0) is Why.TWIN
 
 
-def test_the_first_link_to_a_peer_stands() -> None:
+def test_the_first_link_to_a_peer_is_accepted() -> None:
     assert links(c=contact()).refusal(B, contact(), 0.0) is None
 
 
-def test_another_process_with_the_same_key_is_refused_while_the_first_is_heard() -> None:
+def test_another_process_with_the_same_key_is_refused_while_the_first_is_active() -> None:
     one = links(b=contact(0.0, instance=1, is_favoured=False))
     other = contact(1.0, instance=2)
 
@@ -174,7 +174,7 @@ def test_another_process_with_the_same_key_is_refused_while_the_first_is_heard()
         (False, False, Why.CROSSED),
     ],
 )
-def test_of_two_crossing_links_the_favoured_one_stays(
+def test_of_two_crossing_links_the_favoured_one_is_kept(
     standing: bool, newcomer: bool, why: Why | None
 ) -> None:
     one = links(b=contact(is_favoured=standing))
@@ -186,7 +186,7 @@ def test_of_two_crossing_links_the_favoured_one_stays(
 @pytest.mark.parametrize(
     ("role", "most"), [(Role.NODE, MAX_MEMBERS - 1), (Role.CLIENT, MAX_CLIENTS)]
 )
-def test_links_are_bounded_for_nodes_and_clients_apart(role: Role, most: int) -> None:
+def test_links_to_nodes_and_clients_have_separate_limits(role: Role, most: int) -> None:
     many, other = Links(A), Role.CLIENT if role is Role.NODE else Role.NODE
     for number in range(most):
         many.add(NodeId(bytes([9, number]) * 16), contact(role=role))
@@ -195,7 +195,7 @@ def test_links_are_bounded_for_nodes_and_clients_apart(role: Role, most: int) ->
     assert many.refusal(B, contact(role=other), 0.0) is None
 
 
-def test_links_of_clients_are_not_told() -> None:
+def test_links_of_clients_are_not_published() -> None:
     both = links(c=contact(), b=contact(role=Role.CLIENT))
     both[C].round_trip_us = 7
 
@@ -206,7 +206,7 @@ def test_links_of_clients_are_not_told() -> None:
     assert len(both) == 1
 
 
-def test_links_are_told_again_when_they_come_go_or_move() -> None:
+def test_links_are_published_again_when_they_change() -> None:
     assert worth((), ()) == inf
     assert worth((), ((B, 0),)) == worth(((B, 0),), ()) == GAP
     assert worth(((B, 0),), ((B, 5),)) == GAP

@@ -1,4 +1,4 @@
-"""One node's view of its mesh: what it says to whom, and what it makes of what it hears."""
+"""The membership machine: what it sends to which peer, and how it handles messages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ A = TypeVar("A", bound=Action)
 
 
 def mesh(key: NodeKey = MIDDLE, *, incarnation: int = 1) -> Mesh:
-    """A machine that has published a profile and a state at time 0."""
+    """Return a machine that published a profile and a state at time 0."""
     made = Mesh(key, CREDENTIALS[key.node], incarnation, now=0.0, wall_s=WALL)
     made.publish(profile=PROFILE, state=STATE, now=0.0)
     return made
@@ -83,7 +83,7 @@ def tick(node: Mesh, now: float, wall_s: float = WALL) -> list[Action]:
     return node.expire(now, wall_s)
 
 
-def test_a_link_begins_with_a_beat_what_we_are_and_the_summary_of_the_lower() -> None:
+def test_a_new_link_starts_with_a_beat_our_items_and_a_summary_from_the_lower_id() -> None:
     node = mesh()
     node.publish(charter=CHARTER, now=0.0)
 
@@ -96,7 +96,7 @@ def test_a_link_begins_with_a_beat_what_we_are_and_the_summary_of_the_lower() ->
     assert higher[-1] == Changed()
 
 
-def test_a_link_that_begins_or_ends_is_told_at_once() -> None:
+def test_link_changes_are_published_at_once() -> None:
     node = mesh()
 
     begins = link(node, LAST)
@@ -109,7 +109,7 @@ def test_a_link_that_begins_or_ends_is_told_at_once() -> None:
     assert node.unlinked(LAST.node, 3.0) == []
 
 
-def test_many_changes_of_links_are_told_together() -> None:
+def test_many_link_changes_are_published_together() -> None:
     node = mesh()
     link(node, LAST, 1.0)
 
@@ -133,7 +133,7 @@ def test_the_first_beat_is_answered_at_once() -> None:
     assert said(second, LAST) == []
 
 
-def test_beats_tell_the_time_of_day_and_compare_it() -> None:
+def test_beats_carry_the_time_of_day_and_measure_the_offset() -> None:
     node = linked(LAST)
     tick(node, 2.0, WALL + 1)
 
@@ -145,7 +145,7 @@ def test_beats_tell_the_time_of_day_and_compare_it() -> None:
     assert node.links[LAST.node].ahead_s == pytest.approx(7)
 
 
-def test_a_round_trip_is_told_when_it_is_measured_and_when_it_moved() -> None:
+def test_a_round_trip_is_published_when_measured_and_when_changed() -> None:
     node = linked(LAST)
 
     node.receive(LAST.node, Beat(5, 1_000_000, 0, 0, bytes(8)), 1.2)
@@ -161,7 +161,7 @@ def test_a_round_trip_is_told_when_it_is_measured_and_when_it_moved() -> None:
     assert moved > 250_000
 
 
-def test_all_links_beat_and_silence_drops_them() -> None:
+def test_all_links_beat_and_silent_ones_are_dropped() -> None:
     node = linked(FOUNDER, LAST)
     now = 1.0
     while now < 1.0 + SILENCE:
@@ -194,7 +194,7 @@ def test_two_differing_beats_make_the_lower_id_send_a_summary() -> None:
     assert [said(actions, FOUNDER) for actions in lower] == [[], [], []]
 
 
-def test_a_summary_is_answered_with_what_is_lacking_and_wanted() -> None:
+def test_a_summary_is_answered_with_missing_items_and_a_request() -> None:
     node = linked(LAST)
     theirs = [sign(LAST, PROFILE), sign(LAST, STATE)]
 
@@ -206,7 +206,7 @@ def test_a_summary_is_answered_with_what_is_lacking_and_wanted() -> None:
     assert [type(message) for message in said(nothing, LAST)] == [Items]
 
 
-def test_what_is_wanted_is_sent_and_what_is_not_there_is_not() -> None:
+def test_requested_items_are_sent_if_present() -> None:
     node = linked(LAST)
     slots = sign(MIDDLE, PROFILE).slot, sign(FOUNDER, PROFILE).slot
 
@@ -215,7 +215,7 @@ def test_what_is_wanted_is_sent_and_what_is_not_there_is_not() -> None:
     ]
 
 
-def test_what_the_gone_said_is_shared_with_nobody_but_who_says_it_older() -> None:
+def test_items_of_departed_nodes_are_sent_only_to_peers_with_older_ones() -> None:
     node = linked(LAST)
     newer = sign(FOUNDER, replace(STATE, lifecycle=Lifecycle.LEFT), seq=2)
     node.receive(LAST.node, Items((sign(FOUNDER, PROFILE), newer)), 1.5)
@@ -227,7 +227,7 @@ def test_what_the_gone_said_is_shared_with_nobody_but_who_says_it_older() -> Non
     assert newer in items(older, LAST)
 
 
-def test_news_go_on_to_those_that_the_author_does_not_name() -> None:
+def test_new_items_are_forwarded_to_peers_that_the_author_does_not_list() -> None:
     node = linked(FOUNDER, LAST, CLIENT)
     profile = sign(LAST, PROFILE)
     state = sign(LAST, replace(STATE, links=((FOUNDER.node, 1),)))
@@ -242,7 +242,7 @@ def test_news_go_on_to_those_that_the_author_does_not_name() -> None:
     assert first[-1] == Changed()
 
 
-def test_two_that_name_each_other_are_alive_together() -> None:
+def test_two_nodes_that_list_each_other_are_alive() -> None:
     node = linked(LAST)
     state = replace(STATE, links=((MIDDLE.node, 1),))
 
@@ -255,7 +255,7 @@ def test_two_that_name_each_other_are_alive_together() -> None:
     assert node.profiles.keys() == {MIDDLE.node, LAST.node}
 
 
-def test_an_item_that_comes_back_newer_is_signed_over_soon() -> None:
+def test_an_own_item_that_returns_newer_is_superseded_soon() -> None:
     node = linked(LAST)
     ours = sign(MIDDLE, STATE, incarnation=9, seq=5)
 
@@ -284,10 +284,10 @@ def test_a_client_takes_no_part_in_the_gossip(message: Message) -> None:
     assert node.states[MIDDLE.node].links == ()
     (drop,) = only(actions, Drop)
     assert (drop.peer, drop.why) == (CLIENT.node, Why.RULES)
-    assert drop.text == "Gossip on the link of a client"
+    assert drop.text == "Gossip on a client link"
 
 
-def test_as_a_client_we_beat_and_ask() -> None:
+def test_a_client_sends_beats_and_requests_only() -> None:
     node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
 
     greeting = link(node, LAST)
@@ -300,17 +300,17 @@ def test_as_a_client_we_beat_and_ask() -> None:
     assert not node.profiles
 
 
-def test_what_is_for_the_node_above_is_handed_up() -> None:
+def test_request_messages_are_delivered_to_the_node() -> None:
     node, ask = linked(CLIENT), Ask(bytes(16), b"{}")
 
     assert node.receive(CLIENT.node, ask, 2.0) == [Deliver(CLIENT.node, ask)]
 
 
-def test_who_is_not_linked_is_not_heard() -> None:
+def test_messages_of_unlinked_peers_are_ignored() -> None:
     assert mesh().receive(LAST.node, Items((sign(LAST, PROFILE),)), 2.0) == []
 
 
-def test_a_forgery_drops_who_passed_it_on() -> None:
+def test_a_forged_item_drops_the_peer_that_sent_it() -> None:
     node = linked(LAST)
     forged = replace(sign(FOUNDER, PROFILE), signature=bytes(64))
 
@@ -322,7 +322,7 @@ def test_a_forgery_drops_who_passed_it_on() -> None:
     assert node.links == {}
 
 
-def test_a_goodbye_ends_the_link() -> None:
+def test_a_bye_ends_the_link() -> None:
     node = linked(LAST)
 
     actions = node.receive(LAST.node, Bye(Why.TWIN), 2.0)
@@ -332,14 +332,14 @@ def test_a_goodbye_ends_the_link() -> None:
 
 
 @pytest.mark.parametrize("key", [STRANGER, MIDDLE], ids=["stranger", "itself"])
-def test_who_is_no_other_member_is_not_linked(key: NodeKey) -> None:
+def test_a_link_to_a_non_member_or_itself_is_dropped(key: NodeKey) -> None:
     (drop,) = link(mesh(), key)
 
     why = Why.REMOVED if key is STRANGER else Why.TWIN
     assert drop == Drop(key.node, why, is_newcomer=True)
 
 
-def test_crossing_dials_leave_the_one_of_the_lower_id() -> None:
+def test_of_crossing_dials_that_of_the_lower_id_is_kept() -> None:
     lower, higher = mesh(MIDDLE), mesh(LAST)
 
     link(lower, LAST, dialled=False)
@@ -353,7 +353,7 @@ def test_crossing_dials_leave_the_one_of_the_lower_id() -> None:
     assert again == [Drop(MIDDLE.node, Why.CROSSED, is_newcomer=True)]
 
 
-def test_a_second_process_with_the_same_key_is_refused_while_the_first_is_heard() -> None:
+def test_a_second_process_with_the_same_key_is_refused_while_the_first_is_active() -> None:
     node = linked(LAST)
 
     refused = link(node, LAST, 1.0 + FRESH / 2, instance=2)
@@ -364,7 +364,7 @@ def test_a_second_process_with_the_same_key_is_refused_while_the_first_is_heard(
     assert node.links[LAST.node].instance == 2
 
 
-def test_whom_others_know_is_dialled_by_the_lower_at_once() -> None:
+def test_a_gossiped_node_is_dialled_at_once_by_the_lower_id() -> None:
     node = linked(FOUNDER)
 
     node.receive(FOUNDER.node, Items((sign(LAST, PROFILE),)), 2.0)
@@ -377,7 +377,7 @@ def test_whom_others_know_is_dialled_by_the_lower_at_once() -> None:
     assert only(tick(node, 5.0), Dial) == dials
 
 
-def test_who_left_or_has_no_address_is_not_dialled() -> None:
+def test_departed_nodes_and_nodes_without_addresses_are_not_dialled() -> None:
     node = linked(LAST)
     gone = sign(FOUNDER, replace(STATE, lifecycle=Lifecycle.LEFT))
 
@@ -403,7 +403,7 @@ def test_a_link_that_lasted_is_dialled_at_once_when_it_is_lost() -> None:
     assert [dial.peer for dial in only(tick(node, 3.0 + STABLE), Dial)] == [LAST.node]
 
 
-def test_those_who_let_a_node_in_are_named() -> None:
+def test_hosts_returns_the_chain_of_inviters() -> None:
     node = linked(FOUNDER, LAST)
     for key in (FOUNDER, LAST):
         node.receive(key.node, Items((sign(key, PROFILE),)), 1.2)
@@ -413,7 +413,7 @@ def test_those_who_let_a_node_in_are_named() -> None:
     assert node.hosts(CLIENT.node) == ()
 
 
-def test_a_removal_cuts_the_link_of_the_removed_and_is_told() -> None:
+def test_a_removal_is_published_and_closes_the_link() -> None:
     node = linked(FOUNDER, LAST)
     removal = remove(MIDDLE, MESH, LAST.node, int(WALL))
 
@@ -425,7 +425,7 @@ def test_a_removal_cuts_the_link_of_the_removed_and_is_told() -> None:
     assert link(node, LAST, 3.0) == [Drop(LAST.node, Why.REMOVED, is_newcomer=True)]
 
 
-def test_a_removal_that_is_heard_cuts_the_link_too() -> None:
+def test_a_received_removal_closes_the_link_too() -> None:
     node = linked(FOUNDER, LAST)
     node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 1.5)
 
@@ -448,7 +448,7 @@ def test_a_membership_that_expires_ends_the_link() -> None:
     assert LAST.node not in node.profiles
 
 
-def test_who_leaves_says_so_and_parts() -> None:
+def test_leaving_is_published_and_closes_all_links() -> None:
     node = linked(FOUNDER, LAST)
 
     actions = node.leave(2.0)
@@ -460,7 +460,7 @@ def test_who_leaves_says_so_and_parts() -> None:
     assert node.links == {}
 
 
-def test_who_left_dials_nobody() -> None:
+def test_after_leaving_no_peer_is_dialled() -> None:
     node = linked(FOUNDER)
     node.receive(FOUNDER.node, Items((sign(LAST, PROFILE),)), 2.0)
 
@@ -469,7 +469,7 @@ def test_who_left_dials_nobody() -> None:
     assert not any(only(tick(node, now), Dial) for now in (2.0, 5.0, 9.0))
 
 
-def test_who_expires_at_the_moment_of_its_dial_is_not_asked_for_more() -> None:
+def test_a_peer_that_expires_when_its_dial_is_due_is_not_dialled_again() -> None:
     node = linked(FOUNDER)
     node.receive(FOUNDER.node, Items((sign(LAST, PROFILE),)), 2.0)
 
@@ -479,7 +479,7 @@ def test_who_expires_at_the_moment_of_its_dial_is_not_asked_for_more() -> None:
     assert LAST.node not in node.profiles
 
 
-def test_who_never_spoke_leaves_too() -> None:
+def test_a_node_that_never_published_can_leave() -> None:
     node = Mesh(MIDDLE, CREDENTIALS[MIDDLE.node], 1, now=0.0, wall_s=WALL)
     link(node, LAST)
 
@@ -494,7 +494,7 @@ def test_a_record_beyond_the_limits_is_not_published() -> None:
     assert node.profiles == {MIDDLE.node: PROFILE}
 
 
-def test_what_lasts_is_restored() -> None:
+def test_lasting_items_are_restored() -> None:
     node, again = linked(LAST), mesh(LAST)
     node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 1.2)
     node.publish(charter=replace(CHARTER, members=2), now=1.5)
@@ -511,12 +511,12 @@ def test_what_lasts_is_restored() -> None:
     assert mesh().author is None
 
 
-def test_nodes_that_know_the_same_have_the_same_digest() -> None:
+def test_nodes_with_the_same_items_have_the_same_digest() -> None:
     node, other = mesh(MIDDLE), mesh(LAST)
     assert node.digest != other.digest
 
 
-def test_a_message_of_a_later_version_proves_only_that_its_sender_is_there() -> None:
+def test_an_unknown_message_only_resets_the_timeout() -> None:
     node = linked(LAST)
 
     actions = node.receive(LAST.node, Unknown(99, b"whatever"), 1.0 + SILENCE)
@@ -525,7 +525,7 @@ def test_a_message_of_a_later_version_proves_only_that_its_sender_is_there() -> 
     assert node.links[LAST.node].heard == 1.0 + SILENCE
 
 
-def test_what_this_version_does_not_know_is_told_and_told_again_when_it_is_over() -> None:
+def test_an_obstacle_is_published_and_withdrawn() -> None:
     node = linked(LAST)
     asks = sign(LAST, Amendments((Term("policy", 1, "greenest"),)))
     takes_back = sign(LAST, Amendments((Term("policy", 2, "auto"),), version=2))
@@ -535,8 +535,7 @@ def test_what_this_version_does_not_know_is_told_and_told_again_when_it_is_over(
     ends = node.receive(LAST.node, Items((takes_back,)), 3.0)
 
     assert obstacle == (
-        f"node `{short(LAST.node)}` asks for policy `greenest`, which this version does not have;"
-        " update meshllm"
+        f"node `{short(LAST.node)}` set policy `greenest`, unknown to this version; update meshllm"
     )
     assert [item.kind for item in items(begins, LAST)] == [Kind.STATE]
     assert [item.kind for item in items(ends, LAST)] == [Kind.STATE]
@@ -544,7 +543,7 @@ def test_what_this_version_does_not_know_is_told_and_told_again_when_it_is_over(
     assert node.charter == CHARTER
 
 
-def test_only_what_differs_from_the_charter_is_told_of_a_new_one() -> None:
+def test_only_changed_terms_of_a_charter_are_published() -> None:
     node = linked(LAST)
     node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 2.0)
 
@@ -554,7 +553,7 @@ def test_only_what_differs_from_the_charter_is_told_of_a_new_one() -> None:
     assert node.publish(charter=replace(CHARTER, members=2), now=2.0) == []
 
 
-def test_what_we_changed_before_we_forgot_does_not_undo_what_we_change_now() -> None:
+def test_amendments_of_an_earlier_run_do_not_undo_current_ones() -> None:
     node = linked(LAST)
     node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 2.0)
     node.publish(charter=replace(CHARTER, members=2), now=2.0)

@@ -1,4 +1,4 @@
-"""Which items are believed: of whom, until when, and nothing that a stranger made."""
+"""The record store: which items are accepted, from which authors, and until when."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ REMOVAL = remove(FOUNDER, MESH, MIDDLE.node, int(WALL))
 
 
 def later(key: NodeKey, kind: int, seq: int = 1) -> Item:
-    """Make an item of a kind that a later version has."""
+    """Make an item of a kind of a later version."""
     item = Item(kind, key.node, key.node, 1, seq, b"", b"whatever")
     return item.sign(key, MESH)
 
@@ -51,7 +51,7 @@ def told(*items: Item) -> Census:
     return census
 
 
-def test_what_members_say_is_kept_and_read() -> None:
+def test_items_of_members_are_stored_and_decoded() -> None:
     census = told(
         sign(LAST, PROFILE), sign(LAST, STATE), sign(FOUNDER, CHARTER), sign(FOUNDER, REMOVAL)
     )
@@ -62,7 +62,7 @@ def test_what_members_say_is_kept_and_read() -> None:
     assert census.removals == {MIDDLE.node: REMOVAL}
 
 
-def test_what_is_no_news_is_not_taken() -> None:
+def test_an_item_that_is_not_newer_is_not_taken() -> None:
     census = told(sign(LAST, PROFILE, seq=2))
 
     assert not census.take(sign(LAST, PROFILE, seq=2), WALL)
@@ -72,7 +72,7 @@ def test_what_is_no_news_is_not_taken() -> None:
 
 @pytest.mark.parametrize("key", [CLIENT, STRANGER], ids=["client", "stranger"])
 @pytest.mark.parametrize("record", [PROFILE, AMENDED], ids=["profile", "amendments"])
-def test_who_is_no_node_of_the_mesh_is_not_believed(
+def test_items_of_non_members_and_clients_are_rejected(
     key: NodeKey, record: Profile | Amendments
 ) -> None:
     census = Census(MESH)
@@ -89,7 +89,7 @@ def test_a_state_needs_a_profile() -> None:
     assert census.take(sign(LAST, STATE), WALL)
 
 
-def test_a_profile_with_the_credential_of_another_is_not_believed() -> None:
+def test_a_profile_with_the_credential_of_another_is_rejected() -> None:
     item = replace(sign(STRANGER, PROFILE), credential=CREDENTIALS[LAST.node].encode())
 
     assert not Census(MESH).take(item.sign(STRANGER, MESH), WALL)
@@ -109,7 +109,7 @@ def test_a_profile_with_the_credential_of_another_is_not_believed() -> None:
     ],
     ids=["signature", "author", "seq", "payload", "no record", "credential", "subject", "kind"],
 )
-def test_a_forgery_is_the_fault_of_who_passes_it_on(forge: Callable[[Item], Item]) -> None:
+def test_a_forged_item_is_a_peer_fault(forge: Callable[[Item], Item]) -> None:
     census = Census(MESH)
 
     with pytest.raises(PeerFault):
@@ -117,14 +117,14 @@ def test_a_forgery_is_the_fault_of_who_passes_it_on(forge: Callable[[Item], Item
     assert not census.store
 
 
-def test_a_charter_is_believed_of_the_founder_only() -> None:
+def test_a_charter_is_accepted_from_the_founder_only() -> None:
     census = told(sign(FOUNDER, CHARTER))
 
     assert not census.take(sign(LAST, replace(CHARTER, version=2**32)), WALL)
     assert census.charter == CHARTER
 
 
-def test_amendments_count_before_and_behind_their_charter() -> None:
+def test_amendments_apply_before_and_after_the_charter_arrives() -> None:
     items = sign(LAST, AMENDED), sign(FOUNDER, CHARTER)
 
     charters = [told(*order).charter for order in permutations(items)]
@@ -132,7 +132,7 @@ def test_amendments_count_before_and_behind_their_charter() -> None:
     assert charters == [replace(CHARTER, members=2)] * 2
 
 
-def test_amendments_have_room_and_the_lowest_that_does_not_bind_makes_more() -> None:
+def test_amendments_are_bounded_and_the_oldest_overruled_one_is_evicted() -> None:
     census = told(sign(FOUNDER, CHARTER), sign(MIDDLE, AMENDED))
     with patch.object(module, "MAX_AMENDERS", 1):
         assert not census.take(sign(LAST, Amendments((Term("members", 1, "3"),))), WALL)
@@ -148,14 +148,14 @@ def test_amendments_have_room_and_the_lowest_that_does_not_bind_makes_more() -> 
     assert census.charter == replace(CHARTER, members=5)
 
 
-def test_an_absurd_version_freezes_nothing() -> None:
+def test_an_absurd_version_does_not_freeze_a_term() -> None:
     absurd = Amendments((Term("members", 2 * MAX_STEP, "9"),))
     census = told(sign(FOUNDER, CHARTER), sign(LAST, absurd), sign(MIDDLE, AMENDED))
 
     assert census.charter == replace(CHARTER, members=2)
 
 
-def test_records_of_a_later_version_are_carried_of_who_is_known_and_a_few_of_each() -> None:
+def test_records_of_unknown_kinds_are_carried_for_known_nodes_up_to_a_limit() -> None:
     census = told(sign(LAST, PROFILE))
 
     taken = [census.take(later(LAST, kind), WALL) for kind in range(99, 99 + MAX_CARRIED + 1)]
@@ -170,19 +170,19 @@ def test_records_of_a_later_version_are_carried_of_who_is_known_and_a_few_of_eac
     assert not census.store
 
 
-def test_a_charter_stands_under_its_own_version() -> None:
+def test_the_count_of_a_charter_item_is_its_version() -> None:
     item = replace(sign(FOUNDER, CHARTER), incarnation=99).sign(FOUNDER, MESH)
 
-    with pytest.raises(PeerFault, match="Charter in the place of another"):
+    with pytest.raises(PeerFault, match="Charter in the wrong slot"):
         Census(MESH).take(item, WALL)
 
 
-def test_a_removal_is_told_by_who_signed_it() -> None:
-    with pytest.raises(PeerFault, match="Removal in the place of another"):
+def test_the_author_of_a_removal_item_is_its_issuer() -> None:
+    with pytest.raises(PeerFault, match="Removal in the wrong slot"):
         Census(MESH).take(sign(LAST, REMOVAL), WALL)
 
 
-def test_a_removed_node_is_expelled_for_ever() -> None:
+def test_a_removed_node_is_expelled_permanently() -> None:
     census = told(sign(MIDDLE, PROFILE), sign(MIDDLE, STATE), sign(LAST, PROFILE))
     census.take(sign(FOUNDER, REMOVAL), WALL)
 
@@ -205,7 +205,7 @@ def test_a_membership_ends_when_it_expires() -> None:
     assert census.role(CREDENTIALS[CLIENT.node], CLIENT.node, WALL) is Role.CLIENT
 
 
-def test_a_membership_without_an_end_has_none() -> None:
+def test_a_membership_without_expiry_does_not_end() -> None:
     assert Census(MESH).ends_s() == inf
     assert ends_s(CREDENTIALS[MIDDLE.node]) == inf
 

@@ -1,4 +1,4 @@
-"""What nodes tell of themselves: it comes back, every limit holds, and who is alive by it."""
+"""Profiles and states: round trips, limits, and which nodes are alive."""
 
 from dataclasses import replace
 from math import inf, nan
@@ -34,12 +34,12 @@ A, B, C, D = (NodeId(bytes([number]) * 32) for number in range(4))
 
 
 @given(profiles)
-def test_a_profile_comes_back_from_its_bytes(profile: Profile) -> None:
+def test_a_profile_round_trips(profile: Profile) -> None:
     assert Profile.decode(profile.encode()) == profile
 
 
 @given(states)
-def test_a_state_comes_back_from_its_bytes(state: State) -> None:
+def test_a_state_round_trips(state: State) -> None:
     assert State.decode(state.encode()) == state
 
 
@@ -51,7 +51,7 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("record", [PROFILE, State(links=((A, 9),), followed=b"plan")])
-def test_fields_of_a_later_version_are_left_and_a_missing_one_is_refused(
+def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
     record: Profile | State,
 ) -> None:
     assert record.decode(b"\x02" + record.encode()[1:] + b"later") == record
@@ -61,7 +61,7 @@ def test_fields_of_a_later_version_are_left_and_a_missing_one_is_refused(
 
 
 @pytest.mark.parametrize("code", [0, 4, 255])
-def test_a_lifecycle_of_a_later_version_is_another_one(code: int) -> None:
+def test_an_unknown_lifecycle_is_other(code: int) -> None:
     data = bytearray(State().encode())
     data[1] = code
 
@@ -99,7 +99,7 @@ def test_a_profile_beyond_a_limit_is_refused(fields: dict[str, Any]) -> None:
         Profile.decode(replace(PROFILE, **fields).encode())
 
 
-def test_a_span_from_above_to_below_is_refused() -> None:
+def test_a_reversed_span_is_refused() -> None:
     data = bytearray(replace(PROFILE, span=Span(2, 4)).encode())
     data[1 + 24] = 5
 
@@ -123,7 +123,7 @@ def test_a_state_beyond_a_limit_is_refused(state: State) -> None:
 
 
 @pytest.mark.parametrize(("place", "value"), [(2, 2), (3, 2)])
-def test_a_flag_that_is_none_is_refused(place: int, value: int) -> None:
+def test_an_invalid_flag_is_refused(place: int, value: int) -> None:
     data = bytearray(State().encode())
     data[place] = value
 
@@ -143,17 +143,17 @@ def test_a_node_is_alive_by_itself() -> None:
     assert alive({}, A) == {A}
 
 
-def test_alive_is_who_is_joined_by_links_that_both_ends_name() -> None:
+def test_nodes_connected_by_links_that_both_ends_list_are_alive() -> None:
     assert alive(here(a="b", b="ac", c="b", d=""), A) == {A, B, C}
 
 
-def test_a_link_that_one_end_names_joins_nobody() -> None:
+def test_a_link_that_one_end_lists_does_not_count() -> None:
     assert alive(here(a="b", b="", c="a"), A) == {A}
     assert alive(here(a="bc", b="ac", c="b"), A) == {A, B, C}
     assert alive(here(a="bc", b="a", c="b"), A) == {A, B}
 
 
-def test_who_has_left_is_not_alive_and_joins_nobody() -> None:
+def test_a_departed_node_is_not_alive_and_connects_no_others() -> None:
     states = here(a="b", b="ac", c="b")
     states[B] = replace(states[B], lifecycle=Lifecycle.LEFT)
 
@@ -165,7 +165,7 @@ def test_the_component_without_me_is_not_alive() -> None:
 
 
 @given(st.dictionaries(nodes, states, max_size=6), nodes)
-def test_alive_is_the_same_for_all_who_are(states: dict[NodeId, State], me: NodeId) -> None:
+def test_all_living_nodes_agree_on_who_is_alive(states: dict[NodeId, State], me: NodeId) -> None:
     links = tuple((node, 1) for node in states)
     linked = {node: replace(state, links=links) for node, state in states.items()}
 

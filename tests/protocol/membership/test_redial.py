@@ -1,4 +1,4 @@
-"""Whom to dial, and when."""
+"""The dial schedule: order, backoff and jitter."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def wanted(*peers: NodeId) -> Dialling:
     return dialling
 
 
-def test_nobody_to_dial_has_no_deadline() -> None:
+def test_without_peers_to_dial_there_is_no_deadline() -> None:
     assert Dialling(ME).deadline is None
 
 
@@ -34,7 +34,7 @@ def test_a_time_of_zero_is_a_time() -> None:
     assert dialling.deadline == 0.0
 
 
-def test_pauses_double_to_a_limit_and_spread() -> None:
+def test_the_backoff_doubles_up_to_a_limit_with_jitter() -> None:
     dialling, now, pauses = wanted(HIGH), 10.0, []
     for _ in range(8):
         assert dialling.due(now) == [HIGH]
@@ -49,7 +49,7 @@ def test_pauses_double_to_a_limit_and_spread() -> None:
     assert len({pause / most for pause, most in zip(pauses, longest, strict=True)}) == 8
 
 
-def test_a_dial_of_which_nothing_is_heard_is_tried_again() -> None:
+def test_a_dial_without_an_outcome_is_retried() -> None:
     dialling = wanted(HIGH)
     dialling.due(10.0)
 
@@ -58,7 +58,7 @@ def test_a_dial_of_which_nothing_is_heard_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("lasted", [True, False])
-def test_a_link_that_did_not_last_is_dialled_with_a_pause(lasted: bool) -> None:
+def test_a_link_that_did_not_last_is_redialled_after_a_backoff(lasted: bool) -> None:
     dialling = wanted(HIGH)
     dialling.due(10.0)
     dialling.want([], 11.0)
@@ -69,7 +69,7 @@ def test_a_link_that_did_not_last_is_dialled_with_a_pause(lasted: bool) -> None:
     assert bool(dialling.due(12.0)) is lasted
 
 
-def test_the_refusal_of_who_is_not_wanted_is_forgotten() -> None:
+def test_a_failed_dial_of_an_unwanted_peer_is_ignored() -> None:
     dialling = wanted()
 
     dialling.refused(HIGH, 10.0)

@@ -1,4 +1,4 @@
-"""What a node tells, takes, shares and forgets."""
+"""The items that a node signs, accepts, forwards, shares and forgets."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def test_own_records_are_signed_and_counted() -> None:
     assert node.own() == items[:2]
 
 
-def test_what_is_news_is_taken_once() -> None:
+def test_a_new_item_is_taken_once() -> None:
     node = exchange()
     items = [sign(LAST, PROFILE), sign(LAST, STATE)]
 
@@ -61,7 +61,7 @@ def test_what_is_news_is_taken_once() -> None:
     assert taken(node, *items) == ([], [])
 
 
-def test_items_beyond_the_allowance_are_not_looked_at() -> None:
+def test_items_beyond_the_allowance_are_ignored() -> None:
     node, at = exchange(), contact()
     at.allowance = 1
 
@@ -70,7 +70,7 @@ def test_items_beyond_the_allowance_are_not_looked_at() -> None:
     assert [item.kind for item in news] == [Kind.PROFILE]
 
 
-def test_an_author_that_lost_count_hears_of_its_newer_item() -> None:
+def test_an_author_that_lost_its_count_receives_its_newer_item() -> None:
     node = exchange()
     newer, older = sign(LAST, PROFILE, seq=9), sign(LAST, PROFILE, seq=1)
     taken(node, newer)
@@ -79,7 +79,7 @@ def test_an_author_that_lost_count_hears_of_its_newer_item() -> None:
     assert taken(node, older, peer=FOUNDER.node) == ([], [])
 
 
-def test_our_own_item_that_comes_back_newer_is_signed_over() -> None:
+def test_an_own_item_that_returns_newer_is_superseded() -> None:
     node = exchange()
     node.sign([PROFILE, STATE], WALL)
 
@@ -93,7 +93,7 @@ def test_our_own_item_that_comes_back_newer_is_signed_over() -> None:
     assert node.own()[0] == item
 
 
-def test_our_own_item_from_before_changes_nothing() -> None:
+def test_an_older_own_item_is_ignored() -> None:
     node = exchange(incarnation=5)
     node.sign([PROFILE, STATE], WALL)
 
@@ -102,7 +102,7 @@ def test_our_own_item_from_before_changes_nothing() -> None:
     assert not node.is_behind
 
 
-def test_our_own_item_that_we_do_not_have_is_signed_over() -> None:
+def test_an_unknown_own_item_is_superseded() -> None:
     node = exchange(incarnation=5)
 
     taken(node, sign(MIDDLE, PROFILE, incarnation=4, seq=8))
@@ -111,7 +111,7 @@ def test_our_own_item_that_we_do_not_have_is_signed_over() -> None:
     assert not node.census.profiles
 
 
-def test_our_own_item_that_we_never_signed_is_a_fault() -> None:
+def test_an_own_item_that_we_never_signed_is_a_fault() -> None:
     node = exchange()
     forged = replace(sign(MIDDLE, PROFILE, incarnation=9), signature=bytes(64))
 
@@ -120,7 +120,7 @@ def test_our_own_item_that_we_never_signed_is_a_fault() -> None:
     assert not node.is_behind
 
 
-def test_news_are_passed_on_to_those_that_the_author_does_not_name() -> None:
+def test_new_items_are_forwarded_to_peers_that_the_author_does_not_list() -> None:
     node = exchange()
     state = sign(LAST, linked(MIDDLE.node))
     taken(node, sign(LAST, PROFILE), state)
@@ -132,7 +132,7 @@ def test_news_are_passed_on_to_those_that_the_author_does_not_name() -> None:
     assert node.for_peer(LAST.node, [charter]) == [charter]
 
 
-def test_only_what_the_living_said_is_shared() -> None:
+def test_only_items_of_living_nodes_are_shared() -> None:
     node = exchange()
     node.sign([PROFILE, linked(LAST.node)], WALL)
     charter = sign(FOUNDER, CHARTER)
@@ -147,7 +147,7 @@ def test_only_what_the_living_said_is_shared() -> None:
     assert FOUNDER.node in node.census.profiles
 
 
-def test_who_is_gone_for_long_is_forgotten() -> None:
+def test_a_node_that_departed_long_ago_is_forgotten() -> None:
     node = exchange()
     node.sign([PROFILE, linked(LAST.node)], WALL)
     taken(node, sign(LAST, PROFILE), sign(LAST, linked(MIDDLE.node)), sign(FOUNDER, PROFILE))
@@ -163,7 +163,7 @@ def many(count: int) -> list[tuple[NodeKey, Credential]]:
     return [(key, issue(FOUNDER, FOUNDED, key.node, Role.NODE)) for key in keys]
 
 
-def test_the_node_that_is_gone_for_longest_makes_room_for_another() -> None:
+def test_the_node_that_departed_first_is_evicted_for_another() -> None:
     node = exchange()
     node.sign([PROFILE], WALL)
     *others, last = (
@@ -185,7 +185,7 @@ def test_the_node_that_is_gone_for_longest_makes_room_for_another() -> None:
     assert others[0].author not in node.census.profiles
 
 
-def test_who_is_no_member_takes_the_place_of_nobody() -> None:
+def test_a_non_member_evicts_no_node() -> None:
     node = exchange()
     node.sign([PROFILE], WALL)
     *others, (stranger, _) = many(MAX_MEMBERS)
@@ -208,7 +208,7 @@ def test_who_is_no_member_takes_the_place_of_nobody() -> None:
     assert set(node.census.profiles) == known
 
 
-def test_the_living_make_no_room() -> None:
+def test_living_nodes_are_not_evicted() -> None:
     node = exchange()
     keys = many(MAX_MEMBERS + 1)
     items = [

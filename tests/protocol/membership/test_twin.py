@@ -1,4 +1,4 @@
-"""Who is taken for another process, by one peer, for how long."""
+"""Detection of a duplicate identity."""
 
 from functools import partial
 from math import inf
@@ -8,7 +8,7 @@ from meshllm.protocol.membership.twin import TWIN_S, Twin
 from tests.builders.offers import A, B
 
 
-def test_a_node_that_one_peer_takes_for_another_for_long_enough_has_a_twin() -> None:
+def test_a_peer_that_keeps_refusing_this_node_reveals_a_duplicate() -> None:
     dropped = partial(Twin().dropped, A, is_twin=True, heard=-inf)
 
     verdicts = [dropped(now=now) for now in (5.0, 5.0 + TWIN_S, 6.0 + TWIN_S)]
@@ -17,7 +17,7 @@ def test_a_node_that_one_peer_takes_for_another_for_long_enough_has_a_twin() -> 
     assert isinstance(verdicts[2], NotAuthorised)
 
 
-def test_another_reason_begins_anew() -> None:
+def test_another_reason_resets_the_detection() -> None:
     twin = Twin()
     twin.dropped(A, is_twin=True, now=0.0, heard=-inf)
     twin.dropped(A, is_twin=False, now=1.0, heard=-inf)
@@ -26,7 +26,7 @@ def test_another_reason_begins_anew() -> None:
     assert twin.dropped(A, is_twin=True, now=10.0, heard=-inf) is None
 
 
-def test_a_peer_that_was_heard_meanwhile_begins_anew() -> None:
+def test_a_beat_resets_the_detection() -> None:
     twin = Twin()
     twin.dropped(A, is_twin=True, now=5.0, heard=4.0)
 
@@ -35,7 +35,7 @@ def test_a_peer_that_was_heard_meanwhile_begins_anew() -> None:
     assert isinstance(twin.dropped(A, is_twin=True, now=9.5 + TWIN_S, heard=7.5), NotAuthorised)
 
 
-def test_each_peer_takes_its_own_time() -> None:
+def test_each_peer_is_timed_separately() -> None:
     twin = Twin()
     twin.dropped(A, is_twin=True, now=5.0, heard=-inf)
 

@@ -1,4 +1,4 @@
-"""Taking one's place in a ring: loaded, linked both ways, at work, and again when it breaks."""
+"""Forming a ring: loading, linking to both neighbours, serving, and backoff after a loss."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def hello(node: NodeId = C, plan: Plan = RING) -> Hello:
 
 
 def dialing(now: float = 0.0) -> Forming:
-    """Return node A, which dials B; C is the rank before it."""
+    """Return node A, which dials B; C is the previous rank."""
     machine = Forming(A)
     machine.follow(RING, now)
     machine.loaded(now)
@@ -74,7 +74,7 @@ def test_a_node_dials_once_all_have_loaded() -> None:
     machine = Forming(A)
     machine.follow(RING, 0.0)
 
-    assert machine.formed(0.0, is_formed=True) == []  # it has not loaded itself
+    assert machine.formed(0.0, is_formed=True) == []  # not loaded itself
     assert machine.loaded(1.0) == [LOADED, Dial(B)]
 
     machine = Forming(A)
@@ -85,14 +85,14 @@ def test_a_node_dials_once_all_have_loaded() -> None:
     assert machine.formed(4.0, is_formed=True) == []
 
 
-def test_a_node_is_at_work_when_both_links_are_here() -> None:
+def test_the_ring_opens_when_both_links_exist() -> None:
     machine = half()
 
     assert machine.arrived(C, hello(), 8, 1.0) == [Begin(RING, 8, 7)]
     assert machine.state is State.OPEN
 
 
-def test_the_rank_before_may_link_first() -> None:
+def test_the_previous_rank_may_connect_first() -> None:
     machine = Forming(A)
 
     assert machine.arrived(C, hello(), 8, 0.0) == []
@@ -110,7 +110,7 @@ def test_another_node_does_not_open_the_ring() -> None:
     assert machine.state is State.HALF
 
 
-def test_a_link_that_greets_for_another_node_or_an_older_plan_is_closed() -> None:
+def test_a_hello_of_another_node_or_an_older_plan_closes_the_link() -> None:
     machine = Forming(A)
     machine.follow(LATER, 0.0)
 
@@ -118,7 +118,7 @@ def test_a_link_that_greets_for_another_node_or_an_older_plan_is_closed() -> Non
     assert machine.arrived(C, hello(C, RING), 2, 0.0) == [Close(2)]
 
 
-def test_the_later_of_two_links_stays() -> None:
+def test_the_later_of_two_links_is_kept() -> None:
     machine = Forming(A)
     machine.arrived(C, hello(), 1, 0.0)
 
@@ -126,11 +126,11 @@ def test_the_later_of_two_links_stays() -> None:
     assert machine.close() == [Stop(), Close(2)]
 
 
-def test_a_rank_before_with_a_later_plan_ends_the_attempt_and_waits_for_that_plan() -> None:
+def test_a_previous_rank_with_a_later_plan_ends_the_attempt_and_its_link_is_kept() -> None:
     machine = half()
 
     assert machine.arrived(C, hello(C, LATER), 8, 1.0) == [
-        Failed("The rank before follows a later plan"), Close(7),
+        Failed("The previous rank follows a later plan"), Close(7),
     ]  # fmt: skip
     assert machine.follow(LATER, 2.0) == [Stop(), UNLOADED, Load(LATER)]
     machine.loaded(3.0)
@@ -148,25 +148,25 @@ def test_links_for_older_plans_are_closed() -> None:
     assert (machine.state, machine.plan) == (State.IDLE, None)
 
 
-def test_a_node_without_a_span_holds_nothing() -> None:
+def test_a_node_without_a_stage_unloads() -> None:
     machine = Forming(A)
 
     assert machine.follow(plan_of((B, "0:6")), 0.0) == [Stop(), UNLOADED, Release()]
     assert machine.state is State.IDLE
 
 
-def test_what_was_dialled_is_closed_with_the_plan() -> None:
+def test_a_dialled_link_is_closed_with_the_plan() -> None:
     assert half().follow(None, 1.0) == [Stop(), Close(7), UNLOADED, Release()]
 
 
-def test_links_whose_job_may_not_have_begun_are_closed_with_the_plan() -> None:
+def test_links_of_a_job_that_may_not_have_started_are_closed_with_the_plan() -> None:
     machine = half()
     machine.arrived(C, hello(), 8, 1.0)
 
     assert machine.follow(None, 1.0) == [Stop(), Close(8), Close(7), UNLOADED, Release()]
 
 
-def test_links_of_a_ring_that_broke_are_those_of_its_job() -> None:
+def test_links_of_a_broken_ring_are_left_to_its_job() -> None:
     machine = half()
     machine.arrived(C, hello(), 8, 1.0)
 
@@ -184,7 +184,7 @@ def test_a_span_that_cannot_be_loaded_waits_for_another_plan() -> None:
     assert machine.follow(ALONE, 3.0)[-1] == Load(ALONE)
 
 
-def test_what_could_not_be_loaded_is_tried_again_on_request() -> None:
+def test_loading_is_retried_on_request() -> None:
     machine = Forming(A)
     machine.follow(RING, 0.0)
     assert machine.reload(0.5) == []
@@ -194,14 +194,14 @@ def test_what_could_not_be_loaded_is_tried_again_on_request() -> None:
     assert machine.loaded(3.0) == [LOADED]
 
 
-def test_an_end_of_the_rank_after_ends_the_attempt() -> None:
+def test_a_close_by_the_next_rank_ends_the_attempt() -> None:
     machine = half(now=10.0)
 
-    assert machine.gone(7, 11.0) == [Failed("The rank after gave up"), Close(7)]
+    assert machine.gone(7, 11.0) == [Failed("The next rank closed the link"), Close(7)]
     assert machine.state is State.BACKOFF
 
 
-def test_a_waiting_link_whose_end_is_gone_is_not_taken() -> None:
+def test_a_waiting_link_that_was_closed_is_not_used() -> None:
     machine = dialing()
     machine.arrived(C, hello(), 8, 0.0)
 
@@ -210,17 +210,17 @@ def test_a_waiting_link_whose_end_is_gone_is_not_taken() -> None:
     assert machine.state is State.HALF
 
 
-def test_the_rank_before_is_waited_for_only_so_long() -> None:
+def test_waiting_for_the_previous_rank_times_out() -> None:
     machine = half(now=10.0)
 
     assert machine.deadline == 10.0 + ARRIVE_S
     assert machine.expire(10.0) == []
     assert machine.expire(10.0 + ARRIVE_S) == [
-        Failed("The rank before did not link in time"), Close(7),
+        Failed("The previous rank did not connect in time"), Close(7),
     ]  # fmt: skip
 
 
-def test_pauses_grow_until_a_ring_was_open_for_a_while() -> None:
+def test_the_backoff_grows_until_a_ring_was_open_for_a_while() -> None:
     machine, now, pauses = dialing(), 0.0, []
     for _ in range(7):
         assert machine.failed("No answer", now) == [Failed("No answer")]
@@ -249,7 +249,7 @@ def test_a_ring_that_breaks_at_once_backs_off_further() -> None:
     assert machine.deadline == 3.5 + 2 * FIRST_PAUSE_S
 
 
-def test_after_a_pause_others_may_have_to_load_again() -> None:
+def test_after_a_backoff_the_ring_may_not_be_formed() -> None:
     machine = dialing()
     machine.failed("No answer", 0.0)
     machine.formed(0.0, is_formed=False)
@@ -259,7 +259,7 @@ def test_after_a_pause_others_may_have_to_load_again() -> None:
     assert machine.formed(3.0, is_formed=True) == [Dial(B)]
 
 
-def test_what_comes_of_a_job_that_was_stopped_is_dropped() -> None:
+def test_outcomes_of_a_stopped_job_are_ignored() -> None:
     machine = Forming(A)
 
     assert machine.loaded(0.0) == []

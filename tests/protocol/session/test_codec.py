@@ -158,7 +158,7 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
         (packed(DATA)[:40], "header takes"),
         (packed(Logits(SESSION, 3, 1, 7, BLOB))[:30], "Blob of 0 bytes"),
         (packed(DATA)[:-2], "is 16 bytes, not 14"),
-        (packed(FAULT)[:24] + b"\x01\x00\xff", "no UTF-8"),
+        (packed(FAULT)[:24] + b"\x01\x00\xff", "invalid UTF-8"),
         (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-1] + b"\x02", "2 whole"),
         (packed(FAULT)[:24] + b"\x01\x02" + MAX_TEXT * b"xx", "513 bytes"),
         (packed(Close(SESSION, 0))[:26] + b"\x01\x00\xff\xff", "65535 bytes"),

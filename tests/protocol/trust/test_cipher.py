@@ -1,4 +1,4 @@
-"""Sealed messages: opened once, in order and unchanged, or a fault."""
+"""Sealed messages: decrypted once, in order and unaltered, or a fault."""
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -20,7 +20,7 @@ KEY = bytes(range(32))
 
 
 def sealed(seal: Seal, *parts: Buffer, sent: bool = True) -> bytes:
-    """Seal a message as it travels."""
+    """Return a message as it is sent."""
     message = b"".join(seal.seal(parts))
     if sent:
         seal.sent()
@@ -33,7 +33,7 @@ def both() -> tuple[Seal, Unseal]:
 
 @pytest.mark.property
 @given(st.lists(st.lists(st.binary(max_size=40), max_size=4), max_size=8))
-def test_what_is_sealed_is_opened(messages: list[list[bytes]]) -> None:
+def test_sealed_messages_are_decrypted(messages: list[list[bytes]]) -> None:
     seal, unseal = both()
 
     for parts in messages:
@@ -43,7 +43,7 @@ def test_what_is_sealed_is_opened(messages: list[list[bytes]]) -> None:
 
 
 @pytest.mark.parametrize("size", [2**17 - 1, 2**17, 300_001])
-def test_a_large_message_is_sealed_alike(size: int) -> None:
+def test_a_large_message_is_sealed_like_a_small_one(size: int) -> None:
     seal, unseal = both()
     block = bytes(range(256)) * (size // 256) + bytes(size % 256)
     words = memoryview(bytearray(block[: size // 8 * 4])).cast("i")
@@ -54,7 +54,7 @@ def test_a_large_message_is_sealed_alike(size: int) -> None:
     assert unseal.open(message) == block
 
 
-def test_a_large_message_is_opened_in_its_place_where_it_may_be_written_to() -> None:
+def test_a_large_message_in_a_writable_buffer_is_decrypted_in_place() -> None:
     for kind in (bytes, bytearray):
         seal, unseal = both()
         block = bytes(range(256)) * 1024
@@ -66,16 +66,16 @@ def test_a_large_message_is_opened_in_its_place_where_it_may_be_written_to() -> 
         assert (message[10:-16] == block) is (kind is bytearray)
 
 
-def test_a_large_message_that_was_changed_is_refused() -> None:
+def test_an_altered_large_message_is_refused() -> None:
     seal, unseal = both()
     message = bytearray(sealed(seal, bytes(2**18)))
     message[1000] ^= 1
 
-    with pytest.raises(PeerFault, match="was changed"):
+    with pytest.raises(PeerFault, match="failed authentication"):
         unseal.open(message)
 
 
-def test_the_parts_are_free_after_sealing() -> None:
+def test_the_parts_may_be_reused_after_sealing() -> None:
     for size in (10, 2**18):
         seal, unseal = both()
         part = bytearray(size)
@@ -86,7 +86,7 @@ def test_the_parts_are_free_after_sealing() -> None:
         assert unseal.open(message) == bytes(size)
 
 
-def test_equal_messages_do_not_look_alike() -> None:
+def test_equal_messages_have_different_ciphertexts() -> None:
     seal, _ = both()
 
     assert len({sealed(seal, b"word")[10:] for _ in range(100)}) == 100
@@ -97,19 +97,19 @@ def test_a_replayed_message_is_refused() -> None:
     message = sealed(seal, b"once")
     unseal.open(message)
 
-    with pytest.raises(PeerFault, match="message 0 where 1 was due"):
+    with pytest.raises(PeerFault, match="message 0; expected 1"):
         unseal.open(message)
 
 
-def test_a_message_left_out_is_noticed() -> None:
+def test_a_missing_message_is_refused() -> None:
     seal, unseal = both()
     sealed(seal, b"left out")
 
-    with pytest.raises(PeerFault, match="message 1 where 0 was due"):
+    with pytest.raises(PeerFault, match="message 1; expected 0"):
         unseal.open(sealed(seal, b"next"))
 
 
-def test_messages_in_another_order_are_refused() -> None:
+def test_reordered_messages_are_refused() -> None:
     seal, unseal = both()
     messages = [sealed(seal, bytes([number])) for number in range(3)]
     unseal.open(messages[0])
@@ -131,26 +131,26 @@ def test_doubtful_messages_may_be_missing(arrived: set[int]) -> None:
     assert unseal.open(sealed(seal, b"next")) == b"next"
 
 
-def test_a_doubtful_message_does_not_come_late() -> None:
+def test_a_skipped_doubtful_message_is_refused_later() -> None:
     seal, unseal = both()
     doubtful, certain = sealed(seal, b"?", sent=False), sealed(seal, b"!")
     unseal.open(certain)
 
-    with pytest.raises(PeerFault, match="message 0 where 2 was due"):
+    with pytest.raises(PeerFault, match="message 0; expected 2"):
         unseal.open(doubtful)
 
 
-def test_a_certain_message_cannot_be_made_doubtful() -> None:
+def test_a_forged_doubtful_count_is_refused() -> None:
     seal, unseal = both()
     sealed(seal, b"certain")
     message = bytearray(sealed(seal, b"next"))
     message[8] = 1
 
-    with pytest.raises(PeerFault, match="changed on the way"):
+    with pytest.raises(PeerFault, match="failed authentication"):
         unseal.open(message)
 
 
-def test_so_many_doubtful_messages_are_a_lost_link() -> None:
+def test_too_many_doubtful_messages_lose_the_link() -> None:
     seal, unseal = both()
     for _ in range(MAX_DOUBTFUL):
         sealed(seal, sent=False)
@@ -161,7 +161,7 @@ def test_so_many_doubtful_messages_are_a_lost_link() -> None:
         seal.seal([])
 
 
-def test_the_key_changes_and_the_messages_go_on() -> None:
+def test_messages_continue_across_a_rekey() -> None:
     seal, unseal = both()
     for _ in range(REKEY_MESSAGES - 1):
         sealed(seal, sent=False)
@@ -173,7 +173,7 @@ def test_the_key_changes_and_the_messages_go_on() -> None:
     assert unseal.open(first) == later.decrypt(nonce, first[10:], first[:10]) == b"first"
 
 
-def test_doubt_may_cross_the_change_of_key() -> None:
+def test_doubtful_messages_may_span_a_rekey() -> None:
     seal, unseal = both()
     for _ in range(REKEY_MESSAGES - 1):
         sealed(seal, sent=False)
@@ -184,7 +184,7 @@ def test_doubt_may_cross_the_change_of_key() -> None:
     assert unseal.open(sealed(seal, b"there")) == b"there"
 
 
-def test_a_message_cut_or_changed_anywhere_is_refused() -> None:
+def test_a_truncated_or_altered_message_is_refused() -> None:
     seal, _ = both()
     message = sealed(seal, b"word")
 
@@ -196,7 +196,7 @@ def test_a_message_cut_or_changed_anywhere_is_refused() -> None:
                 Unseal(KEY).open(wrong)
 
 
-def test_another_key_opens_nothing() -> None:
+def test_another_key_decrypts_nothing() -> None:
     seal, _ = both()
 
     with pytest.raises(PeerFault):
@@ -208,7 +208,7 @@ def test_a_forged_number_costs_one_key_at_most() -> None:
     message = sealed(seal, b"word")
     forged = (2**64 - 1).to_bytes(8, "little") + b"\xff\xff" + message[10:]
 
-    with pytest.raises(PeerFault, match="message 18446744073709551615 where 0 was due"):
+    with pytest.raises(PeerFault, match="message 18446744073709551615; expected 0"):
         unseal.open(forged)
 
 

@@ -1,4 +1,4 @@
-"""Membership: who founded, who was invited by whom, and who is removed for ever."""
+"""Membership: the founder, chains of invitations, and permanent removal."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -59,13 +59,13 @@ def test_the_founder_is_a_member_by_its_key() -> None:
     assert found(A, bytes(16)).mesh != MESH
 
 
-def test_who_was_invited_is_a_member_in_its_role() -> None:
+def test_an_invited_key_is_a_member_in_its_role() -> None:
     assert check(OF_B, B.node, MESH, NOW, {}) is Role.NODE
     assert check(OF_C, C.node, MESH, NOW, {}) is Role.NODE
     assert check(CLIENT, D.node, MESH, NOW, {}) is CLIENT.role is Role.CLIENT
 
 
-def test_a_membership_ends_when_it_says() -> None:
+def test_a_membership_ends_when_it_expires() -> None:
     check(OF_C, C.node, MESH, NOW + 59.9, {})
 
     with pytest.raises(NotAuthorised, match="has expired") as caught:
@@ -73,7 +73,7 @@ def test_a_membership_ends_when_it_says() -> None:
     assert caught.value.hint == "join with a new ticket"
 
 
-def test_who_was_invited_is_none_once_its_inviter_expired() -> None:
+def test_a_membership_ends_when_that_of_its_inviter_expires() -> None:
     of_d = issue(C, OF_C, D.node, Role.NODE)
 
     with pytest.raises(NotAuthorised, match="expired"):
@@ -97,37 +97,37 @@ def changed(credential: Credential, **fields: Any) -> Credential:
         (replace(OF_B, mesh=MeshId(bytes(16))), B.node, "another mesh"),
         (OF_B, C.node, "shows the credential of"),
         (OF_C, B.node, "shows the credential of"),
-        (changed(OF_B, subject=C.node), C.node, "not of its issuer"),
-        (changed(CLIENT, role=Role.NODE), D.node, "not of its issuer"),
-        (changed(OF_C, expires_s=0), C.node, "not of its issuer"),
-        (changed(OF_C, issuer=A.node), C.node, "not of its issuer"),
-        (changed(OF_C, signature=bytes(64)), C.node, "not of its issuer"),
+        (changed(OF_B, subject=C.node), C.node, "not signed by its issuer"),
+        (changed(CLIENT, role=Role.NODE), D.node, "not signed by its issuer"),
+        (changed(OF_C, expires_s=0), C.node, "not signed by its issuer"),
+        (changed(OF_C, issuer=A.node), C.node, "not signed by its issuer"),
+        (changed(OF_C, signature=bytes(64)), C.node, "not signed by its issuer"),
         (replace(OF_C, chain=OF_C.chain[::-1]), C.node, "another mesh"),
-        (replace(OF_C, chain=(OF_B.chain[0], *CLIENT.chain)), D.node, "not of its issuer"),
+        (replace(OF_C, chain=(OF_B.chain[0], *CLIENT.chain)), D.node, "not signed by its issuer"),
     ],
 )
 def test_a_false_credential_is_refused(credential: Credential, node: NodeId, words: str) -> None:
     assert words in refused(credential, node)
 
 
-def test_a_certificate_is_of_one_mesh() -> None:
+def test_a_certificate_is_valid_for_one_mesh() -> None:
     other = found(A, bytes(16))
 
     moved = replace(OF_B, mesh=other.mesh, salt=bytes(16))
 
-    assert "not of its issuer" in refused(moved, B.node, mesh=other.mesh)
+    assert "not signed by its issuer" in refused(moved, B.node, mesh=other.mesh)
 
 
-def test_a_client_invites_nobody() -> None:
+def test_a_client_cannot_invite() -> None:
     with pytest.raises(NotAuthorised, match="A client cannot invite"):
         issue(D, CLIENT, C.node, Role.NODE)
 
     pretended = issue(D, replace(CLIENT, chain=CLIENT.chain[:1]), C.node, Role.NODE)
     forged = replace(CLIENT, chain=(*CLIENT.chain, pretended.chain[-1]))
-    assert "is a client, and cannot invite" in refused(forged, C.node)
+    assert "is a client and cannot invite" in refused(forged, C.node)
 
 
-def test_a_chain_has_a_longest() -> None:
+def test_the_length_of_a_chain_is_limited() -> None:
     credential = FOUNDED
     for issuer, subject in pairwise(KEYS[: MAX_CHAIN + 1]):
         credential = issue(issuer, credential, subject.node, Role.NODE)
@@ -138,21 +138,21 @@ def test_a_chain_has_a_longest() -> None:
         issue(KEYS[MAX_CHAIN], credential, KEYS[-1].node, Role.NODE)
 
 
-def test_a_removed_key_is_no_member() -> None:
+def test_a_removed_key_is_not_a_member() -> None:
     assert "is removed from the mesh" in refused(OF_C, C.node, remove(A, MESH, C.node, NOW))
     assert "is removed from the mesh" in refused(FOUNDED, A.node, remove(B, MESH, A.node, NOW))
 
 
-def test_a_removal_voids_what_the_key_issued_but_the_spared() -> None:
+def test_a_removal_revokes_what_the_key_issued_except_the_spared() -> None:
     removal = remove(A, MESH, B.node, NOW, (C.node,))
     removals = {B.node: removal}
 
     assert check(OF_C, C.node, MESH, NOW, removals) is Role.NODE
-    assert "which is removed" in refused(CLIENT, D.node, removal)
+    assert "which was removed" in refused(CLIENT, D.node, removal)
     assert "is removed" in refused(OF_B, B.node, removal)
 
 
-def test_who_was_spared_may_still_invite() -> None:
+def test_a_spared_member_may_still_invite() -> None:
     removals = {B.node: remove(A, MESH, B.node, NOW, (C.node,))}
 
     assert check(issue(C, OF_C, D.node, Role.NODE), D.node, MESH, NOW, removals) is Role.NODE
@@ -162,7 +162,7 @@ def test_a_founder_can_be_removed_and_its_mesh_goes_on() -> None:
     removal = remove(B, MESH, A.node, NOW, (B.node,))
 
     assert check(OF_C, C.node, MESH, NOW, {A.node: removal}) is Role.NODE
-    assert "which is removed" in refused(issue(A, FOUNDED, D.node, Role.NODE), D.node, removal)
+    assert "which was removed" in refused(issue(A, FOUNDED, D.node, Role.NODE), D.node, removal)
 
 
 def test_a_removal_is_signed_for_one_mesh() -> None:
@@ -178,19 +178,19 @@ def test_a_removal_is_signed_for_one_mesh() -> None:
 
 @pytest.mark.property
 @given(credentials)
-def test_a_credential_comes_back_from_its_bytes(credential: Credential) -> None:
+def test_a_credential_round_trips(credential: Credential) -> None:
     assert Credential.decode(credential.encode()) == credential
 
 
 @pytest.mark.property
 @given(removals)
-def test_a_removal_comes_back_from_its_bytes(removal: Removal) -> None:
+def test_a_removal_round_trips(removal: Removal) -> None:
     assert Removal.decode(removal.encode()) == removal
 
 
 @pytest.mark.property
 @given(st.binary(max_size=800) | credentials.map(Credential.encode))
-def test_garbage_is_no_member(data: bytes) -> None:
+def test_garbage_is_not_a_credential(data: bytes) -> None:
     try:
         credential = Credential.decode(data)
     except PeerFault:
@@ -201,7 +201,7 @@ def test_garbage_is_no_member(data: bytes) -> None:
 
 @pytest.mark.property
 @given(st.binary(max_size=800))
-def test_garbage_removes_nobody(data: bytes) -> None:
+def test_garbage_is_not_a_removal(data: bytes) -> None:
     try:
         removal = Removal.decode(data)
     except PeerFault:

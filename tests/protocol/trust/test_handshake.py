@@ -1,4 +1,4 @@
-"""The handshake: what is published holds, and whatever is wrong ends in one refusal."""
+"""The handshake: published vectors, and one error for every violation."""
 
 import base64
 import hmac
@@ -59,7 +59,7 @@ from tests.builders.handshakes import (
 from tests.protocol import handshake_vectors as vectors
 
 PUBLISHED = json.loads(vectors.PATH.read_text())
-LOW_ORDER = (  # points of Curve25519 whose secrets are all zero (RFC 7748, 6.1; cr.yp.to/ecdh)
+LOW_ORDER = (  # Curve25519 points with all-zero shared secrets (RFC 7748, 6.1; cr.yp.to/ecdh)
     bytes(32),
     bytes([1]) + bytes(31),
     bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"),
@@ -71,7 +71,7 @@ LOW_ORDER = (  # points of Curve25519 whose secrets are all zero (RFC 7748, 6.1;
 
 
 class Talk:
-    """A handshake as far as it goes; the machines stand where the next message is due."""
+    """A handshake advanced by ``until`` messages."""
 
     def __init__(self, own: Own = AS_MEMBER, host: Own = AS_HOST, until: int = 4) -> None:
         self.dialer = make_dialer(own)
@@ -85,14 +85,14 @@ class Talk:
             self.judged = asked(self.listener.receive(self.messages[2]))
 
     def admit(self, credential: Credential = MEMBER) -> tuple[Established, Established]:
-        """Let the dialer in; return what each side knows."""
+        """Admit the dialer; return the result of each side."""
         welcome, at_listener = self.listener.admit(credential)
         self.messages.append(welcome.message)
         return known(self.dialer.receive(welcome.message)), at_listener
 
 
 def expect_end(machine: Dialer | Listener, message: bytes, error: type[MeshError]) -> str:
-    """Expect one refusal, and nothing more from a machine that had it."""
+    """Expect an error, after which the machine ignores every message; return its text."""
     with pytest.raises(error) as caught:
         machine.receive(message)
     assert machine.state is State.GONE
@@ -100,12 +100,12 @@ def expect_end(machine: Dialer | Listener, message: bytes, error: type[MeshError
     return str(caught.value)
 
 
-def test_the_published_vectors_are_those_of_the_description() -> None:
+def test_the_published_vectors_match_the_reference_implementation() -> None:
     assert vectors.make() == PUBLISHED
 
 
 @pytest.mark.parametrize("vector", PUBLISHED["talks"][:2], ids=lambda vector: vector["proof"])
-def test_the_machines_say_what_is_published(vector: dict[str, Any]) -> None:
+def test_the_machines_reproduce_the_published_vectors(vector: dict[str, Any]) -> None:
     talk = Talk(AS_JOINER if vector["proof"] == "ticket" else AS_MEMBER)
 
     at_dialer, at_listener = talk.admit()
@@ -140,7 +140,7 @@ def test_links_seal_as_published(number: int) -> None:
         assert (head + body).hex() == link[f"sealed {number}"]
 
 
-def test_both_learn_who_the_other_is() -> None:
+def test_both_sides_are_authenticated() -> None:
     talk = Talk()
 
     at_dialer, at_listener = talk.admit()
@@ -153,7 +153,7 @@ def test_both_learn_who_the_other_is() -> None:
     assert len({*at_dialer.keys.outgoing, *at_dialer.keys.incoming}) == 4
 
 
-def test_a_ticket_buys_a_credential() -> None:
+def test_a_ticket_is_exchanged_for_a_credential() -> None:
     talk = Talk(AS_JOINER)
     assert isinstance(talk.judged.proof, TicketProof)
     assert talk.judged.proof.proves(vectors.SECRET)
@@ -164,7 +164,7 @@ def test_a_ticket_buys_a_credential() -> None:
     assert at_dialer.granted == at_listener.granted == MEMBER
 
 
-def test_a_proof_of_a_ticket_proves_nothing_elsewhere() -> None:
+def test_a_ticket_proof_is_valid_in_one_handshake_only() -> None:
     proof = Talk(AS_JOINER).judged.proof
     other = Talk(replace(AS_JOINER, key=OTHER)).judged.proof
     assert isinstance(proof, TicketProof)
@@ -174,35 +174,35 @@ def test_a_proof_of_a_ticket_proves_nothing_elsewhere() -> None:
     assert not replace(proof, role=Role.CLIENT).proves(vectors.SECRET)
 
 
-def test_a_stranger_to_the_mesh_gets_no_byte() -> None:
+def test_a_stranger_receives_no_byte() -> None:
     first = said(make_dialer(AS_STRANGER).start())
 
     text = expect_end(make_listener(), first, NotAuthorised)
 
-    assert text == "The dialer does not know this mesh, and has no ticket that is open"
+    assert text == "The dialer knows neither this mesh nor an open ticket"
 
 
-def test_whose_ticket_is_over_is_a_stranger() -> None:
+def test_a_dialer_with_a_closed_ticket_is_a_stranger() -> None:
     first = said(make_dialer(AS_JOINER).start())
     others = [guest_psk(bytes([number]) * 16) for number in range(256)]
 
     for guests in ((), others):
-        assert "no ticket that is open" in expect_end(
+        assert "nor an open ticket" in expect_end(
             make_listener(guests=guests), first, NotAuthorised
         )
 
 
-def test_tickets_are_looked_at_once_and_only_for_strangers() -> None:
+def test_open_tickets_are_iterated_once_and_only_for_non_members() -> None:
     looks = iter([TICKET.psk])
 
     make_listener(guests=looks).receive(said(make_dialer().start()))
-    assert next(looks) == TICKET.psk  # a member dialled, and nobody looked
+    assert next(looks) == TICKET.psk  # not iterated for a member
 
     listener = make_listener(guests=iter([bytes(32), TICKET.psk]))
     assert listener.receive(said(make_dialer(AS_JOINER).start()))
 
 
-def test_a_ticket_holds_nothing_of_the_mesh_and_the_welcome_does() -> None:
+def test_the_welcome_reveals_the_mesh_but_the_ticket_does_not() -> None:
     talk = Talk(AS_JOINER)
 
     at_dialer, _ = talk.admit()
@@ -223,12 +223,12 @@ def test_an_inviter_grants_a_membership_of_its_own_mesh_only() -> None:
     assert "another mesh" in expect_end(talk.dialer, welcome.message, NotAuthorised)
 
 
-def test_a_dialer_says_nothing_more_to_a_node_it_does_not_expect() -> None:
+def test_a_dialer_sends_nothing_more_to_an_unexpected_node() -> None:
     dialer, listener = make_dialer(expect=OTHER.node), make_listener()
 
     second = said(listener.receive(said(dialer.start())))
 
-    assert "answered where" in expect_end(dialer, second, NotAuthorised)
+    assert "answered instead of" in expect_end(dialer, second, NotAuthorised)
 
 
 def test_a_ticket_is_proven_to_its_inviter_only() -> None:
@@ -259,7 +259,7 @@ EXPIRED = issue(HOST, FOUNDED, OTHER.node, Role.NODE, NOW)
         (replace(FOUNDED, mesh=MeshId(bytes(16))), "another mesh"),
     ],
 )
-def test_a_dialer_enters_no_false_house(shown: Credential, words: str) -> None:
+def test_a_dialer_refuses_an_invalid_listener(shown: Credential, words: str) -> None:
     talk = Talk(host=Own(OTHER, 1, shown))
 
     welcome, _ = talk.listener.admit(MEMBER)
@@ -267,7 +267,7 @@ def test_a_dialer_enters_no_false_house(shown: Credential, words: str) -> None:
     assert words in expect_end(talk.dialer, welcome.message, NotAuthorised)
 
 
-def test_a_removed_node_is_no_host() -> None:
+def test_a_removed_listener_is_refused() -> None:
     removals = {HOST.node: remove(GUEST, MESH, HOST.node, NOW, (GUEST.node,))}
     dialer, listener = make_dialer(removals=removals), make_listener()
     listener.receive(said(dialer.receive(said(listener.receive(said(dialer.start()))))))
@@ -285,7 +285,7 @@ def test_a_removed_node_is_no_host() -> None:
         (CLIENT, NotAuthorised, "shows the credential of"),
     ],
 )
-def test_a_joiner_takes_no_false_credential(
+def test_a_joiner_refuses_an_invalid_credential(
     granted: Credential, error: type[MeshError], words: str
 ) -> None:
     talk = Talk(AS_JOINER)
@@ -295,23 +295,23 @@ def test_a_joiner_takes_no_false_credential(
     assert words in expect_end(talk.dialer, welcome.message, error)
 
 
-def test_who_is_no_member_yet_does_not_listen() -> None:
+def test_a_node_that_is_not_yet_a_member_cannot_listen() -> None:
     with pytest.raises(NotAuthorised, match="not yet a member"):
         make_listener(AS_JOINER)
 
 
-def test_a_long_refusal_is_cut_and_stays_one_line() -> None:
+def test_a_long_refusal_is_truncated_to_one_line() -> None:
     talk = Talk()
 
     refusal = talk.listener.refuse("no\nentry " + MAX_REFUSAL * "é")
 
     text = expect_end(talk.dialer, refusal.message, NotAuthorised)
     assert text.startswith("no entry é")
-    assert len(text.encode()) <= MAX_REFUSAL + 3  # of half a character
+    assert len(text.encode()) <= MAX_REFUSAL + 3  # half a character becomes U+FFFD
 
 
 @pytest.mark.parametrize("due", [1, 2, 3, 4])
-def test_a_message_cut_anywhere_is_refused(due: int) -> None:
+def test_a_truncated_message_is_refused(due: int) -> None:
     whole = Talk(AS_JOINER)
     whole.admit()
     message = whole.messages[due - 1]
@@ -322,7 +322,7 @@ def test_a_message_cut_anywhere_is_refused(due: int) -> None:
 
 
 @pytest.mark.parametrize("due", [1, 2, 3, 4])
-def test_a_message_changed_anywhere_is_refused(due: int) -> None:
+def test_an_altered_message_is_refused(due: int) -> None:
     whole = Talk(AS_JOINER)
     whole.admit()
 
@@ -334,7 +334,7 @@ def test_a_message_changed_anywhere_is_refused(due: int) -> None:
 
 
 def waiting_for(due: int) -> Dialer | Listener:
-    """Return the machine that is to hear the message of this number."""
+    """Return the machine that expects the message of this number."""
     if due == 1:
         return make_listener()
     talk = Talk(AS_JOINER, until=due - 1)
@@ -342,7 +342,7 @@ def waiting_for(due: int) -> Dialer | Listener:
 
 
 @pytest.mark.parametrize("version", [0, 1, 3])
-def test_another_version_is_refused_with_a_way_out(version: int) -> None:
+def test_another_version_is_refused_with_a_hint(version: int) -> None:
     talk = Talk(until=2)
 
     machines: tuple[Dialer | Listener, ...] = (make_listener(), talk.dialer)
@@ -353,7 +353,7 @@ def test_another_version_is_refused_with_a_way_out(version: int) -> None:
 
 
 @pytest.mark.parametrize("due", [2, 3, 4])
-def test_what_is_returned_to_its_sender_is_refused(due: int) -> None:
+def test_a_reflected_message_is_refused(due: int) -> None:
     talk = Talk(until=due - 1)
     machine = talk.listener if due == 3 else talk.dialer
 
@@ -381,12 +381,12 @@ def test_two_handshakes_cannot_be_spliced() -> None:
     one, listener = Talk(until=2), make_listener(fresh=OTHER_FRESH)
     second = said(listener.receive(one.messages[0]))
 
-    third = said(one.dialer.receive(second))  # by the wrong listener, which is a right one too
+    third = said(one.dialer.receive(second))  # from another listener of the same node
 
     expect_end(one.listener, third, PeerFault)
 
 
-def test_the_end_of_another_handshake_is_refused() -> None:
+def test_the_last_message_of_another_handshake_is_refused() -> None:
     one, other = Talk(), Talk(AS_JOINER)
 
     refusal = other.listener.refuse("no")
@@ -395,17 +395,17 @@ def test_the_end_of_another_handshake_is_refused() -> None:
 
 
 @pytest.mark.parametrize("point", LOW_ORDER, ids=lambda point: point.hex()[:8])
-def test_a_point_without_a_secret_is_refused(point: bytes) -> None:
+def test_a_low_order_point_is_refused(point: bytes) -> None:
     dialer, forger = make_dialer(), Transcript(MESH, OTHER_FRESH)
     dialer.start()
     forger.hail = forger.hail[:1] + point + forger.hail[33:]
 
-    assert "hides nothing" in expect_end(make_listener(), forger.first(), PeerFault)
-    assert "hides nothing" in expect_end(dialer, forger.hail + bytes(112), PeerFault)
+    assert "low-order" in expect_end(make_listener(), forger.first(), PeerFault)
+    assert "low-order" in expect_end(dialer, forger.hail + bytes(112), PeerFault)
 
 
 def insider(until: int) -> tuple[Listener, Transcript]:
-    """Return a listener, and what a dialer that knows the mesh has said and heard so far."""
+    """Return a listener, and the transcript of a dialer that knows the mesh."""
     listener, transcript = make_listener(), Transcript(MESH, FRESH_DIALER)
     second = said(listener.receive(transcript.first()))
     transcript.agree(transcript.add(second[:HAIL_BYTES]))
@@ -424,7 +424,7 @@ def insider(until: int) -> tuple[Listener, Transcript]:
         (b"\1" + bytes(17) + b"\1\x21\0\2" + bytes(32), "unknown role 2"),
     ],
 )
-def test_a_claim_that_nobody_writes_is_refused(claim: bytes, words: str) -> None:
+def test_a_malformed_claim_is_refused(claim: bytes, words: str) -> None:
     listener, transcript = insider(2)
 
     assert words in expect_end(listener, transcript.identify("dialer", GUEST, claim), PeerFault)
@@ -441,11 +441,11 @@ def test_a_claim_to_be_another_node_is_refused() -> None:
 def test_an_identity_too_short_is_refused() -> None:
     listener, transcript = insider(2)
 
-    assert "takes 96" in expect_end(listener, transcript.seal("dialer", b"me"), PeerFault)
+    assert "expected 96" in expect_end(listener, transcript.seal("dialer", b"me"), PeerFault)
 
 
 def host(dialer: Dialer) -> Transcript:
-    """Return what a listener that knows the mesh has heard of a dialer that waits to hear it."""
+    """Return the transcript of a listener that knows the mesh, after the first message."""
     transcript, first = Transcript(MESH, FRESH_LISTENER), said(dialer.start())
     transcript.check_first(first)
     transcript.add(transcript.hail)
@@ -462,7 +462,7 @@ def test_a_listener_without_capabilities_is_refused() -> None:
     assert "Capabilities of 4 bytes" in expect_end(dialer, second, PeerFault)
 
 
-def test_fields_of_a_later_version_are_not_read_in_any_message() -> None:
+def test_appended_fields_are_ignored_in_every_message() -> None:
     dialer = make_dialer()
     transcript = host(dialer)
     second = transcript.hail + transcript.identify("listener", HOST, b"\5" + bytes(8) + b"later")
@@ -478,7 +478,7 @@ def test_fields_of_a_later_version_are_not_read_in_any_message() -> None:
     assert (judged.peer, judged.proof) == (GUEST.node, MEMBER)
 
 
-def test_each_side_learns_what_the_other_understands() -> None:
+def test_each_side_learns_the_features_of_the_other() -> None:
     later = Features(1 << 40)
     talk = Talk(replace(AS_MEMBER, features=Features.INT8 | later), replace(AS_HOST))
 
@@ -489,7 +489,7 @@ def test_each_side_learns_what_the_other_understands() -> None:
     assert not at_listener.features & Features.HELP
 
 
-def test_who_knows_the_mesh_is_told_our_version_and_a_stranger_is_not() -> None:
+def test_our_version_is_sent_to_members_and_not_to_strangers() -> None:
     later = bytes([VERSION + 1]) + said(make_dialer().start())[1:HAIL_BYTES] + b"more"
     mac = hmac.digest(MESH, b"meshllm dialer hail 1" + later, "sha256")
 
@@ -512,14 +512,14 @@ def test_there_is_one_major_version() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (b"", "of 0 bytes that is no welcome"),
-        (b"\2" + bytes(20), "no welcome"),
-        (b"\1" + bytes(11), "no welcome"),
+        (b"", "of 0 bytes is not a welcome"),
+        (b"\2" + bytes(20), "not a welcome"),
+        (b"\1" + bytes(11), "not a welcome"),
         (b"\1" + bytes(12), "Credential of 0 bytes"),
         (b"\1" + bytes(8) + b"\x20\0\4\0" + FOUNDED.encode() + b"more", "4 trailing bytes"),
     ],
 )
-def test_a_welcome_that_nobody_writes_is_refused(answer: bytes, words: str) -> None:
+def test_a_malformed_welcome_is_refused(answer: bytes, words: str) -> None:
     dialer = make_dialer()
     transcript = host(dialer)
     second = transcript.hail + transcript.identify("listener", HOST, vectors.CAPABLE)
@@ -528,12 +528,12 @@ def test_a_welcome_that_nobody_writes_is_refused(answer: bytes, words: str) -> N
     assert words in expect_end(dialer, transcript.seal("listener", answer), PeerFault)
 
 
-def test_a_message_out_of_turn_is_refused() -> None:
+def test_an_unexpected_message_is_refused() -> None:
     expect_end(make_dialer(), b"early", PeerFault)
     expect_end(Talk().listener, b"more", PeerFault)
 
 
-def test_after_the_good_end_nothing_is_heard() -> None:
+def test_messages_after_completion_are_ignored() -> None:
     talk = Talk()
     talk.admit()
 
@@ -541,15 +541,15 @@ def test_after_the_good_end_nothing_is_heard() -> None:
     assert talk.dialer.state is talk.listener.state is State.OPEN
 
 
-def test_a_handshake_has_a_longest() -> None:
+def test_the_size_of_a_handshake_is_limited() -> None:
     talk = Talk(until=2)
     room = PRE_AUTH_BYTES - FIRST_BYTES
 
-    assert "did not seal" in expect_end(Talk(until=2).listener, bytes(room), PeerFault)
+    assert "was not sealed" in expect_end(Talk(until=2).listener, bytes(room), PeerFault)
     assert "more than 65536" in expect_end(talk.listener, bytes(room + 1), PeerFault)
 
 
-def test_secrets_do_not_show() -> None:
+def test_secrets_are_not_in_the_repr() -> None:
     at_dialer, _ = Talk(AS_JOINER).admit()
 
     shown = f"{at_dialer} {AS_JOINER} {FRESH_DIALER}"

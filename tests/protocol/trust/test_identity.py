@@ -1,4 +1,4 @@
-"""Node ids: what is shown is read back, and what is mistyped is noticed."""
+"""Node ids: the text form round-trips, and typing errors are detected."""
 
 import string
 
@@ -17,7 +17,7 @@ SHOWN = "aoqqpp7-tzyil4d-hlq3umo-os6atfm-t6jvrqt-osq2xy2-53sdgie-svgg4a3"
 
 @pytest.mark.property
 @given(nodes)
-def test_what_is_shown_is_read_back(node: NodeId) -> None:
+def test_a_shown_node_id_parses_back(node: NodeId) -> None:
     shown = show(node)
 
     assert parse_node(shown) == node
@@ -26,19 +26,19 @@ def test_what_is_shown_is_read_back(node: NodeId) -> None:
     assert shown.startswith(short(node))
 
 
-def test_a_node_id_is_shown_as_it_always_was() -> None:
+def test_the_text_form_of_a_node_id_is_stable() -> None:
     assert show(KEY.node) == SHOWN
     assert short(KEY.node) == SHOWN[:7]
 
 
 @pytest.mark.parametrize("place", [place for place, c in enumerate(SHOWN) if c != "-"])
-def test_one_wrong_character_is_noticed(place: int) -> None:
+def test_one_wrong_character_is_detected(place: int) -> None:
     for other in set(string.ascii_lowercase + "234567") - {SHOWN[place]}:
-        with pytest.raises(UserError, match="is no node id"):
+        with pytest.raises(UserError, match="Invalid node id"):
             parse_node(SHOWN[:place] + other + SHOWN[place + 1 :])
 
 
-def test_neighbours_that_changed_places_are_noticed() -> None:
+def test_swapped_adjacent_characters_are_detected() -> None:
     typed = SHOWN.replace("-", "")
     for place in range(len(typed) - 1):
         swapped = typed[:place] + typed[place + 1] + typed[place] + typed[place + 2 :]
@@ -49,21 +49,21 @@ def test_neighbours_that_changed_places_are_noticed() -> None:
 
 @pytest.mark.property
 @given(st.text(max_size=80) | st.text("abcdefghijklmnopqrstuvwxyz234567", max_size=80))
-def test_garbage_is_no_node_id(text: str) -> None:
+def test_garbage_is_not_a_node_id(text: str) -> None:
     with pytest.raises(UserError):
         parse_node(text)
 
 
 @pytest.mark.parametrize("text", ["", SHOWN[:-1], SHOWN + "a", SHOWN * 2, "0" * 56, "é" * 56])
-def test_what_is_no_node_id_is_refused_with_a_way_out(text: str) -> None:
-    with pytest.raises(UserError, match="is no node id") as caught:
+def test_an_invalid_node_id_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(UserError, match="Invalid node id") as caught:
         parse_node(text)
 
     assert caught.value.hint is not None
     assert len(str(caught.value)) < 110
 
 
-def test_a_signature_is_of_one_key_and_one_text() -> None:
+def test_a_signature_is_valid_for_one_key_and_one_text() -> None:
     signature = KEY.sign(b"words")
 
     assert verify(KEY.node, b"words", signature)
@@ -74,6 +74,6 @@ def test_a_signature_is_of_one_key_and_one_text() -> None:
 
 @pytest.mark.property
 @given(nodes, st.binary(max_size=70))
-def test_garbage_has_signed_nothing(node: NodeId, signature: bytes) -> None:
+def test_garbage_does_not_verify(node: NodeId, signature: bytes) -> None:
     assert not verify(node, b"words", signature)
     assert not verify(NodeId(node[:-1]), b"words", signature)

@@ -1,4 +1,4 @@
-"""Tickets: one word that comes back whole, or a line that says what is wrong with it."""
+"""Tickets: the text form round-trips, or a user error says what is wrong."""
 
 import base64
 from dataclasses import replace
@@ -35,7 +35,7 @@ tickets = st.builds(
 
 
 def word(body: bytes, version: str = "1") -> str:
-    """Write any bytes as a ticket with a good checksum."""
+    """Return any bytes as a ticket with a valid checksum."""
     checksum = blake3.blake3(b"meshllm" + version.encode() + body).digest()[:4]
     text = base64.b32encode(body + checksum).decode()
     return f"meshllm{version}{text.rstrip('=').lower()}"
@@ -48,16 +48,16 @@ def body(ticket: Ticket) -> bytes:
 
 @pytest.mark.property
 @given(tickets)
-def test_a_ticket_comes_back_from_its_word(ticket: Ticket) -> None:
+def test_a_ticket_round_trips(ticket: Ticket) -> None:
     assert parse_ticket(ticket.encode()) == ticket
 
 
-def test_a_ticket_is_written_as_it_always_was() -> None:
+def test_the_text_form_of_a_ticket_is_stable() -> None:
     assert TICKET.encode() == WORD
     assert parse_ticket(WORD) == TICKET
 
 
-def test_what_copying_does_to_a_ticket_does_no_harm() -> None:
+def test_white_space_and_case_are_ignored() -> None:
     text = f"  {WORD[:40].upper()}\n  {WORD[40:]}\t\n"
 
     assert parse_ticket(text) == TICKET
@@ -69,14 +69,14 @@ def test_the_longest_ticket_is_read() -> None:
     assert parse_ticket(ticket.encode()) == ticket
 
 
-def test_one_wrong_character_is_noticed() -> None:
+def test_one_wrong_character_is_detected() -> None:
     for place in range(8, len(WORD)):
         other = "a" if WORD[place] != "a" else "b"
         with pytest.raises(UserError, match="mistyped or cut short"):
             parse_ticket(WORD[:place] + other + WORD[place + 1 :])
 
 
-def test_a_ticket_cut_anywhere_is_noticed() -> None:
+def test_a_truncated_ticket_is_detected() -> None:
     for length in range(len(WORD)):
         with pytest.raises(UserError) as caught:
             parse_ticket(WORD[:length])
@@ -86,10 +86,10 @@ def test_a_ticket_cut_anywhere_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no ticket"),
-        ("sesame", "`sesame` is no ticket"),
-        ("meshllm1" + "a" * 9000, "is no ticket"),
-        ("meshllm2abc", "version `2`; this is version 1"),
+        ("", "Invalid ticket"),
+        ("sesame", "Invalid ticket `sesame`"),
+        ("meshllm1" + "a" * 9000, "Invalid ticket"),
+        ("meshllm2abc", "version `2` is not supported; expected `1`"),
         ("meshllm", "version ``"),
         ("meshllm1é", "mistyped"),
         ("meshllm1aaaa", "mistyped"),
@@ -98,12 +98,12 @@ def test_a_ticket_cut_anywhere_is_noticed() -> None:
         (word(body(TICKET) + b"\5abc"), "mistyped"),
         (word(body(TICKET) + b"\2\xff\xff"), "mistyped"),
         (word(body(TICKET)[:32] + b"\7" + body(TICKET)[33:]), "mistyped"),
-        (word(body(TICKET) + b"\0"), "`` is no address"),
-        (word(body(TICKET) + b"\3a\x1bb"), "is no address"),
-        (word(body(TICKET) + b"\1a" * MAX_ADDRESSES), "18 addresses"),
+        (word(body(TICKET) + b"\0"), "Invalid ticket address ``"),
+        (word(body(TICKET) + b"\3a\x1bb"), "Invalid ticket address"),
+        (word(body(TICKET) + b"\1a" * MAX_ADDRESSES), "18 ticket addresses"),
     ],
 )
-def test_what_is_no_ticket_is_refused(text: str, words: str) -> None:
+def test_an_invalid_ticket_is_refused(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         parse_ticket(text)
 
@@ -122,16 +122,16 @@ def test_garbage_is_a_user_error_or_a_ticket(text: str) -> None:
 
 @pytest.mark.parametrize("address", ["", "with space", "ws://é", "x" * 256, "tab\t"])
 def test_a_ticket_holds_only_addresses(address: str) -> None:
-    with pytest.raises(UserError, match="is no address for a ticket"):
+    with pytest.raises(UserError, match="Invalid ticket address"):
         replace(TICKET, addresses=(address,))
 
 
-def test_a_ticket_holds_only_so_many_addresses() -> None:
-    with pytest.raises(UserError, match="17 addresses; a ticket holds 16"):
+def test_the_number_of_addresses_is_limited() -> None:
+    with pytest.raises(UserError, match="17 ticket addresses; at most 16"):
         replace(TICKET, addresses=("a",) * 17)
 
 
-def test_a_proof_is_of_one_secret_one_role_and_one_handshake() -> None:
+def test_a_proof_is_valid_for_one_secret_role_and_handshake() -> None:
     proof = TICKET.prove(b"handshake")
 
     assert proof.role is Role.CLIENT
@@ -141,5 +141,5 @@ def test_a_proof_is_of_one_secret_one_role_and_one_handshake() -> None:
     assert not replace(proof, context=b"another").proves(SECRET)
 
 
-def test_a_secret_does_not_show() -> None:
+def test_the_secret_is_not_in_the_repr() -> None:
     assert repr(SECRET) not in f"{TICKET} {TICKET.prove(b'')}"

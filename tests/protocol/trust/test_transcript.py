@@ -1,4 +1,4 @@
-"""Transcripts: who heard the same has the same keys, and nobody else has."""
+"""Transcripts: equal ones give equal keys, all others do not."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def agreed() -> tuple[Transcript, Transcript]:
     return dialer, listener
 
 
-def test_who_heard_the_same_has_the_same_keys() -> None:
+def test_equal_transcripts_have_equal_keys() -> None:
     dialer, listener = agreed()
 
     assert listener.unseal("dialer", dialer.seal("dialer", b"words")) == b"words"
@@ -33,21 +33,21 @@ def test_who_heard_the_same_has_the_same_keys() -> None:
     assert len({*here.outgoing, *here.incoming}) == 4
 
 
-def test_one_byte_more_is_another_transcript() -> None:
+def test_one_more_byte_changes_the_transcript() -> None:
     dialer, listener = agreed()
     listener.add(b"!")
 
-    with pytest.raises(PeerFault, match="of 21 bytes that the dialer did not seal"):
+    with pytest.raises(PeerFault, match="of 21 bytes was not sealed by the dialer"):
         listener.unseal("dialer", dialer.seal("dialer", b"words"))
 
 
-def test_the_same_words_are_never_sealed_alike() -> None:
+def test_equal_messages_are_never_sealed_alike() -> None:
     dialer, _ = agreed()
 
     assert dialer.seal("dialer", b"words") != dialer.seal("dialer", b"words")
 
 
-def test_a_node_is_recognised_by_its_signature() -> None:
+def test_a_node_is_authenticated_by_its_signature() -> None:
     dialer, listener = agreed()
 
     signed = listener.identify("listener", KEY, b"words")
@@ -56,19 +56,19 @@ def test_a_node_is_recognised_by_its_signature() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"), [(bytes(95), "takes 96"), (KEY.node + bytes(64), "did not sign")]
+    ("words", "reason"), [(bytes(95), "expected 96"), (KEY.node + bytes(64), "did not sign")]
 )
-def test_who_did_not_sign_is_not_recognised(words: bytes, reason: str) -> None:
+def test_an_invalid_identity_is_refused(words: bytes, reason: str) -> None:
     dialer, listener = agreed()
 
     with pytest.raises(PeerFault, match=reason):
         dialer.recognise("listener", listener.seal("listener", words))
 
 
-def test_a_signature_of_the_other_side_is_not_taken() -> None:
+def test_a_signature_of_the_other_side_is_refused() -> None:
     dialer, listener = agreed()
 
-    with pytest.raises(PeerFault, match="did not seal"):
+    with pytest.raises(PeerFault, match="was not sealed"):
         dialer.recognise("dialer", listener.identify("listener", KEY, b""))
 
 
@@ -81,21 +81,21 @@ def test_a_signature_of_the_other_side_is_not_taken() -> None:
         (
             lambda first: first[:-1] + bytes([first[-1] ^ 1]),
             NotAuthorised,
-            "does not know this mesh",
+            "knows neither this mesh",
         ),
     ],
 )
-def test_a_false_first_message_is_refused(
+def test_an_invalid_first_message_is_refused(
     forge: Callable[[bytes], bytes], error: type[MeshError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         Transcript(MESH, OTHER).check_first(forge(Transcript(MESH, ONE).first()))
 
 
-def test_a_hail_without_a_secret_is_refused() -> None:
+def test_a_hail_with_a_low_order_key_is_refused() -> None:
     transcript = Transcript(MESH, ONE)
 
-    with pytest.raises(PeerFault, match="hides nothing"):
+    with pytest.raises(PeerFault, match="low-order"):
         transcript.agree(bytes([VERSION]) + bytes(HAIL_BYTES - 1))
     with pytest.raises(PeerFault, match="Hail of 1 bytes"):
         transcript.agree(bytes([VERSION]))
