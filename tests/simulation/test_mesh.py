@@ -209,10 +209,10 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
     "mutant",
     [
         ("meshllm.protocol.membership.mesh.summarise", lambda _: ()),
-        ("meshllm.protocol.membership.gossip.Item.rank", (0, 0, b"", b"")),
-        ("meshllm.protocol.membership.sync.Exchange._recount", lambda *_: None),
+        ("meshllm.protocol.membership.gossip.Item.precedence", (0, 0, b"", b"")),
+        ("meshllm.protocol.membership.sync.Replica._adopt_count", lambda *_: None),
         ("meshllm.protocol.membership.link_table.SILENCE", 1e9),
-        ("meshllm.protocol.membership.redial.Dialling.want", lambda *_: None),
+        ("meshllm.protocol.membership.redial.DialSchedule.want", lambda *_: None),
         ("meshllm.protocol.membership.charter.in_force", lambda at: in_force(newest(at))),
     ],
     ids=["no summaries", "no order", "no recount", "no silence", "no dials", "no merging"],

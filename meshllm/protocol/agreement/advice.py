@@ -2,7 +2,7 @@
 
 from meshllm.errors import MeshError
 from meshllm.protocol.agreement.agreement import GAIN, Agreement
-from meshllm.protocol.agreement.relaxation import Best, Case, find_gap
+from meshllm.protocol.agreement.relaxation import Best, Case, find_missing_link
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.partition import token_time
 from meshllm.protocol.planning.plan import Plan
@@ -10,7 +10,7 @@ from meshllm.protocol.planning.policies import POLICIES, make_plan
 from meshllm.protocol.planning.prediction import Prediction, predict
 from meshllm.protocol.trust.identity import short
 
-ON_THE_WAY = 0.5  # of the time per token; above this, network latency dominates
+NETWORK_SHARE = 0.5  # of the time per token; above this, network latency dominates
 
 
 def advise(agreement: Agreement) -> str:
@@ -26,7 +26,7 @@ def advise(agreement: Agreement) -> str:
     now = predict(plan, agreement.offers, agreement.links, shape)
     return (
         _other_ring(agreement, best, now)
-        or _longest_way(now)
+        or _slowest_hop(now)
         or _refused(agreement)
         or _slowest_layers(now)
     )
@@ -37,7 +37,7 @@ def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
     charter = best.case.view.charter
     bounds = _bounds(charter)
     plan = _unbound(best.case) if bounds else best.plan
-    if plan is None or find_gap(plan, agreement.links):
+    if plan is None or find_missing_link(plan, agreement.links):
         return ""
     then = predict(plan, agreement.offers, agreement.links, charter.shape)
     token, other = now.seconds_per_token, then.seconds_per_token
@@ -68,15 +68,15 @@ def _unbound(case: Case) -> Plan | None:
         return None
 
 
-def _longest_way(now: Prediction) -> str:
+def _slowest_hop(now: Prediction) -> str:
     token = now.seconds_per_token
-    way = sum(hop.wire_s for hop in now.hops)
-    if way <= ON_THE_WAY * token:
+    network = sum(hop.wire_s for hop in now.hops)
+    if network <= NETWORK_SHARE * token:
         return ""
     longest = max(range(len(now.hops)), key=lambda rank: now.hops[rank].wire_s)
     here, there = now.hops[longest], now.hops[(longest + 1) % len(now.hops)]
     return (
-        f"{way / token:.0%} of the time per token is network latency, most of it"
+        f"{network / token:.0%} of the time per token is network latency, most of it"
         f" {here.wire_s * 1e3:.1f} ms from `{short(here.node)}` to `{short(there.node)}`: fewer"
         " nodes with more memory each, or nodes closer together, would help"
     )

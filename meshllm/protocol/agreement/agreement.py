@@ -37,7 +37,7 @@ from meshllm.protocol.agreement.relaxation import (
     Best,
     Case,
     find_best,
-    find_gap,
+    find_missing_link,
     nodes_of,
     open_case,
     to_division,
@@ -133,7 +133,7 @@ def _decide(case: Case, best: Best, incumbent: Plan | None, epoch: int) -> tuple
     if new.stages == incumbent.stages:
         return incumbent, "no plan is better"
     gain = _gain(case, incumbent, new)
-    keeps = _keeps(case, best.problem, incumbent)
+    keeps = _satisfies(case, best.problem, incumbent)
     if keeps and gain <= GAIN:
         return incumbent, f"another plan would gain {max(gain, 0):.0%}, too little for a change"
     better = f"it gains {gain:.0%}" if keeps else "it satisfies the charter"
@@ -158,7 +158,7 @@ def _fault(case: Case, plan: Plan) -> str:
             return f"`{name}` is gone"
         if not _fits(problem, numbers[stage.node], stage.span, entry=rank == 0):
             return f"`{name}` cannot hold `{stage.span}`"
-    return find_gap(plan, found.links)
+    return find_missing_link(plan, found.links)
 
 
 def _fits(problem: Problem, node: int, span: Span, *, entry: bool) -> bool:
@@ -167,7 +167,7 @@ def _fits(problem: Problem, node: int, span: Span, *, entry: bool) -> bool:
     return span.stop in problem.stops(node, span.start, entry=entry)
 
 
-def _keeps(case: Case, problem: Problem, plan: Plan) -> bool:
+def _satisfies(case: Case, problem: Problem, plan: Plan) -> bool:
     """Return whether a working plan satisfies the constraints of the charter."""
     ring = to_division(problem, plan).order
     return problem.allows(ring) and not set(case.view.charter.exclude) & set(nodes_of(plan))
@@ -180,14 +180,14 @@ def _gain(case: Case, incumbent: Plan, other: Plan) -> float:
     """
     policy, problem = POLICIES[case.view.charter.policy], case.problem
     if not policy.is_timed:
-        return _moved(incumbent, other)
+        return _moved_layers(incumbent, other)
     before, after = (
         policy.objective(problem, to_division(problem, plan)) for plan in (incumbent, other)
     )
     return (before - after) / max(before, 1)
 
 
-def _moved(incumbent: Plan, other: Plan) -> float:
+def _moved_layers(incumbent: Plan, other: Plan) -> float:
     """Return the fraction of layers that change nodes; 1 if the sets of nodes differ."""
     if set(nodes_of(incumbent)) != set(nodes_of(other)):
         return 1.0

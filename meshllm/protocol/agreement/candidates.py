@@ -17,7 +17,7 @@ from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Links, Offer, Wire
 from meshllm.protocol.trust.identity import short
 
 NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time
-NO_WAY = Wire(MAX_SECONDS)
+NO_LINK = Wire(MAX_SECONDS)
 """Stands for a link that is missing or unmeasured; no ring uses it."""
 
 _ABSENT = bytes(DIGEST_PART_BYTES)
@@ -65,14 +65,14 @@ def find_candidates(view: View, here: Collection[NodeId], ring: Sequence[NodeId]
     If nodes contradict each other, the nodes of the current ring take precedence, in rank order,
     then the author of the charter, then lower ids.
     """
-    believed = list(dict.fromkeys((*(node for node in ring if node in here), view.author)))
-    believed += sorted(set(here).difference(believed))
-    accepted, refused, waiting = _sift(view, here, believed)
+    precedence = list(dict.fromkeys((*(node for node in ring if node in here), view.author)))
+    precedence += sorted(set(here).difference(precedence))
+    accepted, refused, waiting = _classify(view, here, precedence)
     usable = [node for node in accepted if node in here]
     # Longer spans first: a short one in the middle would exclude two that tile the layers.
-    wishes = {node: span for node in usable if (span := view.profiles[node].span)}
-    order = sorted(wishes, key=lambda node: (node not in ring, -len(wishes[node])))
-    spans, idle = _spans({node: wishes[node] for node in order}, view.charter)
+    wanted = {node: span for node in usable if (span := view.profiles[node].span)}
+    order = sorted(wanted, key=lambda node: (node not in ring, -len(wanted[node])))
+    spans, idle = _spans({node: wanted[node] for node in order}, view.charter)
     return Candidates(
         tuple(_offer(node, view.profiles[node]) for node in sorted(set(usable) - set(idle))),
         _links(view.states, here),
@@ -97,7 +97,7 @@ def count_lacking(view: View, here: Collection[NodeId]) -> int:
     return max(0, min(charter.members or 0, most) - len(ready))
 
 
-def conflicts(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:
+def first_mismatch(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:
     """Return the first part in which two manifests differ, ignoring parts that either lacks."""
     if len(one) != len(other):
         return "number of layers"
@@ -107,20 +107,20 @@ def conflicts(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:
     return next((name for name, a, b in pairs if a != b and _ABSENT not in (a, b)), None)
 
 
-def _sift(
-    view: View, here: Collection[NodeId], believed: Iterable[NodeId]
+def _classify(
+    view: View, here: Collection[NodeId], precedence: Iterable[NodeId]
 ) -> tuple[list[NodeId], dict[NodeId, str], dict[NodeId, str]]:
     """Split nodes into accepted (in order of precedence), refused and not ready."""
     accepted: list[NodeId] = []
     refused: dict[NodeId, str] = {}
     waiting: dict[NodeId, str] = {}
-    for node in believed:
+    for node in precedence:
         profile = view.profiles.get(node)
         if profile is None:
             waiting[node] = "its profile has not arrived yet"
         elif why := _unready(profile, view.states.get(node)):
             waiting[node] = why
-        elif why := _objection(view, here, accepted, profile):
+        elif why := _incompatibility(view, here, accepted, profile):
             refused[node] = why
         else:
             accepted.append(node)
@@ -139,7 +139,7 @@ def _unready(profile: Profile, state: State | None) -> str | None:
     return None
 
 
-def _objection(
+def _incompatibility(
     view: View, here: Collection[NodeId], accepted: Sequence[NodeId], profile: Profile
 ) -> str | None:
     """Return why a node is incompatible with the nodes accepted before it; None if it is not.
@@ -156,17 +156,17 @@ def _objection(
         other = view.profiles[node]
         if other.version != profile.version and node in here:
             return f"it runs version {profile.version}, but `{short(node)}` runs {other.version}"
-        if part := conflicts(other.weights, profile.weights):
+        if part := first_mismatch(other.weights, profile.weights):
             return f"its {part} differs from that of `{short(node)}`"
     return None
 
 
 def _spans(
-    wishes: Mapping[NodeId, Span], charter: Charter
+    wanted: Mapping[NodeId, Span], charter: Charter
 ) -> tuple[dict[NodeId, Span], dict[NodeId, str]]:
     """Keep the spans that do not overlap an earlier one; return why the others are dropped."""
     layers, spans, idle = charter.shape.layers, dict[NodeId, Span](), dict[NodeId, str]()
-    for node, span in wishes.items():
+    for node, span in wanted.items():
         if node in charter.exclude:
             continue
         if span.stop > layers:
@@ -195,11 +195,11 @@ def _links(states: Mapping[NodeId, State], here: Collection[NodeId]) -> Links:
             if node < peer and node in named.get(peer, ()):
                 measured = [us for us in (round_trip, named[peer][node]) if us]
                 if measured:
-                    wires[node, peer] = Wire(_coarse(min(measured)) / 2e6)
-    return Links(wires, NO_WAY)
+                    wires[node, peer] = Wire(_quantise(min(measured)) / 2e6)
+    return Links(wires, NO_LINK)
 
 
-def _coarse(round_trip_us: int) -> int:
+def _quantise(round_trip_us: int) -> int:
     """Round to three significant bits (steps of 14 to 25 %), so that noise changes few plans."""
     round_trip_us = max(round_trip_us, NEAR_US)
     step = 1 << round_trip_us.bit_length() - 3

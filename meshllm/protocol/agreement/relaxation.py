@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
-from meshllm.protocol.agreement.candidates import NO_WAY, Candidates, View
+from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, View
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.partition import Division
 from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Terms
@@ -33,9 +33,9 @@ class Best:
     problem: Problem
     missing: str = ""
 
-    def answers(self, case: Case) -> bool:
+    def matches(self, case: Case) -> bool:
         """Return whether another case has the same planning input."""
-        return _question(self.case) == _question(case)
+        return _planner_input(self.case) == _planner_input(case)
 
 
 def open_case(view: View, found: Candidates) -> Case:
@@ -48,12 +48,12 @@ def open_case(view: View, found: Candidates) -> Case:
 
 def find_best(case: Case, before: Best | None = None) -> Best:
     """Plan under all constraints, then under fewer if no ring satisfies them."""
-    if before is not None and before.answers(case):
+    if before is not None and before.matches(case):
         return before
     charter, found = case.view.charter, case.found
-    ways = _relaxed(case)
+    relaxed = _relaxed_terms(case)
     missing = ""
-    for terms in ways:
+    for terms in relaxed:
         for policy in dict.fromkeys((charter.policy, AUTO)):
             if terms.spans and not POLICIES[policy].takes_spans:
                 continue
@@ -64,17 +64,18 @@ def find_best(case: Case, before: Best | None = None) -> Best:
             except MeshError as error:
                 missing = missing or str(error)
                 continue
-            if not (why := _excess(plan, ways[0].members) or find_gap(plan, found.links)):
+            why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found.links)
+            if not why:
                 return Best(case, plan, pose(found.offers, found.links, charter.shape, terms))
             missing = missing or why
     return Best(case, None, case.problem, missing)
 
 
-def find_gap(plan: Plan, links: Links) -> str:
+def find_missing_link(plan: Plan, links: Links) -> str:
     """Return which neighbours have no link; empty if all have one."""
     nodes = nodes_of(plan)
     for here, there in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
-        if here != there and links.between(here, there) == NO_WAY:
+        if here != there and links.between(here, there) == NO_LINK:
             return f"`{short(here)}` and `{short(there)}` have no link"
     return ""
 
@@ -101,11 +102,11 @@ def _excess(plan: Plan, most: int | None) -> str:
     return f"it takes {count} nodes, but {most} are allowed" if count > (most or count) else ""
 
 
-def _question(case: Case) -> tuple[Charter, tuple[Offer, ...], Links, Terms]:
+def _planner_input(case: Case) -> tuple[Charter, tuple[Offer, ...], Links, Terms]:
     return case.view.charter, case.found.offers, case.found.links, case.terms
 
 
-def _relaxed(case: Case) -> list[Terms]:
+def _relaxed_terms(case: Case) -> list[Terms]:
     """Return the terms of the charter, then looser ones in the order to try them.
 
     A ring of fewer nodes, or without a node whose fixed span fits no ring, is better than none.

@@ -212,13 +212,13 @@ def amend(
     return Amendments(tuple(term for _, term in terms), own.version + 1)
 
 
-def bound_by(author: NodeId, amendments: Mapping[NodeId, Amendments]) -> Amendments:
+def effective_terms(author: NodeId, amendments: Mapping[NodeId, Amendments]) -> Amendments:
     """Return those terms of an author that are in force."""
     found = sorted(in_force(amendments).items())
     return Amendments(tuple(term for _, (node, term) in found if node == author))
 
 
-def losers(amendments: Mapping[NodeId, Amendments]) -> Collection[NodeId]:
+def overruled(amendments: Mapping[NodeId, Amendments]) -> Collection[NodeId]:
     """Return the authors none of whose terms is in force."""
     return amendments.keys() - {author for author, _ in in_force(amendments).values()}
 

@@ -27,7 +27,7 @@ from meshllm.protocol.trust.identity import SIGNATURE_BYTES, NodeKey, verify
 
 MAX_ITEM_BYTES = 32 * 1024
 MARK_BYTES = 8
-NOBODY = NodeId(bytes(NODE_ID_BYTES))
+WHOLE_MESH = NodeId(bytes(NODE_ID_BYTES))
 """The subject of items about the whole mesh."""
 
 _HEAD = Struct(f"<B {NODE_ID_BYTES}s {NODE_ID_BYTES}s Q Q")
@@ -78,7 +78,7 @@ class Item:
 
     kind: int
     subject: NodeId
-    """The node described: the author, the removed node, or `NOBODY`."""
+    """The node described: the author, the removed node, or `WHOLE_MESH`."""
     author: NodeId
     incarnation: int
     """Of the author; for a charter and amendments their version, for a removal 0."""
@@ -132,7 +132,7 @@ class Item:
         return Entry(self.slot, self.incarnation, self.seq, self.mark)
 
     @property
-    def rank(self) -> tuple[int, int, bytes, bytes]:
+    def precedence(self) -> tuple[int, int, bytes, bytes]:
         """Sort key: of two items for one slot every node keeps the higher one."""
         return self.incarnation, self.seq, self.author, self.mark
 
@@ -150,7 +150,7 @@ class Item:
         return head + sized(self.credential) + sized(self.payload)
 
 
-class Store(Mapping[Slot, Item]):
+class ItemStore(Mapping[Slot, Item]):
     """The current items, one per slot."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Store(Mapping[Slot, Item]):
     def is_news(self, item: Item) -> bool:
         """Return whether the item ranks above the stored one."""
         kept = self.get(item.slot)
-        return kept is None or item.rank > kept.rank
+        return kept is None or item.precedence > kept.precedence
 
     def keep(self, item: Item) -> None:
         """Store the item in its slot."""

@@ -20,13 +20,13 @@ BEAT = 0.5  # s; six beats per SILENCE
 FRESH = 1.5  # s; three beats: a link active within it is not replaced by another
 ITEMS_PER_S = 100.0  # per peer; 64 nodes that each publish once a second, and some slack
 MAX_CLIENTS = 64  # links of members in the role of a client
-PAUSE = 1.0  # s before a second summary to the same peer; doubles up to MAX_PAUSE
-MAX_PAUSE = 8.0  # s; bounds the cost of a difference that never resolves
+SUMMARY_PAUSE = 1.0  # s before a second summary to the same peer; doubles up to MAX_SUMMARY_PAUSE
+MAX_SUMMARY_PAUSE = 8.0  # s; bounds the cost of a difference that never resolves
 
-GAP = 0.1  # s; least interval between two publications of changed links
-RETELL = 5.0  # s; least interval between two publications of changed round trips
-MOVED = 0.25  # change of a round trip, as a fraction, that may change a plan
-MOVED_US = 250  # us; a smaller change never does
+LINKS_INTERVAL = 0.1  # s; least interval between two publications of changed links
+ROUND_TRIPS_INTERVAL = 5.0  # s; least interval between two publications of changed round trips
+MIN_CHANGE = 0.25  # change of a round trip, as a fraction, that may change a plan
+MIN_CHANGE_US = 250  # us; a smaller change never does
 
 _GAIN = 1 / 8  # weight of a new sample in the smoothed round trip (RFC 6298, alpha)
 
@@ -52,9 +52,9 @@ class Contact:
     """Items that the peer may send now (a token bucket)."""
     differs: int = 0
     """Consecutive beats whose digest differed from ours."""
-    quiet_until: float = 0.0
+    summary_due: float = 0.0
     """Earliest time for the next summary."""
-    pause: float = PAUSE
+    summary_pause: float = SUMMARY_PAUSE
     echo: tuple[int, float] | None = None
     """The peer's last stamp, and when it arrived."""
 
@@ -65,7 +65,7 @@ class Contact:
         wall_ms = min(max(0, round(wall_s * 1e3)), MAX_WALL_MS)
         return Beat(_micros(now), stamp, held, wall_ms, digest)
 
-    def hear(self, beat: Beat, now: float, wall_s: float) -> None:
+    def receive_beat(self, beat: Beat, now: float, wall_s: float) -> None:
         """Handle a beat of the peer; measure the round trip and the clock offset."""
         self.echo = (beat.stamp, now)
         self._measure(beat, now)
@@ -79,12 +79,13 @@ class Contact:
         interval backs off exponentially while the difference persists.
         """
         if not differs:
-            self.differs, self.pause = 0, PAUSE
+            self.differs, self.summary_pause = 0, SUMMARY_PAUSE
             return False
         self.differs += 1
-        if self.differs < 2 or now < self.quiet_until:
+        if self.differs < 2 or now < self.summary_due:
             return False
-        self.quiet_until, self.pause = now + self.pause, min(2 * self.pause, MAX_PAUSE)
+        self.summary_due = now + self.summary_pause
+        self.summary_pause = min(2 * self.summary_pause, MAX_SUMMARY_PAUSE)
         return True
 
     def refill(self, seconds: float) -> None:
@@ -107,7 +108,7 @@ class Contact:
         self.round_trip_us = max(1, round(smoothed + _GAIN * (sample - smoothed)))
 
 
-class Links(Mapping[NodeId, Contact]):
+class LinkTable(Mapping[NodeId, Contact]):
     """The open links, by peer."""
 
     def __init__(self, me: NodeId) -> None:
@@ -157,25 +158,29 @@ class Links(Mapping[NodeId, Contact]):
         """Remove and return the link to a peer, if any."""
         return self._contacts.pop(peer, None)
 
-    def silent(self, now: float) -> list[NodeId]:
+    def timed_out(self, now: float) -> list[NodeId]:
         """Return the peers that timed out; a late call means that this process was suspended."""
         if now > self.deadline + BEAT:
             for contact in self.values():
                 contact.heard = max(contact.heard, now + BEAT - SILENCE)
         return [peer for peer, contact in self.items() if now >= contact.heard + SILENCE]
 
-    def told(self) -> tuple[tuple[NodeId, int], ...]:
+    def round_trips(self) -> tuple[tuple[NodeId, int], ...]:
         """Return the links to nodes as published: peer, and round trip in microseconds."""
         return tuple((peer, contact.round_trip_us) for peer, contact in self.nodes())
 
 
-def worth(told: tuple[tuple[NodeId, int], ...], links: tuple[tuple[NodeId, int], ...]) -> float:
+def republish_delay(
+    published: tuple[tuple[NodeId, int], ...], links: tuple[tuple[NodeId, int], ...]
+) -> float:
     """Return how many seconds after their last publication to publish the links again."""
-    before, after = dict(told), dict(links)
+    before, after = dict(published), dict(links)
     if before.keys() != after.keys() or any(after[peer] and not before[peer] for peer in after):
-        return GAP
-    moved = (abs(after[peer] - us) > max(MOVED * us, MOVED_US) for peer, us in told)
-    return RETELL if any(moved) else inf
+        return LINKS_INTERVAL
+    changed = (
+        abs(after[peer] - us) > max(MIN_CHANGE * us, MIN_CHANGE_US) for peer, us in published
+    )
+    return ROUND_TRIPS_INTERVAL if any(changed) else inf
 
 
 def _micros(seconds: float) -> int:

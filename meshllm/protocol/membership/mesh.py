@@ -28,7 +28,7 @@ from typing import assert_never
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
-from meshllm.protocol.membership.charter import Amendments, Charter, amend, bound_by, merge
+from meshllm.protocol.membership.charter import Amendments, Charter, amend, effective_terms, merge
 from meshllm.protocol.membership.codec import (
     Beat,
     Bye,
@@ -40,12 +40,12 @@ from meshllm.protocol.membership.codec import (
     Why,
     batches,
 )
-from meshllm.protocol.membership.gossip import NOBODY, Item, Kind, Slot, compare, summarise
-from meshllm.protocol.membership.link_table import BEAT, Contact, Links, worth
-from meshllm.protocol.membership.record_store import Record, ends_s
+from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, Kind, Slot, compare, summarise
+from meshllm.protocol.membership.link_table import BEAT, Contact, LinkTable, republish_delay
+from meshllm.protocol.membership.record_store import Record, expires_at_s
 from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, State
-from meshllm.protocol.membership.redial import Dialling
-from meshllm.protocol.membership.sync import Exchange
+from meshllm.protocol.membership.redial import DialSchedule
+from meshllm.protocol.membership.sync import Replica
 from meshllm.protocol.trust.credential import Credential, Removal, Role
 from meshllm.protocol.trust.identity import NodeKey
 
@@ -63,84 +63,84 @@ class Mesh:
         self, key: NodeKey, credential: Credential, incarnation: int, *, now: float, wall_s: float
     ) -> None:
         self.me = key.node
-        self.links = Links(key.node)
+        self.links = LinkTable(key.node)
         """The open links, including those of clients."""
         self.heard = -inf
         """When a peer last sent a beat, and so accepted this process as the holder of its key."""
         self._is_node = credential.role is Role.NODE
-        self._exchange = Exchange(key, credential, incarnation)
-        self._dialling = Dialling(key.node)
+        self._replica = Replica(key, credential, incarnation)
+        self._dials = DialSchedule(key.node)
         self._state: State | None = None
         self._profile: Profile | None = None
         self._wall_s = wall_s  # time of day, for the expiry of memberships
         self._origin = now - wall_s  # 1970 on the driver's clock, for the time of day in beats
-        self._ends_s = inf  # time of day when the next membership expires
+        self._next_expiry_s = inf  # time of day when the next membership expires
         self._beat_due = now
-        self._told = -inf  # when our state was last published
-        self._told_links: tuple[tuple[NodeId, int], ...] = ()
-        self._told_obstacle = ""
-        self._retell_due = inf
+        self._published_at = -inf  # when our state was last published
+        self._published_links: tuple[tuple[NodeId, int], ...] = ()
+        self._published_obstacle = ""
+        self._republish_due = inf
         self._is_changed = False
 
     @property
     def alive(self) -> frozenset[NodeId]:
         """The living nodes, including this one."""
-        return self._exchange.alive
+        return self._replica.alive
 
     @property
     def profiles(self) -> Mapping[NodeId, Profile]:
         """The profiles of the nodes, including departed ones."""
-        return self._exchange.census.profiles
+        return self._replica.records.profiles
 
     @property
     def states(self) -> Mapping[NodeId, State]:
         """The last state of each node."""
-        return self._exchange.census.states
+        return self._replica.records.states
 
     def hosts(self, node: NodeId) -> tuple[NodeId, ...]:
         """Return the chain of inviters of a node: the founder first, its own inviter last."""
-        item = self._exchange.census.store.get(Slot(Kind.PROFILE, node))
+        item = self._replica.records.store.get(Slot(Kind.PROFILE, node))
         chain = Credential.decode(item.credential).chain if item else ()
         return tuple(certificate.issuer for certificate in chain)
 
     @property
     def charter(self) -> Charter | None:
         """The charter with the terms in force; None until it is known."""
-        return self._exchange.census.charter
+        return self._replica.records.charter
 
     @property
     def removals(self) -> Mapping[NodeId, Removal]:
         """The removed members."""
-        return self._exchange.census.removals
+        return self._replica.records.removals
 
     @property
     def author(self) -> NodeId | None:
         """The founder, who wrote the first charter; None until it is known."""
-        item = self._exchange.census.store.get(Slot(Kind.CHARTER, NOBODY))
+        item = self._replica.records.store.get(Slot(Kind.CHARTER, WHOLE_MESH))
         return item.author if item else None
 
     @property
     def lasting(self) -> tuple[Item, ...]:
         """The items to save across restarts: charter, amendments and removals, in slot order."""
-        store = self._exchange.census.store
+        store = self._replica.records.store
         return tuple(store[slot] for slot in sorted(store) if not slot.is_own)
 
     def restore(self, items: Iterable[Item], now: float) -> None:
         """Take the saved `lasting` items of an earlier run."""
         for item in items:
-            self._is_changed |= self._exchange.census.take(item, self._wall_s)
-        self._settled([], now)
+            self._is_changed |= self._replica.records.take(item, self._wall_s)
+        self._conclude([], now)
 
     @property
     def digest(self) -> bytes:
         """8-byte hash of the shared items, equal on all connected nodes once they converged."""
-        return self._exchange.digest
+        return self._replica.digest
 
     @property
     def deadline(self) -> float:
         """When to call ``expire`` next."""
         return min(
-            self._beat_due, self._retell_due, self.links.deadline, self._dialling.deadline or inf
+            self._beat_due, self._republish_due, self.links.deadline, self._dials.deadline or inf
         )
 
     def publish(
@@ -159,22 +159,22 @@ class Mesh:
             PeerFault: a record exceeds its limits.
         """
         self._profile, self._state = profile or self._profile, state or self._state
-        actions = self._tell([profile] if profile else [])
+        actions = self._broadcast([profile] if profile else [])
         if charter is not None:
-            actions += self._tell_charter(charter)
+            actions += self._publish_charter(charter)
         if state is not None:
-            actions += self._tell_state(now)
-        return self._settled(actions, now)
+            actions += self._publish_state(now)
+        return self._conclude(actions, now)
 
-    def _tell_charter(self, wanted: Charter) -> list[Action]:
-        census = self._exchange.census
-        actions = self._tell([wanted]) if census.base is None else []
-        changed = amend(wanted, census.charter or wanted, self.me, census.amendments)
-        return [*actions, *(self._tell([changed]) if changed else ())]
+    def _publish_charter(self, wanted: Charter) -> list[Action]:
+        records = self._replica.records
+        actions = self._broadcast([wanted]) if records.base is None else []
+        changed = amend(wanted, records.charter or wanted, self.me, records.amendments)
+        return [*actions, *(self._broadcast([changed]) if changed else ())]
 
     def remove(self, removal: Removal, now: float) -> list[Action]:
         """Publish a removal that this node signed, and close the links that it revokes."""
-        return self._settled([*self._tell([removal]), *self._expel(now)], now)
+        return self._conclude([*self._broadcast([removal]), *self._expel(now)], now)
 
     def leave(self, now: float) -> list[Action]:
         """Publish that this node has left, and close its links."""
@@ -186,7 +186,7 @@ class Mesh:
         self, peer: NodeId, instance: int, credential: Credential, *, dialled: bool, now: float
     ) -> list[Action]:
         """Accept or drop a new link to an authenticated peer."""
-        role = self._exchange.census.role(credential, peer, self._wall_s)
+        role = self._replica.records.role(credential, peer, self._wall_s)
         if role is None:
             return [Drop(peer, Why.REMOVED, is_newcomer=True)]
         contact = Contact(instance, role, credential, dialled is (self.me < peer), now, now)
@@ -195,16 +195,16 @@ class Mesh:
         actions = [self._drop(peer, Why.CROSSED, now)] if peer in self.links else []
         self.links.add(peer, contact)
         self._is_changed = True
-        return self._settled([*actions, *self._greet(peer, contact, now)], now)
+        return self._conclude([*actions, *self._greet(peer, contact, now)], now)
 
     def unlinked(self, peer: NodeId, now: float) -> list[Action]:
         """Note that the stream of a link closed."""
-        self._let_go(peer, now)
-        return self._settled([], now)
+        self._unlink(peer, now)
+        return self._conclude([], now)
 
     def refused(self, peer: NodeId, now: float) -> None:
         """Note that a dial failed."""
-        self._dialling.refused(peer, now)
+        self._dials.failed(peer, now)
 
     def receive(self, peer: NodeId, message: Message, now: float) -> list[Action]:
         """Handle a message of a linked peer; a peer that violates the protocol is dropped."""
@@ -216,7 +216,7 @@ class Mesh:
             actions = self._read(peer, contact, message, now)
         except PeerFault as fault:
             actions = [self._drop(peer, Why.RULES, now, str(fault))]
-        return self._settled(actions, now)
+        return self._conclude(actions, now)
 
     def expire(self, now: float, wall_s: float) -> list[Action]:
         """Handle the deadline; ``wall_s`` is the time of day in seconds since 1970."""
@@ -224,31 +224,31 @@ class Mesh:
         if now < self.deadline:
             return []
         actions: list[Action] = [
-            Dial(peer, self.profiles[peer].addresses) for peer in self._dialling.due(now)
+            Dial(peer, self.profiles[peer].addresses) for peer in self._dials.due(now)
         ]
-        actions += [self._drop(peer, Why.SILENT, now) for peer in self.links.silent(now)]
+        actions += [self._drop(peer, Why.SILENT, now) for peer in self.links.timed_out(now)]
         if now >= self._beat_due:
             actions += self._beat(now)
-        return self._settled(actions, now)
+        return self._conclude(actions, now)
 
     def _beat(self, now: float) -> list[Action]:
         self._beat_due = now + BEAT
         for peer, contact in self.links.items():
             contact.refill(BEAT)
             if now >= contact.since + STABLE:
-                self._dialling.settled(peer)
-        self._is_changed |= bool(self._exchange.watch(now))
-        expelled = self._expel(now) if self._wall_s >= self._ends_s else []
-        digest = self._exchange.digest
-        beats = [self._say(peer, contact, digest, now) for peer, contact in self.links.items()]
+                self._dials.reset(peer)
+        self._is_changed |= bool(self._replica.watch(now))
+        expelled = self._expel(now) if self._wall_s >= self._next_expiry_s else []
+        digest = self._replica.digest
+        beats = [self._beat_for(peer, contact, digest, now) for peer, contact in self.links.items()]
         return [*expelled, *beats]
 
     def _read(self, peer: NodeId, contact: Contact, message: Message, now: float) -> list[Action]:
         match message:
             case Beat():
-                return self._hear(peer, contact, message, now)
+                return self._receive_beat(peer, contact, message, now)
             case Bye(why):
-                self._let_go(peer, now)
+                self._unlink(peer, now)
                 return [Parted(peer, why)]
             case Unknown():
                 return []
@@ -259,22 +259,22 @@ class Mesh:
             case _:
                 return [Deliver(peer, message)]
 
-    def _hear(self, peer: NodeId, contact: Contact, beat: Beat, now: float) -> list[Action]:
+    def _receive_beat(self, peer: NodeId, contact: Contact, beat: Beat, now: float) -> list[Action]:
         is_first = contact.echo is None
         self.heard = now
-        contact.hear(beat, now, now - self._origin)
-        digest = self._exchange.digest
+        contact.receive_beat(beat, now, now - self._origin)
+        digest = self._replica.digest
         if is_first:  # reply at once, so that both sides measure the round trip from the start
-            return [self._say(peer, contact, digest, now)]
+            return [self._beat_for(peer, contact, digest, now)]
         differs = self._gossips(contact) and self.me < peer and beat.digest != digest
         if contact.wants_summary(differs=differs, now=now):
-            return [Send(peer, Summary(summarise(self._exchange.shared.values())))]
+            return [Send(peer, Summary(summarise(self._replica.shared.values())))]
         return []
 
     def _gossip(
         self, peer: NodeId, contact: Contact, message: Items | Summary | Want, now: float
     ) -> list[Action]:
-        store, shared = self._exchange.census.store, self._exchange.shared
+        store, shared = self._replica.records.store, self._replica.shared
         match message:
             case Items(items):
                 return self._take(peer, contact, items, now)
@@ -284,8 +284,8 @@ class Mesh:
             case Summary(entries):
                 lacking, slots = compare(store, entries)
                 theirs = {entry.slot for entry in entries}
-                told = [item for item in lacking if item.slot in shared or item.slot in theirs]
-                actions = self._send(peer, [item for item in told if contact.spend()])
+                covered = [item for item in lacking if item.slot in shared or item.slot in theirs]
+                actions = self._send(peer, [item for item in covered if contact.spend()])
                 return [*actions, Send(peer, Want(slots))] if slots else actions
             case _:
                 assert_never(message)
@@ -293,37 +293,38 @@ class Mesh:
     def _take(
         self, peer: NodeId, contact: Contact, items: Iterable[Item], now: float
     ) -> list[Action]:
-        census = self._exchange.census
+        records = self._replica.records
         items, own = list(items), Amendments(())
         if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
-            own = bound_by(self.me, census.amendments)
-        news, answers = self._exchange.take(peer, contact, items, self._wall_s)
+            own = effective_terms(self.me, records.amendments)
+        news, answers = self._replica.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers)
-        if own.terms and census.charter is not None:  # an item of an earlier run may outrank them
-            actions += self._tell_charter(merge(census.charter, {self.me: own}))
+        if own.terms and records.charter is not None:  # an item of an earlier run may outrank them
+            actions += self._publish_charter(merge(records.charter, {self.me: own}))
         for other, at in self.links.nodes() if news else ():
             if other != peer and self._gossips(at):
-                actions += self._send(other, self._exchange.for_peer(other, news))
+                actions += self._send(other, self._replica.for_peer(other, news))
         self._is_changed |= bool(news)
         has_removal = any(item.kind is Kind.REMOVAL for item in news)
         return [*actions, *(self._expel(now) if has_removal else ())]
 
     def _greet(self, peer: NodeId, contact: Contact, now: float) -> list[Action]:
-        actions: list[Action] = [self._say(peer, contact, self._exchange.digest, now)]
+        actions: list[Action] = [self._beat_for(peer, contact, self._replica.digest, now)]
         if self._gossips(contact):
-            actions += self._send(peer, self._exchange.own())
+            actions += self._send(peer, self._replica.own())
             if self.me < peer:
-                actions.append(Send(peer, Summary(summarise(self._exchange.shared.values()))))
+                actions.append(Send(peer, Summary(summarise(self._replica.shared.values()))))
         return actions
 
-    def _retell(self, now: float) -> list[Action]:
+    def _republish(self, now: float) -> list[Action]:
         """Publish our state again if the links changed, or a peer holds a newer one of ours."""
         if self._state is None:
             return []
-        is_other = self._told_obstacle != self._obstacle
-        wait = 0.0 if is_other else worth(self._told_links, self.links.told())
-        self._retell_due = self._told + min(wait, RECLAIM if self._exchange.is_behind else inf)
-        return self._tell_state(now) if now >= self._retell_due else []
+        is_other = self._published_obstacle != self._obstacle
+        wait = 0.0 if is_other else republish_delay(self._published_links, self.links.round_trips())
+        wait = min(wait, RECLAIM if self._replica.is_behind else inf)
+        self._republish_due = self._published_at + wait
+        return self._publish_state(now) if now >= self._republish_due else []
 
     @property
     def _obstacle(self) -> str:
@@ -331,18 +332,19 @@ class Mesh:
         why = self.charter.obstacle if self.charter else ""
         return why.encode()[:MAX_OBSTACLE_BYTES].decode(errors="ignore")
 
-    def _tell_state(self, now: float) -> list[Action]:
-        self._told, self._retell_due, self._told_links = now, inf, self.links.told()
-        lost = self._profile if self._exchange.is_behind else None
-        self._exchange.is_behind = False
-        self._told_obstacle = self._obstacle
+    def _publish_state(self, now: float) -> list[Action]:
+        self._published_at, self._republish_due = now, inf
+        self._published_links = self.links.round_trips()
+        lost = self._profile if self._replica.is_behind else None
+        self._replica.is_behind = False
+        self._published_obstacle = self._obstacle
         state = replace(
-            self._state or State(), links=self._told_links, obstacle=self._told_obstacle
+            self._state or State(), links=self._published_links, obstacle=self._published_obstacle
         )
-        return self._tell([record for record in (lost, state) if record])
+        return self._broadcast([record for record in (lost, state) if record])
 
-    def _tell(self, records: Iterable[Record]) -> list[Action]:
-        items = self._exchange.sign(records, self._wall_s)
+    def _broadcast(self, records: Iterable[Record]) -> list[Action]:
+        items = self._replica.sign(records, self._wall_s)
         self._is_changed |= bool(items)
         pairs = ((peer, contact) for peer, contact in self.links.nodes() if self._gossips(contact))
         return [action for peer, _ in pairs for action in self._send(peer, items)]
@@ -350,7 +352,7 @@ class Mesh:
     def _send(self, peer: NodeId, items: list[Item]) -> list[Action]:
         return [Send(peer, batch) for batch in batches(items)]
 
-    def _say(self, peer: NodeId, contact: Contact, digest: bytes, now: float) -> Send:
+    def _beat_for(self, peer: NodeId, contact: Contact, digest: bytes, now: float) -> Send:
         return Send(peer, contact.beat(now, now - self._origin, digest))
 
     def _gossips(self, contact: Contact) -> bool:
@@ -358,42 +360,42 @@ class Mesh:
 
     def _expel(self, now: float) -> list[Action]:
         """Forget nodes that are no longer members, and close the links to them."""
-        census = self._exchange.census
-        for node in census.expelled(self._wall_s):
-            census.forget(node)
+        records = self._replica.records
+        for node in records.expelled(self._wall_s):
+            records.forget(node)
         self._is_changed = True
         strangers = [
             peer
             for peer, contact in self.links.items()
-            if census.role(contact.credential, peer, self._wall_s) is None
+            if records.role(contact.credential, peer, self._wall_s) is None
         ]
         return [self._drop(peer, Why.REMOVED, now) for peer in strangers]
 
     def _drop(self, peer: NodeId, why: Why, now: float, text: str = "") -> Drop:
-        self._let_go(peer, now)
+        self._unlink(peer, now)
         return Drop(peer, why, text=text)
 
-    def _let_go(self, peer: NodeId, now: float) -> None:
+    def _unlink(self, peer: NodeId, now: float) -> None:
         contact = self.links.remove(peer)
         if contact is None:
             return
         self._is_changed = True
         if now >= contact.since + STABLE:
-            self._dialling.settled(peer)
+            self._dials.reset(peer)
 
-    def _settled(self, actions: list[Action], now: float) -> list[Action]:
+    def _conclude(self, actions: list[Action], now: float) -> list[Action]:
         """Update everything derived from what changed in this call."""
-        actions += self._retell(now)
+        actions += self._republish(now)
         if not self._is_changed:
             return actions
         self._is_changed = False
-        self._exchange.settle(now)
-        shown = (ends_s(contact.credential) for contact in self.links.values())
-        self._ends_s = min([self._exchange.census.ends_s(), *shown])
-        self._dialling.want([peer for peer in self.profiles if self._is_wanted(peer)], now)
+        self._replica.refresh(now)
+        shown = (expires_at_s(contact.credential) for contact in self.links.values())
+        self._next_expiry_s = min([self._replica.records.expires_at_s(), *shown])
+        self._dials.want([peer for peer in self.profiles if self._should_dial(peer)], now)
         return [*actions, Changed()]
 
-    def _is_wanted(self, peer: NodeId) -> bool:
+    def _should_dial(self, peer: NodeId) -> bool:
         """Return whether to dial a peer: it has an address, and neither side has left."""
         states = self._state, self.states.get(peer)
         has_left = any(state and state.lifecycle is Lifecycle.LEFT for state in states)

@@ -22,21 +22,21 @@ from typing import TypeAlias, assert_never
 
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import MeshId, NodeId
-from meshllm.protocol.membership.charter import Amendments, Charter, losers, merge
+from meshllm.protocol.membership.charter import Amendments, Charter, merge, overruled
 from meshllm.protocol.membership.codec import MAX_AMENDERS, MAX_CARRIED, MAX_REMOVALS
-from meshllm.protocol.membership.gossip import NOBODY, Item, Kind, Slot, Store
+from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, ItemStore, Kind, Slot
 from meshllm.protocol.membership.records import Profile, State
 from meshllm.protocol.trust.credential import Credential, Removal, Role, check
 
 Record: TypeAlias = Profile | State | Charter | Amendments | Removal
 
 
-class Census:
+class RecordStore:
     """The accepted items and their records."""
 
     def __init__(self, mesh: MeshId) -> None:
         self.mesh = mesh
-        self.store = Store()
+        self.store = ItemStore()
         self.profiles: dict[NodeId, Profile] = {}
         self.states: dict[NodeId, State] = {}
         self.charter: Charter | None = None
@@ -59,7 +59,7 @@ class Census:
         Raises:
             PeerFault: the item is forged or malformed; no honest node forwards it.
         """
-        if not self.store.is_news(item) or not self._has_place(item):
+        if not self.store.is_news(item) or not self._has_room_for(item):
             return False
         record = _read(item) if item.kind in _RECORDS else None
         if not item.is_signed(self.mesh):
@@ -67,16 +67,16 @@ class Census:
         if record is None:
             self.store.keep(item)
             return True
-        if isinstance(record, Amendments) and not self._outranks(item.author, record):
+        if isinstance(record, Amendments) and not self._admits(item.author, record):
             return False
         if item.kind is not Kind.STATE:
             credential = Credential.decode(item.credential)
-            if not self._is_believed(item, credential, wall_s):
+            if not self._is_accepted(item, credential, wall_s):
                 return False
             if item.kind is Kind.PROFILE:
                 self._credentials[item.author] = credential
         self.store.keep(item)
-        self._note(item.subject, record)
+        self._index(item.subject, record)
         return True
 
     def forget(self, node: NodeId) -> None:
@@ -90,11 +90,11 @@ class Census:
         holders = self._credentials.items()
         return {node for node, shown in holders if self.role(shown, node, wall_s) is None}
 
-    def ends_s(self) -> float:
+    def expires_at_s(self) -> float:
         """Return the time of day when the next membership expires."""
-        return min(map(ends_s, self._credentials.values()), default=inf)
+        return min(map(expires_at_s, self._credentials.values()), default=inf)
 
-    def _has_place(self, item: Item) -> bool:
+    def _has_room_for(self, item: Item) -> bool:
         if item.kind is Kind.REMOVAL:
             return item.subject in self.removals or len(self.removals) < MAX_REMOVALS
         if item.kind in _RECORDS:
@@ -106,18 +106,18 @@ class Census:
         has_room = len(carried | {item.kind}) <= MAX_CARRIED
         return item.subject == item.author and item.author in self.profiles and has_room
 
-    def _outranks(self, author: NodeId, record: Amendments) -> bool:
+    def _admits(self, author: NodeId, record: Amendments) -> bool:
         """Return whether there is room for the amendments of an author."""
         if author in self.amendments or len(self.amendments) < MAX_AMENDERS:
             return True
-        lowest = self._lowest()
+        lowest = self._oldest_overruled()
         return lowest is not None and record.newest > self.amendments[lowest].newest
 
-    def _lowest(self) -> NodeId | None:
-        ranked = ((self.amendments[node].newest, node) for node in losers(self.amendments))
+    def _oldest_overruled(self) -> NodeId | None:
+        ranked = ((self.amendments[node].newest, node) for node in overruled(self.amendments))
         return min(ranked, default=(0, None))[1]
 
-    def _is_believed(self, item: Item, credential: Credential, wall_s: float) -> bool:
+    def _is_accepted(self, item: Item, credential: Credential, wall_s: float) -> bool:
         if item.kind is Kind.PROFILE:
             return self.role(credential, item.author, wall_s) is Role.NODE
         if item.kind is Kind.CHARTER and credential.chain:
@@ -127,7 +127,7 @@ class Census:
         except NotAuthorised:
             return False
 
-    def _note(self, subject: NodeId, record: Record) -> None:
+    def _index(self, subject: NodeId, record: Record) -> None:
         match record:
             case Profile():
                 self.profiles[subject] = record
@@ -138,7 +138,7 @@ class Census:
                 self._merge()
             case Amendments():
                 if subject not in self.amendments and len(self.amendments) >= MAX_AMENDERS:
-                    lowest = self._lowest()
+                    lowest = self._oldest_overruled()
                     assert lowest is not None, "take() accepts amendments only if there is room"
                     del self.amendments[lowest]
                     self.store.drop(Slot(Kind.AMENDMENTS, lowest))
@@ -154,7 +154,7 @@ class Census:
             self.charter = merge(self.base, self.amendments)
 
 
-def ends_s(credential: Credential) -> float:
+def expires_at_s(credential: Credential) -> float:
     """Return the time of day when a credential expires; infinity for never."""
     return min((link.expires_s for link in credential.chain if link.expires_s), default=inf)
 
@@ -167,7 +167,7 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
         case State():
             return Slot(Kind.STATE, author), None
         case Charter():
-            return Slot(Kind.CHARTER, NOBODY), record.version
+            return Slot(Kind.CHARTER, WHOLE_MESH), record.version
         case Amendments():
             return Slot(Kind.AMENDMENTS, author), record.version
         case Removal():

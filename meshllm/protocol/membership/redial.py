@@ -11,19 +11,19 @@ from blake3 import blake3
 
 from meshllm.names import NodeId
 
-HIGHER = 1.0  # s that the higher id waits: a few round trips of the slowest path
-PAUSE = 1.0  # s of backoff after the first failed dial
-MAX_PAUSE = 30.0  # s
-PATIENCE = 30.0  # s after which a dial without a reported outcome counts as failed
+HIGHER_ID_DELAY = 1.0  # s that the higher id waits: a few round trips of the slowest path
+BACKOFF = 1.0  # s of backoff after the first failed dial
+MAX_BACKOFF = 30.0  # s
+DIAL_TIMEOUT = 30.0  # s after which a dial without a reported outcome counts as failed
 
 
-class Dialling:
+class DialSchedule:
     """The dial schedule of one node; times are seconds on the driver's clock."""
 
     def __init__(self, me: NodeId) -> None:
         self._me = me
         self._due: dict[NodeId, float] = {}
-        self._tries: dict[NodeId, int] = {}
+        self._attempts: dict[NodeId, int] = {}
 
     @property
     def deadline(self) -> float | None:
@@ -33,32 +33,32 @@ class Dialling:
     def want(self, peers: Collection[NodeId], now: float) -> None:
         """Replace the set of peers to dial."""
         due = self._due
-        self._due = {peer: due[peer] if peer in due else self._first(peer, now) for peer in peers}
+        self._due = {at: due[at] if at in due else self._first_due(at, now) for at in peers}
 
     def due(self, now: float) -> list[NodeId]:
         """Return the peers to dial now, and count the attempts."""
         peers = [peer for peer, due in self._due.items() if due <= now]
         for peer in peers:
-            self._tries[peer] = self._tries.get(peer, 0) + 1
-            self._due[peer] = now + PATIENCE
+            self._attempts[peer] = self._attempts.get(peer, 0) + 1
+            self._due[peer] = now + DIAL_TIMEOUT
         return peers
 
-    def refused(self, peer: NodeId, now: float) -> None:
+    def failed(self, peer: NodeId, now: float) -> None:
         """Note that a dial failed."""
         if peer in self._due:
-            self._due[peer] = now + self._pause(peer)
+            self._due[peer] = now + self._backoff(peer)
 
-    def settled(self, peer: NodeId) -> None:
+    def reset(self, peer: NodeId) -> None:
         """Reset the backoff of a peer, after a link to it lasted."""
-        self._tries.pop(peer, None)
+        self._attempts.pop(peer, None)
 
-    def _first(self, peer: NodeId, now: float) -> float:
-        if peer in self._tries:
-            return now + self._pause(peer)
-        return now if self._me < peer else now + HIGHER
+    def _first_due(self, peer: NodeId, now: float) -> float:
+        if peer in self._attempts:
+            return now + self._backoff(peer)
+        return now if self._me < peer else now + HIGHER_ID_DELAY
 
-    def _pause(self, peer: NodeId) -> float:
-        tries = self._tries.get(peer, 1)
-        seed = self._me + peer + tries.to_bytes(8, "little")
+    def _backoff(self, peer: NodeId) -> float:
+        attempts = self._attempts.get(peer, 1)
+        seed = self._me + peer + attempts.to_bytes(8, "little")
         jitter = int.from_bytes(blake3(seed).digest(2), "little") / 65536
-        return min(PAUSE * 2.0 ** min(tries - 1, 16), MAX_PAUSE) * (0.75 + jitter / 2)
+        return min(BACKOFF * 2.0 ** min(attempts - 1, 16), MAX_BACKOFF) * (0.75 + jitter / 2)

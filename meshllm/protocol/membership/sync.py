@@ -11,7 +11,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.membership.link_table import Contact
-from meshllm.protocol.membership.record_store import Census, Record, slot_of
+from meshllm.protocol.membership.record_store import Record, RecordStore, slot_of
 from meshllm.protocol.membership.records import MAX_MEMBERS, State, alive
 from meshllm.protocol.trust.credential import Credential
 from meshllm.protocol.trust.identity import NodeKey
@@ -20,12 +20,12 @@ FORGET = 24 * 3600.0  # s; a laptop that slept for a day finds its mesh again
 _OWN = (Kind.PROFILE, Kind.STATE)
 
 
-class Exchange:
+class Replica:
     """One node's replica of the gossip; times are seconds on the driver's clock."""
 
     def __init__(self, key: NodeKey, credential: Credential, incarnation: int) -> None:
         self.me = key.node
-        self.census = Census(credential.mesh)
+        self.records = RecordStore(credential.mesh)
         self.shared: dict[Slot, Item] = {}
         """The items that summaries cover."""
         self.digest = digest(())
@@ -47,14 +47,14 @@ class Exchange:
             count = (self._incarnation, self._seq) if version is None else (version, 0)
             shown = b"" if slot.kind is Kind.STATE else self._credential.encode()
             item = Item(slot.kind, slot.subject, self.me, *count, shown, record.encode())
-            item = item.sign(self._key, self.census.mesh)
-            self.census.take(item, wall_s)
+            item = item.sign(self._key, self.records.mesh)
+            self.records.take(item, wall_s)
             items.append(item)
         return items
 
     def own(self) -> list[Item]:
         """Return the profile and state items of this node."""
-        items = (self.census.store.get(Slot(kind, self.me)) for kind in _OWN)
+        items = (self.records.store.get(Slot(kind, self.me)) for kind in _OWN)
         return [item for item in items if item is not None]
 
     def take(
@@ -66,7 +66,7 @@ class Exchange:
             PeerFault: one of them is forged or malformed.
         """
         news, answers = [], []
-        store = self.census.store
+        store = self.records.store
         for item in items:
             kept = store.get(item.slot)
             if kept is not None and kept.mark == item.mark:
@@ -74,25 +74,25 @@ class Exchange:
             if not contact.spend():
                 break
             if item.author == self.me and item.kind in _OWN:
-                self._recount(item)
-            elif self._has_room(item) and self.census.take(item, wall_s):
+                self._adopt_count(item)
+            elif self._has_room(item) and self.records.take(item, wall_s):
                 self._make_room(item.author)
                 news.append(item)
-            elif kept is not None and item.author == peer and kept.rank > item.rank:
+            elif kept is not None and item.author == peer and kept.precedence > item.precedence:
                 answers.append(kept)  # the peer lost its count; only it can sign a newer one
         return news, answers
 
     def for_peer(self, peer: NodeId, items: Iterable[Item]) -> list[Item]:
         """Return which of these items to forward to a peer."""
-        return [item for item in items if peer != item.author and peer not in self._named(item)]
+        return [item for item in items if peer != item.author and peer not in self._linked_to(item)]
 
-    def settle(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Recompute which nodes are alive and which items are shared, after a change."""
-        states = self.census.states
+        states = self.records.states
         self.alive = alive(states, self.me)
         self.shared = {
             slot: item
-            for slot, item in self.census.store.items()
+            for slot, item in self.records.store.items()
             if not slot.is_own or slot.subject in self.alive
         }
         self.digest = digest(self.shared.values())
@@ -100,38 +100,38 @@ class Exchange:
 
     def watch(self, now: float) -> list[NodeId]:
         """Record who is alive now; forget nodes that departed `FORGET` ago, and return them."""
-        known = self.census.profiles.keys()
+        known = self.records.profiles.keys()
         self._seen = {
             node: now if node in self.alive else self._seen.get(node, now) for node in known
         }
         gone = [node for node, seen in self._seen.items() if now - seen > FORGET]
         for node in gone:
-            self.census.forget(node)
+            self.records.forget(node)
         return gone
 
-    def _recount(self, item: Item) -> None:
-        if not item.is_signed(self.census.mesh):
+    def _adopt_count(self, item: Item) -> None:
+        if not item.is_signed(self.records.mesh):
             raise PeerFault("Item of this node with a forged signature")
-        kept = self.census.store.get(item.slot)
-        if kept is None or item.rank > kept.rank:
+        kept = self.records.store.get(item.slot)
+        if kept is None or item.precedence > kept.precedence:
             count = (self._incarnation, self._seq), (item.incarnation, item.seq)
             self._incarnation, self._seq = max(count)
             self.is_behind = True
 
     def _has_room(self, item: Item) -> bool:
         """Return whether there is room for the profile of another node."""
-        profiles = self.census.profiles
+        profiles = self.records.profiles
         if item.author in profiles or item.kind is not Kind.PROFILE:
             return True
         return len(profiles) < MAX_MEMBERS or not profiles.keys() <= self.alive
 
     def _make_room(self, newcomer: NodeId) -> None:
         """If there are too many profiles, evict that of the node that departed first."""
-        profiles = self.census.profiles
+        profiles = self.records.profiles
         if len(profiles) > MAX_MEMBERS:
             gone = profiles.keys() - self.alive - {newcomer}
-            self.census.forget(min(gone, key=lambda node: (self._seen.get(node, 0.0), node)))
+            self.records.forget(min(gone, key=lambda node: (self._seen.get(node, 0.0), node)))
 
-    def _named(self, item: Item) -> set[NodeId]:
-        state = self.census.states.get(item.author, State())
+    def _linked_to(self, item: Item) -> set[NodeId]:
+        state = self.records.states.get(item.author, State())
         return {node for node, _ in state.links}

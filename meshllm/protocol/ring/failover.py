@@ -23,7 +23,7 @@ from meshllm.errors import LinkLost
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 
 ATTEMPTS = 8  # tries in a row without a new token, including the first
-AGAIN_S = 0.25  # s before the second retry in a row, the first is immediate; then that much longer
+RETRY_DELAY_S = 0.25  # s before the second retry in a row, the first is immediate; then that much longer
 
 
 class Reported(LinkLost):
@@ -57,7 +57,7 @@ class Failover:
         """
         if self._attempts == ATTEMPTS or isinstance(error, Reported):
             raise error
-        delay = (self._attempts - 1) * AGAIN_S
+        delay = (self._attempts - 1) * RETRY_DELAY_S
         self._attempts += 1
         self.resumed, self._skip = len(self._tokens), len(self._tail)
         return delay

@@ -137,7 +137,7 @@ class Forming:
         self._is_formed = False
         self._arrivals: dict[NodeId, _Arrival] = {}
         self._dialled: int | None = None
-        self._given: list[int] = []  # links of a Begin whose job may not have started
+        self._job_links: list[int] = []  # links of a Begin whose job may not have started
         self._pause = FIRST_PAUSE_S / 2  # doubled before each backoff
         self._since = 0.0  # when the state was entered
 
@@ -150,8 +150,8 @@ class Forming:
         oldest = plan.epoch if plan else self._latest + 1
         given_up: list[Action] = [
             Stop(),
-            *self._let_go(),
-            *self._sweep(oldest),
+            *self._close_links(),
+            *self._close_arrivals(oldest),
             Report(is_loaded=False),
         ]
         if plan is None or plan.rank(self._me) is None:
@@ -196,7 +196,7 @@ class Forming:
             return [Close(link)]
         self._dialled = link
         self._enter(State.HALF, now)
-        return self._meet(now)
+        return self._open_if_linked(now)
 
     def failed(self, reason: str, now: float) -> list[Action]:
         """Note that dialling the next rank failed."""
@@ -209,7 +209,7 @@ class Forming:
             return [Close(link)]
         before = self._arrivals.get(peer)
         self._arrivals[peer] = _Arrival(hello.epoch, link)
-        return [*([Close(before.link)] if before else []), *self._meet(now)]
+        return [*([Close(before.link)] if before else []), *self._open_if_linked(now)]
 
     def gone(self, link: int, now: float) -> list[Action]:
         """Note that the peer closed an idle link."""
@@ -224,7 +224,7 @@ class Forming:
         """Note that the open ring has ended."""
         if self.state is not State.OPEN:
             return []
-        self._given = []
+        self._job_links = []
         if now - self._since > SILENCE:
             self._pause = FIRST_PAUSE_S / 2
         return self._back_off(reason, now)
@@ -232,7 +232,7 @@ class Forming:
     def close(self) -> list[Action]:
         """Stop the job and close all links, permanently."""
         self.state, self.plan = State.IDLE, None
-        return [Stop(), *self._let_go(), *self._sweep(inf)]
+        return [Stop(), *self._close_links(), *self._close_arrivals(inf)]
 
     @property
     def deadline(self) -> float | None:
@@ -261,7 +261,7 @@ class Forming:
         self._enter(State.DIALING, now)
         return [Dial(self._neighbour(1))]
 
-    def _meet(self, now: float) -> list[Action]:
+    def _open_if_linked(self, now: float) -> list[Action]:
         """Open the ring once both links exist."""
         if self.state is not State.HALF or self.plan is None:
             return []
@@ -273,7 +273,7 @@ class Forming:
             return self._back_off("The previous rank follows a later plan", now)
         del self._arrivals[before]
         after, self._dialled = self._dialled, None
-        self._given = [link for link in (arrival.link, after) if link is not None]
+        self._job_links = [link for link in (arrival.link, after) if link is not None]
         self._enter(State.OPEN, now)
         return [Begin(self.plan, arrival.link, after)]
 
@@ -285,14 +285,14 @@ class Forming:
     def _back_off(self, reason: str, now: float) -> list[Action]:
         self._pause = min(self._pause * 2, LAST_PAUSE_S)
         self._enter(State.BACKOFF, now)
-        return [Failed(reason), *self._let_go()]
+        return [Failed(reason), *self._close_links()]
 
-    def _let_go(self) -> list[Close]:
-        links = [*self._given, *([] if self._dialled is None else [self._dialled])]
-        self._given, self._dialled = [], None
+    def _close_links(self) -> list[Close]:
+        links = [*self._job_links, *([] if self._dialled is None else [self._dialled])]
+        self._job_links, self._dialled = [], None
         return [Close(link) for link in links]
 
-    def _sweep(self, oldest: float) -> list[Close]:
+    def _close_arrivals(self, oldest: float) -> list[Close]:
         """Close the waiting links for plans before this epoch."""
         old = [peer for peer, arrival in self._arrivals.items() if arrival.epoch < oldest]
         return [Close(self._arrivals.pop(peer).link) for peer in old]

@@ -54,7 +54,7 @@ class Certificate:
     issuer: NodeId
     signature: bytes = b""
 
-    def words(self, mesh: MeshId) -> bytes:
+    def signed_bytes(self, mesh: MeshId) -> bytes:
         """Return the bytes to sign."""
         fields = (self.subject, _ROLES.index(self.role), self.expires_s, self.issuer, b"")
         return b"meshllm certificate 1" + mesh + _CERTIFICATE.pack(*fields)
@@ -127,9 +127,9 @@ class Removal:
 
     def is_signed(self, mesh: MeshId) -> bool:
         """Return whether its issuer signed it for this mesh; the issuer's role is not checked."""
-        return verify(self.issuer, self.words(mesh), self.signature)
+        return verify(self.issuer, self.signed_bytes(mesh), self.signature)
 
-    def words(self, mesh: MeshId) -> bytes:
+    def signed_bytes(self, mesh: MeshId) -> bytes:
         """Return the bytes to sign."""
         return b"meshllm removal 1" + mesh + replace(self, signature=b"").encode()
 
@@ -159,7 +159,7 @@ def issue(
             hint="let a node that joined earlier invite",
         )
     certificate = Certificate(subject, role, expires_s, key.node)
-    signature = key.sign(certificate.words(own.mesh))
+    signature = key.sign(certificate.signed_bytes(own.mesh))
     return replace(own, chain=(*own.chain, replace(certificate, signature=signature)))
 
 
@@ -168,7 +168,7 @@ def remove(
 ) -> Removal:
     """Permanently remove a key from a mesh, and all members that it invited except ``spared``."""
     removal = Removal(node, key.node, at_s, spared)
-    return replace(removal, signature=key.sign(removal.words(mesh)))
+    return replace(removal, signature=key.sign(removal.signed_bytes(mesh)))
 
 
 def check(
@@ -203,7 +203,7 @@ def check(
 def _check_link(certificate: Certificate, issuer: NodeId, mesh: MeshId, now_s: float) -> None:
     subject = short(certificate.subject)
     if certificate.issuer != issuer or not verify(
-        issuer, certificate.words(mesh), certificate.signature
+        issuer, certificate.signed_bytes(mesh), certificate.signature
     ):
         raise NotAuthorised(f"The certificate of node `{subject}` was not signed by its issuer")
     if 0 < certificate.expires_s <= now_s:

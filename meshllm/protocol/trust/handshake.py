@@ -186,7 +186,7 @@ class Dialer:
         self._now_s = now_s
         self._removals = removals
         self._transcript = Transcript(own.psk, fresh)
-        self._heard = 0
+        self._received = 0
         self._peer = NodeId(b"")
         self._features = Features(0)
 
@@ -205,28 +205,28 @@ class Dialer:
         if self.state in _ENDS:
             return []
         state, self.state = self.state, State.GONE
-        self._heard = _count(self._heard, message)
+        self._received = _count(self._received, message)
         if state is State.START:
             raise PeerFault(f"Message of {len(message)} bytes before the dialer started")
-        action = self._prove(message) if state is State.HAILED else self._enter(message)
+        action = self._identify(message) if state is State.HAILED else self._complete(message)
         self.state = _NEXT[state]
         return [action]
 
-    def _prove(self, message: bytes) -> Send:
+    def _identify(self, message: bytes) -> Send:
         transcript = self._transcript
         transcript.agree(transcript.add(message[:HAIL_BYTES]))
-        self._peer, words = transcript.recognise("listener", message[HAIL_BYTES:])
-        if len(words) < _CAPABLE.size:
-            raise PeerFault(f"Capabilities of {len(words)} bytes; expected {_CAPABLE.size}")
-        self._features = Features(_CAPABLE.unpack_from(words)[1])
+        self._peer, payload = transcript.recognise("listener", message[HAIL_BYTES:])
+        if len(payload) < _CAPABLE.size:
+            raise PeerFault(f"Capabilities of {len(payload)} bytes; expected {_CAPABLE.size}")
+        self._features = Features(_CAPABLE.unpack_from(payload)[1])
         if self._expect is not None and self._expect != self._peer:
             raise NotAuthorised(
                 f"Node `{short(self._peer)}` answered instead of node `{short(self._expect)}`"
             )
         kind, proof = self._proof()
         capable = PROTOCOL_MINOR, self._own.features
-        words = _CLAIM.pack(self._purpose, self._own.instance, *capable, kind, len(proof)) + proof
-        return Send(transcript.identify("dialer", self._own.key, words))
+        payload = _CLAIM.pack(self._purpose, self._own.instance, *capable, kind, len(proof)) + proof
+        return Send(transcript.identify("dialer", self._own.key, payload))
 
     def _proof(self) -> tuple[int, bytes]:
         if isinstance(self._own.proof, Credential):
@@ -234,7 +234,7 @@ class Dialer:
         proof = self._own.proof.prove(self._transcript.digest + self._own.key.node)
         return _BY_TICKET, _TICKET.pack(_ROLES.index(proof.role), proof.mac)
 
-    def _enter(self, message: bytes) -> Established:
+    def _complete(self, message: bytes) -> Established:
         answer = self._transcript.unseal("listener", message)
         if answer[:1] == bytes([_REFUSED]):
             raise NotAuthorised(
@@ -286,7 +286,7 @@ class Listener:
         self._credential = own.proof
         self._guests = guests
         self._transcript = Transcript(own.psk, fresh)
-        self._heard = 0
+        self._received = 0
         self._judged: Judge | None = None
 
     def receive(self, message: bytes) -> list[Send | Judge]:
@@ -299,10 +299,10 @@ class Listener:
         if self.state in _ENDS:
             return []
         state, self.state = self.state, State.GONE
-        self._heard = _count(self._heard, message)
+        self._received = _count(self._received, message)
         if state is State.JUDGING:
             raise PeerFault(f"Message of {len(message)} bytes while the decision is pending")
-        action = self._answer(message) if state is State.START else self._ask(message)
+        action = self._answer(message) if state is State.START else self._claim(message)
         self.state = _NEXT[state]
         return [action]
 
@@ -314,8 +314,8 @@ class Listener:
         own = self._credential.encode()
         granted = None if isinstance(judged.proof, Credential) else credential
         new = b"" if granted is None else granted.encode()
-        words = _ANSWER.pack(_WELCOME, self._own.instance, len(own), len(new)) + own + new
-        welcome = Send(self._transcript.seal("listener", words))
+        payload = _ANSWER.pack(_WELCOME, self._own.instance, len(own), len(new)) + own + new
+        welcome = Send(self._transcript.seal("listener", payload))
         established = Established(
             judged.peer,
             credential.role,
@@ -340,18 +340,18 @@ class Listener:
         transcript.check_first(message, self._guests)
         hail = transcript.add(transcript.hail)
         transcript.agree(message[:HAIL_BYTES])
-        words = _CAPABLE.pack(PROTOCOL_MINOR, self._own.features)
-        return Send(hail + transcript.identify("listener", self._own.key, words))
+        payload = _CAPABLE.pack(PROTOCOL_MINOR, self._own.features)
+        return Send(hail + transcript.identify("listener", self._own.key, payload))
 
-    def _ask(self, message: bytes) -> Judge:
-        said = self._transcript.digest
-        peer, words = self._transcript.recognise("dialer", message)
-        if len(words) < _CLAIM.size:
-            raise PeerFault(f"Claim of {len(words)} bytes; expected {_CLAIM.size}")
-        purpose, instance, _, features, kind, length = _CLAIM.unpack_from(words)
+    def _claim(self, message: bytes) -> Judge:
+        digest = self._transcript.digest
+        peer, payload = self._transcript.recognise("dialer", message)
+        if len(payload) < _CLAIM.size:
+            raise PeerFault(f"Claim of {len(payload)} bytes; expected {_CLAIM.size}")
+        purpose, instance, _, features, kind, length = _CLAIM.unpack_from(payload)
         if purpose not in set(Purpose):
             raise PeerFault(f"Link with unknown purpose {purpose}")
-        proof = _read_proof(kind, words[_CLAIM.size :][:length], said + peer)
+        proof = _read_proof(kind, payload[_CLAIM.size :][:length], digest + peer)
         self._judged = Judge(peer, proof, instance, Purpose(purpose), Features(features))
         return self._judged
 
@@ -367,7 +367,7 @@ def _read_proof(kind: int, shown: bytes, context: bytes) -> Credential | TicketP
     return TicketProof(_ROLES[role], mac, context)
 
 
-def _count(heard: int, message: bytes) -> int:
-    if heard + len(message) > PRE_AUTH_BYTES:
+def _count(received: int, message: bytes) -> int:
+    if received + len(message) > PRE_AUTH_BYTES:
         raise PeerFault(f"Handshake of more than {PRE_AUTH_BYTES} bytes")
-    return heard + len(message)
+    return received + len(message)

@@ -29,7 +29,7 @@ CHANNELS = 2  # per link; each direction of each has its own key
 Side = Literal["dialer", "listener"]
 
 _HAIL = Struct("<B 32s 16s")  # version, X25519 key, nonce
-_WHO = Struct("<32s 64s")  # node, signature
+_IDENTITY = Struct("<32s 64s")  # node, signature
 _MAC_BYTES = 32
 _ONCE = bytes(12)  # nonce of a single-use key
 
@@ -119,37 +119,37 @@ class Transcript:
             raise PeerFault("Hail with a low-order X25519 key") from None
         self._secret = shared + self._psk
 
-    def seal(self, side: Side, words: bytes) -> bytes:
+    def seal(self, side: Side, payload: bytes) -> bytes:
         """Encrypt the next message, sent by ``side``."""
-        return self.add(AESGCM(self._key(side)).encrypt(_ONCE, words, None))
+        return self.add(AESGCM(self._key(side)).encrypt(_ONCE, payload, None))
 
     def unseal(self, side: Side, message: bytes) -> bytes:
         """Decrypt the next message, sent by ``side``; raise `PeerFault` if that fails."""
         try:
-            words = AESGCM(self._key(side)).decrypt(_ONCE, message, None)
+            payload = AESGCM(self._key(side)).decrypt(_ONCE, message, None)
         except InvalidTag:
             raise PeerFault(
                 f"Message of {len(message)} bytes was not sealed by the {side}"
             ) from None
         self.add(message)
-        return words
+        return payload
 
-    def identify(self, side: Side, key: NodeKey, words: bytes) -> bytes:
+    def identify(self, side: Side, key: NodeKey, payload: bytes) -> bytes:
         """Return the next message, in which the node at ``side`` signs the transcript."""
-        signature = key.sign(_signed(side, self.digest, key.node, words))
-        return self.seal(side, _WHO.pack(key.node, signature) + words)
+        signature = key.sign(_signed(side, self.digest, key.node, payload))
+        return self.seal(side, _IDENTITY.pack(key.node, signature) + payload)
 
     def recognise(self, side: Side, message: bytes) -> tuple[NodeId, bytes]:
-        """Verify the message that `identify` made; return the node at ``side`` and its words."""
-        said = self.digest
+        """Verify the message that `identify` made; return the node at ``side`` and its payload."""
+        digest = self.digest
         opened = self.unseal(side, message)
-        if len(opened) < _WHO.size:
-            raise PeerFault(f"Identity of {len(opened)} bytes; expected {_WHO.size}")
-        node, signature = _WHO.unpack_from(opened)
-        words = opened[_WHO.size :]
-        if not verify(node, _signed(side, said, node, words), signature):
+        if len(opened) < _IDENTITY.size:
+            raise PeerFault(f"Identity of {len(opened)} bytes; expected {_IDENTITY.size}")
+        node, signature = _IDENTITY.unpack_from(opened)
+        payload = opened[_IDENTITY.size :]
+        if not verify(node, _signed(side, digest, node, payload), signature):
             raise PeerFault(f"The {side} did not sign this handshake")
-        return NodeId(node), words
+        return NodeId(node), payload
 
     def keys(self, own: Side, other: Side) -> Keys:
         """Derive the session keys of the link."""
@@ -175,8 +175,8 @@ def _fits(psk: bytes, hail: bytes, mac: bytes) -> bool:
     return hmac.compare_digest(_mac(psk, hail), mac)
 
 
-def _signed(side: Side, said: bytes, node: NodeId, words: bytes) -> bytes:
-    return b"meshllm " + side.encode() + b" identity 1" + said + node + words
+def _signed(side: Side, digest: bytes, node: NodeId, payload: bytes) -> bytes:
+    return b"meshllm " + side.encode() + b" identity 1" + digest + node + payload
 
 
 def _check_version(message: bytes, *, is_known: bool = False) -> None:

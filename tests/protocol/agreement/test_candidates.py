@@ -5,10 +5,10 @@ import pytest
 from meshllm.names import Digest, NodeId, Span
 from meshllm.protocol.agreement.candidates import (
     NEAR_US,
-    NO_WAY,
+    NO_LINK,
     Candidates,
-    conflicts,
     find_candidates,
+    first_mismatch,
 )
 from meshllm.protocol.membership.records import Lifecycle, Profile, State
 from meshllm.protocol.trust.identity import short
@@ -34,23 +34,23 @@ def offered(found: Candidates) -> list[NodeId]:
     ("index", "name"), [(0, "layer 0"), (3, "layer 3"), (4, "embedding"), (5, "head")]
 )
 def test_a_mismatch_names_the_part(index: int, name: str) -> None:
-    assert conflicts(weights(), weights(changed={index: OTHER})) == name
+    assert first_mismatch(weights(), weights(changed={index: OTHER})) == name
 
 
 def test_the_configuration_is_compared() -> None:
-    assert conflicts(weights(), (*weights()[:-1], OTHER)) == "configuration"
+    assert first_mismatch(weights(), (*weights()[:-1], OTHER)) == "configuration"
 
 
 def test_absent_parts_do_not_conflict() -> None:
     here, there = weights(changed={0: ABSENT, 2: OTHER}), weights(changed={2: ABSENT})
 
-    assert conflicts(here, there) is None
-    assert conflicts(there, here) is None
-    assert conflicts(weights(), weights()) is None
+    assert first_mismatch(here, there) is None
+    assert first_mismatch(there, here) is None
+    assert first_mismatch(weights(), weights()) is None
 
 
 def test_manifests_of_different_lengths_differ() -> None:
-    assert conflicts(weights(4), weights(5)) == "number of layers"
+    assert first_mismatch(weights(4), weights(5)) == "number of layers"
 
 
 def test_an_offer_copies_the_profile() -> None:
@@ -198,7 +198,7 @@ def test_unmeasured_links_are_not_used() -> None:
 
     links = find_candidates(replace(view, states=states), {A, B, C}, ()).links
 
-    assert links.between(A, B) == links.between(A, C) == links.between(B, C) == NO_WAY
+    assert links.between(A, B) == links.between(A, C) == links.between(B, C) == NO_LINK
 
 
 def test_departed_and_removed_nodes_are_not_candidates() -> None:

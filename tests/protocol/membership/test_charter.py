@@ -20,10 +20,10 @@ from meshllm.protocol.membership.charter import (
     Charter,
     Term,
     amend,
-    bound_by,
+    effective_terms,
     in_force,
-    losers,
     merge,
+    overruled,
 )
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends
@@ -204,8 +204,8 @@ def test_of_concurrent_changes_the_higher_author_wins_and_a_later_change_overrid
     assert later is not None
 
     assert merge(CHARTER, both).members == 3
-    assert losers(both) == {A}
-    assert bound_by(B, both) == both[B]
+    assert overruled(both) == {A}
+    assert effective_terms(B, both) == both[B]
     assert later == Amendments((Term("members", 2, "4"),), version=2)
     assert merge(CHARTER, both | {A: later}).members == 4
 

@@ -12,9 +12,9 @@ from meshllm.names import MeshId
 from meshllm.protocol.membership.gossip import (
     MAX_ITEM_BYTES,
     Item,
+    ItemStore,
     Kind,
     Slot,
-    Store,
     compare,
     digest,
     summarise,
@@ -74,7 +74,7 @@ def test_stores_converge_for_any_order_of_items() -> None:
     ]
     kept = set()
     for order in permutations(said):
-        store = Store()
+        store = ItemStore()
         for item in order:
             if store.is_news(item):
                 store.keep(item)
@@ -84,7 +84,7 @@ def test_stores_converge_for_any_order_of_items() -> None:
 
 
 def test_of_two_charters_of_one_version_the_higher_author_is_kept() -> None:
-    store = Store()
+    store = ItemStore()
     store.keep(sign(LAST, CHARTER))
 
     assert not store.is_news(sign(FOUNDER, CHARTER))
@@ -92,7 +92,7 @@ def test_of_two_charters_of_one_version_the_higher_author_is_kept() -> None:
 
 
 def test_forgetting_a_node_deletes_its_profile_and_state() -> None:
-    store = Store()
+    store = ItemStore()
     for item in (sign(FOUNDER, PROFILE), sign(FOUNDER, STATE), sign(FOUNDER, CHARTER)):
         store.keep(item)
 

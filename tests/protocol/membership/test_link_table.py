@@ -10,16 +10,16 @@ from meshllm.protocol.membership.codec import MAX_HELD_US, MAX_SLOTS, MAX_WALL_M
 from meshllm.protocol.membership.link_table import (
     BEAT,
     FRESH,
-    GAP,
     ITEMS_PER_S,
+    LINKS_INTERVAL,
     MAX_CLIENTS,
-    MAX_PAUSE,
-    MOVED_US,
-    RETELL,
+    MAX_SUMMARY_PAUSE,
+    MIN_CHANGE_US,
+    ROUND_TRIPS_INTERVAL,
     SILENCE,
     Contact,
-    Links,
-    worth,
+    LinkTable,
+    republish_delay,
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Role
@@ -34,8 +34,8 @@ def contact(
     return Contact(instance, role, FOUNDED, is_favoured, now, now)
 
 
-def links(**contacts: Contact) -> Links:
-    made = Links(A)
+def links(**contacts: Contact) -> LinkTable:
+    made = LinkTable(A)
     for name, at in contacts.items():
         made.add({"b": B, "c": C}[name], at)
     return made
@@ -44,8 +44,8 @@ def links(**contacts: Contact) -> Links:
 def test_a_round_trip_is_without_the_time_that_the_peer_held_the_stamp() -> None:
     here, there = contact(), contact()
 
-    there.hear(here.beat(1.0, 0.0, b""), 1.010, 0.0)
-    here.hear(there.beat(1.5, 0.0, b""), 1.512, 0.0)
+    there.receive_beat(here.beat(1.0, 0.0, b""), 1.010, 0.0)
+    here.receive_beat(there.beat(1.5, 0.0, b""), 1.512, 0.0)
 
     assert here.round_trip_us == 22_000
     assert there.round_trip_us == 0
@@ -53,8 +53,8 @@ def test_a_round_trip_is_without_the_time_that_the_peer_held_the_stamp() -> None
 
 def test_round_trips_are_smoothed() -> None:
     at = contact()
-    at.hear(Beat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
-    at.hear(Beat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
+    at.receive_beat(Beat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
+    at.receive_beat(Beat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
 
     assert at.round_trip_us == 9_000
 
@@ -62,7 +62,7 @@ def test_round_trips_are_smoothed() -> None:
 def test_a_round_trip_that_was_measured_is_not_zero() -> None:
     at = contact()
 
-    at.hear(Beat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
+    at.receive_beat(Beat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
 
     assert at.round_trip_us == 1
 
@@ -71,16 +71,16 @@ def test_a_round_trip_that_was_measured_is_not_zero() -> None:
 def test_an_implausible_stamp_is_ignored(echo: int, held: int) -> None:
     at = contact()
 
-    at.hear(Beat(5, echo, held, 0, b""), 9.0, 0.0)
+    at.receive_beat(Beat(5, echo, held, 0, b""), 9.0, 0.0)
 
     assert at.round_trip_us == 0
 
 
 def test_the_clock_of_a_peer_is_compared_over_half_a_round_trip() -> None:
     here, there = contact(), contact()
-    there.hear(here.beat(1.0, 5_000.0, b""), 1.010, 4_970.0)
+    there.receive_beat(here.beat(1.0, 5_000.0, b""), 1.010, 4_970.0)
 
-    here.hear(there.beat(1.5, 4_970.5, b""), 1.510, 5_000.51)
+    here.receive_beat(there.beat(1.5, 4_970.5, b""), 1.510, 5_000.51)
 
     assert here.round_trip_us == 20_000
     assert here.ahead_s == pytest.approx(-30.0)
@@ -91,14 +91,14 @@ def test_before_the_first_beat_no_clock_is_known() -> None:
     assert contact().ahead_s is None
 
 
-@pytest.mark.parametrize(("wall_s", "told"), [(-1.0, 0), (1e15, MAX_WALL_MS)])
-def test_an_extreme_time_of_day_is_clamped(wall_s: float, told: int) -> None:
-    assert contact().beat(1.0, wall_s, b"").wall_ms == told
+@pytest.mark.parametrize(("wall_s", "published"), [(-1.0, 0), (1e15, MAX_WALL_MS)])
+def test_an_extreme_time_of_day_is_clamped(wall_s: float, published: int) -> None:
+    assert contact().beat(1.0, wall_s, b"").wall_ms == published
 
 
 def test_the_time_that_a_stamp_was_held_is_clamped() -> None:
     at = contact()
-    at.hear(Beat(5, 0, 0, 0, b""), 1.0, 0.0)
+    at.receive_beat(Beat(5, 0, 0, 0, b""), 1.0, 0.0)
 
     assert at.beat(1e6, 0.0, b"").held == MAX_HELD_US
 
@@ -111,7 +111,7 @@ def test_summaries_wait_for_two_beats_and_back_off() -> None:
 
     assert sent[0] == BEAT
     pauses = [later - earlier for earlier, later in pairwise(sent)]
-    assert pauses[:5] == [1.0, 2.0, 4.0, MAX_PAUSE, MAX_PAUSE]
+    assert pauses[:5] == [1.0, 2.0, 4.0, MAX_SUMMARY_PAUSE, MAX_SUMMARY_PAUSE]
     assert not at.wants_summary(differs=False, now=100.0)
     assert not at.wants_summary(differs=True, now=100.0)
     assert at.wants_summary(differs=True, now=100.5)
@@ -130,23 +130,23 @@ def test_the_item_allowance_refills_with_time() -> None:
 
 def test_without_links_there_is_no_deadline() -> None:
     assert links().deadline == inf
-    assert links().silent(9.0) == []
+    assert links().timed_out(9.0) == []
 
 
 def test_only_the_silent_link_times_out() -> None:
     both = links(b=contact(1.0), c=contact(2.0))
 
     assert both.deadline == 1.0 + SILENCE
-    assert both.silent(1.0 + SILENCE - 0.01) == []
-    assert both.silent(1.0 + SILENCE) == [B]
+    assert both.timed_out(1.0 + SILENCE - 0.01) == []
+    assert both.timed_out(1.0 + SILENCE) == [B]
 
 
 def test_after_a_suspension_peers_get_one_more_beat() -> None:
     both = links(b=contact(), c=contact())
 
-    assert both.silent(60.0) == []
-    assert both.silent(60.0 + BEAT / 2) == []
-    assert both.silent(60.0 + BEAT) == [B, C]
+    assert both.timed_out(60.0) == []
+    assert both.timed_out(60.0 + BEAT / 2) == []
+    assert both.timed_out(60.0 + BEAT) == [B, C]
 
 
 def test_a_link_to_itself_is_refused() -> None:
@@ -187,7 +187,7 @@ def test_of_two_crossing_links_the_favoured_one_is_kept(
     ("role", "most"), [(Role.NODE, MAX_MEMBERS - 1), (Role.CLIENT, MAX_CLIENTS)]
 )
 def test_links_to_nodes_and_clients_have_separate_limits(role: Role, most: int) -> None:
-    many, other = Links(A), Role.CLIENT if role is Role.NODE else Role.NODE
+    many, other = LinkTable(A), Role.CLIENT if role is Role.NODE else Role.NODE
     for number in range(most):
         many.add(NodeId(bytes([9, number]) * 16), contact(role=role))
 
@@ -199,18 +199,18 @@ def test_links_of_clients_are_not_published() -> None:
     both = links(c=contact(), b=contact(role=Role.CLIENT))
     both[C].round_trip_us = 7
 
-    assert both.told() == ((C, 7),)
+    assert both.round_trips() == ((C, 7),)
     assert both.remove(C) is not None
     assert both.remove(C) is None
-    assert both.told() == ()
+    assert both.round_trips() == ()
     assert len(both) == 1
 
 
 def test_links_are_published_again_when_they_change() -> None:
-    assert worth((), ()) == inf
-    assert worth((), ((B, 0),)) == worth(((B, 0),), ()) == GAP
-    assert worth(((B, 0),), ((B, 5),)) == GAP
-    assert worth(((B, 0),), ((B, 0),)) == inf
-    assert worth(((B, 10_000),), ((B, 12_000),)) == inf
-    assert worth(((B, 10_000),), ((B, 13_000),)) == RETELL
-    assert worth(((B, 10),), ((B, 10 + MOVED_US),)) == inf
+    assert republish_delay((), ()) == inf
+    assert republish_delay((), ((B, 0),)) == republish_delay(((B, 0),), ()) == LINKS_INTERVAL
+    assert republish_delay(((B, 0),), ((B, 5),)) == LINKS_INTERVAL
+    assert republish_delay(((B, 0),), ((B, 0),)) == inf
+    assert republish_delay(((B, 10_000),), ((B, 12_000),)) == inf
+    assert republish_delay(((B, 10_000),), ((B, 13_000),)) == ROUND_TRIPS_INTERVAL
+    assert republish_delay(((B, 10),), ((B, 10 + MIN_CHANGE_US),)) == inf

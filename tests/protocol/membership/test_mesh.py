@@ -21,7 +21,13 @@ from meshllm.protocol.membership.codec import (
     Why,
 )
 from meshllm.protocol.membership.gossip import Item, Kind
-from meshllm.protocol.membership.link_table import BEAT, FRESH, GAP, RETELL, SILENCE
+from meshllm.protocol.membership.link_table import (
+    BEAT,
+    FRESH,
+    LINKS_INTERVAL,
+    ROUND_TRIPS_INTERVAL,
+    SILENCE,
+)
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.trust.credential import remove
@@ -62,7 +68,7 @@ def linked(*keys: NodeKey) -> Mesh:
     node = mesh()
     for key in keys:
         link(node, key)
-    tick(node, 1.0 + GAP)
+    tick(node, 1.0 + LINKS_INTERVAL)
     return node
 
 
@@ -113,9 +119,9 @@ def test_many_link_changes_are_published_together() -> None:
     node = mesh()
     link(node, LAST, 1.0)
 
-    link(node, FOUNDER, 1.0 + GAP / 2)
+    link(node, FOUNDER, 1.0 + LINKS_INTERVAL / 2)
     before = node.states[MIDDLE.node].links
-    tick(node, 1.0 + GAP)
+    tick(node, 1.0 + LINKS_INTERVAL)
 
     assert [peer for peer, _ in before] == [LAST.node]
     assert [peer for peer, _ in node.states[MIDDLE.node].links] == [FOUNDER.node, LAST.node]
@@ -153,7 +159,7 @@ def test_a_round_trip_is_published_when_measured_and_when_changed() -> None:
     for now in (2.0, 2.5, 3.0):
         node.receive(LAST.node, Beat(5, round((now - 1.9) * 1e6), 0, 0, bytes(8)), now)
     waits = node.states[MIDDLE.node].links
-    for now in (4.0, 6.0, 1.2 + RETELL):
+    for now in (4.0, 6.0, 1.2 + ROUND_TRIPS_INTERVAL):
         node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), now)
 
     assert measured == waits == ((LAST.node, 200_000),)

@@ -9,7 +9,7 @@ from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import Item, Kind, Slot
 from meshllm.protocol.membership.link_table import Contact
 from meshllm.protocol.membership.records import MAX_MEMBERS, State
-from meshllm.protocol.membership.sync import FORGET, Exchange
+from meshllm.protocol.membership.sync import FORGET, Replica
 from meshllm.protocol.trust.credential import Credential, Role, found, issue
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
@@ -31,11 +31,11 @@ def contact() -> Contact:
     return Contact(1, Role.NODE, FOUNDED, True, 0.0, 0.0)
 
 
-def exchange(incarnation: int = 1) -> Exchange:
-    return Exchange(MIDDLE, CREDENTIALS[MIDDLE.node], incarnation)
+def replica(incarnation: int = 1) -> Replica:
+    return Replica(MIDDLE, CREDENTIALS[MIDDLE.node], incarnation)
 
 
-def taken(node: Exchange, *items: Item, peer: NodeId = LAST.node) -> tuple[list[Item], list[Item]]:
+def taken(node: Replica, *items: Item, peer: NodeId = LAST.node) -> tuple[list[Item], list[Item]]:
     return node.take(peer, contact(), items, WALL)
 
 
@@ -44,7 +44,7 @@ def linked(*peers: NodeId) -> State:
 
 
 def test_own_records_are_signed_and_counted() -> None:
-    node = exchange(incarnation=7)
+    node = replica(incarnation=7)
 
     items = node.sign([PROFILE, STATE, CHARTER], WALL)
 
@@ -54,7 +54,7 @@ def test_own_records_are_signed_and_counted() -> None:
 
 
 def test_a_new_item_is_taken_once() -> None:
-    node = exchange()
+    node = replica()
     items = [sign(LAST, PROFILE), sign(LAST, STATE)]
 
     assert taken(node, *items) == (items, [])
@@ -62,7 +62,7 @@ def test_a_new_item_is_taken_once() -> None:
 
 
 def test_items_beyond_the_allowance_are_ignored() -> None:
-    node, at = exchange(), contact()
+    node, at = replica(), contact()
     at.allowance = 1
 
     news, _ = node.take(LAST.node, at, [sign(LAST, PROFILE), sign(LAST, STATE)], WALL)
@@ -71,7 +71,7 @@ def test_items_beyond_the_allowance_are_ignored() -> None:
 
 
 def test_an_author_that_lost_its_count_receives_its_newer_item() -> None:
-    node = exchange()
+    node = replica()
     newer, older = sign(LAST, PROFILE, seq=9), sign(LAST, PROFILE, seq=1)
     taken(node, newer)
 
@@ -80,7 +80,7 @@ def test_an_author_that_lost_its_count_receives_its_newer_item() -> None:
 
 
 def test_an_own_item_that_returns_newer_is_superseded() -> None:
-    node = exchange()
+    node = replica()
     node.sign([PROFILE, STATE], WALL)
 
     news, answers = taken(node, sign(MIDDLE, replace(PROFILE, name="old"), incarnation=4, seq=8))
@@ -94,7 +94,7 @@ def test_an_own_item_that_returns_newer_is_superseded() -> None:
 
 
 def test_an_older_own_item_is_ignored() -> None:
-    node = exchange(incarnation=5)
+    node = replica(incarnation=5)
     node.sign([PROFILE, STATE], WALL)
 
     taken(node, sign(MIDDLE, PROFILE, incarnation=4, seq=8))
@@ -103,16 +103,16 @@ def test_an_older_own_item_is_ignored() -> None:
 
 
 def test_an_unknown_own_item_is_superseded() -> None:
-    node = exchange(incarnation=5)
+    node = replica(incarnation=5)
 
     taken(node, sign(MIDDLE, PROFILE, incarnation=4, seq=8))
 
     assert node.is_behind
-    assert not node.census.profiles
+    assert not node.records.profiles
 
 
 def test_an_own_item_that_we_never_signed_is_a_fault() -> None:
-    node = exchange()
+    node = replica()
     forged = replace(sign(MIDDLE, PROFILE, incarnation=9), signature=bytes(64))
 
     with pytest.raises(PeerFault, match="forged"):
@@ -121,7 +121,7 @@ def test_an_own_item_that_we_never_signed_is_a_fault() -> None:
 
 
 def test_new_items_are_forwarded_to_peers_that_the_author_does_not_list() -> None:
-    node = exchange()
+    node = replica()
     state = sign(LAST, linked(MIDDLE.node))
     taken(node, sign(LAST, PROFILE), state)
 
@@ -133,29 +133,29 @@ def test_new_items_are_forwarded_to_peers_that_the_author_does_not_list() -> Non
 
 
 def test_only_items_of_living_nodes_are_shared() -> None:
-    node = exchange()
+    node = replica()
     node.sign([PROFILE, linked(LAST.node)], WALL)
     charter = sign(FOUNDER, CHARTER)
     taken(node, sign(LAST, PROFILE), sign(LAST, linked(MIDDLE.node)), charter)
     taken(node, sign(FOUNDER, PROFILE), sign(FOUNDER, linked(MIDDLE.node)))
 
-    node.settle(0.0)
+    node.refresh(0.0)
 
     authors = {slot.subject for slot in node.shared if slot.kind is Kind.STATE}
     assert authors == node.alive == {MIDDLE.node, LAST.node}
     assert charter.slot in node.shared
-    assert FOUNDER.node in node.census.profiles
+    assert FOUNDER.node in node.records.profiles
 
 
 def test_a_node_that_departed_long_ago_is_forgotten() -> None:
-    node = exchange()
+    node = replica()
     node.sign([PROFILE, linked(LAST.node)], WALL)
     taken(node, sign(LAST, PROFILE), sign(LAST, linked(MIDDLE.node)), sign(FOUNDER, PROFILE))
-    node.settle(0.0)
+    node.refresh(0.0)
 
     assert node.watch(FORGET) == []
     assert node.watch(FORGET + 1) == [FOUNDER.node]
-    assert set(node.census.profiles) == {MIDDLE.node, LAST.node}
+    assert set(node.records.profiles) == {MIDDLE.node, LAST.node}
 
 
 def many(count: int) -> list[tuple[NodeKey, Credential]]:
@@ -164,7 +164,7 @@ def many(count: int) -> list[tuple[NodeKey, Credential]]:
 
 
 def test_the_node_that_departed_first_is_evicted_for_another() -> None:
-    node = exchange()
+    node = replica()
     node.sign([PROFILE], WALL)
     *others, last = (
         Item(Kind.PROFILE, key.node, key.node, 1, 1, shown.encode(), PROFILE.encode()).sign(
@@ -181,12 +181,12 @@ def test_the_node_that_departed_first_is_evicted_for_another() -> None:
     news, _ = taken(node, last)
 
     assert news == [last]
-    assert len(node.census.profiles) == MAX_MEMBERS
-    assert others[0].author not in node.census.profiles
+    assert len(node.records.profiles) == MAX_MEMBERS
+    assert others[0].author not in node.records.profiles
 
 
 def test_a_non_member_evicts_no_node() -> None:
-    node = exchange()
+    node = replica()
     node.sign([PROFILE], WALL)
     *others, (stranger, _) = many(MAX_MEMBERS)
     taken(
@@ -198,18 +198,18 @@ def test_a_non_member_evicts_no_node() -> None:
             for key, shown in others
         ),
     )
-    known = set(node.census.profiles)
+    known = set(node.records.profiles)
     shown = found(stranger, bytes(16)).encode()
     item = Item(Kind.PROFILE, stranger.node, stranger.node, 1, 1, shown, PROFILE.encode())
 
     news, _ = taken(node, item.sign(stranger, MESH))
 
     assert news == []
-    assert set(node.census.profiles) == known
+    assert set(node.records.profiles) == known
 
 
 def test_living_nodes_are_not_evicted() -> None:
-    node = exchange()
+    node = replica()
     keys = many(MAX_MEMBERS + 1)
     items = [
         Item(Kind.PROFILE, key.node, key.node, 1, 1, shown.encode(), PROFILE.encode()).sign(
@@ -222,4 +222,4 @@ def test_living_nodes_are_not_evicted() -> None:
     news, _ = taken(node, *items)
 
     assert len(news) == MAX_MEMBERS
-    assert Slot(Kind.PROFILE, keys[-1][0].node) not in node.census.store
+    assert Slot(Kind.PROFILE, keys[-1][0].node) not in node.records.store

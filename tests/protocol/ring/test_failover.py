@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import LinkLost
-from meshllm.protocol.ring.failover import AGAIN_S, ATTEMPTS, Failover, Reported
+from meshllm.protocol.ring.failover import RETRY_DELAY_S, ATTEMPTS, Failover, Reported
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from tests.builders.fake_ring import answer_of
 
@@ -64,7 +64,7 @@ def test_delays_grow_and_attempts_without_a_token_are_limited() -> None:
 
     delays = [failover.lost(GONE) for _ in range(ATTEMPTS - 1)]
 
-    assert delays == [AGAIN_S * number for number in range(ATTEMPTS - 1)]
+    assert delays == [RETRY_DELAY_S * number for number in range(ATTEMPTS - 1)]
     with pytest.raises(LinkLost, match="gone"):
         failover.lost(GONE)
 
