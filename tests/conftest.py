@@ -1,4 +1,4 @@
-"""Small models that many tests share; written once per run."""
+"""Fixtures of all tests: isolation of global state, and small shared models."""
 
 import logging
 import zlib
@@ -10,25 +10,25 @@ import torch
 
 from meshllm.model.lean import lean
 
-with lean():  # as the command line does
+with lean():  # as in the command line
     from meshllm.testing.models import tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Two processes with two threads each stall each other on two cores."""
+    """Limit torch to one thread: two processes with two threads each contend for two cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _draws(request: pytest.FixtureRequest) -> None:
-    """Draw a test's numbers by its name: the same in any order, beside any other tests."""
+    """Seed torch with the test's name, so that its numbers do not depend on other tests."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(autouse=True)
 def _logs() -> Iterator[None]:
-    """Undo what a command set: how much is logged, and where."""
+    """Restore the log level and handlers that a command changed."""
     root, ours = logging.getLogger(), logging.getLogger("meshllm")
     handlers, level = list(root.handlers), ours.level
     ours.setLevel(logging.NOTSET)
@@ -39,7 +39,7 @@ def _logs() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what meshllm remembers out of the user's folders."""
+    """Keep meshllm's state, config and cache out of the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name)))

@@ -12,34 +12,34 @@ _Line = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
 
 
 class Wire(Protocol):
-    """What a link needs of its connection."""
+    """What a link needs from its connection."""
 
     is_writable: bool
-    """Whether the socket takes more."""
+    """Whether the write buffer of the socket has room."""
 
     @property
     def bytes_per_s(self) -> float | None:
-        """How fast the socket delivers, where that is known."""
+        """Delivery rate of the socket; None if unknown."""
 
     def write(self, head: bytes, body: memoryview | bytes) -> None:
-        """Send one piece."""
+        """Send one piece as one frame."""
         ...
 
     def say_goodbye(self) -> None:
-        """Tell the other side that nothing follows."""
+        """Send a close frame."""
         ...
 
     async def wait_gone(self) -> None:
-        """Wait until the connection is closed, for a moment at most."""
+        """Wait until the connection is closed, for a short time at most."""
         ...
 
     def know(self, *, is_stranger: bool) -> None:
-        """Hear whether the other side has still to say who it is."""
+        """Note whether the peer is authenticated."""
         ...
 
 
 class LanedLink:
-    """One end; `meshllm.transport.contract.Link` for the application, the rest for the wire."""
+    """One end of a link: `meshllm.transport.contract.Link`, and callbacks for the connection."""
 
     def __init__(self, wire: Wire, address: str) -> None:
         self._wire = wire
@@ -48,15 +48,15 @@ class LanedLink:
         self._outgoing = Outgoing()
         self._incoming = Incoming()
         self._lines: dict[Channel, _Line] = {channel: {} for channel in Channel}
-        """Senders without credit, in order; the result tells whether the message was sent."""
+        """Senders without credit, in FIFO order; the result is whether the message was sent."""
         self._reader: asyncio.Future[None] | None = None
-        self._end: MeshError | None = None  # why nothing more is sent, or arrives
+        self._end: MeshError | None = None  # why sending and receiving have ended
         self._is_closed = False
         self._messages_sent = self._bytes_sent = 0
         self._messages_received = self._bytes_received = 0
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        """Send when there is credit, and after all that wait for it."""
+        """Send a message; wait for credit, behind all senders that already wait."""
         size = measure(message)
         if self._end is not None:
             raise self._lost()
@@ -66,7 +66,7 @@ class LanedLink:
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
-        """Send when there is credit and nobody waits for it."""
+        """Send a message if there is credit and no sender waits."""
         size = measure(message)
         if self._end is not None or not self._is_free(channel, size):
             return False
@@ -74,7 +74,7 @@ class LanedLink:
         return True
 
     async def receive(self) -> tuple[Channel, Buffer]:
-        """Wait for the next message; give back the credit of those that were read."""
+        """Wait for the next message; return the credit of messages that were read."""
         while not self._is_closed:
             if (arrived := self._incoming.pop()) is not None:
                 self._note(*arrived)
@@ -85,7 +85,7 @@ class LanedLink:
         raise self._lost()
 
     async def close(self) -> None:
-        """Close when what was sent has left, and wait a moment for the other side to agree."""
+        """Flush sent messages, close, and wait a short time for the peer's close frame."""
         if not self._is_closed:
             self._is_closed = True
             self._incoming.drop()
@@ -95,7 +95,7 @@ class LanedLink:
 
     @property
     def statistics(self) -> LinkStatistics:
-        """What this side has sent and received."""
+        """Message and byte counts of this side."""
         return LinkStatistics(
             self._messages_sent,
             self._bytes_sent,
@@ -105,19 +105,19 @@ class LanedLink:
         )
 
     def limit_unread(self, size: int | None) -> None:
-        """Hold a stranger to so many bytes that are not read."""
+        """Limit the unread bytes of an unauthenticated peer; None lifts the limit."""
         self._incoming.limit = size
         self._wire.know(is_stranger=size is not None)
 
     @property
     def unsent(self) -> int:
-        """Bytes that were sent and have not left."""
+        """Bytes accepted by `send` and not yet written to the socket."""
         return self._outgoing.unsent
 
     def begin(self, kind: int, number: int, size: int) -> None:
-        """Prepare for a piece with a body of ``size`` bytes; raise `PeerFault` if it may not be."""
+        """Start receiving a piece with a body of ``size`` bytes; raise `PeerFault` if invalid."""
         if self._is_closed:
-            return  # the other side does not know yet
+            return  # the peer has not read our close frame yet
         if kind & ~1 == BACK and not size:
             channel = Channel(kind & 1)
             self._outgoing.take_back(channel, number)
@@ -126,12 +126,12 @@ class LanedLink:
             self._wake()
 
     def fill(self, part: memoryview | bytes) -> None:
-        """Take the next part of the body."""
+        """Receive the next part of the body."""
         if not self._is_closed and self._incoming.fill(part):
             self._wake()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it."""
+        """Write queued pieces while the socket has room."""
         while self._wire.is_writable:
             if (piece := self._outgoing.next_piece()) is None:
                 if self._is_closed:
@@ -140,7 +140,7 @@ class LanedLink:
             self._wire.write(*piece)
 
     def end(self, reason: PeerFault | None = None) -> None:
-        """Send nothing more; receiving ends when all is read, or at once for that reason."""
+        """Stop sending; receiving ends once all is read, or at once if there is a ``reason``."""
         self._outgoing.drop()
         if reason is not None:
             self._incoming.drop()
@@ -159,7 +159,7 @@ class LanedLink:
         return not self._lines[channel] and self._outgoing.has_credit(channel, size)
 
     async def _stand_in_line(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
-        """Wait for credit and a turn; tell whether the message was sent."""
+        """Wait for credit; return whether the message was sent."""
         line = self._lines[channel]
         place: asyncio.Future[bool] = self._loop.create_future()
         line[place] = message, size
@@ -167,7 +167,7 @@ class LanedLink:
             return await place
         except asyncio.CancelledError:
             line.pop(place, None)
-            self._advance(channel)  # the next in line may fit where this one did not
+            self._advance(channel)  # the next waiter may fit where this one did not
             raise
 
     def _advance(self, channel: Channel) -> None:
@@ -186,7 +186,7 @@ class LanedLink:
         self._bytes_sent += size
         self._outgoing.put(channel, message, size)
         self.flush()
-        self._outgoing.own(channel)  # the sender may change what has not left
+        self._outgoing.own(channel)  # the caller may reuse its buffers
 
     def _note(self, channel: Channel, message: Buffer) -> None:
         self._messages_received += 1

@@ -1,16 +1,16 @@
-"""Messages in pieces, with credit, over one ordered stream.
+"""Two multiplexed channels with credit-based flow control over one ordered stream.
 
-Theory of operation. A message travels in pieces of `PIECE_BYTES`, the last of them shorter. A piece
-begins with its kind, one byte, the channel in its lowest bit; the first piece of a message goes on
-with the length of the message. The pieces of CONTROL go first, so that CONTROL waits for one piece
-of DATA and never for a whole message.
+Theory of operation. A message is split into pieces of `PIECE_BYTES`, the last one shorter. A piece
+starts with one byte, its kind with the channel in the lowest bit; in the first piece of a message
+the length of the message follows. CONTROL pieces have priority, which bounds head-of-line blocking:
+CONTROL waits for at most one piece of DATA, never for a whole message.
 
-Each channel has its own credit. A message costs its length and `MESSAGE_COST`, and the cost comes
-back when the application at the other side has read it. It may leave when the credit covers it, or
-when no more than half the credit is out: so a message longer than the credit passes alone. The
-reader gives back in batches of a quarter; what it has not yet given back is less than half, hence
-nobody waits for ever. It holds at most the credit, or half of it and one message, of each channel;
-who sends more than that breaks the rules.
+Each channel has its own credit. A message costs its length plus `MESSAGE_COST`; the receiver
+returns that credit once the application has read the message. A message can be sent if the credit
+covers it, or if at most half of the credit is in use, so a message longer than the credit passes
+alone. The receiver returns credit in batches of a quarter; it withholds less than half, hence no
+sender waits forever. Per channel it buffers at most the credit, or half of it and one message; a
+peer that sends more violates the protocol.
 """
 
 from collections import deque
@@ -21,56 +21,56 @@ from meshllm.errors import PeerFault
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Buffer, Channel
 
 PIECE_BYTES = 256 * 1024
-"""2 ms at 1 Gbit/s: how long CONTROL may wait for DATA."""
+"""2 ms at 1 Gbit/s: the longest time that CONTROL waits for DATA."""
 CREDIT = 9 * 1024 * 1024
-"""Two prefill chunks of 256 rows of 8192 bf16 values, and what is sent beside them."""
+"""Two prefill chunks of 256 rows of 8192 bf16 values, and 1 MiB for smaller messages."""
 MESSAGE_COST = 256
-"""What a message occupies besides its bytes, so that empty ones are not free."""
+"""Charged per message for its overhead, so that empty messages are not free."""
 
 NEXT, FIRST, BACK = 0, 2, 4
-"""Kinds of piece: more of a message, a new message, credit; the last two go on with a number."""
+"""Kinds of piece: continuation, first of a message, credit; the last two carry a number."""
 NUMBER_BYTES = 4
 
 
 class Outgoing:
-    """What was sent and has not yet left; the caller writes the pieces."""
+    """Messages accepted by `send` and not yet written; the caller writes the pieces."""
 
     def __init__(self) -> None:
-        self._lanes = {channel: _Sending() for channel in Channel}  # CONTROL is looked at first
+        self._lanes = {channel: _Sending() for channel in Channel}  # CONTROL has priority
         self._credits: deque[bytes] = deque()
         self.unsent = 0
-        """Bytes of the messages that have not left."""
+        """Message bytes that are not yet written."""
 
     def has_credit(self, channel: Channel, size: int) -> bool:
-        """Tell whether a message of that size may be sent now."""
+        """Return whether a message of this size can be sent now."""
         out = self._lanes[channel].out
         return out + size + MESSAGE_COST <= CREDIT or 2 * out <= CREDIT
 
     def put(self, channel: Channel, parts: Sequence[Buffer], size: int) -> None:
-        """Queue a message that has credit; its parts may not change before `own`."""
+        """Queue a message that has credit; its parts must not change before `own`."""
         lane = self._lanes[channel]
         lane.out += size + MESSAGE_COST
         lane.queue.append(_Message([memoryview(part).cast("B") for part in parts], size, size))
         self.unsent += size
 
     def own(self, channel: Channel) -> None:
-        """Copy what has not left of the message that was queued last."""
+        """Copy the unwritten rest of the message that was queued last."""
         if queue := self._lanes[channel].queue:
             queue[-1].parts = [memoryview(b"".join(queue[-1].parts))]
 
     def give_back(self, channel: Channel, credit: int) -> None:
-        """Queue credit for the other side."""
+        """Queue credit that is returned to the peer."""
         self._credits.append(head(BACK | channel, credit))
 
     def take_back(self, channel: Channel, credit: int) -> None:
-        """Take credit from the other side; raise `PeerFault` for more than is out."""
+        """Receive returned credit; raise `PeerFault` if it exceeds the credit in use."""
         lane = self._lanes[channel]
         if credit > lane.out:
-            raise PeerFault(f"{credit} B of credit came back where {lane.out} B were out")
+            raise PeerFault(f"Returned credit {credit} B exceeds the {lane.out} B in use")
         lane.out -= credit
 
     def next_piece(self) -> tuple[bytes, memoryview | bytes] | None:
-        """Take the head and the body of the piece that leaves next; None when nothing waits."""
+        """Return header and body of the next piece to write; None if nothing is queued."""
         if self._credits:
             return self._credits.popleft(), b""
         for channel, lane in self._lanes.items():
@@ -87,7 +87,7 @@ class Outgoing:
         return None
 
     def drop(self) -> None:
-        """Forget what has not left."""
+        """Discard everything that is not yet written."""
         self._credits.clear()
         self.unsent = 0
         for lane in self._lanes.values():
@@ -97,13 +97,13 @@ class Outgoing:
 @dataclass(slots=True)
 class _Message:
     parts: list[memoryview]
-    """What has not left."""
+    """Not yet written."""
     size: int
     left: int
     """Bytes in ``parts``."""
 
     def cut(self) -> memoryview | bytes:
-        """Take the body of the next piece."""
+        """Return the body of the next piece."""
         bodies, missing = [], min(PIECE_BYTES, self.left)
         self.left -= missing
         while missing:
@@ -121,42 +121,42 @@ class _Message:
 class _Sending:
     queue: deque[_Message] = field(default_factory=deque)
     out: int = 0
-    """Cost of the messages for which no credit came back."""
+    """Credit in use: the cost of messages whose credit was not returned."""
 
 
 class Incoming:
-    """What arrived and is not yet read, within the credit of the other side."""
+    """Messages received and not yet read, within the credit granted to the peer."""
 
     def __init__(self) -> None:
         self._lanes = {channel: _Receiving() for channel in Channel}
-        self._lane = _Receiving()  # of the piece under way
+        self._lane = _Receiving()  # of the current piece
         self.limit: int | None = None
-        """Bytes that the other side may leave unread; None when the credit alone decides."""
+        """Limit of unread bytes for an unauthenticated peer; None: only the credit limits."""
 
     def begin(self, kind: int, number: int, size: int) -> bool:
-        """Prepare for a piece with a body of ``size`` bytes; tell whether it was an empty message.
+        """Start a piece with a body of ``size`` bytes; return whether it was an empty message.
 
         Raises:
-            PeerFault: there may be no such piece now.
+            PeerFault: the piece is invalid, or exceeds the credit or the limit.
         """
         self._lane = self._lanes[Channel(kind & 1)]
         if kind & ~1 == FIRST:
             self._lane.begin(number)
             unread = sum(lane.held - lane.read for lane in self._lanes.values())
             if self.limit is not None and unread > self.limit:
-                raise PeerFault(f"{unread} B are unread where {self.limit} B are allowed")
+                raise PeerFault(f"{unread} B unread exceed the limit of {self.limit} B")
         elif not self._lane.missing:
-            raise PeerFault(f"A piece of kind {kind} where no message is under way")
+            raise PeerFault(f"Piece of kind {kind} outside a message")
         if kind > FIRST | 1 or size != min(PIECE_BYTES, self._lane.missing):
-            raise PeerFault(f"A piece of kind {kind} with {size} B, {self._lane.missing} B missing")
+            raise PeerFault(f"Invalid piece: kind {kind}, {size} B, {self._lane.missing} B missing")
         return size == 0 and self._lane.fill(b"")
 
     def fill(self, part: memoryview | bytes) -> bool:
-        """Take the next part of the body; tell whether the message is complete."""
+        """Receive the next part of the body; return whether the message is complete."""
         return self._lane.fill(part)
 
     def pop(self) -> tuple[Channel, Buffer] | None:
-        """Take the message to be read next, CONTROL first; None when there is none."""
+        """Return the next message to read, CONTROL first; None if there is none."""
         for channel, lane in self._lanes.items():
             if lane.queue:
                 message = lane.queue.popleft()
@@ -165,7 +165,7 @@ class Incoming:
         return None
 
     def credit_due(self, channel: Channel) -> int:
-        """Take the credit that is now to be given back; 0 while the batch is small."""
+        """Take the credit to return now; 0 until the batch is large enough."""
         lane = self._lanes[channel]
         if 4 * lane.read < CREDIT:
             return 0
@@ -174,7 +174,7 @@ class Incoming:
         return due
 
     def drop(self) -> None:
-        """Forget what is not read."""
+        """Discard unread messages."""
         self._lanes = {channel: _Receiving() for channel in Channel}
 
 
@@ -182,27 +182,27 @@ class Incoming:
 class _Receiving:
     queue: deque[Buffer] = field(default_factory=deque)
     size: int = 0
-    """Of the message under way."""
+    """Length of the current message."""
     missing: int = 0
-    """Bytes of it that are still to come."""
+    """Bytes of it that have not arrived."""
     body: memoryview | None = None
-    """It, unless it arrives in one part."""
+    """Its buffer; None if it arrives in one part."""
     held: int = 0
-    """Cost of what arrived or is under way, and was not given back."""
+    """Cost of messages, complete or partial, whose credit was not returned."""
     read: int = 0
-    """Cost of what was read and not given back; a part of ``held``."""
+    """Cost of read messages whose credit was not returned; included in ``held``."""
 
     def begin(self, size: int) -> None:
-        """Begin a message; raise `PeerFault` when it may not begin."""
+        """Start a message; raise `PeerFault` if it is not allowed now."""
         if self.missing:
-            raise PeerFault(f"A message began with {self.missing} B of another missing")
+            raise PeerFault(f"New message with {self.missing} B of the previous one missing")
         before, self.held = self.held, self.held + size + MESSAGE_COST
         if size > MAX_MESSAGE_BYTES or (self.held > CREDIT and 2 * before > CREDIT):
-            raise PeerFault(f"A message of {size} B with {before} B unread")
+            raise PeerFault(f"Message of {size} B with {before} B unread exceeds the credit")
         self.size = self.missing = size
 
     def fill(self, part: memoryview | bytes) -> bool:
-        """Add a part; tell whether the message is complete."""
+        """Add a part; return whether the message is complete."""
         if len(part) == self.size:
             self.queue.append(bytes(part))
             self.missing = 0

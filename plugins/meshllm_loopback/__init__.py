@@ -1,4 +1,4 @@
-"""The transport inside one process."""
+"""In-process transport, for tests and for rings within one process."""
 
 from meshllm_loopback.shaper import Shape
 from meshllm_loopback.transport import LoopbackTransport

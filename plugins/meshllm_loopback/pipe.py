@@ -1,8 +1,9 @@
 """One direction of a loopback link.
 
-It holds, per channel, what was sent and is not yet read, under way or arrived, up to `QUEUE_BYTES`
-and `QUEUE_MESSAGES`; a message that is larger passes alone. A sender without room waits in line,
-and whoever makes room admits it: being cancelled in line means not sent.
+Each channel has a bounded queue of messages that were sent and not yet read, in flight or arrived:
+at most `QUEUE_BYTES` and `QUEUE_MESSAGES`; a larger message is accepted when the queue is empty.
+Senders without room wait in FIFO order and are admitted by the call that frees room. A sender that
+is cancelled while it waits has not sent its message.
 """
 
 import asyncio
@@ -25,12 +26,12 @@ class _Lane:
     """One channel of one direction."""
 
     queue: deque[bytes] = field(default_factory=deque)
-    """Sent and not yet read; the first ``arrived`` of them may be read."""
+    """Sent and not yet read; the first ``arrived`` of them can be read."""
     arrived: int = 0
     size: int = 0
     """Bytes in ``queue``."""
-    line: dict[asyncio.Future[bool], bytes] = field(default_factory=dict)
-    """Senders without room, in order; the result tells whether the message was sent."""
+    waiters: dict[asyncio.Future[bool], bytes] = field(default_factory=dict)
+    """Senders without room, in FIFO order; the result is whether the message was sent."""
 
     def has_room(self, size: int) -> bool:
         fits = len(self.queue) < QUEUE_MESSAGES and self.size + size <= QUEUE_BYTES
@@ -44,36 +45,36 @@ class Pipe:
         self._address = address
         self._shaper = shaper
         self._loop = asyncio.get_running_loop()
-        self._lanes = {channel: _Lane() for channel in Channel}  # CONTROL is looked at first
-        self._reader: asyncio.Future[None] = self._loop.create_future()  # done: nobody waits
+        self._lanes = {channel: _Lane() for channel in Channel}  # CONTROL is read first
+        self._reader: asyncio.Future[None] = self._loop.create_future()  # done: no receiver waits
         self._reader.set_result(None)
-        self._sealed = False  # the sender can put nothing more in
-        self._ended = False  # the receiver knows it
+        self._sealed = False  # the sender can no longer put
+        self._ended = False  # the receiver knows that nothing follows
         self._dropped = False  # the receiver has closed
         self.messages_in = self.bytes_in = self.messages_out = self.bytes_out = 0
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate at which messages leave; None where nothing slows them."""
+        """Rate at which messages leave; None without a limit."""
         return self._shaper.bytes_per_s if self._shaper else None
 
     async def put(self, channel: Channel, message: bytes) -> None:
-        """Send a message, when there is room and all before it in line were sent."""
+        """Send a message; wait for room, behind all senders that already wait."""
         if self._sealed:
             raise self._lost()
-        if not self.offer(channel, message) and not await self._stand_in_line(channel, message):
+        if not self.offer(channel, message) and not await self._wait_for_room(channel, message):
             raise self._lost()
 
     def offer(self, channel: Channel, message: bytes) -> bool:
-        """Send a message when there is room and nobody waits for it; tell whether it was sent."""
+        """Send a message if there is room and no sender waits; return whether it was sent."""
         lane = self._lanes[channel]
-        if self._sealed or lane.line or not lane.has_room(len(message)):
+        if self._sealed or lane.waiters or not lane.has_room(len(message)):
             return False
         self._admit(channel, message)
         return True
 
     async def get(self) -> tuple[Channel, bytes]:
-        """Wait for the next message that arrived."""
+        """Wait for the next message; CONTROL is delivered before DATA."""
         while not self._dropped:
             for channel, lane in self._lanes.items():
                 if lane.arrived:
@@ -84,38 +85,38 @@ class Pipe:
         raise self._lost()
 
     def seal(self) -> None:
-        """Let nobody send any more; those in line have not sent."""
+        """Reject further messages; waiting senders have not sent theirs."""
         self._sealed = True
         for lane in self._lanes.values():
-            for place in lane.line:
-                if not place.done():
-                    place.set_result(False)
-            lane.line.clear()
+            for waiter in lane.waiters:
+                if not waiter.done():
+                    waiter.set_result(False)
+            lane.waiters.clear()
 
     def end(self) -> None:
-        """Let the receiver know that nothing follows what is under way."""
+        """Tell the receiver that nothing follows the messages in flight."""
         self._ended = True
         self._wake()
 
     def drop(self) -> None:
-        """Let nobody receive any more, whatever is not yet read or still to come."""
+        """Stop receiving; unread messages and those in flight are discarded."""
         self._dropped = True
         self._wake()
 
     def after_the_last(self, action: Callable[[], None]) -> None:
-        """Act when a message sent now would arrive."""
+        """Run the action at the time at which a message sent now would arrive."""
         self._at_arrival(Channel.DATA, 0, action)
 
-    async def _stand_in_line(self, channel: Channel, message: bytes) -> bool:
-        """Wait for a turn; tell whether the message was sent."""
+    async def _wait_for_room(self, channel: Channel, message: bytes) -> bool:
+        """Wait for room; return whether the message was sent."""
         lane = self._lanes[channel]
-        place: asyncio.Future[bool] = self._loop.create_future()
-        lane.line[place] = message
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        lane.waiters[waiter] = message
         try:
-            return await place
+            return await waiter
         except asyncio.CancelledError:
-            lane.line.pop(place, None)
-            self._advance(channel)  # the next in line may fit where this one did not
+            lane.waiters.pop(waiter, None)
+            self._advance(channel)  # the next waiter may fit where this one did not
             raise
 
     def _admit(self, channel: Channel, message: bytes) -> None:
@@ -134,7 +135,7 @@ class Pipe:
             self._loop.call_at(self._shaper.arrival(channel, size, now), action)
 
     def _arrive(self, lane: _Lane) -> None:
-        # Counts instead of naming the message: timers of one instant fire in any order.
+        # A count, not the message: timers of the same instant fire in any order.
         lane.arrived += 1
         self._wake()
 
@@ -150,14 +151,14 @@ class Pipe:
 
     def _advance(self, channel: Channel) -> None:
         lane = self._lanes[channel]
-        while lane.line:
-            place, message = next(iter(lane.line.items()))
-            if not place.cancelled():
+        while lane.waiters:
+            waiter, message = next(iter(lane.waiters.items()))
+            if not waiter.cancelled():
                 if not lane.has_room(len(message)):
                     return
                 self._admit(channel, message)
-                place.set_result(True)
-            del lane.line[place]
+                waiter.set_result(True)
+            del lane.waiters[waiter]
 
     async def _wait(self) -> None:
         if not self._reader.done():

@@ -1,8 +1,8 @@
 """Links inside one process and one event loop.
 
-A message is joined to one byte string, as on any wire: a ring over loopback runs the same code as
-a ring over a network, and pays one copy per hop. A send to a waiting receiver costs one wake-up;
-there is no task, no timer and no sleep unless a `Shape` makes the link slow.
+The parts of a message are joined to one byte string, as on a network: a ring over loopback runs
+the same code as a ring over a network, at one copy per hop. A send to a waiting receiver costs one
+wake-up; tasks, timers and sleeps are used only if a `Shape` slows the link.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _SCHEME = "loopback:"
 
 
 class LoopbackTransport:
-    """Links between the nodes of one process; each instance is a network of its own."""
+    """Links between the nodes of one process; each instance is a separate network."""
 
     name: ClassVar[str] = "loopback"
     schemes: ClassVar[tuple[str, ...]] = ("loopback",)
@@ -41,17 +41,17 @@ class LoopbackTransport:
         self._numbers = count(1)
 
     def dialing_as(self, node: str) -> Self:
-        """Return the same network as ``node`` sees it: what it dials is shaped by its name.
+        """Return a view of the same network whose dials come from ``node``.
 
-        A message from ``a`` to ``b`` takes the shape of ``between["a", "b"]``, else the default.
+        A message from ``a`` to ``b`` is shaped by ``between["a", "b"]``, or by the default shape.
         """
-        seat = copy(self)
-        seat._node = node
-        return seat
+        view = copy(self)
+        view._node = node
+        return view
 
     @asynccontextmanager
     async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
-        """Accept links at ``loopback:NAME``, or under the next free number."""
+        """Accept links at ``loopback:NAME``; without an address, NAME is the next free number."""
         name = self._free_number() if address is None else _name(address)
         if name in self._listeners:
             raise UserError(f"Address `{address}` is in use", hint="listen under another name")
@@ -63,14 +63,14 @@ class LoopbackTransport:
             await listener.close()
 
     async def dial(self, address: str) -> Link:
-        """Open a link to a listener of this instance; takes one round trip when shaped."""
+        """Open a link to a listener of this instance; takes one round trip if shaped."""
         here, there = self._node, _name(address)
         out, back = self._shape_of(here, there), self._shape_of(there, here)
         if out or back:
             await asyncio.sleep(sum(shape.delay_s for shape in (out, back) if shape))
         listener = self._listeners.get(there)
         if listener is None:
-            raise LinkLost(f"Nobody listens at `{address}`")
+            raise LinkLost(f"No listener at `{address}`")
         self._dials[here, there] += 1
         number = self._dials[here, there]
         outgoing = _pipe(out, address, f"{here}>{there} {number}")
@@ -88,7 +88,8 @@ class LoopbackTransport:
 def _name(address: str) -> str:
     name = address.removeprefix(_SCHEME)
     if not name or name == address:
-        raise UserError(f"`{address}` is no loopback address", hint=f"write it as `{_SCHEME}NAME`")
+        hint = f"write it as `{_SCHEME}NAME`"
+        raise UserError(f"Invalid loopback address `{address}`", hint=hint)
     return name
 
 
@@ -97,7 +98,7 @@ def _pipe(shape: Shape | None, address: str, link: str) -> Pipe:
 
 
 class _Listener:
-    """Links that arrived, in order; also the iterator over them."""
+    """Incoming links in order of arrival; also the iterator over them."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -116,7 +117,7 @@ class _Listener:
     async def __anext__(self) -> Link:
         link = await self._arrivals.get()
         if link is None:
-            self._arrivals.put_nowait(None)  # for whoever asks next
+            self._arrivals.put_nowait(None)  # for other tasks that iterate
             raise StopAsyncIteration
         return link
 
@@ -128,7 +129,7 @@ class _Listener:
 
 
 class _Link:
-    """One end: sends into one pipe, receives from the other."""
+    """One end of a link: sends into one pipe, receives from the other."""
 
     def __init__(self, outgoing: Pipe, incoming: Pipe) -> None:
         self._outgoing = outgoing

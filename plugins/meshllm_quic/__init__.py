@@ -1,1 +1,1 @@
-"""Links over QUIC, straight through NATs or by a relay."""
+"""Transport over QUIC: direct connections by NAT hole punching, else through a relay."""

@@ -19,11 +19,11 @@ from meshllm_quic.net.udp import UdpNetwork
 from meshllm_quic.relay.berths import registered
 
 PORTS = range(7700, 7800)
-"""Tried in turn when no address is given; the numbers of the transport over WebSocket, in UDP."""
+"""Tried in turn when no address is given; the same numbers as the WebSocket transport, over UDP."""
 
 
 class QuicTransport:
-    """Links over UDP, straight to the other node where the networks between allow it."""
+    """Links over QUIC; direct to the peer if the NATs in between allow it."""
 
     name: ClassVar[str] = "quic"
     schemes: ClassVar[tuple[str, ...]] = ("quic",)
@@ -44,7 +44,7 @@ class QuicTransport:
         self._identity = Identity(seed)
 
     def add_relay(self, address: str) -> None:
-        """Be reached through the relay at ``quic://HOST:PORT`` from the next `listen` on."""
+        """Register at the relay ``quic://HOST:PORT``, from the next `listen` on."""
         place = parse(address, RELAY_PORT)
         if place.key is not None:
             raise UserError(f"`{address}` is a node, not a relay", hint="leave out NODE@")
@@ -57,9 +57,8 @@ class QuicTransport:
         if self._live is None or self._live.listener is None:
             self._endpoint = endpoint
         listener = endpoint.listener = Listener(lambda: _places(endpoint))
-        places = (
-            self._relays if endpoint is self._endpoint else ()
-        )  # a relay knows one of each node
+        # A relay keeps one registration per node.
+        places = self._relays if endpoint is self._endpoint else ()
         try:
             async with registered(endpoint.relays, self._network, places):
                 yield listener
@@ -69,17 +68,17 @@ class QuicTransport:
             endpoint.release()
 
     async def dial(self, address: str) -> contract.Link:
-        """Open a link to ``quic://HOST:PORT``, or to ``quic://NODE@HOST:PORT`` behind a relay."""
+        """Open a link to ``quic://HOST:PORT``, or to ``quic://NODE@HOST:PORT`` through a relay."""
         place = parse(address)
         try:
             endpoint = self._live or await self._bind(None, 0)
         except OSError as error:
-            raise LinkLost(f"No UDP socket can be opened: {error.strerror}") from error
+            raise LinkLost(f"Cannot open a UDP socket: {error.strerror}") from error
         with endpoint.held():
             return await dial(endpoint, self._network, place)
 
     def survey(self) -> contract.Network | None:
-        """Tell what is known of the networks around this node; None while nothing is open."""
+        """Return NAT type, observed addresses and relays; None without an open socket."""
         return None if self._live is None else self._live.survey()
 
     @property
@@ -87,18 +86,19 @@ class QuicTransport:
         return self._endpoint if self._endpoint is not None and self._endpoint.is_open else None
 
     async def _open(self, address: str | None) -> Endpoint:
-        """Open the endpoint of a listener, or adopt the one that dialled before."""
+        """Open an endpoint for a listener, or reuse the one that earlier dials opened."""
         if address is None:
             if self._live is not None and self._live.listener is None:
                 return self._live
             return await self._open_anywhere()
         place = parse(address)
         if place.key is not None:
-            raise UserError(f"`{address}` is no place to listen at", hint="leave out NODE@")
+            why = "it names a node behind a relay"
+            raise UserError(f"Cannot listen on `{address}`: {why}", hint="leave out NODE@")
         try:
             return await self._bind(place.host, place.port)
         except OSError as error:
-            raise UserError(f"`{address}` cannot be listened at: {error.strerror}") from error
+            raise UserError(f"Cannot listen on `{address}`: {error.strerror}") from error
 
     async def _open_anywhere(self) -> Endpoint:
         for port in PORTS:
@@ -106,9 +106,9 @@ class QuicTransport:
                 return await self._bind(None, port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise UserError(f"No UDP port can be opened: {error.strerror}") from error
+                    raise UserError(f"Cannot open a UDP port: {error.strerror}") from error
         raise UserError(
-            f"None of the UDP ports {PORTS.start} to {PORTS.stop - 1} is free",
+            f"No free UDP port from {PORTS.start} to {PORTS.stop - 1}",
             hint="choose one with `--listen quic://HOST:PORT`",
         )
 
@@ -122,7 +122,7 @@ class QuicTransport:
 
 
 def _places(endpoint: Endpoint) -> tuple[str, ...]:
-    """List where others reach an endpoint: public addresses, relays, private ones, loopback."""
+    """List the addresses of an endpoint: public ones, relays, private ones, loopback."""
     own = [Place(host, endpoint.port) for host in endpoint.hosts]
     own.sort(key=lambda place: not ip_address(place.host).is_global)
     public = [place for place in own if ip_address(place.host).is_global]

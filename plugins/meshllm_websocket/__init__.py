@@ -1,4 +1,4 @@
-"""Links over WebSocket."""
+"""Transport over WebSocket (RFC 6455)."""
 
 from meshllm_websocket.transport import WebsocketTransport
 

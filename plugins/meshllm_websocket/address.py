@@ -1,4 +1,4 @@
-"""Addresses as people write them, and where a machine is reached."""
+"""Parsing and formatting of WebSocket addresses, and the addresses of this machine."""
 
 import socket
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ _PORTS = {"ws": 80, "wss": 443}  # RFC 6455 section 3
 
 
 def parse(address: str) -> WebSocketURI:
-    """Read ``ws://HOST:PORT/PATH``, the same with ``wss``, or ``HOST:PORT``; raise `UserError`."""
+    """Parse ``ws://HOST:PORT/PATH``, the same with ``wss``, or ``HOST:PORT``; raise `UserError`."""
     is_short = "://" not in address
     try:
         parts = urlsplit(f"ws://{address}" if is_short else address)
         port = None if is_short and parts.path else parts.port
-        (parts.hostname or "").encode("idna")  # as whoever resolves it will
-    except ValueError:  # a bracket that is not closed, a port that is no number, an empty label
+        (parts.hostname or "").encode("idna")  # as the resolver will
+    except ValueError:  # an unclosed bracket, a port that is not a number, an empty label
         raise _refusal(address) from None
     if not is_short and port is None:
         port = _PORTS.get(parts.scheme)
@@ -33,16 +33,16 @@ def parse(address: str) -> WebSocketURI:
 
 def _refusal(address: str) -> UserError:
     hint = "write it as `ws://HOST:PORT`, `wss://HOST:PORT/PATH` or `HOST:PORT`"
-    return UserError(f"`{address}` is no WebSocket address", hint=hint)
+    return UserError(f"Invalid WebSocket address `{address}`", hint=hint)
 
 
 def show(host: str, port: int, path: str = "") -> str:
-    """Write an address."""
+    """Format an address."""
     return f"ws://[{host}]:{port}{path}" if ":" in host else f"ws://{host}:{port}{path}"
 
 
 def reachable(bound: Iterable[tuple[str, int]], path: str = "") -> tuple[str, ...]:
-    """List where others reach the sockets bound there, likeliest first, loopback last."""
+    """List the addresses of bound sockets, most reachable first, loopback last."""
     bound = list(bound)
     places = [(host, port) for name, port in bound for host in _expand(name)] or bound
     usual = {_default(family) for family in (socket.AF_INET, socket.AF_INET6)}
@@ -51,7 +51,7 @@ def reachable(bound: Iterable[tuple[str, int]], path: str = "") -> tuple[str, ..
 
 
 def _expand(host: str) -> list[str]:
-    """List the addresses of the interfaces for a wildcard, without those that need a zone."""
+    """Expand a wildcard to the addresses of the interfaces, without those that need a zone."""
     address = ip_address(host)
     if not address.is_unspecified:
         return [host]
@@ -66,7 +66,7 @@ def _expand(host: str) -> list[str]:
 
 
 def _default(family: socket.AddressFamily) -> str | None:
-    """Name the address that the default route leaves from; sends nothing."""
+    """Return the source address of the default route; sends nothing."""
     target = "192.0.2.1" if family is socket.AF_INET else "2001:db8::1"  # RFC 5737, RFC 3849
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))

@@ -1,7 +1,7 @@
 """One WebSocket connection on a socket.
 
-There are no pings of our own: whether a neighbour is alive is judged above, by beats, and TCP
-keep-alive finds a machine that is gone. Neither minds a process that computes for a while.
+It sends no WebSocket pings: the heartbeats of the ring detect a dead neighbour, and TCP keep-alive
+detects a dead machine. Neither is triggered by a process that computes for a while.
 """
 
 import asyncio
@@ -23,42 +23,42 @@ from meshllm_websocket.frames import FrameReader, frame
 from meshllm_websocket.rate import delivery_rate
 
 BUFFER_BYTES = 256 * 1024
-"""Read at once; stays in the cache of a core."""
+"""Read buffer; fits the cache of a core."""
 MAX_OPENING_BYTES = 16 * 1024
-"""A request or its answer; what proxies add is a few lines."""
+"""Longest handshake request or response; proxies add a few lines."""
 GONE_S = 0.5
-"""Who closes a link waits so long for the other side to agree, and then leaves it to `LINGER_S`."""
+"""How long `Link.close` waits for the peer's close frame; after that, `LINGER_S` applies."""
 LINGER_S = 5.0
-"""A closing connection is cut when the other side takes nothing for so long."""
+"""A closing connection is aborted if the peer accepts no data for this long."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""A machine that is gone is noticed after 60 s; the second is what macOS calls the first."""
+"""Detects a dead machine after 60 s; TCP_KEEPALIVE is the macOS name of TCP_KEEPIDLE."""
 
 SILENT: Final = logging.Logger("meshllm_websocket.silent", logging.CRITICAL + 1)
-"""For the library, which would write the bytes of frames into its log."""
+"""For the library, which would otherwise log the bytes of frames."""
 
 
 class Opening(Protocol):
-    """Who shakes hands: the side that dials or the side that listens."""
+    """The opening handshake of the dialling or the listening side."""
 
     def begin(self, connection: "Connection") -> None:
-        """Start on a connection that was just made."""
+        """Start on a new connection."""
         ...
 
     def heard(self, connection: "Connection", word: Request | Response | None) -> None:
-        """Judge what the other side said; None is no HTTP."""
+        """Handle the peer's request or response; None if it was not HTTP."""
         ...
 
     def know(self, connection: "Connection", *, is_stranger: bool) -> None:
-        """Take note whether the other side has still to say who it is."""
+        """Note whether the peer is authenticated."""
         ...
 
     def gone(self, connection: "Connection") -> None:
-        """Take note that the connection is closed."""
+        """Note that the connection is closed."""
         ...
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Carries the pieces of one link."""
+    """Sends and receives the pieces of one link; the `Wire` of that link."""
 
     def __init__(
         self, machine: ClientProtocol | ServerProtocol, opening: Opening, address: str = ""
@@ -73,24 +73,24 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._buffer = memoryview(bytearray(MAX_OPENING_BYTES))
-        self._kept = 0  # bytes in the buffer that are wanted again
+        self._kept = 0  # unconsumed bytes at the start of the buffer
         self._reader: FrameReader
-        self._late = b""  # waits until the socket takes more
+        self._late = b""  # control frames that wait for room in the socket
         self._is_leaving = False
         self._last_call: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether hands were shaken."""
+        """Whether the handshake is complete."""
         return self.machine.state is not State.CONNECTING
 
     @property
     def bytes_per_s(self) -> float | None:
-        """How fast the socket delivers; None where the kernel does not know, or does not tell."""
+        """Delivery rate of the socket; None if the kernel does not report it."""
         return delivery_rate(self.socket.get_extra_info("socket"))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the opening handshake."""
+        """Start the opening handshake."""
         assert isinstance(transport, asyncio.Transport)
         self.socket = transport
         self.address = self.address or "{}:{}".format(*transport.get_extra_info("peername")[:2])
@@ -101,11 +101,11 @@ class Connection(asyncio.BufferedProtocol):
         self._opening.begin(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Offer what is free of the buffer."""
+        """Return the free part of the buffer."""
         return self._buffer[self._kept :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Read what arrived, and keep the beginning of what is not all there."""
+        """Consume received bytes, and keep an incomplete frame header in the buffer."""
         data = self._buffer[: self._kept + nbytes]
         used = 0 if self.is_open else self._open(data)
         if self._is_leaving:
@@ -117,49 +117,49 @@ class Connection(asyncio.BufferedProtocol):
             self._buffer[: self._kept] = data[used:]
 
     def transmit(self) -> None:
-        """Write what the library wants to say."""
+        """Write the pending output of the library."""
         words = b"".join(self.machine.data_to_send())
         if self.is_writable:
             self.socket.write(words)
         elif words:
-            self._late = words  # one pong answers many pings, RFC 6455 section 5.5.3
+            self._late = words  # one pong may answer many pings, RFC 6455 section 5.5.3
 
     def write(self, head: bytes, body: memoryview | bytes) -> None:
-        """Send one piece."""
+        """Send one piece as one frame."""
         for part in frame(head, body, is_masked=self._is_client):
             self.socket.write(part)
 
     def say_goodbye(self) -> None:
-        """Send the closing frame."""
+        """Send a close frame."""
         if self.machine.state is State.OPEN:
             self.machine.send_close(CloseCode.NORMAL_CLOSURE)
             self.transmit()
 
     def refuse(self, words: bytes) -> None:
-        """Say the last words and close the socket."""
+        """Write a final response and close the socket."""
         self.socket.write(words)
         self._leave()
 
     def abort(self) -> None:
-        """Close the socket at once."""
+        """Close the socket immediately."""
         self.link.end()
         self.socket.abort()
 
     async def wait_gone(self) -> None:
-        """Wait until the socket is closed, or leave that to a timer."""
+        """Wait up to `GONE_S` until the socket is closed; after that, a timer closes it."""
         self._linger()
         await asyncio.wait([self._gone], timeout=GONE_S)
 
     def know(self, *, is_stranger: bool) -> None:
-        """Pass on whether the other side has still to say who it is."""
+        """Pass on whether the peer is authenticated."""
         self._opening.know(self, is_stranger=is_stranger)
 
     def pause_writing(self) -> None:
-        """Let the link wait."""
+        """Stop the link from writing."""
         self.is_writable = False
 
     def resume_writing(self) -> None:
-        """Let the link go on."""
+        """Let the link write again."""
         self.is_writable = True
         self.socket.write(self._late)
         self._late = b""
@@ -175,12 +175,12 @@ class Connection(asyncio.BufferedProtocol):
             self._last_call.cancel()
 
     def _open(self, data: memoryview) -> int:
-        """Shake hands; return how many bytes were used."""
+        """Handle handshake bytes; return how many were consumed."""
         end = bytes(data).find(b"\r\n\r\n") + 4
         if end < 4 and len(data) < MAX_OPENING_BYTES:
             return 0
         words: list[Request | Response] = []
-        if end >= 4 and (self._is_client or end == len(data)):  # a client waits for the answer
+        if end >= 4 and (self._is_client or end == len(data)):  # a client waits for us
             words = self._tell(data[:end]) or self._tell(data[end:])
         self._opening.heard(self, words[0] if words else None)
         if not self.is_open:
@@ -210,10 +210,10 @@ class Connection(asyncio.BufferedProtocol):
             self._leave()
 
     def _fault(self, why: Exception) -> PeerFault:
-        return PeerFault(f"`{self.address}` broke the rules: {why}")
+        return PeerFault(f"Protocol violation by `{self.address}`: {why}")
 
     def _leave(self, reason: PeerFault | None = None) -> None:
-        """Close the socket when what was written has left."""
+        """Close the socket once written data is flushed."""
         if not self._is_leaving:
             self._is_leaving = True
             self.link.end(reason)
@@ -221,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Cut the connection when the other side takes nothing of what is left for it."""
+        """Abort the connection if the peer accepts no more of the remaining data."""
         if self._last_call is None and not self._gone.done():
             self._call(before=-1)
 
@@ -233,14 +233,14 @@ class Connection(asyncio.BufferedProtocol):
             self._last_call = self._loop.call_later(LINGER_S, self._call, left)
 
     def _tell(self, data: memoryview | bytes) -> list[Request | Response]:
-        """Hand bytes to the library; return what it made of them."""
+        """Pass bytes to the library; return the requests and responses it parsed."""
         self.machine.receive_data(bytes(data))
         events = self.machine.events_received()
         return [event for event in events if isinstance(event, Request | Response)]
 
 
 def _prepare(sock: socket.socket) -> None:
-    with suppress(OSError):  # macOS refuses when the other side has hung up already
+    with suppress(OSError):  # macOS refuses if the peer has already closed
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():

@@ -1,4 +1,4 @@
-"""How a link is dialled."""
+"""The dialling side: opens a WebSocket connection and performs the handshake."""
 
 import asyncio
 import os
@@ -15,19 +15,19 @@ from meshllm_websocket.address import parse
 from meshllm_websocket.connection import SILENT, Connection
 
 OPEN_S = 10.0
-"""For the connection and the opening handshake."""
+"""Timeout of TCP connect, TLS and WebSocket handshake together."""
 ATTEMPT_S = 0.25
-"""Before another address of the same name is tried beside the first, RFC 8305 section 5."""
+"""Happy eyeballs: delay before the next address is tried in parallel, RFC 8305 section 5."""
 
 
 class Dialler:
-    """Shakes hands as the side that asks."""
+    """Dials one address and performs the client handshake."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._uri = parse(address)
         self._loop = asyncio.get_running_loop()
-        self._refusal: asyncio.Future[str] = self._loop.create_future()  # empty: it is open
+        self._refusal: asyncio.Future[str] = self._loop.create_future()  # empty: accepted
         self._connection: Connection | None = None
 
     async def dial(self) -> LanedLink:
@@ -41,7 +41,7 @@ class Dialler:
             except TimeoutError:
                 raise LinkLost(f"No answer from `{self._address}` within {OPEN_S:g} s") from None
             except OSError as error:
-                raise LinkLost(f"Nobody listens at `{self._address}`: {_why(error)}") from error
+                raise LinkLost(f"Cannot connect to `{self._address}`: {_why(error)}") from error
             if refusal:
                 raise LinkLost(f"`{self._address}` {refusal}")
             failed.pop_all()
@@ -65,27 +65,27 @@ class Dialler:
             self._connection.abort()
 
     def begin(self, connection: Connection) -> None:
-        """Send the request."""
+        """Send the handshake request."""
         assert isinstance(connection.machine, ClientProtocol)
         self._connection = connection
         connection.machine.send_request(connection.machine.connect())
         connection.transmit()
 
     def heard(self, connection: Connection, word: Request | Response | None) -> None:
-        """Take the answer."""
+        """Handle the handshake response."""
         if connection.is_open:
             self._decide("")
         elif isinstance(word, Response):
-            self._decide(f"answered {word.status_code} and opened no link")
+            self._decide(f"failed the WebSocket handshake: HTTP {word.status_code}")
         else:
-            self._decide("does not open links")
+            self._decide("is not a WebSocket server")
 
     def know(self, connection: Connection, *, is_stranger: bool) -> None:
-        """Count nobody: who is dialled was chosen."""
+        """Do nothing: only incoming connections are counted."""
 
     def gone(self, connection: Connection) -> None:
-        """Give up, unless it was open."""
-        self._decide("closed the connection before a link was open")
+        """Fail the dial, unless the handshake is complete."""
+        self._decide("closed the connection during the handshake")
 
     def _decide(self, refusal: str) -> None:
         if not self._refusal.done():
@@ -93,7 +93,7 @@ class Dialler:
 
 
 def _why(error: OSError) -> str:
-    """Say what went wrong without the address, which is known."""
+    """Describe the error without the address, which the message already contains."""
     if error.errno is None or isinstance(error, socket.gaierror | ssl.SSLError):
         return str(error.strerror or error)
     return os.strerror(error.errno).lower()

@@ -1,8 +1,8 @@
-"""Binary frames of RFC 6455, read without a copy too many.
+"""Encoder and decoder of RFC 6455 binary frames with few copies.
 
-The library copies a frame four times on its way out and four times on its way in, which halves the
-rate of large messages (``python -m tests.bench.transports``). So the frames that carry pieces are
-made and read here; all others are handed to the library.
+The `websockets` library copies a frame four times when sending and four times when receiving,
+which halves the throughput of large messages (``python -m tests.bench.transports``). So binary
+frames are encoded and decoded here; control frames are passed to the library.
 """
 
 import os
@@ -17,15 +17,15 @@ from meshllm.transport.lanes import FIRST, NUMBER_BYTES, PIECE_BYTES
 HEAD_BYTES = 1 + NUMBER_BYTES
 MAX_FRAME_BYTES = HEAD_BYTES + PIECE_BYTES
 JOIN_BYTES = 16 * 1024
-"""A frame up to this is worth a copy, to be written at once."""
+"""Frames up to this size are copied into one buffer, for a single write."""
 
-_BINARY = 0x82  # the last, here the only, frame of a binary message
+_BINARY = 0x82  # FIN and opcode 2: an unfragmented binary message
 _MASKED = 0x80
 _SHORT, _MEDIUM, _LONG = Struct("!BB"), Struct("!BBH"), Struct("!BBQ")
 
 
 def frame(head: bytes, body: memoryview | bytes, *, is_masked: bool) -> list[bytes]:
-    """Make the frame of one piece, in one part or two; it is a copy of the piece."""
+    """Encode one piece as a frame, in one or two buffers; both are copies."""
     size = len(head) + len(body)
     if size < 126:
         start = _SHORT.pack(_BINARY, size | (_MASKED if is_masked else 0))
@@ -43,33 +43,33 @@ def frame(head: bytes, body: memoryview | bytes, *, is_masked: bool) -> list[byt
 
 
 class Pieces(Protocol):
-    """What takes the pieces that arrive."""
+    """Receiver of decoded pieces."""
 
     def begin(self, kind: int, number: int, size: int) -> None:
-        """Prepare for a piece with a body of ``size`` bytes; raise `PeerFault` if it may not be."""
+        """Start receiving a piece with a body of ``size`` bytes; raise `PeerFault` if invalid."""
         ...
 
     def fill(self, part: memoryview | bytes) -> None:
-        """Take the next part of the body."""
+        """Receive the next part of the body."""
         ...
 
 
 class FrameReader:
-    """Hands on pieces as they arrive."""
+    """Incremental frame decoder; passes the body of a piece on as its bytes arrive."""
 
     def __init__(self, pieces: Pieces, *, is_masked: bool) -> None:
         self._pieces = pieces
         self._mask_bytes = 4 if is_masked else 0
-        self._mask = b""  # as it applies to the next byte
-        self._left = 0  # of the body under way
+        self._mask = b""  # rotated so that it applies to the next byte
+        self._left = 0  # bytes missing of the current body
         self.others: list[bytes] = []
-        """Whole control frames that arrived, for the library."""
+        """Complete control frames, for the library."""
 
     def read(self, data: memoryview) -> int:
-        """Read what arrived; return how many bytes were used. The rest is wanted again.
+        """Decode received bytes; return how many were consumed. Pass the rest again with more.
 
         Raises:
-            PeerFault: no frame of ours begins so.
+            PeerFault: the frame header is invalid or unsupported.
         """
         position = 0
         while position < len(data):
@@ -92,7 +92,7 @@ class FrameReader:
         return size
 
     def _open(self, data: memoryview) -> int:
-        """Read the beginning of a frame; return its length, 0 when it is not all there."""
+        """Decode a frame header; return its length, or 0 if it is incomplete."""
         if len(data) < 2:
             return 0
         size, start = data[1] & 0x7F, 2
@@ -106,27 +106,27 @@ class FrameReader:
         return self._begin(data[start:], size) + start
 
     def _begin(self, data: memoryview, size: int) -> int:
-        """Read the head of the piece; return its length and that of the mask."""
+        """Decode the mask and the header of the piece; return their length."""
         if not 0 < size <= MAX_FRAME_BYTES:
-            raise PeerFault(f"A frame of {size} B")
+            raise PeerFault(f"Invalid frame length {size} B")
         mask, start = bytes(data[: self._mask_bytes]), self._mask_bytes
         head: memoryview | bytes = data[start : start + min(size, HEAD_BYTES)]
         if mask:
             head = apply_mask(head, mask)
         kind, length = head[0], HEAD_BYTES if head[0] >= FIRST else 1
         if length > size:
-            raise PeerFault(f"A piece of kind {kind} with {size} B")
+            raise PeerFault(f"Truncated piece: kind {kind}, {size} B")
         self._left = size - length
         self._mask = _turned(mask, length)
         self._pieces.begin(kind, int.from_bytes(head[1:length], "big"), self._left)
         return start + length
 
     def _set_aside(self, data: memoryview) -> int:
-        """Take a whole control frame, or one that the library will refuse by its first bytes."""
+        """Collect a complete control frame; the library checks its mask and opcode."""
         size, is_control = data[1] & 0x7F, data[0] & 0x88 == 0x88
         whole = 2 + size + (4 if data[1] & _MASKED else 0)
         if not is_control or size > 125:
-            raise PeerFault(f"A frame that begins with {data[0]:#04x}")
+            raise PeerFault(f"Unexpected frame: first byte {data[0]:#04x}")
         if len(data) < whole:
             return 0
         self.others.append(bytes(data[:whole]))
@@ -134,6 +134,6 @@ class FrameReader:
 
 
 def _turned(mask: bytes, by: int) -> bytes:
-    """Turn a mask so that it applies to what is ``by`` bytes further."""
+    """Rotate a mask so that it applies ``by`` bytes further on."""
     by %= 4
     return mask[by:] + mask[:by]

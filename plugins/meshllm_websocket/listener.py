@@ -1,4 +1,4 @@
-"""Where connections arrive."""
+"""The listening side: accepts WebSocket handshakes and limits half-open connections."""
 
 import asyncio
 import logging
@@ -13,31 +13,31 @@ from meshllm.transport.contract import Link
 from meshllm_websocket.connection import SILENT, Connection
 
 OPEN_S = 10.0
-"""For the opening handshake."""
+"""Timeout of the opening handshake."""
 MAX_HALF_OPEN = 64
 MAX_HALF_OPEN_PER_HOST = 8
-"""Connections that shake hands, wait to be taken, or have yet to say who they are."""
+"""Connections in the handshake, not yet accepted by the application, or not yet authenticated."""
 
 logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """Shakes hands with who arrives; also the iterator over the links."""
+    """Performs handshakes with incoming connections; also the iterator over their links."""
 
     def __init__(self) -> None:
         self.addresses: tuple[str, ...] = ()
         self._half_open: dict[Connection, str] = {}
-        """With the host that each comes from."""
+        """By connection: the remote host."""
         self._hosts: Counter[str] = Counter()
         self._arrivals: asyncio.Queue[Connection | None] = asyncio.Queue()  # None: closed
 
     @property
     def address(self) -> str:
-        """Where others most likely reach this listener."""
+        """The most reachable of `addresses`."""
         return self.addresses[0]
 
     def links(self) -> Self:
-        """Yield the links, also to several tasks."""
+        """Iterate over the links; several tasks may do so."""
         return self
 
     def __aiter__(self) -> Self:
@@ -46,18 +46,18 @@ class Listener:
     async def __anext__(self) -> Link:
         connection = await self._arrivals.get()
         if connection is None:
-            self._arrivals.put_nowait(None)  # for whoever asks next
+            self._arrivals.put_nowait(None)  # for other tasks that iterate
             raise StopAsyncIteration
         self._forget(connection)
         connection.socket.resume_reading()
         return connection.link
 
     def accept(self) -> Connection:
-        """Make what serves a connection that arrives."""
+        """Return the asyncio protocol of a new connection."""
         return Connection(ServerProtocol(logger=SILENT), self)
 
     async def close(self) -> None:
-        """Close what nobody took."""
+        """Close connections that were not accepted by the application."""
         for connection in list(self._half_open):
             connection.abort()
             await connection.wait_gone()
@@ -66,17 +66,17 @@ class Listener:
         self._arrivals.put_nowait(None)
 
     def begin(self, connection: Connection) -> None:
-        """Wait for a request, unless too many do not finish theirs."""
+        """Wait for the handshake request, unless too many connections are half-open."""
         host = _host(connection)
         if len(self._half_open) >= MAX_HALF_OPEN or self._hosts[host] >= MAX_HALF_OPEN_PER_HOST:
-            logger.debug("refused `%s`: %d are half open", connection.address, self._hosts[host])
+            logger.debug("refused `%s`: %d half-open", connection.address, self._hosts[host])
             connection.abort()
             return
         self._count(connection)
         asyncio.get_running_loop().call_later(OPEN_S, self._expire, connection)
 
     def heard(self, connection: Connection, word: Request | Response | None) -> None:
-        """Answer the request: a page in a browser may not come in, and others learn nothing."""
+        """Answer the request; browsers (`Origin`) are refused, and errors reveal no details."""
         machine = connection.machine
         assert isinstance(machine, ServerProtocol)
         if not isinstance(word, Request):
@@ -88,17 +88,17 @@ class Listener:
         else:
             machine.send_response(response)
             connection.transmit()
-            connection.socket.pause_reading()  # until it is taken: a stranger fills no memory
+            connection.socket.pause_reading()  # until accepted: bounds the memory
             self._arrivals.put_nowait(connection)
 
     def know(self, connection: Connection, *, is_stranger: bool) -> None:
-        """Count a link that was taken for as long as a stranger is at its other end."""
+        """Count an accepted link as half-open while its peer is unauthenticated."""
         self._forget(connection)
         if is_stranger and not connection.socket.is_closing():
             self._count(connection)
 
     def gone(self, connection: Connection) -> None:
-        """Make room for another."""
+        """Stop counting a closed connection."""
         self._forget(connection)
 
     def _expire(self, connection: Connection) -> None:
@@ -119,7 +119,7 @@ class Listener:
     def _forget(self, connection: Connection) -> None:
         if (host := self._half_open.pop(connection, None)) is not None:
             self._hosts[host] -= 1
-            self._hosts += Counter()  # drops the hosts that have none
+            self._hosts += Counter()  # drops hosts with a count of 0
 
 
 def _host(connection: Connection) -> str:

@@ -1,25 +1,25 @@
-"""How fast the kernel sees a connection deliver."""
+"""Delivery rate of a TCP connection, as measured by the Linux kernel."""
 
 import socket
 import sys
 from struct import Struct
 
 _INFO = Struct("<7x B 152x Q")
-"""Of ``struct tcp_info`` in linux/tcp.h, since Linux 4.9: a byte of flags, and bytes per second."""
-_APP_LIMITED = 1  # the rate says how much there was to send, not how much could have been
+"""``struct tcp_info`` of linux/tcp.h (since 4.9): the flags, and ``tcpi_delivery_rate`` in B/s."""
+_APP_LIMITED = 1  # the sender, not the path, limited the rate
 
 
 def delivery_rate(sock: socket.socket | None) -> float | None:
-    """Return the bytes per second of the last time that the connection had enough to send.
+    """Return the last delivery rate in bytes per second that was not application-limited.
 
-    None where that was never so, and where the kernel does not tell; ``sock`` is None where a
-    connection over TLS is closed.
+    None if there was no such period, or if the platform does not report it. ``sock`` is None for a
+    closed TLS connection.
     """
     if sock is None or sys.platform != "linux" or sys.byteorder != "little":
         return None
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError:  # it is closed
+    except OSError:  # closed
         return None
     if len(info) < _INFO.size:
         return None

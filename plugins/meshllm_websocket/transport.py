@@ -18,7 +18,7 @@ BACKLOG = 128
 
 
 class WebsocketTransport:
-    """Links over TCP that look like HTTP to what is in between."""
+    """Links over WebSocket, which pass HTTP proxies and middleboxes."""
 
     name: ClassVar[str] = "websocket"
     schemes: ClassVar[tuple[str, ...]] = ("ws", "wss")
@@ -33,13 +33,13 @@ class WebsocketTransport:
         else:
             uri = parse(address)
             if uri.secure:
-                hint = "listen at `ws://` behind a proxy that holds the certificate"
-                raise UserError(f"`{address}` needs a certificate to listen with", hint=hint)
+                hint = "listen at `ws://` behind a reverse proxy that terminates TLS"
+                raise UserError(f"Cannot listen on `{address}`: TLS is not supported", hint=hint)
             path = uri.path
             try:
                 server = await _serve(listener, [uri.host], uri.port)
             except OSError as error:
-                raise UserError(f"`{address}` cannot be listened at: {error.strerror}") from error
+                raise UserError(f"Cannot listen on `{address}`: {error.strerror}") from error
         listener.addresses = reachable((s.getsockname()[:2] for s in server.sockets), path)
         try:
             yield listener
@@ -53,15 +53,15 @@ class WebsocketTransport:
 
 
 async def _serve_anywhere(listener: Listener) -> Server:
-    hosts = ["0.0.0.0", "::"]  # strangers are turned away above the transport
+    hosts = ["0.0.0.0", "::"]  # peers are authenticated above the transport
     for port in PORTS:
         try:
             return await _serve(listener, hosts, port)
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:  # a machine without IPv6
+            if error.errno == errno.EADDRNOTAVAIL:  # no IPv6 on this machine
                 hosts = hosts[:1]
     raise UserError(
-        f"None of the ports {PORTS.start} to {PORTS.stop - 1} is free",
+        f"No free port from {PORTS.start} to {PORTS.stop - 1}",
         hint="choose one with `--listen HOST:PORT`",
     )
 

@@ -1,4 +1,4 @@
-"""Asks a ring for tokens past any end."""
+"""Generation of a fixed number of tokens, regardless of end-of-text tokens."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -10,7 +10,7 @@ from meshllm.request import Sampling
 
 
 async def ask(ring: LocalRing, prompt: Sequence[int], tokens: int) -> tuple[list[int], Measured]:
-    """Let a ring write so many tokens; return them and where the time went."""
+    """Generate ``tokens`` tokens; return them and the measured times."""
     order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
     text: list[int] = []
     async with aclosing(ring.entry.generate(order)) as outputs:

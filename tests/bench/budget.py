@@ -1,6 +1,6 @@
-"""What a token costs on the wire: `python -m tests.bench.budget`.
+"""Messages and bytes per token on the wire: `python -m tests.bench.budget`.
 
-Messages and bytes per token of rings of 1 to 4 nodes, counted on the links; the model is random.
+Counted on the links of rings of 1 to 4 nodes, with a random model.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from meshllm.transport.contract import Channel
 from meshllm_loopback import LoopbackTransport
 from tests.bench.report import Report, parser_of
 
-FEW, MANY = 4, 24  # tokens; the difference is free of the prompt's cost
+FEW, MANY = 4, 24  # tokens; the difference excludes the cost of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A ring, and what a token costs there."""
+    """The cost of a token in one ring."""
 
     nodes: int
     ends: Ends
@@ -35,7 +35,7 @@ class Row:
 
 
 async def count(source: Source, nodes: int, ends: Ends, tokens: int) -> tuple[int, int]:
-    """Return Data messages and their bytes for an answer of so many tokens."""
+    """Return the number of Data messages and their bytes for an answer of ``tokens`` tokens."""
     transport = CountingTransport(LoopbackTransport())
     options = RingOptions(
         nodes=nodes, ends=ends, inference=InferenceConfig(threads=1, speculation=False)
@@ -56,7 +56,7 @@ def main() -> None:
         row = source.config.hidden_size * 2
         report.say(
             f"hidden state of one token: {row} B\n",
-            "| nodes | ends | messages per token | bytes per hop | beside the tensor |",
+            "| nodes | ends | messages per token | bytes per hop | besides the tensor |",
             "|---|---|---|---|---|",
         )
         for nodes, ends in product((1, 2, 3, 4), Ends):

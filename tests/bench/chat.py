@@ -1,10 +1,10 @@
-"""What a turn of a chat costs: ``python -m tests.bench.chat [--nodes 1,2] [--turns 10]``.
+"""TTFT of chat turns with a prefix cache: ``python -m tests.bench.chat [--turns 10]``.
 
-Every turn adds so many tokens behind the answer before it. One ring keeps what it has computed, one
-keeps nothing; in each round both hold the same chat, and right before each turn the one that keeps
-is also asked a prompt that nobody has seen, as long as one turn. The bar: the last turn takes at
-most 1.2 times as long as that prompt. Its tokens attend to all before them, which takes the longer
-the longer the chat is. All ranks of a ring run in this process, one thread computes.
+Every turn appends tokens to the previous answer. One ring has a prefix cache (kept), one has none
+(plain); in each round both run the same chat, and right before each turn the cached ring also
+answers a new prompt with the length of one turn (fresh). Target: the last turn takes at most 1.2
+times as long as that prompt. Its tokens attend to all earlier ones, which takes longer the longer
+the chat is. All ranks of a ring run in this process, with one compute thread.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tests.bench.asking import ask
 from tests.bench.report import Report, counts, parser_of
 
 TOKENS = 8
-"""Of an answer."""
+"""Length of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,17 @@ class Row:
     cached_tokens: int
     kept_ms: float
     plain_ms: float
-    """In the ring that keeps nothing."""
+    """Time in the ring without a prefix cache."""
     fresh_ms: float
-    """Of a prompt as long as a turn, behind nothing."""
+    """Time of a new prompt as long as a turn, without context."""
     speedup: float
-    """Plain by kept."""
+    """Plain divided by kept."""
     of_fresh: float
-    """Kept by fresh."""
+    """Kept divided by fresh."""
 
 
 async def measure(source: Source, nodes: int, options: argparse.Namespace) -> list[Row]:
-    """Hold the same chat with both rings by turns."""
+    """Run the same chat on both rings in turns."""
     random = Random(0)
     figures: dict[int, list[tuple[float, float, float]]] = {}
     sizes: dict[int, tuple[int, int]] = {}
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def lay_out(rows: Sequence[Row]) -> str:
-    """Lay out the rows for a terminal."""
+    """Format the rows as a table."""
     line = "{:>5} {:>5} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9}".format
     names = "nodes", "turn", "prompt", "cached", "kept", "plain", "fresh", "speed-up", "of fresh"
     lines = [line(*names)]

@@ -1,12 +1,12 @@
-"""How much of a slow, lossy link one connection uses, and how long it makes others wait.
+"""Utilisation of a slow, lossy link by one connection, and the queueing delay that it causes.
 
 ``python -m tests.bench.congestion [--mbit 100,10] [--rtt 40] [--loss 0,0.5,1,3] [--queue 512,64]
 [--size 5] [--seeds 3]``
 
-Two QUIC connections of aioquic in memory, on the clock of the link: nothing depends on the machine.
-A new connection sends so many megabytes; its share is what arrives in the time that it takes, start
-and last acknowledgement included, against what the link carries in that time. The wait is that of
-95 of 100 datagrams in the queue before the link. Medians of the seeds.
+It simulates QUIC connections of aioquic on a virtual clock, independent of the machine. A new
+connection sends ``--size`` megabytes; its share is the bytes that arrive, from the start to the
+last acknowledgement, relative to the capacity of the link in that time. The wait is the 95th
+percentile of the queueing delay. Medians of the seeds.
 """
 
 import statistics
@@ -33,12 +33,12 @@ class Row:
     queue_kib: float
     megabytes: float
     share: float
-    """Of what the link carries."""
+    """Share of the link's capacity."""
     wait_ms: float
 
 
 def measure(algorithm: str, link: Sequence[float], megabytes: float, seeds: int) -> Row:
-    """Send on one kind of link, once for each seed."""
+    """Send over one kind of link, once per seed."""
     mbit, rtt_ms, loss, queue = link
     shares: list[float] = []
     waits: list[float] = []
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", default="100,10", help="rates in Mbit/s, separated by commas")
     parser.add_argument("--rtt", default="40", help="round trips in milliseconds")
     parser.add_argument("--loss", default="0,0.5,1,3", help="lost datagrams in percent")
-    parser.add_argument("--queue", default="512,64", help="what may wait before the link, in KiB")
+    parser.add_argument("--queue", default="512,64", help="queue before the link, in KiB")
     parser.add_argument("--size", type=float, default=5.0, help="what is sent, in MB")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args(arguments)

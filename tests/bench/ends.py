@@ -26,11 +26,11 @@ SOCKETS = ("ws", "quic")
 """Schemes of the transports that use sockets."""
 SECURE = "+secure"
 SEED = bytes(32)
-"""Of the key of both ends."""
+"""Seed of the key of both ends."""
 
 
 class End(Protocol):
-    """What of a link is measured."""
+    """The measured part of a link."""
 
     async def send(self, message: Sequence[Buffer]) -> None: ...
 
@@ -39,13 +39,13 @@ class End(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Where the two ends stand: on this machine, or with a slow line between them."""
+    """Where the sockets of the two ends are: on this machine, or at both ends of a slow line."""
 
     host: str = "127.0.0.1"
-    """Of the far end, who listens."""
+    """Address of the far end, which listens."""
     far: Callable[[], AbstractContextManager[None]] = nullcontext
     near: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Be there while sockets are opened."""
+    """Enter its network namespace while sockets are opened."""
 
 
 HERE = Ground()
@@ -53,7 +53,7 @@ Opener = Callable[[Ground], AbstractAsyncContextManager[tuple[End, End]]]
 
 
 class Wire(asyncio.BufferedProtocol):
-    """Messages over TCP, received into a buffer of their own size."""
+    """Length-prefixed messages over TCP, received into a buffer of the exact size."""
 
     def __init__(self) -> None:
         self.arrived: asyncio.Queue[tuple[None, bytearray]] = asyncio.Queue()
@@ -112,10 +112,10 @@ async def open_tcp(ground: Ground) -> AsyncIterator[tuple[End, End]]:
 
 @asynccontextmanager
 async def open_link(name: str, ground: Ground) -> AsyncIterator[tuple[End, End]]:
-    """Open a link of the transport of that name, one that ends in `SECURE` by a handshake."""
+    """Open a link of a named transport, with a handshake if the name ends in `SECURE`."""
     plain_name = name.removesuffix(SECURE)
     theirs = _load(plain_name)
-    ours = theirs if ground is HERE else _load(plain_name)  # a socket is of one namespace
+    ours = theirs if ground is HERE else _load(plain_name)  # a socket belongs to one namespace
     scheme = theirs.schemes[0]
     address = f"{scheme}://{ground.host}:0" if scheme in SOCKETS else None
     async with AsyncExitStack() as stack:
@@ -140,7 +140,7 @@ def _load(name: str) -> Transport:
 
 
 class OpenHouse:
-    """Lets everybody in who shows a credential."""
+    """Admits every peer with a credential."""
 
     def guests(self) -> tuple[bytes, ...]:
         return ()
@@ -151,7 +151,7 @@ class OpenHouse:
 
 
 async def secured(near: Link, far: Link) -> tuple[Link, Link]:
-    """Shake hands as two nodes of one mesh."""
+    """Perform the handshake of two nodes of one mesh."""
     key = NodeKey(SEED)
     credential = found(key, bytes(16))
     own = Own(key, 1, credential)
@@ -162,7 +162,7 @@ async def secured(near: Link, far: Link) -> tuple[Link, Link]:
 
 
 def parts(size: int) -> list[bytes]:
-    """Make a message as a ring sends it: a header and a tensor, not yet one string."""
+    """Return a message like those of a ring: a header and a tensor, not yet joined."""
     return [bytes(HEADER_BYTES), bytes(size - HEADER_BYTES)]
 
 

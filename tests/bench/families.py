@@ -1,9 +1,9 @@
 """The parity table: ``python -m tests.bench.families [--types a,b] [--write]``.
 
-With ``--odd`` models of odd shapes are verified instead, as `meshllm model verify` does it.
+With ``--odd`` models of odd shapes are verified instead, in the way of `meshllm model verify`.
 
-Types run one after the other in a process of their own; when one crashes or hangs, that is its
-verdict and a new process goes on with the next.
+Types run one after the other in a worker process; a crash or a timeout is the verdict of its type,
+and a new worker continues with the next one.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parents[2] / "meshllm" / "model" / "parity"
 
 
 def survey(names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
-    """Measure types in order, each whatever becomes of the one before."""
+    """Measure types in order; restart the worker after a crash or a timeout."""
     context = multiprocessing.get_context("spawn")
     rest = list(names)
     while rest:
@@ -55,7 +55,7 @@ def survey(names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
 
 
 def work(names: Sequence[str], sender: Connection) -> None:
-    """Measure types and send each verdict."""
+    """Measure types in the worker, and send each verdict."""
     torch.set_num_threads(1)
     table = read_table()
     for name in names:
@@ -63,7 +63,7 @@ def work(names: Sequence[str], sender: Connection) -> None:
 
 
 def judge(name: str, table: Table) -> Verdict:
-    """Measure the tiny config of one type in every way."""
+    """Run all parity checks on the tiny config of one type."""
     try:
         verdict = measure(tiny_config(name, table), FULL)
     except PROBE_ERRORS as error:
@@ -82,21 +82,21 @@ def render(verdicts: dict[str, Verdict], table: Table) -> str:
         "",
         f"Every causal-LM type that transformers {transformers.__version__} registers."
         f" {len(equal)} of {len(verdicts)} text types and variants can be split,"
-        f" {len(verdicts) - len(equal)} are refused by name, {len(table.excluded)} are no text"
+        f" {len(verdicts) - len(equal)} are refused by name, {len(table.excluded)} are not text"
         " decoders.",
         "",
         "*Equal*: a tiny random model in 1, 2, 3 and L parts, and with the head apart, gives logits"
         " bit-equal to the whole one on a CPU, in float32 and bfloat16, in prefill, chunked"
         " prefill, cached decode (one row and several), two interleaved sessions, a left-padded"
         " batch, and after cropping 1 to 8 rows where the cache can be cropped.",
-        "*Chunks*: several rows may be written onto a filled cache.",
-        "*Crop*: rows may be taken back.",
+        "*Chunks*: several rows can be appended to a filled cache.",
+        "*Crop*: rows can be removed from the end of the cache.",
         "",
         "| type | split | chunks | crop | why not |",
         "|---|---|---|---|---|",
     ]
     lines += [_row(name, verdict) for name, verdict in verdicts.items()]
-    lines += ["", "Multimodal types of which the text model is split:", ""]
+    lines += ["", "Multimodal types whose text model is split:", ""]
     lines += ["| type | as |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in sorted(table.wrappers.items())]
     lines += ["", "Not measured:", "", "| type | why |", "|---|---|"]
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.families")
     parser.add_argument("--types", help="only these, separated by commas")
-    parser.add_argument("--write", action="store_true", help="renew their rows in the package")
+    parser.add_argument("--write", action="store_true", help="update their rows in the package")
     parser.add_argument("--odd", action="store_true", help="verify models of odd shapes instead")
     options = parser.parse_args(arguments)
     if options.odd:
@@ -143,7 +143,7 @@ def verify_odd(names: Sequence[str]) -> int:
 
 
 def write(verdicts: dict[str, Verdict], table: Table) -> None:
-    """Renew some rows of the written table, or all."""
+    """Update some or all rows of the written table."""
     names = text_types(table)
     known = (known_verdicts() if len(verdicts) < len(names) else {}) | verdicts
     ordered = {name: known[name] for name in names if name in known}

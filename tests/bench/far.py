@@ -1,7 +1,7 @@
-"""Slow lines between network namespaces, and what transports add to the round trip of one.
+"""Shaped lines between network namespaces, and the latency that transports add to them.
 
 The table is a part of `tests.bench.transports`: the sockets of the two ends are in two namespaces,
-and both ends in one event loop. The transports take turns.
+both ends run in one event loop, and the transports take turns.
 """
 
 import os
@@ -22,22 +22,22 @@ from tests.processes.namespaces import Space, can_make_namespaces, new_spaces, o
 from tests.simulation.wires import Line
 
 LINE = Line(delay_s=0.0205, bytes_per_s=100e6 / 8)
-"""41 ms there and back; the bytes of a message take 0.7 ms of it more."""
+"""Round trip of 41 ms; the bytes of a message add 0.7 ms."""
 BYTES = 4 * 1024
 TRIPS = 10
 ROUNDS = 4
 TARGET_MS = 5.0
-"""Beside the round trip, at most."""
+"""Limit of the added latency."""
 ECHOES = 10
 ECHO_PORT = 7000
 MTU = 1500
 FIRST = -20
-"""Niceness of what delays packets: no network waits until a processor is free."""
+"""Niceness of the shaping process: its delays must not depend on a free processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one transport adds to the round trip of a slow line; milliseconds."""
+    """Latency that one transport adds to the round trip of a slow line, in milliseconds."""
 
     transport: str
     round_trip_ms: float
@@ -47,7 +47,7 @@ class Row:
 
     @classmethod
     def of(cls, name: str, trips_ms: Sequence[float]) -> Self:
-        """Sum up the trips of one transport."""
+        """Summarise the trips of one transport."""
         line_ms = 2e3 * LINE.delay_s
         added = [trip - line_ms for trip in trips_ms]
         p90 = statistics.quantiles(added, n=10, method="inclusive")[-1]
@@ -55,16 +55,16 @@ class Row:
 
 
 def reason() -> str:
-    """Return why this machine has no slow line, or nothing."""
+    """Return why this machine cannot shape, or an empty string."""
     return can_make_namespaces() or can_shape()
 
 
 @contextmanager
 def changing(spaces: Sequence[Space]) -> Iterator[Callable[[Line], None]]:
-    """Join namespaces by a network that is as slow as it was told last.
+    """Connect namespaces by a shaped network; yield a function that changes its shape.
 
     Raises:
-        EOFError: there is none, for the reason that the process gave on stderr.
+        EOFError: the shaping process failed; its reason is on stderr.
     """
     context = get_context("spawn")
     ours, theirs = context.Pipe()
@@ -85,7 +85,7 @@ def changing(spaces: Sequence[Space]) -> Iterator[Callable[[Line], None]]:
 
 
 def _shape(pipe: Connection, spaces: Sequence[Space]) -> None:
-    with suppress(PermissionError):  # root of `unshare -r` may not
+    with suppress(PermissionError):  # not permitted for root of `unshare -r`
         os.nice(FIRST)
     devices = {socket.inet_aton(space.host): open_device(space, MTU) for space in spaces}
     shaper = Shaper(devices, Line())
@@ -101,7 +101,7 @@ def _shape(pipe: Connection, spaces: Sequence[Space]) -> None:
 
 
 def echo_ms(one: Space, other: Space, *, size: int) -> float:
-    """Measure how long a datagram takes there and back."""
+    """Measure the round trip of a datagram."""
     with _socket(one) as near, _socket(other) as far:
         trips = []
         for _ in range(ECHOES):
@@ -123,7 +123,7 @@ def _socket(space: Space) -> socket.socket:
 
 @contextmanager
 def open_far() -> Iterator[Ground]:
-    """Make a slow line for the ends to stand at."""
+    """Create a slow line between two namespaces."""
     near, far = new_spaces(2)
     with open_spaces(near, far), changing([near, far]) as change:
         change(LINE)
@@ -131,7 +131,7 @@ def open_far() -> Iterator[Ground]:
 
 
 async def measure(openers: dict[str, Opener]) -> list[Row]:
-    """Send messages there and back over a slow line, the transports in turn."""
+    """Measure round trips over a slow line, with the transports in turn."""
     trips_ms: dict[str, list[float]] = {name: [] for name in openers}
     with open_far() as ground:
         for _ in range(ROUNDS):
@@ -144,8 +144,8 @@ async def measure(openers: dict[str, Opener]) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Lay the rows out for a terminal."""
-    head = f"{BYTES // 1024} KiB there and back over {2e3 * LINE.delay_s:g} ms: what is added"
+    """Format the rows as a table."""
+    head = f"{BYTES // 1024} KiB there and back over {2e3 * LINE.delay_s:g} ms: added latency"
     lines = [head, "{:<18}{:>10}{:>10}{:>10}".format("transport", "p50 ms", "p90 ms", "most ms")]
     for row in rows:
         figures = row.p50_ms, row.p90_ms, row.most_ms
@@ -154,7 +154,7 @@ def table(rows: list[Row]) -> str:
 
 
 def missed(rows: list[Row]) -> list[str]:
-    """Name the rows that take longer over a slow line than they may."""
+    """List the rows that exceed `TARGET_MS`."""
     return [
         f"{row.transport} over {row.round_trip_ms:g} ms: {row.p50_ms:.2f} ms more,"
         f" {TARGET_MS:g} at most"

@@ -1,8 +1,7 @@
-"""What knowing each other costs: `python -m tests.bench.gossip`.
+"""Cost of gossip: `python -m tests.bench.gossip`.
 
-Machines of a mesh on a manual clock, each linked to each, after everything has settled: messages
-and bytes that one node sends per second while nothing happens, as they go to the transport, sealed
-and framed.
+Sans-IO machines of a fully connected mesh on a manual clock: messages and bytes that a node sends
+per second in an idle, converged mesh, encrypted and framed as for the transport.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ FRAME_BYTES = 6  # WebSocket: two of header, four of mask
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A mesh, and what each of its nodes sends."""
+    """A mesh size, and the traffic of each node."""
 
     nodes: int
     settling_bytes: float
@@ -47,7 +46,7 @@ class CountedWorld(World):
 
 
 def settle(nodes: int) -> CountedWorld:
-    """Start so many nodes at once, and let them find each other."""
+    """Start ``nodes`` nodes at once, and run until they have converged."""
     world = CountedWorld(nodes)
     world.network = Network(slowest_s=0.002)
     for number in range(nodes):

@@ -1,8 +1,8 @@
-"""What a node holds after so many short requests: ``python -m tests.bench.growth``.
+"""Memory growth of a node over many short requests: ``python -m tests.bench.growth``.
 
-One process of `meshllm node` with the built-in model answers requests that are all different, over
-its socket. `rss` is what the process takes as a whole; the other columns are what `/metrics` names.
-A table whose last lines are alike is what is wanted: at 5,000 requests what there was at 500.
+One process of `meshllm node` with the built-in model answers distinct requests over its socket.
+`rss` is the resident memory of the process; the other columns are the parts in `/metrics`. Without
+a leak, the last lines are equal: as much memory at 5,000 requests as at 500.
 """
 
 import re
@@ -24,27 +24,27 @@ _PARTS = ("process", "weights", "kv_cache", "prefix_cache", "drafter", "recorded
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes by name, after so many requests."""
+    """Bytes by part, after a number of requests."""
 
     requests: int
     parts: dict[str, int]
 
 
 def client_of(node: Node) -> httpx2.Client:
-    """Open the door of a node."""
+    """Open an HTTP client on the socket of a node."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     transport = httpx2.HTTPTransport(uds=str(node.state / SOCKET), verify=context)
     return httpx2.Client(transport=transport, base_url="http://node", timeout=120.0)
 
 
 def ask(client: httpx2.Client, number: int, tokens: int) -> None:
-    """Let the node answer a question that nobody asked before."""
+    """Request an answer to a new question."""
     asked = {"raw": f"Question {number}: what is {number * 7919} times {number}?"}
     client.post("/mesh/ask", json={**asked, "max_tokens": tokens}).raise_for_status()
 
 
 def held(client: httpx2.Client, requests: int) -> Held:
-    """Read what a node holds."""
+    """Read the memory of a node."""
     found = _SAMPLE.findall(client.get("/metrics").text)
     return Held(requests, {part: int(size) for part, size in found})
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     report, rows = Report(options), list[Held]()
     report.say(f"{'requests':>9}" + "".join(f"{part:>16}" for part in _PARTS) + "  MiB")
-    fleets.WAIT_S = 600.0  # for a machine that does other things too
+    fleets.WAIT_S = 600.0  # for a busy machine
     with open_fleet() as fleet:
         node = fleet.node("solo").start(*ALONE)
         until(lambda: node.status().get("ring", {}).get("state") == "serving", fleet.told)

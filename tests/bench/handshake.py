@@ -1,11 +1,10 @@
-"""What mutated handshakes come to: each must end in one typed refusal.
+"""Fuzzing of the handshake: each mutation must end in one typed refusal.
 
 ``python -m tests.bench.handshake [--mutations N] [--seed S]``
 
-A stranger changes what is on the wire. An insider knows the mesh, and seals and signs what it
-changed, so that the changes reach what the seals protect from strangers; what it says may also be
-taken at its word. Anything else than `PeerFault`, `NotAuthorised` or being taken at its word stops
-the run with a traceback.
+A stranger changes bytes on the wire. An insider knows the mesh, and encrypts and signs its changes,
+so that they pass the authentication that stops a stranger; its message may also be accepted. Any
+outcome but `PeerFault`, `NotAuthorised` or acceptance stops the run with a traceback.
 """
 
 import resource
@@ -39,7 +38,7 @@ TAKEN = "taken at its word"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of messages that somebody changed."""
+    """Outcomes of mutated messages."""
 
     changed_by: str
     outcome: str
@@ -47,7 +46,7 @@ class Row:
 
 
 def change(message: bytes, other: bytes, random: Random) -> bytes:
-    """Change a message in one of the ways in which networks and attackers do."""
+    """Mutate a message at random."""
     start = random.randrange(len(message) + 1)
     stop = random.randint(start, len(message))
     piece = message[start:stop]
@@ -70,7 +69,7 @@ def change(message: bytes, other: bytes, random: Random) -> bytes:
 
 
 class Recording:
-    """One good handshake, message by message, and how to stand before each of them."""
+    """One valid handshake, message by message, and the machine state before each message."""
 
     def __init__(self, own: Own, fresh: Fresh) -> None:
         self._own, self._fresh = own, fresh
@@ -82,7 +81,7 @@ class Recording:
         self.messages = (first, second, third, listener.admit(MEMBER)[0].message)
 
     def heard(self, due: int) -> Transcript:
-        """Return what both sides have in common before the message of this number, from 1."""
+        """Return the transcript before the message of this number, from 1."""
         transcript = Transcript(self._own.psk, self._fresh)
         transcript.first()
         transcript.agree(transcript.add(self.messages[1][:HAIL_BYTES]))
@@ -93,7 +92,7 @@ class Recording:
         return transcript
 
     def before(self, due: int) -> Machine:
-        """Return the machine that waits for the message of this number, from 0."""
+        """Return the machine that expects the message of this number, from 0."""
         if due in {0, 2}:
             listener = make_listener()
             for message in self.messages[0:due:2]:
@@ -107,9 +106,9 @@ class Recording:
 
 
 def by_stranger(good: Recording, other: Recording, random: Random) -> tuple[Machine, bytes]:
-    """Change what is on the wire, or say what was said at another time."""
+    """Mutate a message on the wire, or replay a message of another time."""
     due = random.randrange(4)
-    # The first message of any member is a right one at any time: it alone proves nothing.
+    # The first message of any member is always valid: it alone proves nothing.
     places = [place for place in range(4) if place != due or due > 0]
     return good.before(due), change(
         good.messages[due], other.messages[random.choice(places)], random
@@ -117,7 +116,7 @@ def by_stranger(good: Recording, other: Recording, random: Random) -> tuple[Mach
 
 
 def by_insider(good: Recording, _: Recording, random: Random) -> tuple[Machine, bytes]:
-    """Change what is under the seals, and sign it anew or not."""
+    """Mutate a message below the encryption, and sign it again or not."""
     due = random.randrange(1, 4)
     side: Side = "dialer" if due == 2 else "listener"
     key = GUEST if due == 2 else HOST
@@ -130,7 +129,7 @@ def by_insider(good: Recording, _: Recording, random: Random) -> tuple[Machine, 
 
 
 def outcome(machine: Machine, message: bytes) -> str:
-    """Let a machine hear a message; name what became of it."""
+    """Pass a message to a machine; return the outcome."""
     try:
         machine.receive(message)
     except (PeerFault, NotAuthorised) as refusal:
@@ -141,7 +140,7 @@ def outcome(machine: Machine, message: bytes) -> str:
 
 
 def fuzz(mutations: int, seed: int) -> Counter[tuple[str, str]]:
-    """Count the outcomes of so many changed messages, by who changed them."""
+    """Count the outcomes of mutated messages, by attacker."""
     random = Random(seed)
     goods = [Recording(own, FRESH_DIALER) for own in (AS_MEMBER, AS_JOINER)]
     other = Recording(AS_MEMBER, OTHER_FRESH)
@@ -155,7 +154,7 @@ def fuzz(mutations: int, seed: int) -> Counter[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = parser_of("handshake", "What mutated handshakes come to.")
+    parser = parser_of("handshake", "Fuzz the handshake.")
     parser.add_argument("--mutations", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What the loss of a node costs: `python -m tests.bench.kills [--times N]`.
+"""Recovery time after the loss of a node: `python -m tests.bench.kills [--times N]`.
 
-Three processes form a ring. One of them is killed, each in its turn, and a prompt is sent at once
-through another; when it is answered, the killed one starts again, and the ring of three is whole
-before the next. Seconds since the kill until another node shows the lost one gone, and until the
-prompt is answered in full; seconds since its start until the lost one is back in the ring. The
-command fails when a node is not shown gone within `GONE_S`, or an answer is not what one process
-says.
+Three processes form a ring. One is killed, each in turn, and a prompt is sent at once through
+another; after the answer the killed one restarts, and the ring of three recovers before the next
+kill. The columns are seconds from the kill until another node reports the lost one as gone, and
+until the prompt is answered in full; and seconds from the restart until the node is back in the
+ring. The command fails if a node is not reported gone within `GONE_S`, or if an answer differs from
+that of a single process.
 """
 
 import sys
@@ -31,11 +31,11 @@ class Loss:
     back_s: float
     is_right: bool
     is_same: bool
-    """It came back with its id."""
+    """Whether it came back with the same id."""
 
 
 def lose(fleet: Fleet, name: str, right: str) -> Loss:
-    """Kill a node, ask another one, and start the node again."""
+    """Kill a node, send a prompt to another, and restart the node."""
     lost = fleet.node(name)
     ingress, witness = (fleet.node(other) for other in NAMES if other != name)
     before, said = lost.status()["node"], []

@@ -1,16 +1,16 @@
-"""How near a ring on slow links comes to what physics allows.
+"""Decode speed of a ring on slow links, relative to the lower bound of its latency.
 
 ``python -m tests.bench.links [--model NAME] [--nodes 2,3] [--rtt 1,20,100] [--mbit 10,100,1000]
 [--acceptance 0,0.5,0.7,0.85] [--depth 1,8] [--threads 1]``
 
 All ranks run in this process on shaped in-process links and compute in turn, on as many cores as a
-node of this machine would use, or on ``--threads``. Without guesses a token cannot take less than
-the computing of all ranks and one way on each link. With guesses, each
-right with probability a, a trip gives 1 / (1 - a) tokens at most; ``--depth`` says how many steps
-of up to 17 tokens may be in flight. The guesses are those of an oracle: the text of the run before,
-with a share of wrong tokens, as the text of random weights says nothing about drafters. What a ring
-learns of guesses it learns of one acceptance and depth only, and the first round of it does not
-count. Every text is compared with the one without guesses.
+node of this machine would use, or on ``--threads``. Without speculative decoding, the lower bound
+of a token is the compute time of all ranks plus the one-way delay of each link. With drafts that
+are accepted with probability a, a step yields at most 1 / (1 - a) tokens; ``--depth`` is the limit
+of steps in flight, of up to 17 tokens each. The drafts come from an oracle: the text of the
+previous run with a share of wrong tokens, because random weights say nothing about real drafters.
+A ring learns its draft statistics from one acceptance and depth only, and its first round is
+warm-up. Every text is compared with that without drafts.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ from tests.builders.oracle import Oracle
 PROMPT = [(7 * i + 3) % 500 for i in range(64)]
 SILENT = Oracle((), 0.0)
 Guesses = tuple[float | None, int]
-"""Their acceptance, None is without; steps in flight at most."""
+"""Acceptance of drafts, None without drafts; limit of steps in flight."""
 PLAIN: Guesses = None, 1
 
 
 class Changing:
-    """Drafts by whatever oracle is told."""
+    """Delegates to an oracle that can be replaced."""
 
     oracle = SILENT
 
@@ -52,7 +52,7 @@ class Changing:
         return self.oracle.begin()
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Cell:
     rtt_ms: float
     mbit: float
     acceptance: float | None
-    """Of the guesses; None is without."""
+    """Acceptance of drafts; None without drafts."""
     depth: int
-    """Steps in flight at most."""
+    """Limit of steps in flight."""
     ms: float
     bound_ms: float
     speedup: float
-    """Against no guesses in the same round."""
+    """Relative to no drafts in the same round."""
     tokens_per_step: float
 
 
@@ -79,11 +79,11 @@ async def measure(
     kinds: Sequence[Guesses],
     sizes: tuple[int, int, int | None],
 ) -> list[Cell]:
-    """Measure one ring: plain, then with each kind of guesses, in turns."""
+    """Measure one ring without drafts and with each kind of drafts, in turns."""
     (nodes, rtt, mbit), (tokens, rounds, threads) = link, sizes
     shape = Shape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
     drafting = Changing()
-    mode = WireMode.PLAIN  # the bound is of bytes as they are
+    mode = WireMode.PLAIN  # the bound is for uncompressed bytes
     options = RingOptions(
         nodes=nodes,
         inference=InferenceConfig(threads=threads, drafting=drafting, prefix_bytes=0, wire=mode),
@@ -102,8 +102,8 @@ async def measure(
             ring.entry._speculation = learnt.setdefault(kind, Speculation(drafting, depth=depth))
             again, measured = await ask(ring, PROMPT, tokens)
             if again != text:
-                raise SystemExit(f"another text at acceptance {acceptance}")
-            if round_:  # the first one tries rows and times
+                raise SystemExit(f"text differs at acceptance {acceptance}")
+            if round_:  # the first round is warm-up
                 runs.setdefault(kind, []).append(measured)
     plain = runs[PLAIN]
     row_bytes = source.config.hidden_size * 2
@@ -133,12 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", default="2,3", help="rings, separated by commas")
     parser.add_argument("--rtt", default="1,20,100", help="round trips in milliseconds")
     parser.add_argument("--mbit", default="10,100,1000", help="rates in Mbit/s")
-    parser.add_argument("--acceptance", default="", help="of guesses, as 0,0.5,0.7,0.85")
+    parser.add_argument("--acceptance", default="", help="of drafts, as 0,0.5,0.7,0.85")
     parser.add_argument("--depth", default="1,8", help="steps in flight at most")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--threads", type=int, help="of all ranks; as a node would choose if left out"
+        "--threads", type=int, help="of all ranks; by default as a node would choose"
     )
     options = parser.parse_args(arguments)
     report = Report(options)

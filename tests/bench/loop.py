@@ -1,13 +1,12 @@
-"""How fast a computing process answers on a link, beside the same process at rest.
+"""Latency of the event loop of a computing process, compared with an idle one.
 
 ``python -m tests.bench.loop [--layers N] [--trips N]``
 
-A process of its own echoes 4 KiB over a WebSocket link; its other thread is at rest, or decodes
-with layers of the widths of Qwen3-0.6B and random weights on one core, or runs Python alone. Such a
-thread holds the interpreter lock, and the loop waits for it up to the switch interval of Python,
-5 ms if nobody sets it. The command fails when the last percent of the answers beside the decode
-takes longer than `P99_MS` with the interval that a node sets. It needs two cores to itself: beside
-other work, compare with the first row.
+A separate process echoes 4 KiB over a WebSocket link; its other thread is idle, or decodes with
+layers of the widths of Qwen3-0.6B and random weights on one core, or runs pure Python. Such a
+thread holds the GIL, and the event loop waits for it up to the switch interval of Python, 5 ms by
+default. The command fails if the 99th percentile during decode exceeds `P99_MS` with the interval
+that a node sets. It needs two free cores: on a busy machine, compare with the first row.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from tests.bench.report import Report, parser_of
 P99_MS = 3.0
 MESSAGE_BYTES = 4096
 PAUSE_S = 0.002
-"""Between two trips: a loop that is asked without a pause never gives the lock away for long."""
+"""Pause between two trips: a busy loop never releases the GIL for long."""
 CONTEXT = 256
 NODE_INTERVAL_S = 0.0005
 CASES = [
@@ -42,12 +41,12 @@ CASES = [
     ("python", 0.005),
     ("python", NODE_INTERVAL_S),
 ]
-"""What the process does besides, and its switch interval in seconds."""
+"""Work of the other thread, and the switch interval in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How soon a process answers beside some work; milliseconds."""
+    """Round trips during some work, in milliseconds."""
 
     work: str
     interval_s: float
@@ -62,14 +61,14 @@ def rest(_layers: int, ready: Event, _stop: Event) -> None:
 
 
 def python(_layers: int, ready: Event, stop: Event) -> None:
-    """Hold the interpreter lock, as rendering a long prompt does."""
+    """Hold the GIL, as rendering a long prompt does."""
     ready.set()
     while not stop.is_set():
         sum(range(1000))
 
 
 def decode(layers: int, ready: Event, stop: Event) -> None:
-    """Decode one row after another until told to stop."""
+    """Decode one row after another until ``stop`` is set."""
     torch.set_num_threads(1)
     config = Qwen3Config(
         num_hidden_layers=layers,
@@ -96,7 +95,7 @@ WORK = {work.__name__: work for work in (rest, decode, python)}
 
 
 async def serve(work: str, layers: int) -> None:
-    """Echo one link, beside a thread that works."""
+    """Echo on one link while another thread works."""
     ready, stop = Event(), Event()
     thread = Thread(target=WORK[work], args=(layers, ready, stop))
     thread.start()
@@ -142,8 +141,8 @@ async def trips(link: Link, times: int) -> list[float]:
 
 
 async def measure(layers: int, times: int, report: Report) -> list[Row]:
-    """Show a row for each case as it comes."""
-    report.say(f"{'beside':<8}{'interval ms':>12}{'p50 ms':>8}{'p99 ms':>8}{'max ms':>8}")
+    """Measure and print each case."""
+    report.say(f"{'work':<8}{'interval ms':>12}{'p50 ms':>8}{'p99 ms':>8}{'max ms':>8}")
     rows: list[Row] = []
     for work, interval_s in CASES:
         async with linked(work, layers, interval_s) as link:
@@ -157,7 +156,7 @@ async def measure(layers: int, times: int, report: Report) -> list[Row]:
 
 
 def main() -> None:
-    parser = parser_of("loop", "How fast a computing process answers.")
+    parser = parser_of("loop", "Measure the latency of the event loop of a computing process.")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--trips", type=int, default=1000)
     parser.add_argument("--serve", choices=WORK, help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""What loading a span costs in memory: ``python -m tests.bench.memory``.
+"""Peak memory of loading a span: ``python -m tests.bench.memory``.
 
-A model with the dimensions of Qwen3-0.6B and one of experts, both with random weights, are written
-to a temporary folder; each span is loaded in a process of its own. `anonymous` is memory that the
-kernel cannot take back; `mapped` is the file's own pages, shared and dropped at need. The peaks are
-the highest values seen while loading and, in the last column, while running one token as well.
+A model with the dimensions of Qwen3-0.6B and a mixture of experts, both with random weights, are
+written to a temporary folder; each span is loaded in its own process. `anonymous` is memory that
+the kernel cannot reclaim; `mapped` is the pages of the file, shared and reclaimable. The peaks are
+the highest samples while loading and, in the last column, also while running one token.
 """
 
 import gc
@@ -25,7 +25,7 @@ from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from tests.bench.report import Report, parser_of
 
-LIMIT = 1.15  # of the bytes of the span
+LIMIT = 1.15  # limit relative to the bytes of the span
 INTERVAL_S = 0.001
 
 SPANS = {
@@ -34,7 +34,7 @@ SPANS = {
     "experts": ("0:1", "0:2", "0:4"),
 }
 DTYPES = ("bfloat16", "float32")
-"""As stored: nothing is copied; wider: every byte is anonymous."""
+"""In the stored dtype nothing is copied; in a wider one every byte is anonymous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ class Cost:
     span: str
     dtype: str
     weights: int
-    """Parameters of the span, in its dtype; tied ones once."""
+    """Parameters of the span in its dtype; tied ones count once."""
     anonymous: int
-    """Peak of anonymous memory over what the process had before."""
+    """Peak growth of anonymous memory."""
     mapped: int
-    """Peak of mapped pages over what the process had before, the first token included."""
+    """Peak growth of mapped pages, including the first token."""
 
     @property
     def ratio(self) -> float:
-        """Anonymous memory as a part of the weights."""
+        """Anonymous memory divided by the weights."""
         return self.anonymous / self.weights
 
 
 class Peak:
-    """Watches the memory of this process from a thread; the highest values it saw."""
+    """Samples the memory of this process in a thread, and keeps the peaks."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -127,7 +127,7 @@ def measure(folder: Path, span: str, dtype: str) -> Cost:
     """Load one span in this process, and run one token through it."""
     part = parse(span)
     source = open_folder(folder.name, folder)
-    load_shard(source, Span(1, 2), embed=False, head=False)  # what is paid once per process
+    load_shard(source, Span(1, 2), embed=False, head=False)  # one-time costs of the process
     with Peak() as loading:
         shard = load_shard(
             source,
@@ -147,13 +147,13 @@ def measure(folder: Path, span: str, dtype: str) -> Cost:
 
 
 def parse(text: str) -> Part:
-    """Read ``a:b`` with ``+embed``, ``+head`` or ``+ends``."""
+    """Parse ``a:b`` with ``+embed``, ``+head`` or ``+ends``."""
     span, _, ends = text.partition("+")
     return Part(Span.parse(span), ends in {"embed", "ends"}, ends in {"head", "ends"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every span in a process of its own; exit 1 when one takes more than `LIMIT`."""
+    """Measure every span in its own process; return 1 if one exceeds `LIMIT`."""
     parser = parser_of("memory", __doc__)
     parser.add_argument("--measure", nargs=3, metavar=("FOLDER", "SPAN", "DTYPE"))
     options = parser.parse_args(arguments)

@@ -1,14 +1,13 @@
-"""Who reaches whom through which NATs: `python -m tests.bench.nats [--simulated]`.
+"""NAT traversal for all pairs of NATs: `python -m tests.bench.nats [--simulated]`.
 
-The first table is of an internet in memory, on a clock that never waits: two nodes find each other
-through a relay, with NATs of every kind on both sides, and each cell tells after how many
-milliseconds of a link both its ends had the direct path, or that the relay is all there is; 10 ms
-are one way.
-The second is of real kernels: two processes of `meshllm node` in network namespaces, each behind a
-router of its own, and `meshllm relay` between them. Seconds count from the start of the first
-process; datagrams are those of QUIC that passed the first router during a second answer. What
-differs from RFC 5128, or from what a single process answers, fails the command. A machine without
-namespaces has the first table alone.
+The first table is a simulation on a virtual clock: two nodes connect through a relay, with every
+kind of NAT on both sides; each cell shows after how many milliseconds both ends of the link use the
+direct path, or that it stays on the relay. The one-way delay is 10 ms.
+The second uses real kernels: two processes of `meshllm node` in network namespaces, each behind its
+own router, and `meshllm relay` between them. Times are seconds since the start of the first
+process; datagrams are those of QUIC through the first router during a second answer. A result that
+differs from RFC 5128, or an answer that differs from that of a single process, fails the command.
+Without namespaces there is only the first table.
 """
 
 import sys
@@ -30,7 +29,7 @@ from tests.simulation.nat import KINDS
 
 QUESTION = "What is a ring?"
 PROBED_S = 12.0
-"""Addresses are probed for 10 s; what is not direct by then is not for a minute."""
+"""Addresses are probed for 10 s; a link that is not direct by then stays so for a minute."""
 ROUTERS = {
     Router.CONE: "port-restricted",
     Router.FULL: "full cone",
@@ -46,14 +45,14 @@ PAIRS = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Two kinds of NAT, in memory."""
+    """Two kinds of NAT, simulated."""
 
     one: str
     other: str
     expected: Path
     got: Path
     direct_ms: float | None
-    """Since the link was open."""
+    """Time since the link was opened."""
 
     def __str__(self) -> str:
         text = str(self.got) if self.direct_ms is None else f"{self.direct_ms:.0f}"
@@ -62,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Two kinds of NAT, in a kernel."""
+    """Two kinds of NAT, with real kernels."""
 
     one: str
     other: str
@@ -85,7 +84,7 @@ class Row:
 
 
 async def meet(one: str, other: str) -> Cell:
-    """Link two nodes in memory, and see whether they find a direct path."""
+    """Link two simulated nodes, and check whether they find a direct path."""
     async with relayed(one, other) as nodes:
         took_s = None
         with suppress(AssertionError):  # none was found
@@ -95,12 +94,12 @@ async def meet(one: str, other: str) -> Cell:
 
 
 def expected(one: str, other: str) -> Path:
-    """Tell what RFC 5128 says of two kinds."""
+    """Return the path that RFC 5128 predicts for two kinds."""
     return Path.DIRECT if is_reachable(one, other) else Path.RELAY
 
 
 def settle(residents: Residents, began: float) -> float | None:
-    """Wait for a direct path; return the seconds since, or None where none is found."""
+    """Wait for a direct path; return the seconds since ``began``, or None without one."""
     end = time.monotonic() + PROBED_S
 
     def is_decided() -> bool:
@@ -111,12 +110,12 @@ def settle(residents: Residents, began: float) -> float | None:
 
 
 def is_direct(residents: Residents) -> bool:
-    """Tell whether both see the other directly."""
+    """Return whether both nodes report a direct path."""
     return {*residents.paths(ATTIC).values(), *residents.paths(BENCH).values()} == {"direct"}
 
 
 def run(one: Router, other: Router, right: str) -> Row:
-    """Let two processes answer, and count what passes."""
+    """Run two processes, and count the datagrams of an answer."""
     with open_fleet() as fleet, open_residents(one, other, fleet) as residents:
         began = time.monotonic()
         residents.settle(ATTIC, BENCH)
@@ -126,7 +125,7 @@ def run(one: Router, other: Router, right: str) -> Row:
         with capturing(residents.street.router_of_one) as capture:
             traffic = Traffic(capture, residents.street)
             if direct_s is not None:
-                with suppress(Waited):  # the figures will show it
+                with suppress(Waited):  # visible in the table
                     traffic.settle()
             since = time.monotonic()
             said.append(ask(residents.node(BENCH), QUESTION))
@@ -172,7 +171,7 @@ def show_kernels(report: Report, pairs: Iterable[tuple[Router, Router]]) -> list
 def main() -> None:
     """Print the tables."""
     parser = parser_of("nats", __doc__)
-    parser.add_argument("--simulated", action="store_true", help="leave out the real kernels")
+    parser.add_argument("--simulated", action="store_true", help="only the simulation")
     options = parser.parse_args()
     report = Report(options)
     cells = show_matrix(report, list(KINDS))

@@ -1,9 +1,9 @@
-"""What fewer bits cost in quality: ``python -m tests.bench.quality [--kinds none,int8,int4,wire]``.
+"""Quality loss of quantisation: ``python -m tests.bench.quality [--kinds none,int8,int4,wire]``.
 
 The builtin model answers the held-out cases greedily with plain and with quantised weights, and
-with plain ones in a ring of three whose hidden states travel in 8 bits (`wire`). Beside the score
-stand the mean loss of the ideal answers, how many answers are the plain model's word for word; and,
-reading the plain model's answers, their loss and how often its token is the likeliest.
+with plain ones in a ring of three that sends hidden states in 8 bits (`wire`). The columns are the
+score, the mean loss of the ideal answers, the share of answers identical to the plain model's, and
+on the plain model's answers the mean loss and the share of tokens with the highest logit.
 """
 
 import argparse
@@ -25,31 +25,31 @@ from tests.builtin.score import MAX_TOKENS, WEIGHTS, Case, Message, Result, eval
 
 WIRE = "wire"
 KINDS = (*Quant, WIRE)
-NODES = 3  # of the ring
+NODES = 3  # nodes of the ring
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to save bits."""
+    """Results of one kind of quantisation."""
 
     kind: str
-    """As asked for."""
+    """The kind as in ``--kinds``."""
     megabytes: float
-    """Of the matrices that were exchanged."""
+    """Size of the quantised matrices."""
     loss: float
-    """Mean of the ideal answers, in nats per token; of cases with one question."""
+    """Mean loss of the ideal answers of cases with one question, in nats per token."""
     plain_loss: float
-    """The same of the plain model's answers."""
+    """The same for the plain model's answers."""
     passed: int
     asked: int
     same: float
-    """Share of the answers that are those of plain weights, word for word."""
+    """Share of the answers that are identical to those of plain weights."""
     agree: float
-    """Share of the tokens of the plain model's answers that come out most likely."""
+    """Share of the tokens of the plain model's answers that have the highest logit."""
 
 
 class Speaker:
-    """The builtin model with bits saved in one way."""
+    """The builtin model with one kind of quantisation."""
 
     def __init__(self, kind: str) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(WEIGHTS, local_files_only=True)
@@ -59,11 +59,11 @@ class Speaker:
         self.report = quantise(self.model, Quant.NONE if kind == WIRE else Quant(kind))
         if kind == WIRE:
             layers = self.model.model.layers
-            for rank in range(1, NODES + 1):  # the last one sends to the entry
+            for rank in range(1, NODES + 1):  # the last rank sends to the entry
                 layers[len(layers) * rank // NODES - 1].register_forward_hook(_travel)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Write a conversation as tokens, up to where the answer begins."""
+        """Return a conversation as tokens, up to the start of the answer."""
         ids: list[int] = self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True
         )["input_ids"]
@@ -84,7 +84,7 @@ class Speaker:
 
     @torch.inference_mode()
     def judge(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
-        """Read an answer: the loss of each of its tokens, and which were the most likely."""
+        """Return the loss of each token of an answer, and whether it has the highest logit."""
         prompt = self.prompt([{"role": "user", "content": question}])
         ids = torch.tensor([prompt + self.tokenizer.encode(answer, add_special_tokens=False)])
         logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()  # [T, V]
@@ -94,12 +94,12 @@ class Speaker:
 
 
 def _travel(_module: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
-    """Let a hidden state [1, T, D] go to the next rank."""
+    """Quantise a hidden state [1, T, D] as for the next rank."""
     return from_payload(*to_payload(hidden, int8=True))
 
 
 def run(kinds: Sequence[str], cases: Sequence[Case]) -> list[Row]:
-    """Ask the plain model, then every other."""
+    """Evaluate the plain model, then the others."""
     plain = evaluate(cases, Speaker(Quant.NONE).reply)
     return [_row(Speaker(kind), plain) for kind in kinds]
 

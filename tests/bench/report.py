@@ -1,4 +1,4 @@
-"""Where the figures of a benchmark go: a table, JSON, or both."""
+"""Output of a benchmark: a table, JSON, or both."""
 
 import argparse
 import json
@@ -11,24 +11,24 @@ STDOUT = "-"
 
 
 def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Begin with what every benchmark takes."""
+    """Return a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{name}", description=about)
     parser.add_argument(
-        "--json", nargs="?", const=STDOUT, metavar="FILE", help="write the figures, to stdout alone"
+        "--json", nargs="?", const=STDOUT, metavar="FILE", help="write JSON (stdout: no table)"
     )
     return parser
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Read `1,2,3`."""
+    """Parse `1,2,3`."""
     return tuple(int(word) for word in text.split(",") if word)
 
 
 class Report:
-    """Shows lines as they come, and writes rows in the end."""
+    """Prints lines immediately, and writes the rows at the end."""
 
     def __init__(self, options: argparse.Namespace, threads: int | None = None) -> None:
-        """Torch uses so many ``threads``, unless the options say."""
+        """Set the ``threads`` of torch, unless the options have a value."""
         self._where: str | None = options.json
         self._threads: int | None = getattr(options, "threads", threads)
 
@@ -38,10 +38,10 @@ class Report:
             print(*lines, sep="\n", flush=True)
 
     def write(self, rows: Iterable[Any], **about: object) -> None:
-        """Write dataclasses as JSON where that is wanted, beside what they are ``about``."""
+        """Write dataclasses as JSON if requested, together with ``about``."""
         if self._where is None:
             return
-        from meshllm.bench.machine import machine  # torch is of no use before
+        from meshllm.bench.machine import machine  # imports torch
 
         facts = {**about, "machine": machine(self._threads), "rows": [asdict(row) for row in rows]}
         text = json.dumps(facts, indent=2)

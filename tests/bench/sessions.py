@@ -1,10 +1,10 @@
-"""How many tokens several sessions get out of one ring at once.
+"""Throughput of concurrent sessions on one ring (continuous batching).
 
 ``python -m tests.bench.sessions [--model NAME] [--nodes N] [--rtt MS] [--sessions 1,2,4,8,16]``
 
-All ranks run in this process on shaped in-process links, one thread computes, nobody guesses. Each
-session has its own prompt, and its text is compared with the one that it gets alone. Fairness is
-the longest time per token of a session by the shortest.
+All ranks run in this process on shaped in-process links with one compute thread and without
+speculative decoding. Each session has its own prompt, and its text is compared with that of a run
+alone. Fairness is the longest time per token of a session divided by the shortest.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """So many sessions at once; medians over the rounds."""
+    """One number of concurrent sessions; medians over the rounds."""
 
     sessions: int
     tokens_per_second: float
-    """Of all of them, behind the first token of each."""
+    """Total of all sessions, without the first token of each."""
     ratio: float
-    """Against one session in the same round."""
+    """Relative to one session in the same round."""
     fairness: float
 
 
 async def measure(source: Source, options: Namespace) -> list[Row]:
-    """Ask one ring by turns for one text and for many at once."""
+    """Generate one text and many at once, in turns, on one ring."""
     shape = Shape(delay_s=options.rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
     sizes: tuple[int, ...] = options.sessions
     runs: dict[int, list[tuple[float, float]]] = {count: [] for count in sizes}
@@ -56,8 +56,8 @@ async def measure(source: Source, options: Namespace) -> list[Row]:
                 answers = await asyncio.gather(*asked)
                 for number, (text, _) in enumerate(answers):
                     if texts.setdefault(number, text) != text:
-                        raise SystemExit(f"another text of session {number} among {count}")
-                if round_:  # the first one tries kernels
+                        raise SystemExit(f"text of session {number} of {count} differs")
+                if round_:  # the first round is warm-up
                     times = [seconds for _, seconds in answers]
                     rate = sum(1 / seconds for seconds in times)
                     runs[count].append((rate, max(times) / min(times)))
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sessions",
         default=(1, 2, 4, 8, 16),
         type=counts,
-        help="at once, the first is compared with",
+        help="numbers of concurrent sessions; the first is the baseline",
     )
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def lay_out(rows: Sequence[Row]) -> str:
-    """Lay out the rows for a terminal."""
+    """Format the rows as a table."""
     line = "{:>8} {:>10} {:>10} {:>10}".format
     lines = [line("sessions", "tokens/s", "against 1", "fairness")]
     for row in rows:

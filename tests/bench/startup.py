@@ -1,11 +1,11 @@
-"""How long two nodes take until they serve, and what they hold: ``python -m tests.bench.startup``.
+"""Startup time and memory of a ring of two nodes: ``python -m tests.bench.startup``.
 
-Beside them, in the same run, transformers imports, loads and runs the same random model in a
-process of its own. A node has one thread, as transformers then has, and `--members 2`. The first
-start finds nothing that meshllm remembers; the second one finds what the first one left. `serving`
-counts from the start until both nodes say that the ring of two serves, `answer` until one token has
-come; `ratio` is `serving` beside the time of transformers and one second. `rss` is the larger of
-the two processes after the first answer, `held` the weights, caches and steps that it names.
+The baseline, in the same run: transformers imports, loads and runs the same random model in its own
+process. Both use one thread; nodes start with `--members 2`. The first start finds no state of
+meshllm, the second one that of the first. `serving` is the time from the start until both nodes
+report that the ring of two serves, `answer` until the first token; `ratio` is `serving` divided by
+the time of transformers plus one second. `rss` is that of the larger process after the first
+answer, `held` the weights, caches and compiled steps that it reports.
 """
 
 import os
@@ -45,20 +45,20 @@ class Row:
 
     model: str
     bytes: int
-    """Of its weights."""
+    """Size of its weights."""
     plain_s: float
-    """Until transformers has imported, loaded and run it."""
+    """Time in which transformers imports, loads and runs it."""
     serving_s: tuple[float, ...]
-    """Of the first and the second start."""
+    """Times of the first and the second start."""
     answer_s: tuple[float, ...]
     rss: int
-    """Bytes of the larger process."""
+    """Resident bytes of the larger process."""
     held: int
-    """Bytes of weights, caches and steps that this process names."""
+    """Bytes of weights, caches and steps that this process reports."""
 
 
 def plain(folder: Path) -> float:
-    """Time transformers, with a warm disk: the second of two runs."""
+    """Time transformers with a warm page cache: the second of two runs."""
     for _ in range(2):
         begin = time.perf_counter()
         subprocess.run([sys.executable, "-c", _PLAIN, str(folder)], check=True, env=environment())
@@ -66,7 +66,7 @@ def plain(folder: Path) -> float:
 
 
 def start(fleet: Fleet, ticket: str, folder: Path) -> tuple[float, float]:
-    """Start both nodes; return the seconds until they serve, and until a token has come."""
+    """Start both nodes; return the seconds until they serve, and until the first token."""
     begin = time.perf_counter()
     model = ("--model", str(folder), *ALONE)
     founder = fleet.node("founder").start("--members", "2", *model)
@@ -79,7 +79,7 @@ def start(fleet: Fleet, ticket: str, folder: Path) -> tuple[float, float]:
 
 
 def weigh(fleet: Fleet) -> tuple[int, int]:
-    """Return the memory of the larger process, and what it says it holds."""
+    """Return the resident memory of the larger process, and the memory that it reports."""
     sizes = list[tuple[int, int]]()
     for node in fleet.nodes.values():
         memory = node.status()["memory"]
@@ -90,7 +90,7 @@ def weigh(fleet: Fleet) -> tuple[int, int]:
 
 @contextmanager
 def models(name: str) -> Iterator[Path]:
-    """Give the folder of a model."""
+    """Yield the folder of a model."""
     if name == BUILTIN:
         yield resolve(BUILTIN).folder
         return
@@ -100,7 +100,7 @@ def models(name: str) -> Iterator[Path]:
 
 @contextmanager
 def nothing_remembered() -> Iterator[None]:
-    """Let the processes find none of what others left in the user's folders."""
+    """Run the processes with empty state and cache folders."""
     with TemporaryDirectory() as empty:
         folders = dict.fromkeys(("XDG_STATE_HOME", "XDG_CACHE_HOME"), empty)
         with patch.dict(os.environ, folders):
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default=f"{BUILTIN},qwen3-0.6b", help=f"of {known}")
     options = parser.parse_args(arguments)
     report, rows = Report(options, threads=1), list[Row]()
-    fleets.WAIT_S = 600.0  # for a machine that does other things too
+    fleets.WAIT_S = 600.0  # for a busy machine
     report.say(
         f"{'':>18}{'':>9}{'transformers':>14}{'first start':>22}{'second start':>22}",
         f"{'model':>18}{'MB':>9}{'s':>14}{'serving':>8}{'answer':>7}{'ratio':>7}"

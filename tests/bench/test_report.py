@@ -29,7 +29,9 @@ def test_a_table_alone_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [["--json"], ["--json", "-"]])
-def test_json_has_stdout_for_itself(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_json_is_the_only_output_on_stdout(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     _report([*words, "--threads", "3"])
 
     facts = json.loads(capsys.readouterr().out)
@@ -37,7 +39,7 @@ def test_json_has_stdout_for_itself(capsys: pytest.CaptureFixture[str], words: l
     assert facts["machine"]["threads"] == 3
 
 
-def test_a_file_gets_json_beside_the_table(
+def test_json_goes_to_a_file_and_the_table_to_stdout(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     _report(["--json", str(tmp_path / "rows.json")])
@@ -46,5 +48,5 @@ def test_a_file_gets_json_beside_the_table(
     assert json.loads((tmp_path / "rows.json").read_text())["rows"][0]["ms"] == 1.5
 
 
-def test_counts_are_read_from_words() -> None:
+def test_counts_are_parsed() -> None:
     assert counts("1,2,16") == (1, 2, 16)

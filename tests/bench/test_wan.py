@@ -23,7 +23,7 @@ def _cell(*answers: Answer, network: Network = (2, 100.0, 10.0)) -> Cell:
     return Cell.of("quic", network, answers, echo_ms=101.0)
 
 
-def test_the_bound_is_computing_and_a_way_and_its_bytes_on_each_link() -> None:
+def test_the_bound_is_compute_plus_latency_and_transfer_per_link() -> None:
     cell = _cell(_answer(ms_per_token=251.0))
 
     assert cell.compute_ms == 21.5
@@ -33,7 +33,7 @@ def test_the_bound_is_computing_and_a_way_and_its_bytes_on_each_link() -> None:
     assert (cell.ttft_ms, cell.tokens_per_s) == pytest.approx((9.0, 1e3 / 251))
 
 
-def test_an_answer_is_compared_with_its_own_computing() -> None:
+def test_an_answer_is_compared_with_its_own_compute_time() -> None:
     slow = _answer(ms_per_token=2 * (201.5 + 104), computing_ms=100.0)
     answers = [_answer(ms_per_token=2 * (21.5 + 104)), slow, slow]
 
@@ -48,11 +48,11 @@ def test_an_answer_is_compared_with_its_own_computing() -> None:
         ((2, 1.0, 10.0), _answer(200.0, size=50_000.0), "bandwidth"),
     ],
 )
-def test_a_cell_says_what_binds(network: Network, answer: Answer, binds: str) -> None:
+def test_a_cell_names_the_bottleneck(network: Network, answer: Answer, binds: str) -> None:
     assert _cell(answer, network=network).binds == binds
 
 
-def test_a_cell_misses_the_bar_where_bandwidth_does_not_bind() -> None:
+def test_a_cell_below_the_bar_without_bandwidth_bottleneck_fails() -> None:
     near, far = _cell(_answer(251.0 / 1.9)), _cell(_answer(251.0))
     choked = _cell(_answer(500.0, size=50_000.0), network=(2, 1.0, 10.0))
 
@@ -62,7 +62,7 @@ def test_a_cell_misses_the_bar_where_bandwidth_does_not_bind() -> None:
     ]
 
 
-def test_a_cell_has_a_line_and_the_first_a_head() -> None:
+def test_the_first_cell_is_printed_with_a_header() -> None:
     head, line = lines([_cell(_answer(251.0))], is_first=True)
 
     assert len(list(lines([_cell(_answer(251.0))], is_first=False))) == 1
@@ -70,7 +70,7 @@ def test_a_cell_has_a_line_and_the_first_a_head() -> None:
     assert line.index("0.50") + 4 == head.index("of bound") + 8
 
 
-def test_a_machine_without_namespaces_measures_nothing_and_says_why(
+def test_without_namespaces_the_reason_is_printed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(wan, "reason", lambda: "namespaces need root")
@@ -78,12 +78,12 @@ def test_a_machine_without_namespaces_measures_nothing_and_says_why(
 
     assert main(["--json", str(file)]) == 0
 
-    assert capsys.readouterr().out == "Nothing is measured: namespaces need root\n"
+    assert capsys.readouterr().out == "Nothing measured: namespaces need root\n"
     written = json.loads(file.read_text())
     assert (written["skipped"], written["rows"]) == ("namespaces need root", [])
 
 
 @pytest.mark.parametrize("words", [["--nodes", "1"], ["--transports", "tin"], ["--rounds", "0"]])
-def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
+def test_invalid_options_are_rejected(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)

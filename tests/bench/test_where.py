@@ -17,14 +17,14 @@ def _answer(ranks: int) -> Answer:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_parts_make_up_the_token(ranks: int) -> None:
+def test_the_parts_sum_up_to_the_token(ranks: int) -> None:
     row = split(_answer(ranks), 0.01, 0.02, 0.1)
 
     assert sum(astuple(row.parts)) == pytest.approx(row.ms_per_token)
     assert row.hop_ms == 3.0
 
 
-def test_what_is_measured_apart_is_taken_off_what_it_is_a_part_of() -> None:
+def test_parts_measured_apart_are_subtracted_from_their_whole() -> None:
     parts = split(_answer(2), hashing_ms=0.01, sealing_ms=0.02, waking_ms=0.1).parts
 
     assert astuple(parts) == pytest.approx((20.0, 0.98, 0.5, 0.02, 0.04, 0.2, 1.86, 2.4))
@@ -37,7 +37,7 @@ def test_a_ring_of_one_sends_nothing() -> None:
     assert parts.wake == 0.1
 
 
-def test_what_hops_do_apart_takes_time() -> None:
+def test_parts_measured_apart_take_time() -> None:
     assert hashing_ms(2048) > 0
     assert sealing_ms(2048) > 0
 

@@ -1,13 +1,13 @@
-"""How fast messages go round and through, beside raw TCP in the same run.
+"""Round trips and throughput of the transports, relative to raw TCP in the same run.
 
 ``python -m tests.bench.transports [--transport NAME]... [--json FILE]``
 
-``NAME+secure`` is a transport under `meshllm.node.net.secure`. Both ends run in one event loop of
-one process, for every row alike. ``tcp`` is the least that asyncio can do for messages over
-127.0.0.1: a length and a `BufferedProtocol`, no channels and no limits. The transports take turns,
-so that a busy machine slows all of them: compare the ratios, each the median of those of the
-rounds. Where the machine can, the ends are then put at a slow line, see `tests.bench.far`. The
-command fails when a row misses what `TARGETS` asks of it, or `far.TARGET_MS`.
+``NAME+secure`` is a transport under `meshllm.node.net.secure`. For every row, both ends run in one
+event loop of one process. ``tcp`` is the asyncio baseline for messages over 127.0.0.1: a length
+prefix and a `BufferedProtocol`, without channels and limits. The transports take turns, so that a
+busy machine slows all of them: compare the ratios, which are medians over the rounds. If the
+machine can shape, a slow line follows, see `tests.bench.far`. The command fails if a row misses its
+`TARGETS` or `far.TARGET_MS`.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from tests.bench.report import Report, parser_of
 
 ROUNDS = 10
 TRIPS = {4 * 1024: 100, 64 * 1024: 50, 4 * 1024 * 1024: 4}
-"""Message bytes: round trips in one round."""
+"""Message bytes: round trips per round."""
 STREAM_BYTES = 32 * 1024 * 1024
-"""Sent one way in one round, at most; small messages are sent 1000 times."""
+"""Limit of the bytes sent one way per round; small messages are sent 1000 times."""
 BASELINE = "tcp"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a row is to reach, as ratios to the baseline of the same run."""
+    """Targets of a row, as ratios to the baseline of the same run."""
 
     message_bytes: int
     trip_ratio: float = float("inf")
-    """At most."""
+    """Upper limit."""
     rate_ratio: float = 0.0
-    """At least."""
+    """Lower limit."""
 
 
 TARGETS = {
@@ -56,7 +56,7 @@ TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one transport did in one of its turns."""
+    """Results of one transport in one turn."""
 
     trips_s: list[float]
     bytes_per_s: float
@@ -70,16 +70,16 @@ class Row:
     p50_us: float
     p99_us: float
     trip_ratio: float
-    """Round trip over that of the baseline: less is better."""
+    """Round trip divided by the baseline's; lower is better."""
     megabytes_per_s: float
     rate_ratio: float
-    """Rate one way over that of the baseline: more is better."""
+    """One-way rate divided by the baseline's; higher is better."""
     cpu_s_per_gb: float
-    """Of both ends, one way."""
+    """CPU time of both ends, one way."""
 
     @classmethod
     def of(cls, name: str, size: int, mine: list[Round], base: list[Round]) -> Self:
-        """Sum up the rounds of one transport, each beside that of the baseline."""
+        """Summarise the rounds of one transport, each relative to that of the baseline."""
         median = statistics.median
         trips = [trip for turn in mine for trip in turn.trips_s]
         pairs = list(zip(mine, base, strict=True))
@@ -96,7 +96,7 @@ class Row:
 
 
 async def rate(near: End, far: End, size: int) -> tuple[float, float]:
-    """Send messages one way; return bytes per second, and seconds of processor per byte."""
+    """Send messages one way; return bytes per second, and CPU seconds per byte."""
     times = min(1000, STREAM_BYTES // size)
     message = parts(size)
 
@@ -114,7 +114,7 @@ async def rate(near: End, far: End, size: int) -> tuple[float, float]:
 
 
 async def measure(openers: dict[str, Opener], size: int) -> list[Row]:
-    """Measure all transports in turn with messages of one size."""
+    """Measure all transports in turns with messages of one size."""
     rounds: dict[str, list[Round]] = {name: [] for name in openers}
     for _ in range(ROUNDS):
         for name, opener in openers.items():
@@ -130,7 +130,7 @@ async def measure_all(openers: dict[str, Opener]) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Lay the rows out for a terminal."""
+    """Format the rows as a table."""
     heads = ("transport", "KiB", "p50 us", "p99 us", "x tcp", "MB/s", "x tcp", "cpu s/GB")
     lines = ["{:<18}{:>6}{:>10}{:>10}{:>8}{:>10}{:>8}{:>10}".format(*heads)]
     for row in rows:
@@ -141,7 +141,7 @@ def table(rows: list[Row]) -> str:
 
 
 def missed(rows: list[Row]) -> list[str]:
-    """Name the targets that the rows miss."""
+    """List the targets that the rows miss."""
     failures = []
     for row in rows:
         for target in TARGETS.get(row.transport, ()):
@@ -157,7 +157,7 @@ def missed(rows: list[Row]) -> list[str]:
 
 def main() -> None:
     installed = [n + end for n in Registry.discover().names() for end in ("", SECURE)]
-    parser = parser_of("transports", "How fast messages go round and through.")
+    parser = parser_of("transports", "Measure round trips and throughput of the transports.")
     parser.add_argument("--transport", action="append", choices=installed, metavar="NAME")
     arguments = parser.parse_args()
     report = Report(arguments)

@@ -1,12 +1,12 @@
-"""How soon a ring says the first token of an answer to a long prompt.
+"""Time to first token (TTFT) of a ring for long prompts, with whole and chunked prefill.
 
 ``python -m tests.bench.ttft [--model NAME] [--nodes N] [--prompts 128,256,512,1024,2048]
 [--rtt MS] [--mbit RATE] [--wire plain,exact,int8] [--quant int8] [--layers N]``
 
-All ranks run in this process, each on a thread of its own that uses one core. Each prompt goes
-round the ring by turns in one piece and in the chunks that are best by what a layer takes here; no
-two prompts begin alike. Ratios are medians over rounds of ratios inside a round. A model of fewer
-layers shows what wires are worth between machines so many times faster than this one.
+All ranks run in this process, each on its own thread with one core. Each prompt passes the ring in
+turns as a whole and in chunks, of the best size for the measured time of a layer; no two prompts
+share a prefix. Ratios are medians over rounds of ratios inside a round. A model with fewer layers
+shows the value of a wire mode on machines that are faster by that factor.
 """
 
 import argparse
@@ -41,38 +41,38 @@ from meshllm.protocol.session.pace import Pace
 from meshllm.request import Sampling
 from meshllm_loopback import LoopbackTransport, Shape
 
-CHUNK_ROWS = 64  # where that many are packed, all chunks are
-PLACES = 400  # of the first tokens, which tell prompts apart; there are so many in each vocabulary
+CHUNK_ROWS = 64  # chunks of this many rows are compressed as all chunks are
+PLACES = 400  # range of the first tokens, which make prompts unique; in each vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Prompts of one length on one kind of wire; times in milliseconds, medians."""
+    """Prompts of one length with one wire mode; medians in milliseconds."""
 
     tokens: int
     wire: str
     whole_ms: float
     chunk: int
-    """Rows of the best chunks."""
+    """Rows of a chunk."""
     chunked_ms: float
     predicted_ms: float
-    """Of the prompt in chunks."""
+    """Prediction for the chunked prompt."""
     ratio: float
-    """Of the whole prompt against that in chunks."""
+    """Time of the whole prompt divided by that in chunks."""
     gain: float
-    """Of the prompt in chunks on the first wire against that on this one."""
+    """Time of the chunked prompt with the first wire mode divided by that with this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A ring on one kind of wire, and what it takes for a layer here."""
+    """A ring with one wire mode, and the measured time of a layer."""
 
     wire: WireMode
     ring: LocalRing
     times: RingTimes
 
     async def first_token_s(self, pace: Pace, tokens: int, number: int) -> float:
-        """Ask for the token behind a prompt that no other number has."""
+        """Generate the first token after a prompt that is unique to ``number``."""
         self.ring.entry.pace = lambda *_: pace
         rest = ((7 * place + 3) % 500 for place in range(tokens - 2))
         prompt = number % PLACES, number // PLACES, *rest
@@ -83,14 +83,14 @@ class Contestant:
 
 
 async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
-    """Ask by turns for the first token behind each prompt, whole and in chunks, on each wire."""
+    """Measure each prompt in turns, whole and in chunks, with each wire mode."""
     way = Wire(options.rtt / 2e3, options.mbit * 1e6 / 8)
     wires = [WireMode(name) for name in options.wire.split(",")]
     prompts = [int(tokens) for tokens in options.prompts.split(",")]
     numbers, rows = count(), list[Row]()
     async with AsyncExitStack() as stack:
         rings = [await _open(stack, source, wire, way, options) for wire in wires]
-        for ring in rings:  # kernels are tried
+        for ring in rings:  # warm-up
             await ring.first_token_s(Pace(), min(prompts), next(numbers))
         for tokens in prompts:
             runs = [
@@ -110,7 +110,7 @@ async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
 async def _open(
     stack: AsyncExitStack, source: Source, wire: WireMode, way: Wire, asked: argparse.Namespace
 ) -> Contestant:
-    """Form a ring, and measure what a layer takes on its first rank."""
+    """Form a ring, and measure the time of a layer on its first rank."""
     transport = LoopbackTransport(Shape(way.latency_s, bytes_per_s=way.bytes_per_s))
     quant = Quant(asked.quant)
     options = RingOptions(
@@ -121,7 +121,7 @@ async def _open(
         ),
     )
     ring = await stack.enter_async_context(open_local_ring(source, options, transport))
-    folder = Path(stack.enter_context(TemporaryDirectory()))  # nothing is remembered there
+    folder = Path(stack.enter_context(TemporaryDirectory()))  # no stored measurements
     speed = await ring.worker.run(measure_speed, source, torch.bfloat16, folder, quant)
     offers = [Offer(stage.node, 0, speed.layer_s, speed.head_s) for stage in ring.plan.stages]
     shape = plan_shape(shape_of(source))
@@ -134,7 +134,7 @@ async def _open(
 
 
 def _reduce(tokens: int, rings: Sequence[Contestant], runs: Sequence[list[float]]) -> list[Row]:
-    """Take the runs of each ring, whole and in chunks in turns."""
+    """Summarise the runs of each ring, whole and chunked in turns."""
     pairs = list(zip(runs[::2], runs[1::2], strict=True))
     paces = [ring.times.best_pace(tokens) for ring in rings]
     return [
@@ -176,9 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", default="128,256,512,1024,2048", help="tokens of each")
     parser.add_argument("--rtt", type=float, default=0, help="round trip in milliseconds")
     parser.add_argument("--mbit", type=float, default=inf, help="rate in Mbit/s")
-    parser.add_argument("--wire", default="exact", help="kinds, the first is compared with")
+    parser.add_argument("--wire", default="exact", help="wire modes; the first is the baseline")
     parser.add_argument("--quant", default="none", choices=[*Quant], help="of the weights")
-    parser.add_argument("--layers", type=int, help="of the model; as published by default")
+    parser.add_argument("--layers", type=int, help="layers of the model; as published by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)

@@ -1,16 +1,16 @@
-"""How near a ring of real nodes comes to what a wide network allows.
+"""Decode speed of a ring of real nodes on a WAN, relative to the lower bound of its latency.
 
 ``python -m tests.bench.wan [--model NAME] [--nodes 2,3] [--rtt 1,20,100] [--mbit 10,100,1000]
 [--transports websocket,quic]``
 
-Each node is a process with one thread in a network namespace of its own, and a process between the
-namespaces delays what they send. Nobody guesses, so a token cannot take less than what the nodes
-measure in the same answer (computing, serialising, waiting for the compute thread) and one way on
-each link, its bytes at that rate included. The transports answer in turn on the same network, so
-that a busy machine slows all of them; ratios are of one answer each, and medians of the rounds. The
-first answer on a network does not count. The raw echo, of UDP and a message's size, tells what that
-network takes by itself. Where not bandwidth binds, `BAR` of the bound is to be reached, or the
-command fails. A machine without namespaces measures nothing.
+Each node is a process with one thread in its own network namespace, and a process between the
+namespaces shapes their traffic. Speculative decoding is off, so the lower bound of a token is the
+time that the nodes measure in the same answer (compute, serialisation, waiting for the compute
+thread) plus, per link, the one-way delay and the transfer time of its bytes. The transports take
+turns on the same network, so that a busy machine slows all of them; ratios are per answer, and
+medians of the rounds. The first answer on a network is warm-up. The raw UDP echo of a message's
+size measures the network alone. Unless bandwidth is the bottleneck, a ring must reach `BAR` of the
+bound, or the command fails. Without namespaces nothing is measured.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ from tests.simulation.wires import Line
 
 PROMPT_TOKENS = 64
 BAR = 0.9
-"""Of the bound, at least."""
+"""Minimum share of the bound."""
 FOOT = """\
-bound: computing of all ranks, and one way on each link with its bytes at that rate
-kept: of the speed that computing alone would have; the HyperCluster paper (Table 1) lost 79 to
+bound: compute of all ranks, plus one-way delay and transfer time of each link
+kept: share of the speed of compute alone; the HyperCluster paper (Table 1) lost 79 to
   87 % of its speed from 1 to 2 nodes
 1 ms with 100 and 1000 Mbit/s, and 100 ms with 100, are the networks of Table 3 of Petals
-the shaper is one process: near 1000 Mbit/s it is the limit itself (738 measured), and what the
-  echo takes beside the round trip is its and the kernel's"""
+the shaper is one process: near 1000 Mbit/s it is the bottleneck (738 measured), and it and the
+  kernel cause the part of the echo above the round trip"""
 
 Network = tuple[int, float, float]
 """Nodes, round trip in ms, Mbit/s."""
@@ -69,22 +69,22 @@ class Cell:
     tokens_per_s: float
     ttft_ms: float
     compute_ms: float
-    """Of all ranks, serialising and waiting for the compute thread included."""
+    """Compute of all ranks, including serialisation and waiting for the compute thread."""
     bound_ms: float
     of_bound: float
-    """1 is as fast as possible."""
+    """Share of the bound; 1 is the best possible."""
     kept: float
-    """Of the speed that computing alone would have."""
+    """Share of the speed of compute alone."""
     echo_ms: float
-    """Round trip of a UDP datagram as long as a message."""
+    """Round trip of a UDP datagram of a message's size."""
     binds: str
-    """What the bound is of, for the most part."""
+    """The largest part of the bound."""
 
     @classmethod
     def of(
         cls, transport: str, network: Network, answers: Sequence[Answer], echo_ms: float
     ) -> Self:
-        """Sum up the answers."""
+        """Summarise the answers."""
         nodes, rtt_ms, mbit = network
         computes = [compute_ms(answer) for answer in answers]
         transfer_ms = statistics.median(transfer(answer, mbit) for answer in answers)
@@ -109,19 +109,19 @@ class Cell:
 
 
 def compute_ms(answer: Answer) -> float:
-    """Sum up what the nodes did for a token, beside sending it."""
+    """Return the time that all nodes spend on a token, without sending it."""
     return sum(hop.compute_ms + hop.serialise_ms + hop.queue_ms for hop in answer.hops)
 
 
 def transfer(answer: Answer, mbit: float) -> float:
-    """Return the milliseconds for which a token's messages hold the links at that rate."""
+    """Return the transfer time of a token's messages on the links, in milliseconds."""
     return sum(hop.bytes_per_token for hop in answer.hops) * 8 / (mbit * 1e3)
 
 
 async def measure(
     folder: Path, nodes: int, options: Namespace, told: Callable[[list[Cell]], None]
 ) -> None:
-    """Measure rings of one size, of all transports, on one network after the other."""
+    """Measure rings of one size with all transports, network by network."""
     spaces, numbers = new_spaces(nodes), count()
     with open_spaces(*spaces), changing(spaces) as change:
         async with AsyncExitStack() as stack:
@@ -148,7 +148,7 @@ def _fleet(
 
 
 def _request(number: int, tokens: int) -> Request:
-    """Ask what nobody asked before: nodes remember what they have read."""
+    """Return a prompt that was not used before, because of the prefix cache."""
     words = WORD * (PROMPT_TOKENS - NUMBER_TOKENS)
     return Request(raw=f"{number % 100:02} {words}", max_tokens=tokens)
 
@@ -162,7 +162,7 @@ def _cells(
 
 
 def lines(cells: Sequence[Cell], *, is_first: bool) -> Iterator[str]:
-    """Lay out the cells of one network."""
+    """Format the cells of one network."""
     line = "{:>5} {:>6} {:>6}  {:<9}  {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>8}  {}".format
     if is_first:
         kind = "nodes", "RTT ms", "Mbit/s", "transport"
@@ -180,7 +180,7 @@ def lines(cells: Sequence[Cell], *, is_first: bool) -> Iterator[str]:
 
 
 def missed(cells: Sequence[Cell]) -> list[str]:
-    """Name the cells that miss the bar."""
+    """List the cells below the bar."""
     return [
         f"{cell.transport}, {cell.nodes} nodes, {cell.rtt_ms:g} ms, {cell.mbit:g} Mbit/s: "
         f"{cell.of_bound:.2f} of the bound, {BAR} at least"
@@ -201,14 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> int | str:
     parser.add_argument("--new-tokens", type=int, default=16, help="of each answer")
     options = parser.parse_args(arguments)
     if min(options.nodes, default=0) < 2 or options.rounds < 1:
-        parser.error("a link has two nodes, and a median a round")
+        parser.error("at least two nodes and one round are required")
     if unknown := set(options.transports) - set(Registry.discover().names()):
-        parser.error(f"no transport is named {', '.join(sorted(unknown))}")
+        parser.error(f"unknown transports: {', '.join(sorted(unknown))}")
     report = Report(options, threads=1)
     cells: list[Cell] = []
     about = {"model": options.model, "new_tokens": options.new_tokens}
     if why := reason():
-        report.say(f"Nothing is measured: {why}")
+        report.say(f"Nothing measured: {why}")
         report.write(cells, **about, skipped=why)
         return 0
 

@@ -1,13 +1,13 @@
-"""Where a millisecond goes: ``python -m tests.bench.where [--nodes 1,2,3] [--quant int8]``.
+"""Time breakdown of a decode step: ``python -m tests.bench.where [--nodes 1,2,3] [--quant int8]``.
 
-Rings of processes, linked over WebSocket and encrypted, write an answer token by token; nobody
-guesses. Nodes measure *in place* what a job costs: computing, and serialising with its hash; the
-wait for the compute thread, its waking included; and the way to the next rank, from thread to
-thread. What is too short for clocks in the hot path is measured *apart*, by this process in the
-same round with messages of that size, and taken off what it is a part of: hashing and checking a
-row, sealing and opening a message, waking the event loop when the compute thread is done. The wire
-is what is left of the way: framing, the kernel and the event loops of both ends. The rest is what
-nobody accounts for. The parts make up the time of a token, in the round of the median.
+Rings of processes, with encrypted WebSocket links, generate an answer token by token without
+speculative decoding. Nodes measure *in place*: compute, and serialisation with its hash; the wait
+for the compute thread, including its wake-up; and the way to the next rank, from thread to thread.
+Parts that are too short for clocks in the hot path are measured *apart*, by this process in the
+same round with messages of the same size, and subtracted from the part that contains them: hashing
+and checking a row, encrypting and decrypting a message, waking the event loop after a job. The wire
+is the rest of the way: framing, the kernel and the event loops of both ends. The rest is
+unaccounted time. The parts sum up to the time of a token, in the round of the median.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ from meshllm.request import Answer, Request
 from tests.bench.report import Report, counts, parser_of
 
 PROMPT_TOKENS = 64
-TIMES = 500  # that something short is done; the median counts
+TIMES = 500  # repetitions of a short operation; the median counts
 WAKES = 50
 JOB_S = 0.002  # s of a job, so that the event loop sleeps when it ends
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a token takes in one ring; milliseconds, of all hops together."""
+    """Time of a token in one ring, in milliseconds, summed over all hops."""
 
     compute: float
     serialise: float
-    """Without the hash."""
+    """Serialisation without the hash."""
     queue: float
     hash: float
     encrypt: float
@@ -66,12 +66,12 @@ class Row:
     ms_per_token: float
     bytes_per_hop: float
     hop_ms: float
-    """Beside computing, per hop."""
+    """Time besides compute, per hop."""
     parts: Parts
 
 
 def split(answer: Answer, hashing_ms: float, sealing_ms: float, waking_ms: float) -> Row:
-    """Tell the parts of a token, given what each of these takes once."""
+    """Return the parts of a token, given the time of one hash, seal and wake-up."""
     ranks, hops = len(answer.hops), len(answer.hops) if len(answer.hops) > 1 else 0
     compute, serialise, queue, way = (
         sum(getattr(hop, name) for hop in answer.hops)
@@ -79,7 +79,7 @@ def split(answer: Answer, hashing_ms: float, sealing_ms: float, waking_ms: float
     )
     between = answer.ms_per_token - compute - serialise - queue - way
     hashing, sealing = hashing_ms * hops, sealing_ms * hops
-    behind = waking_ms * (ranks - 1)  # of the ranks that count it to their way
+    behind = waking_ms * (ranks - 1)  # ranks that include it in their way
     return Row(
         ranks,
         answer.ms_per_token,
@@ -99,14 +99,14 @@ def split(answer: Answer, hashing_ms: float, sealing_ms: float, waking_ms: float
 
 
 def hashing_ms(row_bytes: int) -> float:
-    """Measure how long hashing a row and checking it takes."""
+    """Measure the time to hash a row and to check it."""
     key, row = session_key(SessionId(bytes(SESSION_ID_BYTES))), bytes(row_bytes)
     shape = (1, 1, row_bytes // 2)
     return _median_ms(lambda: check(key, seal(key, DType.BFLOAT16, shape, row)))
 
 
 def sealing_ms(message_bytes: int) -> float:
-    """Measure how long sealing a message and opening it takes."""
+    """Measure the time to encrypt a message and to decrypt it."""
     ours, theirs, message = Seal(bytes(KEY_BYTES)), Unseal(bytes(KEY_BYTES)), bytes(message_bytes)
 
     def there() -> None:
@@ -117,7 +117,7 @@ def sealing_ms(message_bytes: int) -> float:
 
 
 async def waking_ms(worker: Worker) -> float:
-    """Measure how long the event loop takes to hear that a job is done."""
+    """Measure the time from the end of a job until the event loop handles it."""
 
     def work() -> float:
         time.sleep(JOB_S)
@@ -131,7 +131,7 @@ async def waking_ms(worker: Worker) -> float:
 
 
 async def measure(folder: Path, options: Namespace) -> list[Row]:
-    """Let every ring answer in turn, and take the round of the median of each."""
+    """Measure the rings in turns, and return the median round of each."""
     row_bytes = open_folder(folder.name, folder).config.hidden_size * torch.bfloat16.itemsize
     request = Request(raw=WORD * (PROMPT_TOKENS - 1), max_tokens=options.tokens)
     async with AsyncExitStack() as stack:
@@ -146,21 +146,21 @@ async def measure(folder: Path, options: Namespace) -> list[Row]:
                 answer = await fleet.answer(request)
                 size = round(max(hop.bytes_per_token for hop in answer.hops))
                 waking = await waking_ms(worker)
-                if number:  # the first one tries kernels
+                if number:  # the first round is warm-up
                     row = split(answer, hashing_ms(row_bytes), sealing_ms(size), waking)
                     rounds[nodes].append(row)
     return [_middle(rows) for rows in rounds.values()]
 
 
 def lay_out(rows: Sequence[Row]) -> str:
-    """Lay out the parts, a column for each ring."""
+    """Format the parts as a table with a column per ring."""
     line = ("{:<16} {:<9}" + " {:>9}" * len(rows)).format
     body = []
     for name in (field.name for field in fields(Parts)):
         how = "apart" if name in APART else "in place"
         body.append((name, how, *(f"{getattr(row.parts, name):.3f}" for row in rows)))
     whole = ("ms per token", "", *(f"{row.ms_per_token:.3f}" for row in rows))
-    beside = ("beside, per hop", "", *(f"{row.hop_ms:.3f}" for row in rows))
+    beside = ("besides, per hop", "", *(f"{row.hop_ms:.3f}" for row in rows))
     head = ("part", "measured", *(f"ring of {row.nodes}" for row in rows))
     return "\n".join(line(*cells) for cells in [head, *body, whole, beside])
 

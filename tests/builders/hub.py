@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: the parts of its HTTP interface that a download uses."""
+"""A fake Hugging Face hub: the parts of its HTTP API that a download uses."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves folders as models under ``org/name``; remembers which files were fetched."""
+    """Serves folders as models under ``org/name``; records which files were fetched."""
 
     daemon_threads = True
 
@@ -24,7 +24,7 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def endpoint(self) -> str:
-        """What `HF_ENDPOINT` is set to."""
+        """The value for `HF_ENDPOINT`."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -52,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer(self) -> None:
         match unquote(self.path.partition("?")[0]).strip("/").split("/"):

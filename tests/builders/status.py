@@ -1,4 +1,4 @@
-"""What nodes report, for rings of any size, and what is changed in it for one test."""
+"""Builders of `MeshStatus` for rings of any size, and of variants of it."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ def node_id(index: int) -> str:
 
 
 def status_of(count: int, *, measured: bool = True) -> MeshStatus:
-    """A ring of so many nodes, as the first of them reports it."""
+    """A ring of ``count`` nodes, as the first of them reports it."""
     ranks = range(count)
     planned = tuple(PlannedTimes(rank, 12.5 + rank, 0.42 + rank) for rank in ranks)
     hops = tuple(
@@ -98,7 +98,7 @@ def with_link(status: MeshStatus, index: int, **changes: Any) -> MeshStatus:
 
 
 def member(index: int, **changes: Any) -> MemberStatus:
-    """A member that was let in by the one before."""
+    """A member that was invited by the previous one."""
     hosts = tuple(map(node_id, range(index)))
     found = MemberStatus(
         node_id(index), node_id(index)[:7], NAMES[index], "node", "serving", index == 0, hosts

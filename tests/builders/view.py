@@ -1,4 +1,4 @@
-"""Snapshots of a node in a mesh of three, of which two make the ring."""
+"""Builders of `NodeView`: a mesh of three nodes, two of which form the ring."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ _NETWORK = Network("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:8790", "r
 
 
 def view_of(**changes: Any) -> NodeView:
-    """The lowest node, `here`, with `there` in its ring and a `spare`: nothing is loaded yet."""
+    """The view of the lowest node, `here`, with `there` in its ring and `spare` on standby."""
     names = {A: "here", B: "there", C: "spare"}
     world = World(
         {node: replace(profile(n), name=names[node], addresses=("loopback:x",))
@@ -57,7 +57,7 @@ def view_of(**changes: Any) -> NodeView:
 
 
 def link_of(role: Role) -> LinkView:
-    """A link over which something was said."""
+    """A link with some traffic."""
     statistics = LinkStatistics(1, 100, 2, 200)
     return LinkView(role, (), 3, 2500, 0.5, -3.25, statistics, "loopback:y")
 
@@ -69,5 +69,5 @@ def plan_of(view: NodeView) -> Plan:
 
 
 def with_state(view: NodeView, node: NodeId, **changes: Any) -> NodeView:
-    """Let a node tell something else of itself."""
+    """Change the state record of a node."""
     return replace(view, states={**view.states, node: replace(view.states[node], **changes)})

@@ -1,7 +1,4 @@
-"""Score a chat model on the held-out cases: `python -m tests.builtin.score [--model DIR]`.
-
-Knows the cases and how an answer is judged; knows nothing of how the model was trained.
-"""
+"""Score a chat model on the held-out cases: `python -m tests.builtin.score [--model DIR]`."""
 
 import argparse
 import json
@@ -13,8 +10,8 @@ from pathlib import Path
 
 HELDOUT = Path(__file__).with_name("heldout.toml")
 WEIGHTS = Path(__file__).parents[2] / "meshllm" / "model" / "builtin" / "weights"
-MAX_TOKENS = 120  # per answer; the longest answer asked for is a story of a few sentences
-THREADS = 1  # of torch; two of them wait for each other more than they compute at this size
+MAX_TOKENS = 120  # per answer; the longest answer is a story of a few sentences
+THREADS = 1  # of torch; at this size two threads wait more than they compute
 
 Message = dict[str, str]
 Reply = Callable[[Sequence[Message]], str]
@@ -22,18 +19,18 @@ Reply = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One conversation and what its last answer has to say."""
+    """One conversation, and the checks on its last answer."""
 
     id: str
     category: str
     turns: list[str]
-    """What the user types; the model's own answers go between."""
+    """The user's messages; the model's own answers go between them."""
     expect: list[str]
-    """Regular expressions that must all be found in the last answer."""
+    """Regular expressions that must all match in the last answer."""
     ideal: str
     """One good answer, which passes."""
     forbid: list[str] = field(default_factory=list)
-    """Regular expressions of which none may be found."""
+    """Regular expressions that must not match."""
     min_words: int = 0
 
 
@@ -52,7 +49,7 @@ def load(path: Path = HELDOUT) -> list[Case]:
 
 
 def passes(case: Case, answer: str) -> bool:
-    """Judge one last answer."""
+    """Return whether a last answer passes the checks."""
     plain = answer.translate(str.maketrans("‘’“”", "''\"\""))  # noqa: RUF001 - curly quotes
 
     def found(pattern: str) -> bool:
@@ -66,7 +63,7 @@ def passes(case: Case, answer: str) -> bool:
 
 
 def converse(turns: Iterable[str], reply: Reply) -> str:
-    """Play the user's turns against a model and return its last answer."""
+    """Run the user's turns against a model and return its last answer."""
     messages: list[Message] = []
     answer = ""
     for turn in turns:
@@ -77,7 +74,7 @@ def converse(turns: Iterable[str], reply: Reply) -> str:
 
 
 def evaluate(cases: Iterable[Case], reply: Reply) -> list[Result]:
-    """Ask every case and judge the answers."""
+    """Run all cases and check the answers."""
     answers = ((case, converse(case.turns, reply)) for case in cases)
     return [Result(case, answer, passes(case, answer)) for case, answer in answers]
 
@@ -94,7 +91,7 @@ def greedy(folder: Path) -> Reply:
     """Load a model folder in float32 and return its greedy answers.
 
     Raises:
-        FileNotFoundError: the folder holds no model.
+        FileNotFoundError: the folder contains no model.
     """
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"No `config.json` in `{folder}`")
@@ -120,7 +117,7 @@ def greedy(folder: Path) -> Reply:
 
 
 def render(results: Sequence[Result], *, verbose: bool) -> str:
-    """Write the table per category, after the failures where they are wanted."""
+    """Format the table per category, after the failures if ``verbose``."""
     lines: list[str] = []
     for result in results if verbose else ():
         if not result.passed:
@@ -134,7 +131,7 @@ def render(results: Sequence[Result], *, verbose: bool) -> str:
 
 
 def as_json(results: Sequence[Result]) -> str:
-    """Write the counts and every failure as one JSON object."""
+    """Format the counts and every failure as one JSON object."""
     scores = {name: {"passed": p, "asked": n} for name, (p, n) in rates(results).items()}
     failures = [
         {"id": r.case.id, "turns": r.case.turns, "answer": r.answer}
@@ -145,7 +142,7 @@ def as_json(results: Sequence[Result]) -> str:
 
 
 def main() -> None:
-    """Score the model that the command line names."""
+    """Score the model of the command line."""
     parser = argparse.ArgumentParser(description="Score a chat model on the held-out cases")
     parser.add_argument("--model", type=Path, default=WEIGHTS, help="a model folder")
     parser.add_argument("--verbose", action="store_true", help="show each failure")

@@ -1,4 +1,4 @@
-"""The embedded model can be made again: the corpus, the training step, the files, the card."""
+"""The embedded model can be rebuilt: corpus, training step, files, model card."""
 
 import hashlib
 import random
@@ -30,7 +30,7 @@ def test_the_corpus_is_the_same_for_a_seed_and_not_for_another(phase: int) -> No
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_every_conversation_is_asked_and_answered_in_turn(phase: int) -> None:
+def test_roles_alternate_in_every_conversation(phase: int) -> None:
     rng = random.Random(3)
     for _ in range(300):
         roles = [role for role, _ in corpus.conversation(rng, phase=phase) if role != "system"]
@@ -42,7 +42,7 @@ def test_training_writes_a_model_that_transformers_loads(tmp_path: Path) -> None
     train.train(tmp_path, seed=1, tokens=2 * train.STEP)
     first = load_file(tmp_path / "model" / "model.safetensors")
 
-    train.train(tmp_path, seed=1, tokens=3 * train.STEP)  # goes on from the state file
+    train.train(tmp_path, seed=1, tokens=3 * train.STEP)  # resumes from the state file
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.num_hidden_layers == 8
@@ -50,7 +50,7 @@ def test_training_writes_a_model_that_transformers_loads(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_shipped_weights_are_those_of_this_network() -> None:
+def test_the_shipped_weights_fit_this_network() -> None:
     folder = resolve("builtin").folder
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     weights = {n: w.float() for n, w in load_file(folder / "model.safetensors").items()}

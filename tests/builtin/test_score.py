@@ -1,4 +1,4 @@
-"""The held-out file is sound, the check is fair, and the shipped model reaches its score."""
+"""The held-out file is valid, the checks are fair, and the shipped model reaches its score."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from tests.builtin.score import (
 )
 
 CASES = load()
-LEAST_SCORE = 0.70  # of all cases; what the builtin model has to reach to be shipped
+LEAST_SCORE = 0.70  # of all cases; the minimum of a builtin model that is shipped
 COUNTS = {
     "meshllm": 80,
     "story": 30,
@@ -55,7 +55,7 @@ def test_no_conversation_is_asked_twice() -> None:
     assert len({tuple(case.turns) for case in CASES}) == len(CASES)
 
 
-def test_every_case_is_whole() -> None:
+def test_every_case_is_complete() -> None:
     for case in CASES:
         assert case.turns, case.id
         assert all(turn.strip() for turn in case.turns), case.id

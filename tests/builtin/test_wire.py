@@ -1,4 +1,4 @@
-"""What the small model loses when its hidden states travel in 8 bits."""
+"""Quality loss of the builtin model with 8-bit hidden states on the wire."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Loopback keeps the contract, costs what it says, and is as slow as its shape."""
+"""Loopback transport: contract, cost of a message, and shaping."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ CONTROL, DATA = Channel
 
 
 async def meet(transport: LoopbackTransport, node: str = "") -> tuple[Link, Link]:
-    """Link two ends over a listener that is not kept."""
+    """Link two ends over a temporary listener."""
     async with transport.listen("loopback:b") as listener:
         dialled = await transport.dialing_as(node).dial("loopback:b")
         return dialled, await anext(aiter(listener.links()))
@@ -25,7 +25,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_loopback_keeps_the_contract() -> None:
+async def test_loopback_implements_the_contract() -> None:
     await check_transport(LoopbackTransport, Terms(settle_s=0.01))
 
 
@@ -37,7 +37,7 @@ async def test_loopback_keeps_the_contract() -> None:
         Shape(bytes_per_s=1e9, loss=0.5, seed=2),
     ],
 )
-def test_a_slow_link_keeps_the_contract(shape: Shape) -> None:
+def test_a_shaped_link_implements_the_contract(shape: Shape) -> None:
     terms = Terms(settle_s=100, deadline_s=100_000)
 
     run_virtual(check_transport(lambda: LoopbackTransport(shape), terms))
@@ -84,18 +84,18 @@ async def test_the_receiver_owns_what_it_reads() -> None:
     assert await other.receive() == (DATA, b"before")
 
 
-async def test_each_instance_is_a_network_of_its_own() -> None:
+async def test_instances_are_separate_networks() -> None:
     here, there = LoopbackTransport(), LoopbackTransport()
 
     async with here.listen("loopback:b"), there.listen("loopback:b"):
         pass
 
     async with here.listen("loopback:b"):
-        with pytest.raises(LinkLost, match="Nobody listens at `loopback:b`"):
+        with pytest.raises(LinkLost, match="No listener at `loopback:b`"):
             await there.dial("loopback:b")
 
 
-async def test_a_free_number_is_found() -> None:
+async def test_a_free_name_is_chosen() -> None:
     transport = LoopbackTransport()
 
     async with transport.listen("loopback:1"), transport.listen() as listener:
@@ -103,12 +103,12 @@ async def test_a_free_number_is_found() -> None:
 
 
 @pytest.mark.parametrize("address", ["loopback:", "tcp:1", ""])
-async def test_a_foreign_address_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match=f"`{address}` is no loopback address"):
+async def test_invalid_addresses_are_rejected(address: str) -> None:
+    with pytest.raises(UserError, match=f"Invalid loopback address `{address}`"):
         await LoopbackTransport().dial(address)
 
 
-async def test_an_address_is_free_again_when_its_listener_is_gone() -> None:
+async def test_an_address_is_reusable_after_its_listener_closes() -> None:
     transport = LoopbackTransport()
 
     for _ in range(2):
@@ -116,7 +116,7 @@ async def test_an_address_is_free_again_when_its_listener_is_gone() -> None:
             assert listener.address == "loopback:b"
 
 
-def test_messages_arrive_at_the_times_of_their_shape() -> None:
+def test_arrival_times_follow_the_shape() -> None:
     async def main() -> list[tuple[Channel, float]]:
         one, other = await meet(LoopbackTransport(Shape(delay_s=0.25, bytes_per_s=1000)))
         assert now() == 0.5  # dialling takes a round trip
@@ -128,7 +128,7 @@ def test_messages_arrive_at_the_times_of_their_shape() -> None:
     assert run_virtual(main()) == [(CONTROL, 1.0), (DATA, 1.75), (DATA, 2.25)]
 
 
-def test_the_end_of_a_link_travels_behind_what_was_sent() -> None:
+def test_close_arrives_after_all_sent_messages() -> None:
     async def main() -> None:
         one, other = await meet(LoopbackTransport(Shape(delay_s=0.25, bytes_per_s=1000)))
         await one.send([bytes(1000)])
@@ -145,7 +145,7 @@ def test_the_end_of_a_link_travels_behind_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_end_of_a_link_waits_for_what_was_lost_on_the_way(seed: int) -> None:
+def test_close_arrives_after_retransmitted_messages(seed: int) -> None:
     async def main() -> None:
         one, other = await meet(LoopbackTransport(Shape(delay_s=0.25, loss=0.7, seed=seed)))
         await one.send([b"late"], CONTROL)
@@ -155,7 +155,7 @@ def test_the_end_of_a_link_waits_for_what_was_lost_on_the_way(seed: int) -> None
     run_virtual(main())
 
 
-def test_what_was_under_way_when_the_reader_closed_is_dropped() -> None:
+def test_messages_in_flight_are_dropped_when_the_reader_closes() -> None:
     async def main() -> None:
         one, other = await meet(LoopbackTransport(Shape(delay_s=0.25)))
         await one.send([b"under way"])
@@ -187,7 +187,7 @@ def test_each_pair_of_nodes_has_its_own_shape() -> None:
     assert run_virtual(main()) == [0.25, 1.0, 1.0, 0.0]
 
 
-def test_links_overtake_each_other_and_do_so_again() -> None:
+def test_overtaking_of_links_is_reproducible() -> None:
     async def main() -> list[int]:
         transport = LoopbackTransport(Shape(delay_s=0.05, jitter_s=0.05, seed=7))
         order: list[int] = []
@@ -210,7 +210,7 @@ def test_links_overtake_each_other_and_do_so_again() -> None:
 
 
 @pytest.mark.parametrize("shape", [None, Shape(bytes_per_s=1.25e6)])
-async def test_a_link_knows_the_rate_that_it_was_given(shape: Shape | None) -> None:
+async def test_statistics_contain_the_rate_of_the_shape(shape: Shape | None) -> None:
     transport = LoopbackTransport(shape)
     async with transport.listen() as listener:
         link = await transport.dial(listener.address)

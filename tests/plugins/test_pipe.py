@@ -1,4 +1,4 @@
-"""Room, lines and endings in one direction of a loopback link."""
+"""Queue limits, waiting senders and closing of one direction of a loopback link."""
 
 import asyncio
 from contextlib import suppress
@@ -17,7 +17,7 @@ CONTROL, DATA = Channel
 
 
 async def settle() -> None:
-    """Let every task go as far as it can."""
+    """Let every task run until it blocks."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -61,7 +61,7 @@ async def test_a_message_larger_than_the_queue_passes_alone() -> None:
     assert len((await pipe.get())[1]) == QUEUE_BYTES + 1
 
 
-async def test_a_full_channel_leaves_room_on_the_other() -> None:
+async def test_channels_have_separate_queues() -> None:
     pipe = Pipe("loopback:b", None)
     await pipe.put(DATA, bytes(QUEUE_BYTES))
 
@@ -70,7 +70,7 @@ async def test_a_full_channel_leaves_room_on_the_other() -> None:
     assert await pipe.get() == (CONTROL, b"now")
 
 
-async def test_a_small_message_does_not_overtake_a_large_one_in_line() -> None:
+async def test_a_small_message_does_not_overtake_a_waiting_large_one() -> None:
     pipe = Pipe("loopback:b", None)
     await pipe.put(DATA, b"1")
     async with asyncio.TaskGroup() as group:
@@ -83,7 +83,7 @@ async def test_a_small_message_does_not_overtake_a_large_one_in_line() -> None:
     assert sizes == [1, QUEUE_BYTES, 1]
 
 
-async def test_a_large_message_that_gives_up_makes_way() -> None:
+async def test_a_cancelled_large_message_unblocks_the_next() -> None:
     pipe = Pipe("loopback:b", None)
     await pipe.put(DATA, b"1")
     large = asyncio.create_task(pipe.put(DATA, bytes(QUEUE_BYTES)))
@@ -98,7 +98,7 @@ async def test_a_large_message_that_gives_up_makes_way() -> None:
     assert [await pipe.get(), await pipe.get()] == [(DATA, b"1"), (DATA, b"3")]
 
 
-async def test_room_made_at_the_moment_of_giving_up_goes_to_the_next_in_line() -> None:
+async def test_room_freed_during_cancellation_goes_to_the_next_waiter() -> None:
     pipe = Pipe("loopback:b", None)
     await pipe.put(DATA, bytes(QUEUE_BYTES))
     first = asyncio.create_task(pipe.put(DATA, b"2"))
@@ -114,7 +114,7 @@ async def test_room_made_at_the_moment_of_giving_up_goes_to_the_next_in_line() -
     assert await pipe.get() == (DATA, b"3")
 
 
-async def test_a_sender_that_gives_up_in_a_long_line_leaves_nothing_behind() -> None:
+async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     pipe = Pipe("loopback:b", None)
     await pipe.put(DATA, bytes(QUEUE_BYTES))
     first = asyncio.create_task(pipe.put(DATA, b"2"))
@@ -130,7 +130,7 @@ async def test_a_sender_that_gives_up_in_a_long_line_leaves_nothing_behind() -> 
         await first
 
 
-async def test_two_readers_are_a_bug() -> None:
+async def test_two_concurrent_readers_raise() -> None:
     pipe = Pipe("loopback:b", None)
     reader = asyncio.create_task(pipe.get())
     await settle()
@@ -142,12 +142,12 @@ async def test_two_readers_are_a_bug() -> None:
     assert await reader == (DATA, b"still there")
 
 
-async def test_a_reader_that_gave_up_is_not_in_the_way() -> None:
+async def test_a_cancelled_reader_does_not_block_the_next() -> None:
     pipe = Pipe("loopback:b", None)
     reader = asyncio.create_task(pipe.get())
     await settle()
 
-    reader.cancel()  # and nobody waits until it is gone
+    reader.cancel()  # and its end is not awaited
     next_reader = asyncio.create_task(pipe.get())
     await settle()
     await pipe.put(DATA, b"still there")
@@ -156,7 +156,7 @@ async def test_a_reader_that_gave_up_is_not_in_the_way() -> None:
     assert reader.cancelled()
 
 
-async def test_a_sender_that_gives_up_as_the_link_closes_is_cancelled() -> None:
+async def test_a_sender_cancelled_while_the_link_closes_is_cancelled() -> None:
     pipe = Pipe("loopback:b", None)
     await pipe.put(DATA, bytes(QUEUE_BYTES))
     waiting = asyncio.create_task(pipe.put(DATA, b"2"))
@@ -170,7 +170,7 @@ async def test_a_sender_that_gives_up_as_the_link_closes_is_cancelled() -> None:
 
 
 class Traffic:
-    """Senders and one reader on a pipe, all of which may give up at any moment."""
+    """Senders and one reader on a pipe, any of which may be cancelled at any time."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -217,7 +217,7 @@ class Traffic:
     ),
     shape=st.none() | st.just(Shape(delay_s=0.1, jitter_s=0.5, bytes_per_s=1e8, loss=0.3)),
 )
-def test_nothing_is_lost_doubled_or_swapped_whoever_gives_up(
+def test_cancellation_never_loses_duplicates_or_reorders_messages(
     moves: list[tuple[str, Channel, int]], shape: Shape | None
 ) -> None:
     async def main() -> Traffic:

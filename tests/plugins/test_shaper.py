@@ -1,4 +1,4 @@
-"""When messages arrive over a slow link."""
+"""Arrival times of messages over a shaped link."""
 
 from math import inf
 
@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_times(
     assert arrivals(shape, "a>b", messages) == arrivals(shape, "a>b", messages)
 
 
-def test_links_and_seeds_draw_apart() -> None:
+def test_links_and_seeds_draw_independently() -> None:
     messages = [(DATA, 100, 1.0)] * 10
     shape = Shape(jitter_s=0.5)
 
@@ -83,7 +83,7 @@ def test_messages_on_the_other_channel_change_no_draw() -> None:
     assert alone == [(channel, time) for channel, time in among if channel is DATA]
 
 
-def test_messages_leave_one_after_the_other() -> None:
+def test_messages_are_transmitted_one_after_the_other() -> None:
     shaper = Shaper(Shape(delay_s=0.25, bytes_per_s=1000), "a>b")
 
     assert shaper.arrival(DATA, 500, now=0.0) == 0.75
@@ -99,7 +99,7 @@ def test_control_does_not_wait_for_data_and_data_waits_for_control() -> None:
     assert shaper.arrival(DATA, 1000, now=0.0) == 2.5
 
 
-def test_a_loss_costs_a_round_trip_and_holds_back_those_behind_it() -> None:
+def test_a_loss_costs_a_round_trip_and_blocks_later_messages() -> None:
     shape = Shape(delay_s=0.25, loss=0.5)
 
     times = [time for _, time in arrivals(shape, "a>b", [(DATA, 0, 0.0)] * 20)]
@@ -109,7 +109,7 @@ def test_a_loss_costs_a_round_trip_and_holds_back_those_behind_it() -> None:
     assert min(times[first_lost:]) >= 0.75
 
 
-def test_loss_happens_as_often_as_asked() -> None:
+def test_loss_has_the_configured_probability() -> None:
     shaper = Shaper(Shape(delay_s=0.5, loss=0.2), "a>b")
 
     late = sum(shaper.arrival(DATA, 0, now) > now + 0.5 for now in range(0, 100_000, 100))
@@ -127,6 +127,6 @@ def test_loss_happens_as_often_as_asked() -> None:
         ({"loss": float("nan")}, "loss"),
     ],
 )
-def test_an_impossible_shape_is_refused(shape: dict[str, float], complaint: str) -> None:
+def test_invalid_shapes_are_rejected(shape: dict[str, float], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         Shape(**shape)  # type: ignore[arg-type]  # seed is the one int, and not given here

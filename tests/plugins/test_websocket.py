@@ -1,4 +1,4 @@
-"""Links over real sockets: the contract, addresses, opening handshakes, proxies."""
+"""WebSocket links over real sockets: contract, addresses, handshakes, proxies."""
 
 import asyncio
 import errno
@@ -34,7 +34,7 @@ ANY = "ws://127.0.0.1:0"
 
 
 class Local(WebsocketTransport):
-    """Listens at a free port of the loopback address unless told otherwise."""
+    """Listens on a free port of 127.0.0.1 by default."""
 
     @asynccontextmanager
     async def listen(self, address: str | None = None) -> AsyncIterator[contract.Listener]:
@@ -58,7 +58,7 @@ async def linked(through: str = "{}") -> AsyncIterator[tuple[LanedLink, LanedLin
 
 @asynccontextmanager
 async def answering(answer: bytes) -> AsyncIterator[str]:
-    """Answer each connection with the same bytes, and hang up."""
+    """Answer each connection with the same bytes, and close it."""
 
     async def answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -73,7 +73,7 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
 async def proxy(
     backend: str, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """Pass requests on as a reverse proxy does; yield its port, and the request lines it saw."""
+    """Forward requests like a reverse proxy; yield its port, and the request lines it received."""
     seen: list[bytes] = []
     port = int(backend.rpartition(":")[2])
 
@@ -97,7 +97,7 @@ async def proxy(
 
 
 def certificate(folder: Path) -> Path:
-    """Write a certificate for 127.0.0.1, signed by itself, and its key."""
+    """Write a self-signed certificate for 127.0.0.1 and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "proxy")])
     now = datetime.now(UTC)
@@ -116,7 +116,7 @@ def certificate(folder: Path) -> Path:
     return file
 
 
-async def test_websocket_keeps_the_contract() -> None:
+async def test_websocket_implements_the_contract() -> None:
     await check_transport(Local, Terms(settle_s=0.05))
 
 
@@ -128,7 +128,7 @@ async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
         assert await other.receive() == (contract.Channel.DATA, b"now")
 
 
-def test_it_comes_through_the_same_door_as_strangers() -> None:
+def test_it_is_found_by_its_entry_point() -> None:
     transport = Registry.discover().load("websocket")
 
     assert transport.schemes == ("ws", "wss")
@@ -155,7 +155,7 @@ async def flood(link: LanedLink) -> None:
 
 
 def held(link: LanedLink) -> int:
-    """Bytes of messages that an end holds."""
+    """Bytes of messages that one end buffers."""
     lanes = link._incoming._lanes.values()
     return link.unsent + sum(len(message) for lane in lanes for message in lane.queue)
 
@@ -171,7 +171,7 @@ async def test_control_overtakes_a_long_message() -> None:
         assert len((await other.receive())[1]) == 64 * 1024 * 1024
 
 
-async def test_the_socket_sends_at_once_and_notices_a_machine_that_is_gone() -> None:
+async def test_nodelay_and_keep_alive_are_set() -> None:
     async with linked() as ends:
         for end in ends:
             assert isinstance(end._wire, connection.Connection)
@@ -180,7 +180,7 @@ async def test_the_socket_sends_at_once_and_notices_a_machine_that_is_gone() -> 
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-async def test_a_silent_other_side_holds_up_no_close(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_does_not_wait_for_a_silent_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "GONE_S", 0.05)
     monkeypatch.setattr(connection, "LINGER_S", 0.05)
     async with linked() as (one, other):
@@ -198,7 +198,7 @@ async def test_a_silent_other_side_holds_up_no_close(monkeypatch: pytest.MonkeyP
         other._wire.socket.resume_reading()
 
 
-async def test_two_listen_anywhere_at_different_ports() -> None:
+async def test_two_default_listeners_use_different_ports() -> None:
     transport = WebsocketTransport()
     async with transport.listen() as one, transport.listen() as other:
         for listener in (one, other):
@@ -213,13 +213,13 @@ async def test_two_listen_anywhere_at_different_ports() -> None:
         await link.close()
 
 
-async def test_no_port_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = WebsocketTransport()
     async with transport.listen() as listener:
         taken = address.parse(listener.address).port
         monkeypatch.setattr("meshllm_websocket.transport.PORTS", range(taken, taken + 1))
 
-        with pytest.raises(UserError, match=f"None of the ports {taken} to {taken} is free"):
+        with pytest.raises(UserError, match=f"No free port from {taken} to {taken}"):
             await transport.listen().__aenter__()
 
 
@@ -244,7 +244,7 @@ def test_a_wildcard_keeps_its_path() -> None:
     assert all(place.endswith("/mesh") for place in places)
 
 
-def test_a_machine_without_interfaces_keeps_what_was_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_interfaces_the_bound_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.net_if_addrs", dict)
 
     assert address.reachable([("0.0.0.0", 7700)]) == ("ws://0.0.0.0:7700",)
@@ -261,7 +261,7 @@ def test_a_machine_without_interfaces_keeps_what_was_bound(monkeypatch: pytest.M
         ("ws://mesh.example", "mesh.example", 80, "/"),
     ],
 )
-def test_addresses_are_read(text: str, host: str, port: int, resource: str) -> None:
+def test_addresses_are_parsed(text: str, host: str, port: int, resource: str) -> None:
     uri = address.parse(text)
 
     assert (uri.host, uri.port, uri.resource_name) == (host, port, resource)
@@ -277,34 +277,34 @@ def test_addresses_are_read(text: str, host: str, port: int, resource: str) -> N
         "ws://a..b:1", f"ws://{'a' * 64}:1",
     ],
 )  # fmt: skip
-async def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="is no WebSocket address"):
+async def test_invalid_websocket_addresses_are_rejected(text: str) -> None:
+    with pytest.raises(UserError, match="Invalid WebSocket address"):
         await WebsocketTransport().dial(text)
 
 
-async def test_nobody_listens_with_a_certificate() -> None:
-    with pytest.raises(UserError, match="needs a certificate"):
+async def test_listening_with_tls_is_rejected() -> None:
+    with pytest.raises(UserError, match="TLS is not supported"):
         await WebsocketTransport().listen("wss://127.0.0.1:0").__aenter__()
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\nsorry", "answered 502"),
-        (b"HTTP/1.1 200 OK\r\n\r\nhello", "does not open links"),
-        (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", "answered 101"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "does not open links"),
-        (b"x" * 20_000, "does not open links"),
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\nsorry", "handshake: HTTP 502"),
+        (b"HTTP/1.1 200 OK\r\n\r\nhello", "is not a WebSocket server"),
+        (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", "handshake: HTTP 101"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "is not a WebSocket server"),
+        (b"x" * 20_000, "is not a WebSocket server"),
         (b"", "closed the connection"),
     ],
 )
-async def test_who_is_no_node_is_a_lost_link(answer: bytes, reason: str) -> None:
+async def test_a_failed_handshake_is_a_lost_link(answer: bytes, reason: str) -> None:
     async with answering(answer) as place:
         with pytest.raises(LinkLost, match=reason):
             await WebsocketTransport().dial(place)
 
 
-async def test_a_dial_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dial_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialler, "OPEN_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -332,8 +332,8 @@ async def test_a_cancelled_dial_leaves_no_link() -> None:
     assert dialling.cancelled()
 
 
-async def test_a_proxy_in_front_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")  # nobody asks the environment
+async def test_a_reverse_proxy_is_transparent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")  # the environment is not used
     transport = WebsocketTransport()
     async with (
         transport.listen(ANY) as listener,
@@ -348,7 +348,7 @@ async def test_a_proxy_in_front_is_not_noticed(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.gather(link.close(), behind.close())
 
 
-async def test_a_proxy_may_hold_the_certificate(
+async def test_a_reverse_proxy_can_terminate_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = certificate(tmp_path)
@@ -371,7 +371,7 @@ async def test_a_proxy_may_hold_the_certificate(
         await asyncio.gather(link.close(), behind.close())
 
 
-async def test_two_readers_of_one_link_are_a_mistake() -> None:
+async def test_two_concurrent_readers_of_a_websocket_link_raise() -> None:
     async with linked() as (one, _):
         reading = asyncio.create_task(one.receive())
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Frames as the library makes and reads them, whole or in any parts."""
+"""Frames are compatible with the library's, complete or in any chunks."""
 
 import random
 from itertools import count
@@ -17,7 +17,7 @@ SIZES = [0, 1, 120, 121, 125, 126, 65530, 65531, 65536, PIECE_BYTES]
 
 
 class Heap:
-    """Keeps the pieces that arrive."""
+    """Collects received pieces."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, int, bytes]] = []
@@ -31,7 +31,7 @@ class Heap:
 
 
 def read_in_parts(reader: FrameReader, data: bytes, sizes: list[int]) -> None:
-    """Feed the reader as a socket does, what it leaves again."""
+    """Feed the reader like a socket, with unconsumed bytes again."""
     kept = b""
     for size in [*sizes, len(data)]:
         part, data = data[:size], data[size:]
@@ -100,15 +100,15 @@ def test_we_read_the_frames_of_the_library(sizes: list[int], is_masked: bool) ->
     ],
     ids=map(str, count()),  # masks differ from process to process
 )
-def test_other_frames_are_a_fault(stream: bytes) -> None:
+def test_unsupported_frames_are_a_fault(stream: bytes) -> None:
     with pytest.raises(PeerFault):
         FrameReader(Heap(), is_masked=True).read(memoryview(stream))
 
 
 @given(st.binary(max_size=300), st.booleans())
-def test_garbage_is_a_fault_or_wants_more(garbage: bytes, is_masked: bool) -> None:
+def test_garbage_is_a_fault_or_incomplete(garbage: bytes, is_masked: bool) -> None:
     try:
         used = FrameReader(Heap(), is_masked=is_masked).read(memoryview(garbage))
     except PeerFault:
         return
-    assert len(garbage) - used < 140  # no more is kept than a control frame takes
+    assert len(garbage) - used < 140  # at most one control frame is buffered

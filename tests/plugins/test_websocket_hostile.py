@@ -1,4 +1,4 @@
-"""What strangers send to a listener, byte by byte; it stays up, and its log stays quiet."""
+"""Hostile input to a listener, byte by byte: it stays up, and its log stays quiet."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nothing a stranger sends is a warning, or makes a traceback."""
+    """No input of an unauthenticated peer logs a warning or a traceback."""
     caplog.set_level(logging.DEBUG, "meshllm")
     yield
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
@@ -40,7 +40,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[Listener]:
-    """Listen, and see afterwards that a node that keeps the rules still comes in."""
+    """Listen, and check afterwards that a well-behaved node can still connect."""
     transport = WebsocketTransport()
     async with transport.listen("ws://127.0.0.1:0") as place:
         yield place
@@ -69,7 +69,7 @@ async def connected(place: Listener) -> AsyncIterator[Streams]:
 
 @asynccontextmanager
 async def stranger(place: Listener) -> AsyncIterator[tuple[Streams, LanedLink]]:
-    """Shake hands, and take the link at the other side."""
+    """Complete the handshake, and accept the link at the listener."""
     async with connected(place) as (reader, writer):
         writer.write(REQUEST)
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
@@ -88,7 +88,7 @@ def piece(kind: int, number: int | None, body: bytes = b"") -> bytes:
 
 
 def whole(size: int) -> bytes:
-    """Frame a message of that size by the rules."""
+    """Encode a valid message of that size."""
     frames = piece(FIRST, size, bytes(min(size, PIECE_BYTES)))
     for start in range(PIECE_BYTES, size, PIECE_BYTES):
         frames += piece(NEXT, None, bytes(min(size - start, PIECE_BYTES)))
@@ -117,7 +117,9 @@ async def all_of(reader: asyncio.StreamReader) -> bytes:
         (b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000, b"400 Bad Request"),
     ],
 )
-async def test_a_request_that_is_no_node_gets_a_short_no(request_: bytes, status: bytes) -> None:
+async def test_an_invalid_request_gets_a_short_error_response(
+    request_: bytes, status: bytes
+) -> None:
     async with listening() as place, connected(place) as (reader, writer):
         writer.write(request_)
 
@@ -149,19 +151,19 @@ async def test_a_request_that_is_no_node_gets_a_short_no(request_: bytes, status
     ],
     ids=map(str, count()),  # masks differ from process to process
 )
-async def test_a_broken_rule_closes_the_link(stream: bytes) -> None:
+async def test_a_protocol_violation_closes_the_link(stream: bytes) -> None:
     async with listening() as place, stranger(place) as ((reader, writer), link):
         writer.write(stream)
 
         for _ in range(2):
-            with pytest.raises(PeerFault, match=r"`127\.0\.0\.1:\d+` broke the rules: "):
+            with pytest.raises(PeerFault, match=r"Protocol violation by `127\.0\.0\.1:\d+`: "):
                 await link.receive()
         with pytest.raises(LinkLost):
             await link.send([b"?"])
         await all_of(reader)
 
 
-async def test_who_overruns_its_credit_is_cut_off() -> None:
+async def test_exceeding_the_credit_closes_the_link() -> None:
     async with listening() as place, stranger(place) as ((reader, writer), link):
         for _ in range(2):
             writer.write(whole(CREDIT // 2 + 1))
@@ -171,18 +173,18 @@ async def test_who_overruns_its_credit_is_cut_off() -> None:
             await link.receive()
 
 
-async def test_a_guest_may_leave_little_unread() -> None:
+async def test_unread_bytes_of_an_unauthenticated_peer_are_limited() -> None:
     async with listening() as place, stranger(place) as ((reader, writer), link):
         assert isinstance(link, Guarded)
         link.limit_unread(1000)
         writer.write(piece(FIRST, MAX_MESSAGE_BYTES, bytes(PIECE_BYTES)))
         await all_of(reader)
 
-        with pytest.raises(PeerFault, match="where 1000 B are allowed"):
+        with pytest.raises(PeerFault, match="exceed the limit of 1000 B"):
             await link.receive()
 
 
-async def test_before_a_link_is_taken_nothing_is_read() -> None:
+async def test_nothing_is_read_before_the_link_is_accepted() -> None:
     async with listening() as place, connected(place) as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"\r\n\r\n")
@@ -196,7 +198,7 @@ async def test_before_a_link_is_taken_nothing_is_read() -> None:
         await link.close()
 
 
-async def test_pings_that_nobody_hears_the_answer_of_fill_no_memory() -> None:
+async def test_unanswerable_pings_do_not_fill_memory() -> None:
     ping = Frame(Opcode.PING, bytes(125)).serialize(mask=True)
     async with listening() as place, stranger(place) as ((_reader, writer), link):
         wire = link._wire
@@ -220,7 +222,7 @@ async def test_too_many_half_open_connections_of_one_host_are_refused() -> None:
             await one.__aexit__(None, None, None)
 
 
-async def test_too_many_of_one_host_that_do_not_say_who_they_are_are_refused() -> None:
+async def test_too_many_unauthenticated_links_of_one_host_are_refused() -> None:
     transport = WebsocketTransport()
     async with listening() as place:
         silent, taken = [], []
@@ -240,7 +242,7 @@ async def test_too_many_of_one_host_that_do_not_say_who_they_are_are_refused() -
         await asyncio.gather(*(link.close() for link in (*silent, *taken)))
 
 
-async def test_who_does_not_finish_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "OPEN_S", 0.05)
     async with listening() as place, connected(place) as (reader, writer):
         writer.write(REQUEST[:-4])
@@ -248,7 +250,7 @@ async def test_who_does_not_finish_its_request_is_cut_off(monkeypatch: pytest.Mo
         assert await all_of(reader) == b""
 
 
-async def test_a_listener_that_closes_hangs_up_on_who_waits() -> None:
+async def test_closing_a_listener_closes_waiting_connections() -> None:
     async with WebsocketTransport().listen("127.0.0.1:0") as place:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(place))
         writer.write(REQUEST)
@@ -259,7 +261,7 @@ async def test_a_listener_that_closes_hangs_up_on_who_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_garbage_ends_in_one_typed_error(seed: int) -> None:
+async def test_garbage_raises_one_typed_error(seed: int) -> None:
     draw = random.Random(seed)
     good = [whole(100), piece(FIRST | 1, 0), Frame(Opcode.PING, b"").serialize(mask=True)]
     async with listening() as place:

@@ -1,4 +1,4 @@
-"""What the kernel tells about the rate of a connection."""
+"""Delivery rate of a connection, as reported by the kernel."""
 
 import socket
 import sys
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 
 class FakeSocket(socket.socket):
-    """Has one answer."""
+    """Returns one fixed answer."""
 
     answer: bytes | None = None
 
@@ -32,11 +32,11 @@ def info(flags: int, rate: int) -> bytes:
     return pack("<7sB152sQ", b"\xff" * 7, flags, b"\xff" * 152, rate)
 
 
-def test_a_connection_over_tls_that_is_closed_tells_no_rate() -> None:
-    assert delivery_rate(None) is None  # what asyncio gives for the socket of it
+def test_a_closed_tls_connection_has_no_rate() -> None:
+    assert delivery_rate(None) is None  # what asyncio returns as its socket
 
 
-def test_the_rate_is_that_of_a_time_with_enough_to_send() -> None:
+def test_the_rate_excludes_application_limited_periods() -> None:
     assert told(info(0, 1_250_000)) == 1.25e6
     assert told(info(0b110, 1_250_000)) == 1.25e6  # the other flags of this byte
 
@@ -46,12 +46,12 @@ def test_the_rate_is_that_of_a_time_with_enough_to_send() -> None:
     [info(1, 1_250_000), info(0, 0), info(0, 9)[:104], b"", None],
     ids=["too little to send", "no rate yet", "an old kernel", "nothing", "closed"],
 )
-def test_what_is_not_known_is_not_guessed(answer: bytes | None) -> None:
+def test_an_unavailable_rate_is_none(answer: bytes | None) -> None:
     assert told(answer) is None
 
 
 @pytest.mark.socket
-def test_a_connection_that_sent_enough_has_a_rate() -> None:
+def test_a_saturated_connection_has_a_rate() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()

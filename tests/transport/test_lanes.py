@@ -1,4 +1,4 @@
-"""Pieces and credit, one side's lanes against the other's."""
+"""Pieces and credit of one side against those of the other."""
 
 import random
 
@@ -23,7 +23,7 @@ HALF = CREDIT // 2
 
 
 def carry(outgoing: Outgoing, incoming: Incoming, pieces: int = 10_000) -> int:
-    """Carry pieces over; return how many there were."""
+    """Transfer pieces; return their number."""
     for count in range(pieces):
         if (piece := outgoing.next_piece()) is None:
             return count
@@ -40,14 +40,14 @@ def put(outgoing: Outgoing, message: bytes, channel: Channel = DATA) -> None:
 
 
 def hold(incoming: Incoming, cost: int) -> None:
-    """Let a message of that cost arrive."""
+    """Receive a message of that cost."""
     outgoing = Outgoing()
     put(outgoing, bytes(cost - MESSAGE_COST))
     carry(outgoing, incoming)
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 1])
-def test_a_message_is_put_together_again(size: int) -> None:
+def test_a_message_is_reassembled(size: int) -> None:
     outgoing, incoming = Outgoing(), Incoming()
     message = random.Random(size).randbytes(size)
 
@@ -61,7 +61,7 @@ def test_a_message_is_put_together_again(size: int) -> None:
     assert incoming.pop() is None
 
 
-def test_parts_are_cut_wherever_they_meet() -> None:
+def test_pieces_may_span_parts() -> None:
     outgoing, incoming = Outgoing(), Incoming()
     parts = [b"", b"head", bytes(PIECE_BYTES), b"", b"middle" * 50_000, b"tail"]
 
@@ -73,7 +73,7 @@ def test_parts_are_cut_wherever_they_meet() -> None:
     assert bytes(arrived[1]) == b"".join(parts)
 
 
-def test_what_has_not_left_may_be_changed_by_its_owner() -> None:
+def test_callers_may_reuse_their_buffers() -> None:
     outgoing, incoming = Outgoing(), Incoming()
     part = bytearray(b"a" * 2 * PIECE_BYTES)
 
@@ -88,7 +88,7 @@ def test_what_has_not_left_may_be_changed_by_its_owner() -> None:
     assert bytes(arrived[1]) == b"a" * len(part)
 
 
-def test_control_goes_between_the_pieces_of_data() -> None:
+def test_control_is_sent_between_pieces_of_data() -> None:
     outgoing, incoming = Outgoing(), Incoming()
     put(outgoing, bytes(3 * PIECE_BYTES))
     carry(outgoing, incoming, pieces=1)
@@ -100,7 +100,7 @@ def test_control_goes_between_the_pieces_of_data() -> None:
     assert outgoing.unsent == 2 * PIECE_BYTES
 
 
-def test_credit_is_spent_by_channel() -> None:
+def test_channels_have_separate_credit() -> None:
     outgoing = Outgoing()
     put(outgoing, bytes(HALF))
     put(outgoing, bytes(HALF - 2 * MESSAGE_COST))
@@ -109,7 +109,7 @@ def test_credit_is_spent_by_channel() -> None:
     assert outgoing.has_credit(CONTROL, MAX_MESSAGE_BYTES)
 
 
-def test_a_message_longer_than_the_credit_passes_when_half_of_it_is_left() -> None:
+def test_a_message_longer_than_the_credit_passes_if_half_of_it_is_free() -> None:
     outgoing = Outgoing()
     put(outgoing, bytes(HALF))
     assert not outgoing.has_credit(DATA, MAX_MESSAGE_BYTES)
@@ -120,7 +120,7 @@ def test_a_message_longer_than_the_credit_passes_when_half_of_it_is_left() -> No
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nobody_waits_for_ever_and_no_more_is_held_than_is_allowed(
+def test_senders_never_deadlock_and_buffers_stay_within_the_credit(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     credit = 8192
@@ -136,13 +136,13 @@ def test_nobody_waits_for_ever_and_no_more_is_held_than_is_allowed(
             size = draw.choice([0, 100, 1000, credit // 2, credit, 2 * credit])
         else:
             arrived = incoming.pop()
-            assert arrived is not None, f"{size} B wait although all was read"
+            assert arrived is not None, f"{size} B are blocked although all was read"
             unread -= len(arrived[1])
             outgoing.take_back(DATA, incoming.credit_due(DATA))
         assert unread <= credit // 2 + 2 * credit
 
 
-def test_who_sends_beyond_the_credit_is_at_fault() -> None:
+def test_sending_beyond_the_credit_is_a_fault() -> None:
     incoming = Incoming()
     hold(incoming, HALF + 1)
 
@@ -160,14 +160,14 @@ def test_empty_messages_are_not_free() -> None:
         incoming.begin(FIRST | DATA, 0, 0)
 
 
-def test_a_stranger_may_leave_little_unread_of_what_it_announces() -> None:
+def test_announced_bytes_count_towards_the_unread_limit() -> None:
     incoming = Incoming()
     incoming.limit = 1000
     incoming.begin(FIRST, 100, 100)
     incoming.fill(bytes(100))
     incoming.pop()
 
-    with pytest.raises(PeerFault, match="where 1000 B are allowed"):
+    with pytest.raises(PeerFault, match="exceed the limit of 1000 B"):
         incoming.begin(FIRST, 5000, 5000)
 
 
@@ -186,7 +186,7 @@ def test_a_stranger_may_leave_little_unread_of_what_it_announces() -> None:
         (255, 1, 1),
     ],
 )
-def test_a_piece_that_does_not_fit_is_a_fault(kind: int, number: int, size: int) -> None:
+def test_an_invalid_piece_is_a_fault(kind: int, number: int, size: int) -> None:
     with pytest.raises(PeerFault):
         Incoming().begin(kind, number, size)
 
@@ -196,13 +196,13 @@ def test_a_message_inside_another_is_a_fault() -> None:
     incoming.begin(FIRST, 2 * PIECE_BYTES, PIECE_BYTES)
     incoming.fill(bytes(PIECE_BYTES))
 
-    with pytest.raises(PeerFault, match=f"{PIECE_BYTES} B of another missing"):
+    with pytest.raises(PeerFault, match=f"{PIECE_BYTES} B of the previous one missing"):
         incoming.begin(FIRST, 1, 1)
 
 
-def test_more_credit_than_is_out_is_a_fault() -> None:
+def test_returning_more_credit_than_in_use_is_a_fault() -> None:
     outgoing = Outgoing()
     put(outgoing, b"four")
 
-    with pytest.raises(PeerFault, match="of credit came back"):
+    with pytest.raises(PeerFault, match="Returned credit"):
         outgoing.take_back(DATA, 5 + MESSAGE_COST)

@@ -1,1 +1,1 @@
-"""Identities and congestion control."""
+"""TLS identity and congestion control."""

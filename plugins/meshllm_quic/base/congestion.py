@@ -1,27 +1,27 @@
-"""How much may be under way: a congestion controller for paths that lose.
+"""Congestion control for lossy paths, modelled on BBR.
 
-Theory of operation. A loss says little where radio loses at random, so this follows BBR
-(draft-ietf-ccwg-bbr): it measures what the path delivers and how long it takes, and keeps under way
-what fits between, rate x round trip, and a little more. It is smaller than BBR, as the window is
-its only handle: aioquic paces at window / smoothed round trip. A window a quarter too large offers
-a quarter more than the rate, until the queue that this makes lengthens the round trip as much.
+Theory of operation. On radio links packet loss is a poor congestion signal, so this controller
+follows BBR (draft-ietf-ccwg-bbr): it estimates delivery rate and round trip time, and keeps one
+bandwidth-delay product in flight, plus a margin. It is simpler than BBR, because the congestion
+window is its only control: aioquic paces at window / smoothed round trip. A window 25 % too large
+sends 25 % above the rate, until the queue that this builds lengthens the round trip as much.
 
-Time is counted in rounds: one is over when something sent after its beginning is acknowledged.
+Time is counted in rounds: a round ends when a packet sent after its start is acknowledged.
 
-- STARTUP doubles each round, until the rate has not grown by a quarter in three of them.
-- DRAIN sends less until half is under way, for one; the shortest round trip is seen then.
-- CRUISE keeps the rate for six to ten; with the same number, flows would probe all at once.
-- PROBE offers a quarter more for two, and again while the rate grows; then DRAIN.
+- STARTUP doubles the window each round, until three rounds in a row raise the rate by under 25 %.
+- DRAIN halves the bytes in flight for one round, in which the minimum round trip is measured.
+- CRUISE keeps the rate for six to ten rounds; a fixed number would let all flows probe at once.
+- PROBE sends 25 % more for two rounds, again while the rate grows, then enters DRAIN.
 
-The round trip is the shortest of this cycle and the last. Were it that of a longer time, others
-that fill the queue would leave nothing; the deep DRAIN keeps it honest where all are such as this.
+The round trip is the minimum of this cycle and the last. A minimum over a longer time would leave
+no share next to flows that fill the queue; the deep DRAIN keeps it accurate if all flows use this
+controller.
 
-Of the little more, a part is the same for each flow: who has less gains more by it, until those
-that share a queue are equal (FAST TCP, Wei et al. 2006, section IV).
+A part of the margin is the same for each flow: it helps slower flows more, until the flows that
+share a queue are equal (FAST TCP, Wei et al. 2006, section IV).
 
-A round in which the sender had too little to say may raise the rate and never lowers it; the burst
-that comes next may be longer than what the rate allows. A tenth lost is congestion, whatever the
-rate says, and what went before is forgotten.
+An application-limited round may raise the rate estimate and never lowers it; the next burst may
+exceed the rate. A loss of 10 % counts as congestion, whatever the rate, and discards earlier rates.
 """
 
 import math
@@ -37,23 +37,23 @@ from aioquic.quic.recovery import QuicPacketPacer
 
 NAME = "meshllm"
 START_PACKETS = 64
-"""Under way while the rate is not known; aioquic lets a quarter go at once: a row of 16 KiB."""
-START_BYTES = 128 * 1024  # the same where datagrams are long
+"""Initial window; aioquic sends a quarter of it as a burst: a row of 16 KiB."""
+START_BYTES = 128 * 1024  # limit of the initial window for large datagrams
 LEAST_PACKETS = 4  # MinPipeCwnd of the draft
-MORE_PACKETS = 6  # in the queue for each flow; 3 ms at 20 Mbit/s
-LATE_S = 0.003  # 1 ms of delayed acknowledgement, 1 ms of each end's timers
-RATE_ROUNDS = 10  # whose best is the rate: about a cycle
-CRUISE_ROUNDS = 6  # with fewer, DRAIN costs more of a free link; with more, sharing takes longer
-ROUND_TRIP_S = 10.0  # MinRTTFilterLen; of who says too little to have cycles
+MORE_PACKETS = 6  # queued per flow; 3 ms at 20 Mbit/s
+LATE_S = 0.003  # 1 ms of delayed acknowledgement, 1 ms of timer slack at each end
+RATE_ROUNDS = 10  # window of the maximum filter for the rate: about one cycle
+CRUISE_ROUNDS = 6  # fewer: DRAIN costs more of an idle link; more: flows converge more slowly
+ROUND_TRIP_S = 10.0  # MinRTTFilterLen; for application-limited senders, which have no cycles
 GROWTH = 1.25
 STALLS = 3  # rounds without growth; one may be chance
 TOO_MUCH_LOSS = 0.1
-LOSS_PACKETS = 50  # where 3 % are lost, a tenth of fewer is often chance
+LOSS_PACKETS = 50  # at 3 % loss, fewer packets often show 10 % by chance
 BACK_OFF = 0.85
 
 
 class Phase(Enum):
-    """What the window is for."""
+    """State of the controller."""
 
     STARTUP = auto()
     DRAIN = auto()
@@ -65,7 +65,7 @@ _GAIN = {Phase.STARTUP: 2.0, Phase.DRAIN: 0.5, Phase.CRUISE: 1.0, Phase.PROBE: 1
 
 
 class _Known(NamedTuple):
-    """What was known when a packet left (draft-cheng-iccrg-delivery-rate-estimation section 3)."""
+    """Per-packet state at send time (draft-cheng-iccrg-delivery-rate-estimation section 3)."""
 
     delivered: int
     delivered_at: float
@@ -73,7 +73,7 @@ class _Known(NamedTuple):
 
 
 class Controller(QuicCongestionControl):
-    """Keeps under way what the path delivers in a round trip."""
+    """Keeps one bandwidth-delay product in flight."""
 
     def __init__(self, *, max_datagram_size: int) -> None:
         self.max_datagram_size = max_datagram_size
@@ -83,32 +83,32 @@ class Controller(QuicCongestionControl):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What the path delivers; None until there was once more to send than it took."""
+        """Delivery rate of the path; None until the sender has once saturated it."""
         return max(self._rates) if self._was_full else None
 
     @property
     def round_trip_s(self) -> float | None:
-        """The shortest round trip of late; None before it is known."""
+        """Minimum round trip of this and the last cycle; None before the first sample."""
         shortest = min(self._trips)
         return shortest if math.isfinite(shortest) else None
 
     def moved(self) -> None:
-        """Forget the path and begin anew; what is under way tells nothing of the next one."""
+        """Reset all estimates for a new path; acknowledgements of the old path are ignored."""
         self._known: dict[int, _Known] = {}
-        self._rates = deque([0.0], maxlen=RATE_ROUNDS)  # the best of each round, in bytes/s
-        self._trips = (math.inf, math.inf)  # the shortest of this cycle and of the last
+        self._rates = deque([0.0], maxlen=RATE_ROUNDS)  # maximum of each round, in bytes/s
+        self._trips = (math.inf, math.inf)  # minima of this cycle and of the last
         self._trips_at = -math.inf
-        self._is_of_path = False  # what was acknowledged last
-        self._was_full = False  # in a round, so that the rate is that of the path
-        self._phase, self._rounds = Phase.STARTUP, 0  # and how many it has left
+        self._is_of_path = False  # whether the last acknowledged packet used the current path
+        self._was_full = False  # in some round, so the path, not the sender, limits the rate
+        self._phase, self._rounds = Phase.STARTUP, 0  # and the rounds left in it
         self._full, self._stalls = 0.0, 0
         self._goal = self._delivered
-        self._trough = math.inf  # least under way in this round
+        self._trough = math.inf  # minimum of bytes in flight in this round
         self._acked = self._lost = 0
         self._begin(START_PACKETS)
 
     def on_packet_sent(self, *, packet: QuicSentPacket) -> None:
-        """Remember what was known when it left."""
+        """Record the delivery state at send time."""
         sent_at = packet.sent_time or 0.0
         if not self.bytes_in_flight:
             self._first_sent_at = self._delivered_at = sent_at
@@ -117,7 +117,7 @@ class Controller(QuicCongestionControl):
         self.bytes_in_flight += packet.sent_bytes
 
     def on_packet_acked(self, *, now: float, packet: QuicSentPacket) -> None:
-        """Learn the rate from what was delivered since it left."""
+        """Take a delivery rate sample."""
         if now > self._delivered_at:
             self._trough = min(self._trough, self.bytes_in_flight)
         self.bytes_in_flight -= packet.sent_bytes
@@ -137,7 +137,7 @@ class Controller(QuicCongestionControl):
             self._end_round()
 
     def on_rtt_measurement(self, *, now: float, rtt: float) -> None:
-        """Learn the round trip, and set the window; aioquic sets the pace right after."""
+        """Take a round trip sample and set the window; aioquic updates the pacing right after."""
         if not self._is_of_path:
             return
         if now > self._trips_at + ROUND_TRIP_S:
@@ -146,19 +146,19 @@ class Controller(QuicCongestionControl):
         self._resize()
 
     def on_packets_lost(self, *, now: float, packets: Iterable[QuicSentPacket]) -> None:
-        """Count them; a few say nothing."""
+        """Count lost bytes; a small share is not a congestion signal."""
         before = self.bytes_in_flight
         self.on_packets_expired(packets=packets)
         self._lost += before - self.bytes_in_flight
 
     def on_packets_expired(self, *, packets: Iterable[QuicSentPacket]) -> None:
-        """Forget them."""
+        """Remove packets from the bytes in flight."""
         for packet in packets:
             self.bytes_in_flight -= packet.sent_bytes
             self._known.pop(packet.packet_number, None)
 
     def on_persistent_congestion(self) -> None:
-        """Begin anew with the least: nothing came through for long (RFC 9002 section 7.6)."""
+        """Restart with the minimum window (RFC 9002 section 7.6)."""
         self.moved()
         self._begin(LEAST_PACKETS)
 
@@ -170,7 +170,7 @@ class Controller(QuicCongestionControl):
         return min(packets * self.max_datagram_size, size)
 
     def _end_round(self) -> None:
-        """Judge a round, and choose what the next one is for."""
+        """Evaluate the round, and choose the phase of the next one."""
         self._goal = self._delivered
         is_limited = self._trough < self.congestion_window / 2
         self._trough = math.inf
@@ -187,7 +187,7 @@ class Controller(QuicCongestionControl):
         self._rates.append(0.0)
 
     def _is_congested(self) -> bool:
-        """Tell whether too much was lost since this was last told."""
+        """Return whether the loss rate since the last evaluation is too high."""
         total = self._acked + self._lost
         if total < LOSS_PACKETS * self.max_datagram_size:
             return False
@@ -196,7 +196,7 @@ class Controller(QuicCongestionControl):
         return is_congested
 
     def _advance(self, *, is_congested: bool) -> None:
-        """Go to the next phase when this one has done what it is for."""
+        """Enter the next phase if this one is complete."""
         self._rounds -= 1
         rate = max(self._rates)
         has_grown = rate >= GROWTH * self._full
@@ -208,7 +208,7 @@ class Controller(QuicCongestionControl):
                 if is_congested or self._stalls == STALLS:
                     self._enter(Phase.DRAIN, 1)
             case Phase.DRAIN if self._rounds <= 0:
-                self._trips_at = -math.inf  # a cycle is over
+                self._trips_at = -math.inf  # the cycle ends here
                 self._enter(
                     Phase.CRUISE, CRUISE_ROUNDS + self._delivered // self.max_datagram_size % 5
                 )
@@ -218,7 +218,7 @@ class Controller(QuicCongestionControl):
             case Phase.PROBE if is_congested:
                 self._enter(Phase.DRAIN, 1)
             case Phase.PROBE if self._rounds <= 0:
-                is_worth_more = rate > (1 + GROWTH) / 2 * self._full  # half of what was offered
+                is_worth_more = rate > (1 + GROWTH) / 2 * self._full  # half of the probed growth
                 self._full = rate
                 self._enter(*(Phase.PROBE, 2) if is_worth_more else (Phase.DRAIN, 1))
 
@@ -226,7 +226,7 @@ class Controller(QuicCongestionControl):
         self._phase, self._rounds = phase, rounds
 
     def _resize(self) -> None:
-        """Keep under way what fits between here and there, and a little more."""
+        """Set the window to the bandwidth-delay product plus the margin."""
         rate = max(self._rates)
         window = _GAIN[self._phase] * rate * min(self._trips)
         if self._phase is not Phase.DRAIN:
@@ -238,10 +238,10 @@ register_congestion_control(NAME, Controller)
 
 
 def reset_path(quic: QuicConnection, max_datagram_size: int) -> None:
-    """Tell a connection that its datagrams go another way, where they may be so long.
+    """Reset round trip, pacing and window of a connection for a new path (RFC 9000 section 9.4).
 
-    It begins anew with round trip, pace and window (RFC 9000 section 9.4). aioquic knows no such
-    move of a client, nor another size, so this sets what it keeps to itself.
+    aioquic supports neither client migration nor a change of the datagram size, so this sets its
+    private attributes.
     """
     quic._max_datagram_size = max_datagram_size
     recovery = quic._loss

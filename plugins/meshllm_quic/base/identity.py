@@ -1,7 +1,7 @@
-"""Who a node is towards TLS: a certificate made of its key.
+"""The TLS identity of a node: a self-signed certificate of its Ed25519 key.
 
-Both sides show a certificate that nobody else signed: what counts is the key in it, of which TLS
-proves the possession. Names, dates and chains in it are not looked at.
+Both sides present a self-signed certificate; only the key in it counts, and TLS proves its
+possession. Names, dates and chains are ignored.
 """
 
 import ssl
@@ -19,14 +19,14 @@ from meshllm_quic.wire.packets import TAG_BYTES, Tag
 
 KEY_BYTES = 32
 PROTOCOL = "meshllm/1"
-"""Negotiated by ALPN; the number changes when the words on the streams do."""
+"""ALPN protocol; the number is the version of the records on the streams."""
 SERVER_NAME = "meshllm"
 IDLE_S = 30.0
-"""A connection that heard nothing for so long is lost; three times as long as it keeps silent."""
+"""Idle timeout of a connection: three keep-alive intervals."""
 STRANGER_WINDOW = 64 * 1024
-"""Bytes that a stream may hold before anybody took the link."""
+"""Flow-control window of a stream until the application has accepted the link."""
 
-_SINCE = datetime(2000, 1, 1, tzinfo=UTC)  # for clocks that are wrong
+_SINCE = datetime(2000, 1, 1, tzinfo=UTC)  # tolerates wrong clocks
 _UNTIL = datetime(2199, 12, 31, tzinfo=UTC)
 
 
@@ -40,19 +40,19 @@ class Identity:
 
     @property
     def tag(self) -> Tag:
-        """What a relay calls this node."""
+        """The short id of this node at relays."""
         return self.key[:TAG_BYTES]
 
     def sign(self, data: bytes) -> bytes:
-        """Sign what begins with a label of its own."""
+        """Sign data; it must start with a label that is unique to its purpose."""
         return self._key.sign(data)
 
     def configure(self, *, is_client: bool) -> QuicConfiguration:
-        """Describe a connection."""
+        """Return the configuration of a connection."""
         configuration = QuicConfiguration(
             alpn_protocols=[PROTOCOL],
             cipher_suites=[
-                CipherSuite.AES_128_GCM_SHA256,  # fastest where the processor helps
+                CipherSuite.AES_128_GCM_SHA256,  # fastest with AES instructions
                 CipherSuite.CHACHA20_POLY1305_SHA256,
             ],
             congestion_control_algorithm=NAME,
@@ -62,7 +62,7 @@ class Identity:
             max_stream_data=STRANGER_WINDOW,
             server_name=SERVER_NAME if is_client else None,
             supported_versions=[QuicProtocolVersion.VERSION_1],
-            verify_mode=ssl.CERT_NONE,  # TLS checks the signature all the same
+            verify_mode=ssl.CERT_NONE,  # TLS still verifies the peer's signature
         )
         configuration.certificate = self.certificate
         configuration.private_key = self._key
@@ -70,12 +70,12 @@ class Identity:
 
 
 def certified_key(certificate: x509.Certificate | None) -> bytes | None:
-    """Return the Ed25519 key of a certificate; None where there is none."""
+    """Return the Ed25519 key of a certificate; None if there is none."""
     if certificate is None:
         return None
     try:
         key = certificate.public_key()
-    except ValueError:  # of a kind that the library does not know, or damaged
+    except ValueError:  # an unsupported key type, or malformed
         return None
     return key.public_bytes_raw() if isinstance(key, Ed25519PublicKey) else None
 

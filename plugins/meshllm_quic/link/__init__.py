@@ -1,1 +1,1 @@
-"""Links over QUIC."""
+"""Connections and links: dialling, listening, and the shared UDP socket."""

@@ -1,10 +1,10 @@
-"""Who may begin a connection.
+"""Admission control for incoming QUIC connections.
 
-Theory of operation. What a stranger sends first costs a key exchange and some memory, so it is
-counted until it is known who it is: in all, for each host, and for each relay that it came through.
-Above `RETRY_ABOVE`, or that many a second, a host has to show first that it gets what is sent to it
-(RFC 9000 section 8.1.2), which costs nothing here; that takes away the forged sources, and the
-counts for each host hold for the others.
+Theory of operation. The first datagram of a client costs a key exchange and some memory, so a
+connection counts as half-open until its peer is authenticated: in total, per host, and per relay
+that it came through. Above `RETRY_ABOVE` half-open connections, or that many new ones per second,
+the client must validate its address with a Retry token (RFC 9000 section 8.1.2), which needs no
+state here. That rules out forged sources, so that the limits per host are effective.
 """
 
 import os
@@ -30,25 +30,25 @@ ID_BYTES = 8
 RETRY_ABOVE = 32
 MAX_HALF_OPEN = 256
 MAX_HALF_OPEN_PER_HOST = 64
-"""Connections that shake hands, wait to be taken, or have yet to say who they are."""
+"""Connections in the handshake, not yet accepted by the application, or not yet authenticated."""
 MAX_HALF_OPEN_PER_RELAY = 128
-"""Whoever has many places at one leaves room for those who come straight."""
+"""A client with many registrations at one relay must leave room for direct clients."""
 HOST_RATE = 64.0
-"""Connections a second that one host may begin; each takes 2 ms."""
+"""New connections per second and host; each takes 2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A connection may begin."""
+    """The connection is accepted."""
 
     original_id: bytes
-    """The id that the client sent its first datagram to."""
+    """The destination connection id of the client's first datagram."""
     retried_id: bytes | None
-    """The id that it was told to use instead."""
+    """The connection id of the Retry packet; None without one."""
 
 
 class Door:
-    """Counts who is half in."""
+    """Counts half-open connections, and decides on new ones."""
 
     def __init__(self) -> None:
         self._half_open: dict[Hashable, tuple[str, str]] = {}
@@ -63,9 +63,9 @@ class Door:
     def judge(
         self, datagram: bytes, source: Address, host: str, now: float, *, relay: str = ""
     ) -> Admitted | bytes | None:
-        """Judge a datagram of no connection: a new one, an answer to send, or nothing.
+        """Decide on a datagram without a connection: accept it, return a reply, or ignore it.
 
-        The host is who is counted, and the relay whom it came through, if any.
+        It is counted for ``host``, and for the ``relay`` that it came through, if any.
         """
         if len(datagram) < SMALLEST_MAX_DATAGRAM_SIZE or not datagram[0] & 0x80:
             return None
@@ -87,13 +87,13 @@ class Door:
         return self._retry(header.source_cid, header.destination_cid, source, now)
 
     def count(self, who: Hashable, host: str, *, relay: str = "") -> None:
-        """Count one more that is half open."""
+        """Count a connection as half-open."""
         if who not in self._half_open:
             self._half_open[who] = host, relay
             self._hosts.update(_names(host, relay))
 
     def forget(self, who: Hashable) -> None:
-        """Count one less."""
+        """Stop counting a connection."""
         for name in _names(*self._half_open.pop(who, ("", ""))):
             self._hosts[name] -= 1
             if not self._hosts[name]:
@@ -105,7 +105,7 @@ class Door:
         return len(self) >= MAX_HALF_OPEN or is_host_full or is_relay_full
 
     def _negotiate(self, version: int | None, source: bytes, destination: bytes) -> bytes | None:
-        if not version:  # a negotiation itself, which is never answered
+        if not version:  # a Version Negotiation packet is never answered
             return None
         return encode_quic_version_negotiation(
             source_cid=destination,

@@ -1,4 +1,4 @@
-"""One QUIC connection on the socket of an endpoint."""
+"""Driver of one QUIC connection on the socket of an endpoint."""
 
 import asyncio
 from collections import deque
@@ -18,57 +18,57 @@ from meshllm_quic.wire.lanes import HELLO
 from meshllm_quic.wire.routes import Direct, Route
 
 HANDED_BYTES = 256 * 1024
-"""Handed to QUIC and not yet sent: CONTROL that comes later shares the line with so much DATA."""
+"""Unsent bytes passed to QUIC per stream; bounds the DATA that later CONTROL competes with."""
 KEEP_ALIVE_S = 10.0
-"""Of silence before a ping: two may be lost before the other side gives up."""
+"""Silence before a PING is sent; two may be lost before the idle timeout."""
 GONE_S = 0.5
-"""Who closes a link waits so long until all has arrived, and then leaves it to `LINGER_S`."""
+"""How long `Link.close` waits until all data is acknowledged; after that, `LINGER_S` applies."""
 LINGER_S = 5.0
-"""A closing connection is cut when the other side takes nothing for so long."""
+"""A closing connection is aborted if the peer accepts no data for this long."""
 OPEN_S = 5.0
-"""For the handshake."""
+"""Timeout of the handshake."""
 TICK_S = 1e-6
 REFUSED: Final = 1
 BROKEN: Final = 2
-"""What a connection is closed with, beside 0: who you are, or what you said."""
+"""Error codes of CONNECTION_CLOSE besides 0: peer refused, protocol violation."""
 
 _CHANNELS: Final = {stream: channel for channel, stream in STREAMS.items()}
 
 
 class Host(Protocol):
-    """What a connection needs of its endpoint."""
+    """What a connection needs from its endpoint."""
 
     def send(self, route: Route, datagrams: Sequence[bytes]) -> None:
-        """Send datagrams of a connection."""
+        """Send the datagrams of a connection."""
         ...
 
     def bind(self, connection_id: bytes, connection: "Connection") -> None:
-        """Bring what arrives for that id to the connection."""
+        """Route datagrams for this connection id to the connection."""
         ...
 
     def unbind(self, connection_id: bytes) -> None:
-        """Drop what arrives for that id."""
+        """Stop routing datagrams for this connection id."""
         ...
 
     def opened(self, connection: "Connection") -> None:
-        """Take note that both sides have proven who they are."""
+        """Note that the handshake is complete and both keys are verified."""
         ...
 
     def know(self, connection: "Connection", *, is_stranger: bool) -> None:
-        """Take note whether the other side has still to say who it is."""
+        """Note whether the peer is authenticated."""
         ...
 
     def gone(self, connection: "Connection") -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         ...
 
 
 class Connection:
-    """Drives one machine, and is the wire of one link.
+    """Drives one `Machine`, and is the `Wire` of one link.
 
-    Who dials sends its first datagrams over all ``routes`` in turn, until something is heard; who
-    is dialled answers on the way that was last heard from, until it is open. After that a guide
-    alone moves the route.
+    During the handshake, the client rotates through ``routes`` until it receives something, and the
+    server answers on the route of the last valid datagram. After that only the guide changes the
+    route.
     """
 
     guide: Guiding
@@ -80,12 +80,12 @@ class Connection:
         self.link = Link(self, address)
         self.is_open = False
         self.expected: bytes | None = None
-        """The key that the other side must have; None accepts any."""
+        """The key that the peer must have; None accepts any."""
         self.is_unknown = False
-        """Whether its relay has said that it does not know the other side."""
+        """Whether the relay has reported the peer as not registered."""
         self._host = host
         self._loop = asyncio.get_running_loop()
-        self._decided = asyncio.Event()  # whether it opens
+        self._decided = asyncio.Event()  # the handshake has succeeded or failed
         self._refusal: MeshError | None = None
         self._gone = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -98,7 +98,7 @@ class Connection:
         self._greeted: set[Channel] = set()
         self._is_proven = False
         self.last_words = b""
-        """The datagram that closes it; sent again to who did not get it."""
+        """The datagram with CONNECTION_CLOSE; sent again to a peer that missed it."""
 
     async def wait_open(self) -> None:
         """Wait for the handshake; raise `LinkLost` or `PeerFault`."""
@@ -107,17 +107,17 @@ class Connection:
             raise self._refusal
 
     def take(self) -> None:
-        """Note that the application has the link."""
+        """Note that the application has accepted the link."""
         self.link.take()
         self.know(is_stranger=False)
 
     def connect(self) -> None:
-        """Begin, as the client."""
+        """Start the handshake as the client."""
         self.machine.connect(PEER, now=self._loop.time())
         self._transmit()
 
     def receive(self, datagram: bytes, route: Route, now: float) -> None:
-        """Take a datagram that came that way; `work` is to follow."""
+        """Receive a datagram from ``route``; call `work` afterwards."""
         self._keep_alive_at = now + KEEP_ALIVE_S
         before = 0 if self.is_open else self.machine.heard
         try:
@@ -129,57 +129,57 @@ class Connection:
             self._routes.clear()
 
     def work(self) -> None:
-        """Do what follows from what arrived."""
+        """Handle the events of received datagrams, and send the results."""
         self._handle_events()
         if self._gone.is_set():
             return
         self.link.flush()
         if self.link.has_all and not self.machine.is_over:
-            self.machine.close()  # the other side has closed, and all of it has arrived
-        self.transmit_soon()  # after the reader that was woken: its answer carries the ACK
+            self.machine.close()  # the peer has closed, and all of its data was received
+        self.transmit_soon()  # after the woken reader has run: its reply carries the ACK
 
     def room(self, channel: Channel) -> int:
-        """Count the bytes that the stream takes now."""
+        """Return how many bytes the stream accepts now."""
         if channel in self._finished or not self.machine.is_open(channel):
             return 0
         return HANDED_BYTES - self.machine.unsent(channel)
 
     def write(self, channel: Channel, data: Buffer) -> None:
-        """Copy bytes to the end of a stream."""
+        """Append a copy of the bytes to a stream."""
         self.machine.write(channel, data)
 
     def finish(self) -> None:
-        """End both streams after what was written."""
+        """Send FIN on both streams after the written data."""
         for channel in Channel:
             if channel not in self._finished and self.machine.is_open(channel):
                 self._finished.add(channel)
                 self.machine.finish(channel)
 
     def grant(self, channel: Channel, offset: int) -> None:
-        """Let the other side send up to that byte of a stream."""
+        """Raise the flow-control limit of a stream to ``offset``."""
         self.machine.grant(channel, offset)
 
     def transmit_soon(self) -> None:
-        """Send in the next turn of the loop what was written and granted."""
+        """Send written data and grants in the next iteration of the event loop."""
         if self._soon is None and not self._gone.is_set():
             self._soon = self._loop.call_soon(self._transmit)
 
     def fail(self, reason: MeshError, code: int = BROKEN) -> None:
-        """Close at once, for that reason."""
+        """Close the connection immediately, for this reason."""
         self.link.end(reason)
         self.machine.close(error_code=code)
         self._decide(reason)
         self.transmit_soon()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection immediately."""
         self.link.end()
         self.machine.close()
         self._transmit()
         self._leave()
 
     async def wait_gone(self) -> None:
-        """Wait until the connection is closed, or leave that to a timer."""
+        """Wait up to `GONE_S` until the connection is closed; after that, a timer closes it."""
         if self._last_call is None and not self._gone.is_set():
             self._call(before=-1)
         try:
@@ -189,12 +189,12 @@ class Connection:
             pass
 
     def know(self, *, is_stranger: bool) -> None:
-        """Pass on whether the other side has still to say who it is."""
+        """Pass on whether the peer is authenticated."""
         self._host.know(self, is_stranger=is_stranger)
         self.guide.know(is_stranger=is_stranger)
 
     def describe(self, statistics: LinkStatistics) -> LinkStatistics:
-        """Add what is known of the path."""
+        """Add the path statistics."""
         return replace(
             statistics,
             round_trip_s=self.machine.round_trip_s,
@@ -228,11 +228,11 @@ class Connection:
             self._arm()
 
     def _now(self) -> float:
-        """Tell the time; a loop may ring before what it was set to, and aioquic wants it passed."""
+        """Return the time, never before a fired deadline: loop timers may fire early."""
         return max(self._rung, self._loop.time())
 
     def _arm(self) -> None:
-        """Set the timer; one that fires too early sets itself again, which is cheaper than two."""
+        """Set the timer; an earlier one stays and is set again when it fires, which is cheaper."""
         at = min(self.machine.get_timer() or self._keep_alive_at, self._keep_alive_at)
         if self.guide.deadline is not None:
             at = min(at, self.guide.deadline)
@@ -293,10 +293,10 @@ class Connection:
             self.fail(self._fault(str(fault)))
 
     def _verify(self) -> None:
-        """Look at who the other side has proven to be; nothing of it was read before."""
+        """Check the authenticated key of the peer; no stream data was read before."""
         key = self.machine.peer_key
         if key is None or self.expected not in (None, key):
-            what = "another key than its address names" if key else "no Ed25519 certificate"
+            what = "a different key than its address names" if key else "no Ed25519 certificate"
             self.fail(PeerFault(f"`{self.link.address}` has {what}"), REFUSED)
             return
         self.link.peer_key = key
@@ -317,25 +317,25 @@ class Connection:
             self._decided.set()
 
     def _greet(self, channel: Channel) -> None:
-        """Open the server's side when the client has opened both streams."""
+        """Note the HELLO of a stream; with both, the server's side is open."""
         self._greeted.add(channel)
         if len(self._greeted) == len(Channel) and not (self.is_open or self.machine.is_client):
             self._open()
 
     def _is_way(self, route: Route, before: int) -> bool:
-        """Tell whether to answer there; whoever knows an id may send something to it."""
+        """Return whether to answer on ``route``: a known connection id alone proves nothing."""
         if self.machine.is_client:
             return route in self._routes
         return self.machine.heard > before
 
     def _break(self, fault: PeerFault) -> None:
-        """Leave without a word: the machine is in no state to be asked for one."""
+        """Drop the connection without CONNECTION_CLOSE: the machine's state is not usable."""
         self.link.end(fault)
         self._decide(fault)
         self._leave()
 
     def _fault(self, why: str) -> PeerFault:
-        return PeerFault(f"`{self.link.address}` broke the rules: {why}")
+        return PeerFault(f"Protocol violation by `{self.link.address}`: {why}")
 
     def _call(self, before: int) -> None:
         left = self.link.unsent + self.machine.unacknowledged()
@@ -345,7 +345,7 @@ class Connection:
             self._last_call = self._loop.call_later(LINGER_S, self._call, left)
 
     def _leave(self) -> None:
-        """Forget the connection: what is left of closing is the endpoint's business."""
+        """Release the connection; the endpoint handles the rest of the closing period."""
         if self._gone.is_set():
             return
         self._gone.set()
@@ -360,5 +360,5 @@ class Connection:
     def _why(self) -> str:
         reason = self.machine.close_reason
         if reason is None or reason[0] == QuicErrorCode.NO_ERROR:
-            return f"`{self.link.address}` closed the connection before a link was open"
-        return f"`{self.link.address}` opened no link: {reason[1] or hex(reason[0])}"
+            return f"`{self.link.address}` closed the connection during the handshake"
+        return f"`{self.link.address}` rejected the connection: {reason[1] or hex(reason[0])}"

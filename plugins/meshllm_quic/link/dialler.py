@@ -1,4 +1,4 @@
-"""How a link is dialled."""
+"""Dialling: address resolution, relay registration and the QUIC handshake."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from meshllm_quic.wire.packets import TAG_BYTES
 from meshllm_quic.wire.routes import Direct, Route, Through
 
 RELAY_S = 10.0
-"""To be registered at a relay: 3 s until UDP counts as blocked, and a TCP connection."""
+"""Timeout of the registration at a relay: 3 s until UDP counts as blocked, then TCP."""
 MAX_ADDRESSES = 4
-"""Of one name; each is tried in turn with what QUIC sends again."""
+"""Addresses tried per name; each QUIC retransmission uses the next one."""
 
 
 async def dial(endpoint: Endpoint, network: Network, place: Place) -> Link:
-    """Open a link to a place; raise `LinkLost`, `PeerFault`, or `UserError` for one's own."""
+    """Open a link; raise `LinkLost`, `PeerFault`, or `UserError` for this node's own address."""
     if place.key == endpoint.identity.key:
         raise UserError(f"`{place}` is this node itself")
     try:
         addresses = list(await network.resolve(place.host, place.port))[:MAX_ADDRESSES]
     except OSError as error:
-        raise LinkLost(f"Nobody listens at `{place}`: {error.strerror or error}") from error
+        raise LinkLost(f"Cannot resolve `{place}`: {error.strerror or error}") from error
     if place.key is None:
         routes: list[Route] = [Direct(address) for address in addresses]
     else:
@@ -36,7 +36,7 @@ async def dial(endpoint: Endpoint, network: Network, place: Place) -> Link:
     except PeerFault:
         if place.key is None or endpoint.known.pop(place.key, None) is None:
             raise
-    return await dial(endpoint, network, place)  # where it was, somebody else is now
+    return await dial(endpoint, network, place)  # another node now uses its remembered address
 
 
 async def _open(endpoint: Endpoint, place: Place, routes: Sequence[Route]) -> Link:
@@ -46,7 +46,7 @@ async def _open(endpoint: Endpoint, place: Place, routes: Sequence[Route]) -> Li
             await connection.wait_open()
     except TimeoutError:
         connection.abort()
-        why = ": it is not registered at its relay" if connection.is_unknown else ""
+        why = ": not registered at its relay" if connection.is_unknown else ""
         raise LinkLost(f"No answer from `{place}` within {OPEN_S:g} s{why}") from None
     except asyncio.CancelledError:
         connection.abort()
@@ -56,10 +56,10 @@ async def _open(endpoint: Endpoint, place: Place, routes: Sequence[Route]) -> Li
 
 
 async def _through(endpoint: Endpoint, place: Place, key: bytes, relay: Address) -> list[Route]:
-    """Be registered at a relay, for only those may send through it; a known address needs none."""
+    """Register at a relay, as it requires of senders; do not wait if a direct address is known."""
     endpoint.relays.add(relay, is_wanted=False, is_needed=True)
     if not endpoint.is_relay(relay):
-        raise LinkLost(f"The relay of `{place}` is one too many: {MAX_RELAYS} are in use")
+        raise LinkLost(f"Cannot use the relay of `{place}`: {MAX_RELAYS} relays are in use")
     through = Through(relay, key[:TAG_BYTES])
     if (known := endpoint.known.get(key)) is not None:
         return [Direct(known), through]
@@ -69,7 +69,7 @@ async def _through(endpoint: Endpoint, place: Place, key: bytes, relay: Address)
     except TimeoutError:
         endpoint.relays.give_up(relay)
         raise LinkLost(
-            f"The relay of `{place}` does not answer within {RELAY_S:g} s",
-            hint=f"its UDP and TCP port {place.port} is to be open, if it runs",
+            f"No answer from the relay of `{place}` within {RELAY_S:g} s",
+            hint=f"check that it runs and that UDP or TCP port {place.port} is open",
         ) from None
     return [through]

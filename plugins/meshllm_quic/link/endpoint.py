@@ -1,4 +1,4 @@
-"""The one socket of a process, and all that goes over it."""
+"""The UDP socket of a process, and the demultiplexing of its datagrams."""
 
 import asyncio
 from collections import Counter
@@ -35,23 +35,23 @@ from meshllm_quic.wire.packets import (
 from meshllm_quic.wire.routes import Direct, Route, Through, show
 
 HOSTS_S: Final = 5.0
-"""How often the addresses of this machine are looked at."""
+"""Interval between checks of the addresses of this machine."""
 MAX_HOSTS = 10
-"""Of them in an offer; the rest is for what others see."""
+"""Most of them in an offer; the rest is for observed addresses."""
 MAX_REFLECTED = 3
-"""Bytes for each one that came: its source may be forged (RFC 9000 section 8.1)."""
+"""Amplification limit: the source of a datagram may be forged (RFC 9000 section 8.1)."""
 PROBES = 2000.0
-"""Probes a second of all connections; a new link needs some 20 for each address."""
+"""Probes per second of all connections; a new link needs about 20 per address."""
 HOST_PROBES = 128.0
-"""Of them to one host, which a member may have named in many offers; four times as many at once."""
+"""Probes per second to one host, which many offers may name; bursts are four times as large."""
 MAX_PROVEN = 256
-"""Nodes of which the direct address is remembered."""
+"""Nodes whose direct address is remembered (LRU)."""
 
 Touched = dict[Connection, None]
 
 
 class Endpoint:
-    """Sends and receives for all connections, in both roles."""
+    """Sends and receives for all connections, as client, server and relay."""
 
     def __init__(
         self, network: Network, identity: Identity, random: Callable[[int], bytes]
@@ -62,7 +62,7 @@ class Endpoint:
         self.relays = Relays(self, identity)
         self.table = Table()
         self.known: dict[bytes, Address] = {}
-        """Where nodes were reached directly, by their keys."""
+        """Last direct address of each node, by key."""
         self._network = network
         self._loop = asyncio.get_running_loop()
         self._socket: Socket
@@ -89,22 +89,22 @@ class Endpoint:
 
     @property
     def hosts(self) -> Sequence[str]:
-        """The addresses of this machine a moment ago, likeliest first."""
+        """The addresses of this machine at the last check, most reachable first."""
         return self._hosts
 
     @property
     def is_open(self) -> bool:
-        """Whether it has its socket."""
+        """Whether the socket is open."""
         return self._tick is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing needs the socket."""
+        """Whether the socket is not in use."""
         return self.listener is None and not self.table and not self._holders
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Need the socket in the context."""
+        """Keep the socket open within the context."""
         self._holders += 1
         try:
             yield
@@ -113,7 +113,7 @@ class Endpoint:
             self.release()
 
     def release(self) -> None:
-        """Close the socket when nothing needs it any more."""
+        """Close the socket if it is no longer in use."""
         if self.is_idle and self._tick is not None:
             self._tick.cancel()
             self._tick = None
@@ -121,7 +121,7 @@ class Endpoint:
             self._socket.close()
 
     def connect(self, routes: Sequence[Route], address: str, expected: bytes | None) -> Connection:
-        """Begin a connection; ``expected`` is the key that the other side must have."""
+        """Start a connection; ``expected`` is the key that the peer must have, None accepts any."""
         machine = Machine(self.identity.configure(is_client=True))
         connection = self._add(machine, routes, address)
         connection.expected = expected
@@ -129,7 +129,7 @@ class Endpoint:
         return connection
 
     def send(self, route: Route, datagrams: Sequence[bytes]) -> None:
-        """Send datagrams of a connection."""
+        """Send the datagrams of a connection."""
         to = route.address if isinstance(route, Direct) else route.relay
         if isinstance(route, Through):
             tag = self.identity.tag
@@ -140,24 +140,24 @@ class Endpoint:
             self._socket.send(run, to)
 
     def send_packet(self, packet: bytes, to: Address) -> None:
-        """Send a datagram that is not QUIC's."""
+        """Send a non-QUIC datagram."""
         self._socket.send([packet], to)
 
     def may_probe(self, to: Address) -> bool:
-        """Count a probe; False where that host has enough of all connections together."""
+        """Count a probe; return False if it exceeds the rate limit of the host or in total."""
         now = self._loop.time()
         return self._probes_of.of(host_of(to), now).take(1, now) and self._probes.take(1, now)
 
     def bind(self, connection_id: bytes, connection: Connection) -> None:
-        """Bring what arrives for that id to the connection."""
+        """Route datagrams for this connection id to the connection."""
         self.table.add(connection, connection_id)
 
     def unbind(self, connection_id: bytes) -> None:
-        """Drop what arrives for that id."""
+        """Stop routing datagrams for this connection id."""
         self.table.drop(connection_id)
 
     def opened(self, connection: Connection) -> None:
-        """Hand a link to the listener when both sides have proven who they are."""
+        """Queue an incoming link at the listener: its handshake is complete."""
         if connection.machine.is_client:
             return
         if self.listener is None:
@@ -166,7 +166,7 @@ class Endpoint:
             self.listener.arrived(connection)
 
     def know(self, connection: Connection, *, is_stranger: bool) -> None:
-        """Count a link for as long as a stranger is at its other end."""
+        """Count an incoming link as half-open while its peer is unauthenticated."""
         if connection.machine.is_client:
             return
         self._door.forget(connection)
@@ -174,7 +174,7 @@ class Endpoint:
             self._count(connection)
 
     def trusted(self, connection: Connection) -> None:
-        """Relay for a node that is no stranger, and be reached through one that all reach."""
+        """Serve as a relay for an authenticated peer, and use a public one as a relay."""
         self._members[connection.link.peer_key] += 1
         route = connection.route
         if not connection.machine.is_client or not isinstance(route, Direct):
@@ -183,7 +183,7 @@ class Endpoint:
             self.relays.add(route.address, is_wanted=False)
 
     def gone(self, connection: Connection) -> None:
-        """Forget a connection that is closed, but for its last words."""
+        """Remove a closed connection, but keep its CONNECTION_CLOSE datagram."""
         self._door.forget(connection)
         self.table.remove(connection)
         key = connection.link.peer_key
@@ -195,7 +195,7 @@ class Endpoint:
         self.release()
 
     def candidates(self, connection: Connection) -> list[Address]:
-        """List where this side may be reached, likeliest first."""
+        """List our candidate addresses for this connection, most reachable first."""
         route = connection.route
         is_beside = isinstance(route, Direct) and self.is_local(route.address[0])
         hosts = [host for host in self._hosts if is_beside or not _is_loopback(host)]
@@ -203,33 +203,33 @@ class Endpoint:
         return list(dict.fromkeys(own + self.relays.observations.candidates()))
 
     def is_local(self, host: str) -> bool:
-        """Tell whether a host is this machine."""
+        """Return whether a host is this machine."""
         return host in self._hosts or _is_loopback(host)
 
     def is_relay(self, address: Address) -> bool:
-        """Tell whether that is a relay that this node has chosen."""
+        """Return whether this node uses the address as a relay."""
         return address in self.relays
 
     def watch_path(self, path: bytes, guide: Guide) -> None:
-        """Bring the probes and answers of that path to the guide, the first of each role."""
+        """Route the probes and replies of a path to the guide; only the first one of each role."""
         guides = self._paths.setdefault(path, [])
-        roles = {each.connection.machine.is_client for each in guides}  # both: we dialled ourselves
+        roles = {each.connection.machine.is_client for each in guides}  # both: dialled ourselves
         if guide.connection.machine.is_client not in roles:
             guides.append(guide)
 
     def proven(self, key: bytes, address: Address) -> None:
-        """Remember where a node was reached directly."""
+        """Remember the direct address of a node."""
         self.known.pop(key, None)
         self.known[key] = address
         if len(self.known) > MAX_PROVEN:
             del self.known[next(iter(self.known))]
 
     def arrived(self, packet: bytes, relay: Address) -> None:
-        """Take a packet that came through a stream."""
+        """Handle a packet from a relay's stream."""
         self._receive([(packet, relay)])
 
     def survey(self) -> contract.Network:
-        """Tell what is known of the networks around this node."""
+        """Return NAT type, observed addresses and relay states."""
         own = [(host, self.port) for host in self._hosts]
         observations = self.relays.observations
         return contract.Network(
@@ -240,7 +240,7 @@ class Endpoint:
         )
 
     def usage(self, relay: Address) -> Usage:
-        """Tell what most depends on a relay."""
+        """Return how strongly links depend on a relay."""
         routes = {connection.route for connection in self.table}
         backups = {each.guide.backup for each in self.table if isinstance(each.guide, Guide)}
         for usage, ways in ((Usage.ROUTE, routes), (Usage.RESERVE, backups)):
@@ -249,7 +249,7 @@ class Endpoint:
         return Usage.NONE
 
     def relays_changed(self) -> None:
-        """Tell that this node is reached through other relays."""
+        """Notify the listener: its relay addresses have changed."""
         if self.listener is not None:
             self.listener.moved()
 
@@ -272,7 +272,7 @@ class Endpoint:
             connection.work()
 
     def _feed(self, datagram: bytes, route: Route, now: float, touched: Touched) -> None:
-        """Bring a datagram of QUIC to its connection."""
+        """Pass a QUIC datagram to its connection, or start a new one."""
         connection_id = destination(datagram)
         connection = self.table.find(connection_id)
         if connection is None:
@@ -284,12 +284,12 @@ class Endpoint:
             connection = self._admit(datagram, route, now)
         if connection is not None:
             connection.receive(datagram, route, now)
-            if len(datagram) >= Probe.SIZE:  # it may be answered with one
+            if len(datagram) >= Probe.SIZE:  # long enough that a probe in return does not amplify
                 connection.guide.heard(route, now)
             touched[connection] = None
 
     def _admit(self, datagram: bytes, route: Route, now: float) -> Connection | None:
-        """Let a connection begin, if it may."""
+        """Accept a new connection, subject to admission control."""
         if self.listener is None:
             return None
         source = route.address if isinstance(route, Direct) else route.relay
@@ -310,7 +310,7 @@ class Endpoint:
         return connection
 
     def _take(self, datagram: bytes, source: Address, now: float, touched: Touched) -> None:
-        """Take a datagram that is not QUIC's."""
+        """Dispatch a non-QUIC datagram."""
         try:
             packet = decode(datagram)
         except PeerFault:
@@ -331,13 +331,13 @@ class Endpoint:
                 self.relays.receive(packet, source, now)
 
     def _doubt(self, route: Through) -> None:
-        """Take note that a relay does not know whom it is to reach: it may yet come to know."""
+        """Note that a relay does not know the peer; it may still register."""
         for connection in self.table:
             if connection.route == route:
                 connection.is_unknown = True
 
     def _serve(self, packet: Packet, source: Address, size: int, now: float) -> None:
-        """Be a relay for those who are no strangers."""
+        """Serve as a relay for authenticated peers."""
         for datagram, to in self._relay.receive(packet, source, size, now):
             self._socket.send([datagram], to)
 
@@ -346,7 +346,7 @@ class Endpoint:
         self._door.count(connection, host, relay=relay)
 
     def _origin(self, route: Route) -> tuple[str, str]:
-        """Name who is counted, and its relay; one of ours lets nobody make up names."""
+        """Return the host to count and its relay; only our own relays are trusted with tags."""
         if isinstance(route, Direct):
             return host_of(route.address).hex(), ""
         if route.relay in self.relays:
@@ -361,7 +361,7 @@ class Endpoint:
                     del self._paths[path]
 
     def _look_around(self) -> None:
-        """Tell everybody when this machine has changed its network."""
+        """Check the interfaces; after a change, register again, notify, and send offers."""
         self._tick = self._loop.call_later(HOSTS_S, self._look_around)
         hosts = tuple(self._socket.hosts())
         if set(hosts) == set(self._hosts):
@@ -375,7 +375,7 @@ class Endpoint:
 
 
 def runs(datagrams: Iterable[bytes]) -> Iterable[list[bytes]]:
-    """Cut into what a socket takes at once: equal sizes, the last perhaps shorter."""
+    """Split into runs for one `Socket.send`: equal sizes, the last may be shorter."""
     run: list[bytes] = []
     for datagram in datagrams:
         if run and (len(datagram) > len(run[0]) or len(run[-1]) < len(run[0])):

@@ -1,8 +1,8 @@
-"""Leads one connection over the best way: does what `paths` decides.
+"""Driver of the path selection (`paths`) of one connection.
 
-The two sides tell each other where they may be reached only when neither is a stranger to the other
-any more: before that, an offer would show the addresses of a home to anybody, and could make us
-send probes to whom a stranger names.
+The sides exchange their addresses only after both are authenticated: an earlier offer would reveal
+private addresses to anyone, and would let an unauthenticated peer direct our probes to a third
+party.
 """
 
 import asyncio
@@ -18,66 +18,66 @@ from meshllm_quic.wire.packets import MAX_INNER_BYTES, TAG_BYTES, Answer, Probe
 from meshllm_quic.wire.routes import Direct, Route, Through
 
 GRACE_S = 0.02
-"""Who limits what a stranger may send does it in this time after the link is taken."""
+"""After a link is accepted, the application has this long to mark its peer unauthenticated."""
 ANSWER_PAUSE_S = 1.0
-"""Between two offers that get an answer."""
+"""Minimum interval between two answers to offers."""
 LATE_S = 0.1
-"""How late a silence may be noticed; looking at the clock for each datagram costs more."""
+"""Interval of deadline updates; an update for each datagram would cost more."""
 
 
 class Ground(Protocol):
-    """What a guide needs of its endpoint."""
+    """What a guide needs from its endpoint."""
 
     random: Callable[[int], bytes]
 
     def candidates(self, connection: Connection) -> list[Address]:
-        """List where this side may be reached, likeliest first."""
+        """List our candidate addresses for this connection, most reachable first."""
         ...
 
     def is_local(self, host: str) -> bool:
-        """Tell whether a host is this machine."""
+        """Return whether a host is this machine."""
         ...
 
     def is_relay(self, address: Address) -> bool:
-        """Tell whether that is a relay that this side has chosen."""
+        """Return whether this node uses the address as a relay."""
         ...
 
     def send_packet(self, packet: bytes, to: Address) -> None:
-        """Send a datagram that is not QUIC's."""
+        """Send a non-QUIC datagram."""
         ...
 
     def may_probe(self, to: Address) -> bool:
-        """Count a probe; False where that host has enough of all connections together."""
+        """Count a probe; return False if it exceeds the rate limit of the host or in total."""
         ...
 
     def watch_path(self, path: bytes, guide: "Guide") -> None:
-        """Bring the probes and answers of that path to the guide."""
+        """Route the probes and replies of a path to the guide."""
         ...
 
     def proven(self, key: bytes, address: Address) -> None:
-        """Remember where a node was reached directly."""
+        """Remember the direct address of a node."""
         ...
 
     def trusted(self, connection: Connection) -> None:
-        """Take note that the other side is no stranger any more."""
+        """Note that the peer is authenticated."""
         ...
 
 
 class Guide:
-    """The way of one connection."""
+    """Drives the `Paths` machine of one connection."""
 
     def __init__(self, ground: Ground, connection: Connection) -> None:
         self.deadline: float | None = None
-        """When ``expire`` has something to do."""
+        """When `expire` must be called; None if nothing is due."""
         self.paths: Paths | None = None
         self.connection = connection
         self.backup: Through | None = None
-        """A relay that reaches the other side, while there are no paths yet."""
+        """A relay that reaches the peer; used by `Paths` once it exists."""
         self._ground = ground
         self._loop = asyncio.get_running_loop()
         self._key = b""
         self.is_trusted = False
-        """Whether the other side has said who it is."""
+        """Whether the peer is authenticated."""
         self._pending: Whereabouts | None = None
         self._starting: asyncio.TimerHandle | None = None
         self._answered = float("-inf")
@@ -85,11 +85,11 @@ class Guide:
 
     @property
     def reason(self) -> str:
-        """Why the route is what it is."""
+        """Why this route is used, in one line."""
         return self.paths.reason if self.paths is not None else "not tried yet"
 
     def know(self, *, is_stranger: bool) -> None:
-        """Begin when the other side is no stranger, a moment later."""
+        """Start `GRACE_S` after the peer is authenticated."""
         if self._starting is not None:
             self._starting.cancel()
         self._starting = None
@@ -97,7 +97,7 @@ class Guide:
             self._starting = self._loop.call_later(GRACE_S, self._start)
 
     def hear(self, kind: int, body: bytes) -> None:
-        """Take an offer or an answer; raise `PeerFault`."""
+        """Handle an OFFER or ANSWER record; raise `PeerFault`."""
         candidates = Whereabouts.decode(body)
         if self.is_trusted:
             self._take(kind, candidates)
@@ -105,11 +105,11 @@ class Guide:
             self._pending = candidates
 
     def offer(self) -> None:
-        """Tell the other side where this one may be reached, and ask for the same."""
+        """Send our candidates to the peer, and request its own."""
         self._say(OFFER)
 
     def take(self, packet: Probe | Answer, source: Address, now: float) -> None:
-        """Take a probe of the other side, or its answer to one."""
+        """Handle a probe of the peer, or its reply to one."""
         if self.paths is None:
             return
         if isinstance(packet, Probe):
@@ -118,7 +118,7 @@ class Guide:
             self._do(self.paths.answered(packet, source, now))
 
     def heard(self, route: Route, now: float) -> None:
-        """Note where QUIC was heard from."""
+        """Note a received QUIC datagram and its route."""
         if isinstance(route, Through) and self._is_backup(route):
             self.backup = route
         if self.paths is not None:
@@ -129,18 +129,18 @@ class Guide:
             self._look(now)
 
     def sent(self, now: float) -> None:
-        """Note that QUIC sent something."""
+        """Note that QUIC sent a datagram."""
         if self.paths is not None:
             self.paths.sent(now)
             self._look(now)
 
     def expire(self, now: float) -> None:
-        """Do what is due."""
+        """Handle the deadline."""
         if self.paths is not None:
             self._do(self.paths.expire(now))
 
     def end(self) -> None:
-        """Do nothing more."""
+        """Stop."""
         if self._starting is not None:
             self._starting.cancel()
         self.paths = None
@@ -205,7 +205,7 @@ class Guide:
         self.deadline = self.paths.deadline if self.paths is not None else None
 
     def _is_backup(self, route: Through) -> bool:
-        """Tell whether a relay that we chose would reach the other side, and nobody else."""
+        """Return whether the route uses a relay of ours and leads to the authenticated peer."""
         tag = self.connection.link.peer_key[:TAG_BYTES]
         return route.to == tag and self._ground.is_relay(route.relay)
 
@@ -219,7 +219,7 @@ class Guide:
         if route != self.connection.route:
             self.connection.route = route
             machine.moved(size)
-            machine.send_ping(0)  # its answer shows what the old way has lost
+            machine.send_ping(0)  # its acknowledgement reveals what the old route has lost
         elif size != machine.size:
             machine.size = size
         if isinstance(route, Direct) and self.paths.round_trip_s is not None:

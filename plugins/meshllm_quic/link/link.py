@@ -11,56 +11,56 @@ from meshllm_quic.wire.lanes import MESSAGE, WINDOW_BYTES, Incoming, Outgoing
 _Line = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
 
 BATCH = 4
-"""A grant is announced when this part of the window can be given back at once."""
+"""A grant is announced once it adds at least 1/BATCH of the window."""
 
 
 class Wire(Protocol):
-    """What a link needs of its connection."""
+    """What a link needs from its connection."""
 
     def room(self, channel: Channel) -> int:
-        """Count the bytes that the connection takes now."""
+        """Return how many bytes the connection accepts now."""
         ...
 
     def write(self, channel: Channel, data: Buffer) -> None:
-        """Copy bytes to the end of a stream."""
+        """Append a copy of the bytes to a stream."""
         ...
 
     def finish(self) -> None:
-        """End both streams after what was written."""
+        """Send FIN on both streams after the written data."""
         ...
 
     def grant(self, channel: Channel, offset: int) -> None:
-        """Let the other side send up to that byte of a stream."""
+        """Raise the flow-control limit of a stream to ``offset``."""
         ...
 
     def transmit_soon(self) -> None:
-        """Send in this turn of the loop what was written and granted."""
+        """Send written data and grants in this iteration of the event loop."""
         ...
 
     def fail(self, reason: PeerFault) -> None:
-        """Close at once, for that reason."""
+        """Close the connection immediately, for this reason."""
         ...
 
     async def wait_gone(self) -> None:
-        """Wait until the connection is closed, for a moment at most."""
+        """Wait until the connection is closed, for a short time at most."""
         ...
 
     def know(self, *, is_stranger: bool) -> None:
-        """Hear whether the other side has still to say who it is."""
+        """Note whether the peer is authenticated."""
         ...
 
     def describe(self, statistics: LinkStatistics) -> LinkStatistics:
-        """Add what the connection knows of the path."""
+        """Add the path statistics of the connection."""
         ...
 
 
 class Link:
-    """One end; `meshllm.transport.contract.Link` for the application, the rest for the wire."""
+    """One end of a link: `meshllm.transport.contract.Link`, and callbacks for the connection."""
 
     def __init__(self, wire: Wire, address: str) -> None:
         self.address = address
         self.peer_key = b""
-        """Proven before anybody sees the link."""
+        """Ed25519 key of the peer, authenticated by TLS before the link is handed out."""
         self.is_taken = False
         self.is_closed = False
         self._wire = wire
@@ -69,17 +69,17 @@ class Link:
         self._incoming = {channel: Incoming() for channel in Channel}
         self._granted = dict.fromkeys(Channel, 0)
         self._lines: dict[Channel, _Line] = {channel: {} for channel in Channel}
-        """Senders without room, in order; the result tells whether the message was sent."""
+        """Senders without room, in FIFO order; the result is whether the message was sent."""
         self._limit: int | None = None
         self._reader: asyncio.Future[None] | None = None
-        self._sending_end: MeshError | None = None  # why nothing more is sent
-        self._reading_end: MeshError | None = None  # why nothing more arrives
-        self._ended: set[Channel] = set()  # streams of which all has arrived
+        self._sending_end: MeshError | None = None  # why sending has ended
+        self._reading_end: MeshError | None = None  # why receiving has ended
+        self._ended: set[Channel] = set()  # streams received up to their FIN
         self._messages_sent = self._bytes_sent = 0
         self._messages_received = self._bytes_received = 0
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        """Send when there is room, and after all that wait for it."""
+        """Send a message; wait for room, behind all senders that already wait."""
         size = measure(message)
         if self._sending_end is not None:
             raise self._lost()
@@ -89,7 +89,7 @@ class Link:
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
-        """Send when there is room and nobody waits for it."""
+        """Send a message if there is room and no sender waits."""
         size = measure(message)
         if self._sending_end is not None or not self._is_free(channel, size):
             return False
@@ -111,7 +111,7 @@ class Link:
         raise self._lost()
 
     async def close(self) -> None:
-        """Close when what was sent has left, and wait a moment until it has arrived."""
+        """Flush sent messages, close, and wait a short time until they are acknowledged."""
         if not self.is_closed:
             self.is_closed = True
             for channel, incoming in self._incoming.items():
@@ -125,7 +125,7 @@ class Link:
 
     @property
     def statistics(self) -> LinkStatistics:
-        """What this side has sent and received."""
+        """Message and byte counts of this side, and path statistics."""
         return self._wire.describe(
             LinkStatistics(
                 self._messages_sent,
@@ -136,7 +136,7 @@ class Link:
         )
 
     def limit_unread(self, size: int | None) -> None:
-        """Hold a stranger to so many bytes that are not read."""
+        """Limit the unread bytes of an unauthenticated peer; None lifts the limit."""
         self._limit = size
         self._wire.know(is_stranger=size is not None)
         self._check_unread()
@@ -144,24 +144,24 @@ class Link:
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait for room in the connection."""
+        """Bytes queued until the connection has room."""
         return sum(outgoing.waiting for outgoing in self._outgoing.values())
 
     def take(self) -> None:
-        """Note that the application has the link: now it is to be filled."""
+        """Note that the application has accepted the link: grant flow-control credit."""
         self.is_taken = True
         self.grant()
 
     def put_word(self, kind: int, body: bytes, channel: Channel = Channel.CONTROL) -> None:
-        """Send a word to the other end of the transport, behind the messages that wait."""
+        """Send a record to the peer's transport, after the queued messages."""
         self._outgoing[channel].put(kind, [body], len(body))
         self.flush()
 
     def arrived(self, channel: Channel, data: bytes, *, is_last: bool) -> list[tuple[int, bytes]]:
-        """Take the next bytes of a stream; return the words that are no messages.
+        """Receive the next bytes of a stream; return the records that are not messages.
 
         Raises:
-            PeerFault: they break the rules; nothing more is to be fed.
+            PeerFault: the bytes are invalid; pass no more.
         """
         incoming = self._incoming[channel]
         if is_last:
@@ -180,11 +180,11 @@ class Link:
 
     @property
     def has_all(self) -> bool:
-        """Whether everything that the other side will ever send has arrived."""
+        """Whether both streams were received up to their FIN."""
         return len(self._ended) == len(Channel)
 
     def flush(self) -> None:
-        """Hand over what waits, as far as the connection takes it; CONTROL first."""
+        """Pass queued bytes to the connection while it has room; CONTROL first."""
         for channel, outgoing in self._outgoing.items():
             if outgoing.waiting:
                 for part in outgoing.take(self._wire.room(channel)):
@@ -194,12 +194,12 @@ class Link:
             self._wire.finish()
 
     def grant(self) -> None:
-        """Let the other side send what fits now."""
+        """Update the flow-control limits of both streams."""
         for channel in Channel:
             self._grant(channel)
 
     def end(self, reason: MeshError | None = None) -> None:
-        """Send nothing more; receiving ends when all is read, or at once for that reason."""
+        """Stop sending; receiving ends once all is read, or at once if there is a ``reason``."""
         for channel in Channel:
             self._outgoing[channel].drop()
             if reason is not None:
@@ -208,10 +208,10 @@ class Link:
         self._stop_reading(reason or self._lost())
 
     def _note_last(self, channel: Channel) -> None:
-        """Take note that the other side has closed, and sent all of a channel."""
+        """Handle the FIN of a stream: the peer has closed the link."""
         self._ended.add(channel)
         for outgoing in self._outgoing.values():
-            outgoing.drop()  # nobody would read it
+            outgoing.drop()  # the peer would not read it
         self._stop_sending()
         if self.has_all:
             self._stop_reading(self._lost())
@@ -232,7 +232,7 @@ class Link:
         return not self._lines[channel] and self._outgoing[channel].has_room(size)
 
     async def _stand_in_line(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
-        """Wait for room and a turn; tell whether the message was sent."""
+        """Wait for room; return whether the message was sent."""
         line = self._lines[channel]
         place: asyncio.Future[bool] = self._loop.create_future()
         line[place] = message, size
@@ -240,7 +240,7 @@ class Link:
             return await place
         except asyncio.CancelledError:
             line.pop(place, None)
-            self._advance(channel)  # the next in line may fit where this one did not
+            self._advance(channel)  # the next waiter may fit where this one did not
             raise
 
     def _advance(self, channel: Channel) -> None:
@@ -266,11 +266,11 @@ class Link:
             for part in outgoing.take(self._wire.room(channel)):
                 self._wire.write(channel, part)
         if outgoing.waiting:
-            outgoing.own()  # the sender may change what has not left
+            outgoing.own()  # the caller may reuse its buffers
         self._wire.transmit_soon()
 
     def _grant(self, channel: Channel) -> None:
-        """Announce a grant when it is worth a frame, or when a message needs it to be whole."""
+        """Raise the limit if that is worth a frame, or if the current message needs it."""
         if not self.is_taken:
             return
         window = WINDOW_BYTES if self._limit is None else min(WINDOW_BYTES, self._limit)
@@ -286,10 +286,8 @@ class Link:
             return
         unread = sum(incoming.unread for incoming in self._incoming.values())
         if unread > self._limit:
-            fault = PeerFault(
-                f"`{self.address}` sent {unread} B unread where {self._limit} B are allowed"
-            )
-            self._wire.fail(fault)
+            why = f"{unread} B unread exceed the limit of {self._limit} B"
+            self._wire.fail(PeerFault(f"Protocol violation by `{self.address}`: {why}"))
 
     async def _wait(self) -> None:
         if self._reader is not None:

@@ -1,4 +1,4 @@
-"""Where links arrive."""
+"""The listener of a QUIC endpoint: its addresses, and the queue of incoming links."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from meshllm_quic.link.connection import Connection
 
 
 class Listener:
-    """Hands out the links that arrive; also the iterator over them."""
+    """Queue of incoming links; also the iterator over them."""
 
     def __init__(self, places: Callable[[], tuple[str, ...]]) -> None:
         self._places = places
@@ -18,20 +18,20 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """Where others most likely reach this listener."""
+        """The most reachable of `addresses`."""
         return self.addresses[0]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Everywhere others may reach this listener, likeliest first."""
+        """All addresses of this listener, most reachable first."""
         return self._places()
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call this whenever the addresses are others."""
+        """Call ``callback`` whenever `addresses` changes."""
         self._callbacks.append(callback)
 
     def links(self) -> Self:
-        """Yield the links, also to several tasks."""
+        """Iterate over the links; several tasks may do so."""
         return self
 
     def __aiter__(self) -> Self:
@@ -41,22 +41,22 @@ class Listener:
         while True:
             connection = await self._arrivals.get()
             if connection is None:
-                self._arrivals.put_nowait(None)  # for whoever asks next
+                self._arrivals.put_nowait(None)  # for other tasks that iterate
                 raise StopAsyncIteration
             connection.take()
             return connection.link
 
     def arrived(self, connection: Connection) -> None:
-        """Queue a link for whoever asks next."""
+        """Queue an incoming link."""
         self._arrivals.put_nowait(connection)
 
     def moved(self) -> None:
-        """Tell that the addresses are others."""
+        """Call the callbacks: `addresses` has changed."""
         for callback in self._callbacks:
             callback()
 
     def close(self) -> None:
-        """Close what nobody took."""
+        """Close links that were not accepted by the application."""
         while not self._arrivals.empty():
             if (connection := self._arrivals.get_nowait()) is not None:
                 connection.abort()

@@ -1,12 +1,12 @@
-"""aioquic's connection with what meshllm adds to it.
+"""aioquic's `QuicConnection`, extended for meshllm.
 
-Everything of this package that touches a private part of aioquic is here (and in `congestion`); the
-version is pinned, and a test guards each of them. What is added:
+All uses of private attributes of aioquic are here and in `congestion`; its version is pinned, and
+each use is covered by a test. The extensions:
 
-- The server asks for a certificate, and `peer_key` tells whose it was.
-- Flow control is back-pressure: the stock connection doubles its windows whether or not anybody
-  reads; here the reader grants every byte, by `grant`.
-- Nobody opens a stream but the client, two of them: one for each channel.
+- The server requests a client certificate; `peer_key` is the key in it.
+- Flow control gives backpressure: aioquic enlarges its windows even if the application does not
+  read; here the application grants every byte, by `grant`.
+- Only the client opens streams, exactly two: one per channel.
 """
 
 import logging
@@ -35,22 +35,22 @@ from meshllm_quic.base.congestion import reset_path
 from meshllm_quic.base.identity import certified_key
 
 STREAMS: Final = {Channel.CONTROL: 0, Channel.DATA: 4}
-"""Both are opened by the client, RFC 9000 section 2.1."""
+"""Client-initiated bidirectional streams, RFC 9000 section 2.1."""
 PEER: Final = ("peer", 0)
-"""The one address that QUIC sees; where its datagrams go is settled below it."""
+"""The only address that aioquic sees; the endpoint routes the datagrams."""
 
 SILENT: Final = logging.Logger("meshllm_quic.silent", logging.CRITICAL + 1)
-"""For the library, which would write what a stranger does wrong into its log."""
+"""For the library, which would otherwise log the errors of unauthenticated peers."""
 
 _UNREADABLE: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
     InvalidVersion, UnsupportedAlgorithm,
 )  # fmt: skip
-"""What the library raises where it has not thought of what a stranger may write."""
+"""Exceptions that the library raises for malformed input that it does not handle."""
 
 
 class Machine(QuicConnection):
-    """One connection; time is an argument, datagrams come in and go out by calls."""
+    """One QUIC connection as a sans-IO machine; time is an argument."""
 
     def __init__(self, configuration: QuicConfiguration, **roles: Any) -> None:
         super().__init__(configuration=configuration, **roles)
@@ -64,33 +64,33 @@ class Machine(QuicConnection):
 
     @property
     def is_client(self) -> bool:
-        """Whether this side began it."""
+        """Whether this side dialled."""
         return self._is_client
 
     @property
     def is_over(self) -> bool:
-        """Whether either side has closed, or nothing was heard for too long."""
+        """Whether either side has closed, or the idle timeout has passed."""
         return self._state in END_STATES
 
     @property
     def is_closing(self) -> bool:
-        """Whether it is over as soon as what is to be sent has left."""
+        """Whether it is closed or about to send CONNECTION_CLOSE."""
         return self._close_event is not None
 
     @property
     def close_reason(self) -> tuple[int, str] | None:
-        """The code and the words it was closed with."""
+        """Error code and reason phrase of the close; None while open."""
         event = self._close_event
         return (event.error_code, event.reason_phrase) if event is not None else None
 
     @property
     def peer_key(self) -> bytes | None:
-        """The proven Ed25519 key of the other side; None before that, or where it is another."""
+        """The authenticated Ed25519 key of the peer; None before that, or for another key type."""
         return certified_key(self.tls._peer_certificate) if self._handshake_complete else None
 
     @property
     def heard(self) -> int:
-        """How far the other side has come, which a forged or repeated datagram does not change."""
+        """Sum of the expected packet numbers; forged or replayed datagrams do not change it."""
         return sum(space.expected_packet_number for space in self._spaces.values())
 
     @property
@@ -100,13 +100,13 @@ class Machine(QuicConnection):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """How fast the controller sees bytes arrive at the other side, where it knows."""
+        """Delivery rate as estimated by the congestion controller; None if unknown."""
         rate: float | None = getattr(self._loss._cc, "bytes_per_s", None)
         return rate
 
     @property
     def size(self) -> int:
-        """Bytes of the longest datagram."""
+        """Longest datagram, in bytes."""
         return self._max_datagram_size
 
     @size.setter
@@ -115,46 +115,46 @@ class Machine(QuicConnection):
         self._loss._cc.max_datagram_size = size  # type: ignore[attr-defined]  # ours has it
 
     def receive_datagram(self, data: bytes, addr: NetworkAddress, now: float) -> None:
-        """Take a datagram; raise `PeerFault` for one after which nothing more can be read."""
+        """Receive a datagram; raise `PeerFault` if it leaves the connection unusable."""
         try:
             super().receive_datagram(data, addr, now)
         except _UNREADABLE as error:
-            raise PeerFault(f"A datagram ended in {type(error).__name__}") from error
+            raise PeerFault(f"Malformed datagram: {type(error).__name__}") from error
 
     def moved(self, size: int) -> None:
-        """Forget what was measured: the datagrams take another way, of that size."""
+        """Reset the path estimates: the route has changed; ``size`` is its datagram size."""
         reset_path(self, size)
 
     def is_open(self, channel: Channel) -> bool:
-        """Tell whether a stream can be written to: the client opens it by writing."""
+        """Return whether a stream can be written to; the client opens it by writing."""
         return STREAMS[channel] in self._streams or (self._is_client and self._handshake_complete)
 
     def unsent(self, channel: Channel) -> int:
-        """Count the bytes that were written and have never left."""
+        """Return the number of written bytes that were never sent."""
         stream = self._streams.get(STREAMS[channel])
         return stream.sender._buffer_stop - stream.sender.highest_offset if stream else 0
 
     def unacknowledged(self) -> int:
-        """Count the bytes that were written and may not have arrived."""
+        """Return the number of written bytes that are not acknowledged."""
         return sum(len(stream.sender._buffer) for stream in self._streams.values())
 
     def write(self, channel: Channel, data: Buffer) -> None:
-        """Copy bytes to the end of a stream."""
+        """Append a copy of the bytes to a stream."""
         self.send_stream_data(STREAMS[channel], data)  # type: ignore[arg-type]  # it only appends
 
     def finish(self, channel: Channel) -> None:
-        """End a stream after what was written."""
+        """Send FIN on a stream after the written data."""
         self.send_stream_data(STREAMS[channel], b"", end_stream=True)
 
     def grant(self, channel: Channel, offset: int) -> None:
-        """Let the other side send a stream up to ``offset``; never takes back."""
+        """Raise the flow-control limit of a stream to ``offset``; it never decreases."""
         stream = self._streams.get(STREAMS[channel])
         if stream is not None and offset > stream.max_stream_data_local:
             self._local_max_data.value += offset - stream.max_stream_data_local
             stream.max_stream_data_local = offset
 
     def acknowledge_with_data(self, now: float) -> None:
-        """Let a due acknowledgement travel with data that leaves now, not later on its own."""
+        """Send a pending acknowledgement with data that can be sent now, instead of alone later."""
         space = self._spaces.get(Epoch.ONE_RTT)
         if space is None or space.ack_at is None or space.ack_at <= now:
             return
@@ -167,7 +167,7 @@ class Machine(QuicConnection):
         self.tls._request_client_certificate = True
 
     def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
-        """Announce what was granted; the stock method grants by itself."""
+        """Announce granted credit; the method of aioquic grants more by itself."""
         limit: Limit = self._local_max_data
         if limit.value != limit.sent:
             buffer = builder.start_frame(
@@ -182,7 +182,7 @@ class Machine(QuicConnection):
     def _write_stream_limits(
         self, builder: QuicPacketBuilder, space: QuicPacketSpace, stream: QuicStream
     ) -> None:
-        """Announce what was granted; the stock method grants by itself."""
+        """Announce granted credit; the method of aioquic grants more by itself."""
         if stream.max_stream_data_local_sent != stream.max_stream_data_local:
             buffer = builder.start_frame(
                 QuicFrameType.MAX_STREAM_DATA,

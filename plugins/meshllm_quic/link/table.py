@@ -1,4 +1,4 @@
-"""Which connection a datagram is for."""
+"""Lookup of connections by QUIC connection id."""
 
 from collections.abc import Iterator
 
@@ -6,19 +6,19 @@ from meshllm_quic.link.admission import ID_BYTES
 from meshllm_quic.link.connection import Connection
 
 MAX_CLOSED = 1024
-"""Connections of which the last word is kept, for the side that did not get it."""
+"""Closed ids whose CONNECTION_CLOSE datagram is kept, for peers that missed it."""
 REMINDERS = 8
-"""How often it is said again."""
+"""How often it is sent again."""
 
 
 class Table:
-    """The connections by the ids that the other sides send to."""
+    """Connections by the connection ids that peers send to."""
 
     def __init__(self) -> None:
         self._connections: dict[bytes, Connection] = {}
         self._ids: dict[Connection, set[bytes]] = {}
         self._closed: dict[bytes, tuple[bytes, int]] = {}
-        """Last words, and how often they may still be said."""
+        """By id: the CONNECTION_CLOSE datagram, and how often it may still be sent."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -30,18 +30,18 @@ class Table:
         return connection in self._ids
 
     def add(self, connection: Connection, *ids: bytes) -> None:
-        """Add a connection, or an id of one that is there."""
+        """Add a connection, or more ids of a known one."""
         self._ids.setdefault(connection, set()).update(ids)
         for each in ids:
             self._connections[each] = connection
 
     def drop(self, connection_id: bytes) -> None:
-        """Forget an id."""
+        """Remove an id."""
         if (connection := self._connections.pop(connection_id, None)) is not None:
             self._ids[connection].discard(connection_id)
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection, but for its last words."""
+        """Remove a connection, but keep its CONNECTION_CLOSE datagram."""
         for each in self._ids.pop(connection, ()):
             self._connections.pop(each, None)
             self._closed[each] = connection.last_words, REMINDERS
@@ -49,13 +49,13 @@ class Table:
             del self._closed[next(iter(self._closed))]
 
     def find(self, connection_id: bytes) -> Connection | None:
-        """Find the connection of an id."""
+        """Return the connection of an id; None if there is none."""
         return self._connections.get(connection_id)
 
     def last_words(self, connection_id: bytes, most: int) -> bytes | None:
-        """Take what is to be said to who sends to a closed connection, in ``most`` bytes.
+        """Return the datagram to send for an id of a closed connection, of at most ``most`` bytes.
 
-        Empty is nothing, None that there is no such connection.
+        Empty: send nothing; None: the id is unknown.
         """
         if connection_id not in self._closed:
             return None
@@ -67,7 +67,7 @@ class Table:
 
 
 def destination(datagram: bytes) -> bytes:
-    """Read the connection id that a QUIC datagram is for, RFC 8999 section 5."""
+    """Return the destination connection id of a QUIC datagram, RFC 8999 section 5."""
     if not datagram[0] & 0x80:
         return datagram[1 : 1 + ID_BYTES]
     return datagram[6 : 6 + datagram[5]] if len(datagram) > 5 else b""

@@ -1,1 +1,1 @@
-"""Sockets, interfaces and addresses of this machine."""
+"""UDP sockets, network interfaces, and addresses."""

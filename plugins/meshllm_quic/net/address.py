@@ -1,7 +1,7 @@
-"""Addresses as people write them.
+"""Parsing and formatting of ``quic://`` addresses.
 
-``quic://HOST:PORT`` is where a node listens; ``quic://NODE@HOST:PORT`` is a node, and a relay that
-reaches it. NODE is its key as `meshllm id` prints it, without the dashes.
+``quic://HOST:PORT`` is a node that listens there; ``quic://NODE@HOST:PORT`` is the node NODE behind
+the relay at HOST:PORT. NODE is its public key as `meshllm id` prints it, without the dashes.
 """
 
 import base64
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from meshllm.errors import UserError
 
 RELAY_PORT = 8790
-"""Where a relay listens unless told otherwise."""
+"""Default port of a relay."""
 KEY_BYTES = 32
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # RFC 4648
 _CHECKED = 13  # characters before their check digit
@@ -22,12 +22,12 @@ _HINT = "write it as `quic://HOST:PORT`, or `quic://NODE@HOST:PORT` for a node b
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What an address names."""
+    """A parsed ``quic://`` address."""
 
     host: str
     port: int
     key: bytes | None = None
-    """Of the node that the relay at ``host`` reaches; None where the node itself is there."""
+    """Public key of a node behind the relay at ``host``; None if the node itself is at ``host``."""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -36,15 +36,15 @@ class Place:
 
 
 def parse(address: str, usual_port: int | None = None) -> Place:
-    """Read ``quic://HOST:PORT``, ``quic://NODE@HOST:PORT`` or ``HOST:PORT``; raise `UserError`.
+    """Parse ``quic://HOST:PORT``, ``quic://NODE@HOST:PORT`` or ``HOST:PORT``; raise `UserError`.
 
-    Where there is a ``usual_port``, the port may be left out.
+    The port may be omitted if there is a ``usual_port``.
     """
     try:
         parts = urlsplit(address if "://" in address else f"quic://{address}")
         port = usual_port if parts.port is None else parts.port
-        (parts.hostname or "").encode("idna")  # as whoever resolves it will
-    except ValueError:  # a bracket that is not closed, a port that is no number, an empty label
+        (parts.hostname or "").encode("idna")  # as the resolver will
+    except ValueError:  # an unclosed bracket, a port that is not a number, an empty label
         raise _refusal(address) from None
     is_plain = address.isascii() and address.isprintable() and " " not in address
     rest = parts.path or parts.query or parts.fragment or parts.password
@@ -55,7 +55,7 @@ def parse(address: str, usual_port: int | None = None) -> Place:
 
 
 def show_key(key: bytes) -> str:
-    """Write a key as people see node ids, without the dashes: 56 characters."""
+    """Format a key like a node id without the dashes: 56 characters."""
     digits = base64.b32encode(key).decode().rstrip("=").lower()
     return "".join(block + _check_digit(block) for block in _blocks(digits, _CHECKED))
 
@@ -68,8 +68,8 @@ def _parse_key(text: str, address: str) -> bytes:
     except (binascii.Error, ValueError):
         key = b""
     if len(key) != KEY_BYTES or show_key(key) != typed:
-        hint = "copy the whole address; the check digits do not fit"
-        raise UserError(f"`{address[:160]}` names no node", hint=hint)
+        hint = "copy the whole address; its check digits do not match"
+        raise UserError(f"Invalid node id in `{address[:160]}`", hint=hint)
     return key
 
 
@@ -78,7 +78,7 @@ def _blocks(text: str, size: int) -> Iterable[str]:
 
 
 def _check_digit(block: str) -> str:
-    """Close the sum with weights 2, 1, 2... over the alphabet (Luhn mod N, N = 32)."""
+    """Compute the Luhn mod N check digit, N = 32, with weights 2, 1, 2..."""
     total = 0
     for place, character in enumerate(block):
         product = _ALPHABET.index(character) * (2 - place % 2)
@@ -87,4 +87,4 @@ def _check_digit(block: str) -> str:
 
 
 def _refusal(address: str) -> UserError:
-    return UserError(f"`{address[:160]}` is no QUIC address", hint=_HINT)
+    return UserError(f"Invalid QUIC address `{address[:160]}`", hint=_HINT)

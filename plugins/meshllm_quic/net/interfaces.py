@@ -1,4 +1,4 @@
-"""The addresses of this machine."""
+"""The IP addresses of this machine."""
 
 import socket
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 
 
 def hosts() -> Sequence[str]:
-    """List the addresses of the interfaces that are up, likeliest first, loopback last.
+    """List the addresses of the interfaces that are up, most reachable first, loopback last.
 
-    Link-local IPv6 is left out: it means nothing without the name of an interface here.
+    Link-local IPv6 addresses are omitted: they are meaningless without a local interface name.
     """
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = {
@@ -28,7 +28,7 @@ def hosts() -> Sequence[str]:
 
 
 def _default(family: socket.AddressFamily) -> str | None:
-    """Name the address that the default route leaves from; sends nothing."""
+    """Return the source address of the default route; sends nothing."""
     target = "192.0.2.1" if family is socket.AF_INET else "2001:db8::1"  # RFC 5737, RFC 3849
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))

@@ -1,17 +1,17 @@
-"""What carries datagrams: the real network or one in memory."""
+"""Contract of a datagram network: the real one, or a simulated one in tests."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 Address = tuple[str, int]
-"""A numeric host, IPv4 never written as IPv6, and a port."""
+"""A numeric host, IPv4 never as IPv4-mapped IPv6, and a port."""
 
 Receive = Callable[[Sequence[tuple[bytes, Address]]], None]
-"""Takes the datagrams that arrived since the last call, with where each came from."""
+"""Receives the datagrams that arrived since the last call, each with its source."""
 
 
 class Socket(Protocol):
-    """One UDP socket, for everything that a process says and hears."""
+    """A UDP socket, shared by all connections of a process."""
 
     @property
     def port(self) -> int:
@@ -19,39 +19,39 @@ class Socket(Protocol):
         ...
 
     def hosts(self) -> Sequence[str]:
-        """List the addresses of this machine that others may reach, likeliest first.
+        """List the addresses of this machine that peers may reach, most reachable first.
 
-        It is asked anew when it matters: a laptop changes its network.
+        The list is not cached: a laptop may change its network.
         """
         ...
 
     def send(self, datagrams: Sequence[bytes], to: Address) -> None:
-        """Send datagrams to one place, each of the size of the first, the last perhaps shorter.
+        """Send datagrams to one address, of equal size; the last may be shorter.
 
-        Never waits; what the kernel does not take is lost, as any datagram may be.
+        Never blocks; datagrams that the kernel does not accept are dropped.
         """
         ...
 
     def close(self) -> None:
-        """Close it; nothing is received any more."""
+        """Close the socket and stop receiving."""
         ...
 
 
 class Network(Protocol):
-    """Where sockets are opened."""
+    """Opens sockets and resolves names."""
 
     async def open(self, host: str | None, port: int, receive: Receive) -> Socket:
-        """Open a socket; no host is every address, IPv4 and IPv6, and port 0 a free one.
+        """Open a socket; host None binds all IPv4 and IPv6 addresses, port 0 any free port.
 
         Raises:
-            OSError: the address is in use, or not one of this machine.
+            OSError: the address is in use, or does not belong to this machine.
         """
         ...
 
     async def resolve(self, host: str, port: int) -> Sequence[Address]:
-        """Find the addresses of a name or a numeric host, in the order they are to be tried.
+        """Resolve a name or a numeric host to addresses, in the order to try them.
 
         Raises:
-            OSError: there is none.
+            OSError: the name cannot be resolved.
         """
         ...

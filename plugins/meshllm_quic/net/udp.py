@@ -1,8 +1,8 @@
-"""The real network: UDP on asyncio, in batches.
+"""UDP sockets on asyncio, with batched system calls (GSO and GRO).
 
-One system call carries up to 64 datagrams where the kernel cuts and joins them (Linux: UDP_SEGMENT
-since 4.18, UDP_GRO since 5.0); elsewhere, one each. Nothing is fragmented: what is longer than the
-path allows is lost, so that a lost probe tells the size of the path (RFC 8899 section 3).
+One system call carries up to 64 datagrams if the kernel segments and coalesces them (Linux:
+UDP_SEGMENT since 4.18, UDP_GRO since 5.0), otherwise one. Datagrams are never fragmented: those
+longer than the path MTU are lost, so that probes can discover the MTU (RFC 8899 section 3).
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from typing import Any
 from meshllm_quic.net.interfaces import hosts
 from meshllm_quic.net.network import Address, Receive
 
-BUFFER_BYTES = 4 * 1024 * 1024  # 212992 of Linux's default lose bursts; the kernel may grant less
-BATCH = 64  # datagrams between two turns of the loop, at some 25 us each above here
+BUFFER_BYTES = 4 * 1024 * 1024  # Linux's default of 212992 drops bursts; the kernel may grant less
+BATCH = 64  # datagrams per event loop iteration; processing takes some 25 us each
 MAX_RUN = 64  # datagrams in one system call: UDP_MAX_SEGMENTS of Linux
-MAX_RUN_BYTES = 65_000  # below the 65535 of IP with its heads
+MAX_RUN_BYTES = 65_000  # below IP's limit of 65535, headers included
 MAX_DATAGRAM_BYTES = 65_535
 
 _UDP_SEGMENT, _UDP_GRO = 103, 104  # linux/udp.h; Python 3.11 has no names for them
 _WHOLE: dict[str, Sequence[tuple[int, int, int]]] = {
-    # IP_MTU_DISCOVER and IPV6_MTU_DISCOVER: PMTUDISC_PROBE sets DF and believes no ICMP
+    # IP_MTU_DISCOVER and IPV6_MTU_DISCOVER: PMTUDISC_PROBE sets DF and ignores ICMP
     "linux": ((socket.IPPROTO_IP, 10, 3), (socket.IPPROTO_IPV6, 23, 3)),
     # IP_DONTFRAG and IPV6_DONTFRAG of netinet/in.h
     "darwin": ((socket.IPPROTO_IP, 28, 1), (socket.IPPROTO_IPV6, 62, 1)),
@@ -36,21 +36,21 @@ _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
 @dataclass(frozen=True, slots=True)
 class UdpStatistics:
-    """What a socket has done so far."""
+    """Counters of a socket."""
 
     datagrams_sent: int
     send_calls: int
     datagrams_received: int
     receive_calls: int
     drops: int
-    """Datagrams that the kernel refused: its buffer is full, no route, too long for the path."""
+    """Datagrams that the kernel rejected: buffer full, no route, or longer than the path MTU."""
 
 
 class UdpSocket:
-    """A UDP socket of the kernel, read by the loop; see `meshllm_quic.net.network.Socket`."""
+    """A UDP socket read by the event loop; see `meshllm_quic.net.network.Socket`."""
 
     def __init__(self, bound: socket.socket, receive: Receive) -> None:
-        """Own a socket that is bound and does not block."""
+        """Take ownership of a bound, non-blocking socket."""
         self._socket = bound
         self._receive = receive
         self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES))
@@ -67,13 +67,13 @@ class UdpSocket:
 
     @property
     def statistics(self) -> UdpStatistics:
-        """What it has sent and received."""
+        """Counters of this socket."""
         return UdpStatistics(
             self._sent, self._send_calls, self._received, self._receive_calls, self._drops
         )
 
     def hosts(self) -> Sequence[str]:
-        """List the addresses of this machine that others may reach, likeliest first."""
+        """List the addresses of this machine that peers may reach, most reachable first."""
         if self._host == "::":
             return hosts()
         if self._host == "0.0.0.0":
@@ -81,7 +81,7 @@ class UdpSocket:
         return [self._host]
 
     def send(self, datagrams: Sequence[bytes], to: Address) -> None:
-        """Send datagrams to one place, each of the size of the first, the last perhaps shorter."""
+        """Send datagrams to one address, of equal size; the last may be shorter."""
         if self._socket.fileno() < 0 or not datagrams:
             return
         size = max(1, len(datagrams[0]))
@@ -90,13 +90,13 @@ class UdpSocket:
             self._send(datagrams[start : start + run], size, to)
 
     def close(self) -> None:
-        """Close it; more calls do nothing."""
+        """Close the socket; idempotent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
 
     def _send(self, datagrams: Sequence[bytes], size: int, to: Address) -> None:
-        """Send in one call what the kernel cuts into datagrams of ``size`` bytes."""
+        """Send in one call; the kernel segments the data into datagrams of ``size`` bytes."""
         ancillary: list[tuple[int, int, bytes]] = []
         if len(datagrams) > 1:
             ancillary = [(socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("=H", size))]
@@ -109,15 +109,15 @@ class UdpSocket:
             if len(datagrams) == 1:
                 self._drops += 1
                 return
-            if error.errno == errno.EIO:  # an interface that computes no checksums
+            if error.errno == errno.EIO:  # an interface without checksum offload
                 self._can_cut = False
-            for datagram in datagrams:  # some kernels do not cut what others do
+            for datagram in datagrams:  # some kernels reject what others segment
                 self._send([datagram], size, to)
         else:
             self._sent += len(datagrams)
 
     def _read(self) -> None:
-        """Take what has arrived, as much as fits one turn of the loop, and hand it on at once."""
+        """Receive up to `BATCH` datagrams and pass them on in one call."""
         batch: list[tuple[bytes, Address]] = []
         for _ in range(BATCH):
             self._receive_calls += 1
@@ -127,9 +127,7 @@ class UdpSocket:
                 )
             except BlockingIOError:
                 break
-            except (
-                OSError
-            ):  # what ICMP said about a datagram sent before: one of many peers is gone
+            except OSError:  # an ICMP error for an earlier datagram: one of many peers is gone
                 continue
             address, step = _address(source), _segment(ancillary) or size
             batch += [
@@ -147,10 +145,10 @@ class UdpNetwork:
     """Opens UDP sockets on the running loop; see `meshllm_quic.net.network.Network`."""
 
     async def open(self, host: str | None, port: int, receive: Receive) -> UdpSocket:
-        """Open a socket; no host is every address, IPv4 and IPv6, and port 0 a free one.
+        """Open a socket; host None binds all IPv4 and IPv6 addresses, port 0 any free port.
 
         Raises:
-            OSError: the address is in use, or not one of this machine.
+            OSError: the address is in use, or does not belong to this machine.
         """
         if host is None:
             return UdpSocket(_bind_all(port), receive)
@@ -159,21 +157,21 @@ class UdpNetwork:
         return UdpSocket(_bind(family, address), receive)
 
     async def resolve(self, host: str, port: int) -> Sequence[Address]:
-        """Find the addresses of a name or a numeric host, in the order they are to be tried.
+        """Resolve a name or a numeric host to addresses, in the order to try them.
 
         Raises:
-            OSError: there is none.
+            OSError: the name cannot be resolved.
         """
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        except UnicodeError as error:  # a label that no name may have
-            raise OSError(errno.EINVAL, f"`{host}` is no host") from error
+        except UnicodeError as error:  # an invalid IDNA label
+            raise OSError(errno.EINVAL, f"invalid host `{host}`") from error
         return list(dict.fromkeys(_address(sockaddr) for *_, sockaddr in found))
 
 
 def _bind_all(port: int) -> socket.socket:
-    """Bind every address, of IPv4 alone where the kernel has no IPv6."""
+    """Bind all addresses; only IPv4 if the kernel has no IPv6."""
     if socket.has_dualstack_ipv6():
         try:
             return _bind(socket.AF_INET6, ("::", port))
@@ -184,7 +182,7 @@ def _bind_all(port: int) -> socket.socket:
 
 
 def _bind(family: socket.AddressFamily, address: Address) -> socket.socket:
-    """Make a socket that does not block, with all that the kernel has to offer, and bind it."""
+    """Bind a non-blocking socket with large buffers, GRO and DF, as far as the kernel allows."""
     made = socket.socket(family, socket.SOCK_DGRAM)
     wishes = [
         (socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES),
@@ -198,7 +196,7 @@ def _bind(family: socket.AddressFamily, address: Address) -> socket.socket:
         if family is socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
         for wish in wishes:
-            with suppress(OSError):  # it works without, slower
+            with suppress(OSError):  # optional: it only costs speed
                 made.setsockopt(*wish)
         made.bind(_destination(family, address))
     except OSError:
@@ -208,7 +206,7 @@ def _bind(family: socket.AddressFamily, address: Address) -> socket.socket:
 
 
 def _can_cut(bound: socket.socket) -> bool:
-    """Tell whether the kernel knows UDP_SEGMENT; one that does not would send it all as one."""
+    """Return whether the kernel supports UDP_SEGMENT; others would send one large datagram."""
     if sys.platform != "linux":
         return False
     try:
@@ -219,7 +217,7 @@ def _can_cut(bound: socket.socket) -> bool:
 
 
 def _segment(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
-    """Find the size of the datagrams that the kernel joined; 0 where it is one."""
+    """Return the size of the datagrams that the kernel coalesced; 0 for a single one."""
     for level, kind, data in ancillary:
         if (level, kind) == (socket.IPPROTO_UDP, _UDP_GRO):
             return int(struct.unpack("=i", data[:4])[0])
@@ -227,7 +225,7 @@ def _segment(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
 
 
 def _address(sockaddr: tuple[Any, ...]) -> Address:
-    """Write an address of the kernel as others read it; a link-local one with its zone number."""
+    """Convert a kernel address to an `Address`; link-local ones keep their zone number."""
     host, port, *rest = sockaddr
     if len(rest) == 2 and rest[1]:
         return f"{host}%{rest[1]}", port
@@ -236,7 +234,7 @@ def _address(sockaddr: tuple[Any, ...]) -> Address:
 
 
 def _destination(family: int, address: Address) -> tuple[Any, ...]:
-    """Write an address as the kernel takes it; raise `OSError` when the family has none such."""
+    """Convert an `Address` to the kernel's form; raise `OSError` for the wrong family."""
     host, port = address
     if family == socket.AF_INET:
         return address

@@ -1,1 +1,1 @@
-"""Ways to a peer: candidates, probes, and which one is taken."""
+"""Path selection: NAT discovery, candidate addresses, probes, liveness and path MTU."""

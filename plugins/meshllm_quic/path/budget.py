@@ -1,4 +1,4 @@
-"""So much a second and so much at once, for one or for each host."""
+"""Token buckets, single and per host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class Budget:
     """A token bucket, full at the start; times are seconds on the driver's clock."""
 
     rate: float
-    """What comes in, a second."""
+    """Tokens added per second."""
     burst: float
-    """What it holds."""
+    """Capacity in tokens."""
     left: float
     at: float
-    """When `left` was so much."""
+    """The time at which ``left`` was computed."""
 
     def take(self, amount: float, now: float) -> bool:
-        """Spend an amount; False leaves everything where it is."""
+        """Spend tokens; return False, and spend none, if there are too few."""
         self.left = min(self.burst, self.left + (now - self.at) * self.rate)
         self.at = now
         if amount > self.left:
@@ -35,10 +35,10 @@ class Budget:
 
 
 class Shares:
-    """A budget for each host in a memory that does not grow.
+    """A token bucket per host, in bounded memory.
 
-    Hosts whose hashes meet in one slot share it; which hosts these are is known to nobody, for the
-    hash has a secret key.
+    Hosts whose hashes collide share a bucket; the hash is keyed with a secret, so that an attacker
+    cannot choose collisions.
     """
 
     def __init__(self, rate: float, burst: float, random: Callable[[int], bytes]) -> None:
@@ -48,7 +48,7 @@ class Shares:
         self._budgets: dict[int, Budget] = {}
 
     def of(self, host: bytes, now: float) -> Budget:
-        """Return the budget of a host, as `host_of` names it."""
+        """Return the bucket of a host (see `host_of`)."""
         slot = int.from_bytes(blake3(host, key=self._key).digest(2), "big") % SLOTS
         if slot not in self._budgets:
             self._budgets[slot] = Budget(self._rate, self._burst, self._burst, now)
@@ -56,5 +56,5 @@ class Shares:
 
 
 def host_of(address: Address) -> bytes:
-    """Name who is behind an address: the host with IPv4, the network of 64 bits with IPv6."""
+    """Return the unit of rate limiting of an address: the IPv4 host, or the IPv6 /64."""
     return ip_address(address[0]).packed[:_V6_NET_BYTES]

@@ -1,8 +1,8 @@
-"""Where the other side may be reached, and when each address is tried.
+"""The candidate addresses of a peer, and the probe schedule of each.
 
-An address is tried in series: at once, then after pauses that grow from 20 to 200 ms, for 10 s or
-until it has answered often enough. A series is at most `MAX_PROBES` probes, so that an address
-which never answers costs whoever owns it no more than that for each offer that names it.
+An address is probed in series: at once, then at intervals that grow from 20 to 200 ms, for 10 s or
+until it has answered often enough. A series has at most `MAX_PROBES` probes, which bounds the
+traffic to a third party whose address was offered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,60 +12,60 @@ from ipaddress import IPv4Address, ip_address
 from meshllm_quic.net.network import Address
 
 MAX_OFFERED = 16
-MAX_REFLEXIVE = 8  # addresses that the other side was heard from and did not offer
+MAX_REFLEXIVE = 8  # peer-reflexive: observed as the source of a packet, not offered
 SERIES_S = 10.0
 MAX_PROBES = 64  # of one series
 FIRST_PAUSE = 0.02  # s
 GROWTH = 1.3
 MAX_PAUSE = 0.2  # s
-ANSWERS = 4  # that end a series: enough to compare round trips
-MAX_TRUST = 16  # answers in a row until an address that fell silent often is used again
-FRESH = 5.0  # s for which an answer counts as one of now
-IPV6_BONUS = 0.003  # s that IPv6 may be slower: no NAT forgets it
-_GAIN = 1 / 4  # of a new round trip in the smoothed one: there is one in five seconds
+ANSWERS = 4  # replies that end a series: enough to compare round trips
+MAX_TRUST = 16  # limit of `trust`, for flapping addresses
+FRESH = 5.0  # s for which a reply counts as recent
+IPV6_BONUS = 0.003  # s that IPv6 may be slower: it has no NAT mapping that expires
+_GAIN = 1 / 4  # weight of a new sample in the smoothed round trip: there is one in 5 s
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One address of the other side."""
+    """One candidate address of the peer."""
 
     address: Address
     is_offered: bool
     due: float | None = None
     """When the next probe of the series is due."""
     probes: int = 0
-    """Sent since the series began, also those outside of it."""
+    """Probes sent since the series began, including those outside of it."""
     answers: int = 0
-    """Heard since the series began."""
+    """Replies received since the series began."""
     trust: int = 1
-    """Answers in a series that make it a path: twice as many each time the route fell silent."""
+    """Replies in a series that validate the path; doubled each time the route timed out."""
     round_trip_s: float | None = None
     answered: float | None = None
-    """When it last answered."""
+    """Time of the last reply; None if it never answered or timed out as the route."""
     _end: float = 0.0
     _pause: float = FIRST_PAUSE
     _wanted: int = ANSWERS
 
     @property
     def cost_s(self) -> float:
-        """The round trip, less what the address is favoured by; infinite while not measured."""
+        """Round trip minus the bonus of IPv6; infinite while not measured."""
         if self.round_trip_s is None:
             return float("inf")
         return self.round_trip_s - (IPV6_BONUS if ":" in self.address[0] else 0.0)
 
     def is_fresh(self, now: float) -> bool:
-        """Tell whether it answered a moment ago."""
+        """Return whether it answered within the last `FRESH` seconds."""
         return self.answered is not None and now < self.answered + FRESH
 
     def start(self, now: float, *, wanted: int | None = None) -> None:
-        """Begin a series, which ends with so many answers, or with enough for a choice."""
+        """Begin a series that ends after ``wanted`` replies, by default enough to compare."""
         self.due, self._end = now, now + SERIES_S
         self._wanted = wanted or max(ANSWERS, self.trust)
         self.probes = self.answers = 0
         self._pause = min(max(FIRST_PAUSE, 1.25 * (self.round_trip_s or 0.0)), MAX_PAUSE)
 
     def tried(self, now: float) -> None:
-        """Note a probe; the next one of the series comes after a longer pause."""
+        """Note a sent probe, and schedule the next one of the series after a longer pause."""
         self.probes += 1
         if self.due is None:
             return
@@ -73,7 +73,7 @@ class Candidate:
         self.due = due if due < self._end and self.probes < MAX_PROBES else None
 
     def answer(self, now: float, sample_s: float) -> None:
-        """Note an answer, and how long it took."""
+        """Note a reply and its round trip."""
         self.answers += 1
         self.answered = now
         if self.answers >= self._wanted:
@@ -82,14 +82,14 @@ class Candidate:
         self.round_trip_s = smoothed + _GAIN * (sample_s - smoothed)
 
     def die(self) -> None:
-        """Note that it was the route and fell silent."""
+        """Note that it was the route and timed out."""
         self.trust = min(2 * self.trust, MAX_TRUST)
         self.answered = None
         self.answers = 0
 
 
 class Candidates:
-    """The addresses of one other side: `MAX_OFFERED` + `MAX_REFLEXIVE` and a route or two."""
+    """The candidates of one peer: up to `MAX_OFFERED` + `MAX_REFLEXIVE`, plus a route or two."""
 
     def __init__(self) -> None:
         self._known: dict[Address, Candidate] = {}
@@ -98,15 +98,15 @@ class Candidates:
         return iter(self._known.values())
 
     def get(self, address: Address) -> Candidate | None:
-        """Find what is known of an address."""
+        """Return the candidate of an address; None if there is none."""
         return self._known.get(address)
 
     def keep(self, address: Address) -> Candidate:
-        """Find or add the address where the connection was set up; it is as good as offered."""
+        """Find or add the address of the connection's handshake; it counts as offered."""
         return self._known.setdefault(address, Candidate(address, is_offered=True))
 
     def offer(self, addresses: Sequence[Address], route: Address | None) -> None:
-        """Put what was offered in the place of what was offered before."""
+        """Replace the previously offered addresses."""
         offered = set(addresses)
         self._known = {
             address: known
@@ -117,7 +117,7 @@ class Candidates:
             self._known.setdefault(address, Candidate(address, is_offered=True)).is_offered = True
 
     def meet(self, address: Address, route: Address | None, now: float) -> Candidate | None:
-        """Find or add an address that something came from; None where there is no place for it."""
+        """Find or add the source address of a packet; None if it is invalid or there is no room."""
         if address in self._known:
             return self._known[address]
         if not is_sensible(address):
@@ -133,7 +133,7 @@ class Candidates:
 
 
 def sensible(addresses: Sequence[Address], *, is_beside: bool) -> list[Address]:
-    """Keep what may be probed, each once; loopback only where the other side is on this machine."""
+    """Filter and deduplicate offered addresses; loopback only if the peer is on this machine."""
     kept = [
         address
         for address in dict.fromkeys(addresses[: 4 * MAX_OFFERED])
@@ -143,7 +143,7 @@ def sensible(addresses: Sequence[Address], *, is_beside: bool) -> list[Address]:
 
 
 def is_sensible(address: Address) -> bool:
-    """Tell whether one host may be there, whom a datagram of ours can reach."""
+    """Return whether an address is a routable unicast address."""
     host = ip_address(address[0])
     if host.is_multicast or host.is_unspecified or not 0 < address[1] < 65536:
         return False

@@ -1,4 +1,4 @@
-"""What finds the way of a connection, as the connection sees it."""
+"""Interface between a connection and the driver of its path selection."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from meshllm_quic.wire.routes import Route
 
 
 class Guiding(Protocol):
-    """Who finds the way of a connection."""
+    """Selects the route of a connection."""
 
     deadline: float | None
 
@@ -16,25 +16,25 @@ class Guiding(Protocol):
         ...
 
     def know(self, *, is_stranger: bool) -> None:
-        """Hear whether the other side has still to say who it is."""
+        """Note whether the peer is authenticated."""
         ...
 
     def hear(self, kind: int, body: bytes) -> None:
-        """Take a word of the other side; raise `PeerFault`."""
+        """Handle an OFFER or ANSWER record; raise `PeerFault`."""
         ...
 
     def heard(self, route: Route, now: float) -> None:
-        """Note where QUIC was heard from."""
+        """Note a received QUIC datagram and its route."""
         ...
 
     def sent(self, now: float) -> None:
-        """Note that QUIC sent something."""
+        """Note that QUIC sent a datagram."""
         ...
 
     def expire(self, now: float) -> None:
-        """Do what is due."""
+        """Handle the deadline."""
         ...
 
     def end(self) -> None:
-        """Do nothing more."""
+        """Stop."""
         ...

@@ -1,11 +1,11 @@
-"""Which NAT this node is behind, from what others see.
+"""NAT type detection from the addresses that observers report, as in STUN.
 
-An observer is another host, or another port of it, that tells as whom it sees this node's socket.
-Where two see the same, so will a third, and the other side of a connection can be told to send
-there; where they differ, the NAT writes another address on what goes to each. Each observer is
-asked again before a NAT forgets the mapping; one that leaves three questions open is believed no
-longer, and when all are silent, UDP is blocked. When one observer sees a change, what the others
-saw is of before it, and they are asked at once.
+An observer is another host, or another of its ports, that reports the source address of this node's
+packets. If two observers report the same address, a third host will see it too, and peers can send
+there; if they differ, the NAT uses a new mapping per destination. Each observer is asked again
+before the NAT mapping expires; after three unanswered requests its report is dropped, and when no
+observer answers, UDP is blocked. If one report changes, the others are outdated, and their
+observers are asked at once.
 """
 
 from collections.abc import Collection
@@ -17,13 +17,13 @@ from meshllm_quic.net.network import Address
 from meshllm_quic.wire.routes import show
 
 MAX_OBSERVERS = 16
-AGAIN = 25.0  # s; NATs forget after 30 at the earliest that is seen (RFC 4787 asks for 120)
-RETRY = 3.0  # s that an answer may take
+AGAIN = 25.0  # s; the shortest NAT timeouts seen are 30 s (RFC 4787 asks for 120)
+RETRY = 3.0  # s until an unanswered request counts as missed
 TRIES = 3
 
 
 class NatKind(StrEnum):
-    """How a NAT maps one socket (RFC 4787 section 4.1)."""
+    """The address mapping behaviour of the NAT (RFC 4787 section 4.1)."""
 
     UNKNOWN = "unknown"
     NONE = "none"
@@ -32,39 +32,39 @@ class NatKind(StrEnum):
 
 
 _MEANING = {
-    NatKind.NONE: "others see this node as it is",
-    NatKind.EASY: "others can be told where to reach it",
-    NatKind.HARD: "direct only to those who can be reached themselves",
+    NatKind.NONE: "no address translation",
+    NatKind.EASY: "peers can connect directly by hole punching",
+    NatKind.HARD: "direct only to peers that are reachable themselves",
 }
 
 
 @dataclass(slots=True)
 class _Observer:
     due: float
-    """When it is to be asked."""
+    """When the next request is due."""
     misses: int = 0
-    """Questions in a row that it left open."""
+    """Unanswered requests in a row."""
     is_asked: bool = False
     seen: Address | None = None
     told: float = 0.0
 
 
 class Observations:
-    """What others saw; times are seconds on the driver's clock."""
+    """The observers and their reports; times are seconds on the driver's clock."""
 
     def __init__(self) -> None:
         self._observers: dict[Address, _Observer] = {}
 
     def add(self, observer: Address, now: float) -> None:
-        """Have an observer asked, from now on."""
+        """Add an observer, to be asked from now on."""
         if observer not in self._observers:
             self._insert(observer, now)
 
     def told(self, observer: Address, seen: Address, now: float) -> None:
-        """Note as whom an observer sees this node; the caller knows that it was asked, and is it.
+        """Record the address that an observer reports; the caller has authenticated the report.
 
         Raises:
-            ValueError: an address has no numeric host.
+            ValueError: the host of ``seen`` is not numeric.
         """
         ip_address(seen[0])
         old = self._observers.get(observer)
@@ -75,18 +75,18 @@ class Observations:
         known.misses, known.is_asked = 0, False
 
     def moved(self, now: float) -> None:
-        """Forget what was seen: this node has changed its network, and all are to be asked."""
+        """Drop all reports and ask all observers again: the network of this node has changed."""
         for observer in self._observers.values():
             observer.seen, observer.misses, observer.is_asked = None, 0, False
             observer.due = now
 
     @property
     def deadline(self) -> float | None:
-        """When ``expire`` has something to do; None without an observer."""
+        """When `expire` must be called; None without an observer."""
         return min((observer.due for observer in self._observers.values()), default=None)
 
     def expire(self, now: float) -> list[Address]:
-        """Take the observers that are to be asked now."""
+        """Return the observers to ask now."""
         due = [address for address, known in self._observers.items() if now >= known.due]
         for address in due:
             observer = self._observers[address]
@@ -99,12 +99,12 @@ class Observations:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether everybody was asked and nobody answers: UDP does not get through."""
+        """Whether no observer answers, although all were asked: UDP is blocked."""
         observers = self._observers.values()
         return bool(observers) and all(each.misses and each.seen is None for each in observers)
 
     def kind(self, own: Collection[Address]) -> NatKind:
-        """Tell the kind; ``own`` are the addresses of this machine's interfaces, with the port."""
+        """Return the NAT kind; ``own`` are this machine's interface addresses with the port."""
         seen = self._telling()
         others = [address for address in seen if address not in own]
         if not others:
@@ -114,22 +114,22 @@ class Observations:
         return NatKind.EASY if len(others) > 1 else NatKind.UNKNOWN
 
     def candidates(self) -> list[Address]:
-        """List where others saw this node, freshest first."""
+        """List the observed addresses of this node, latest report first."""
         fresh = sorted(self._observers.values(), key=lambda known: known.told, reverse=True)
         return list(dict.fromkeys(known.seen for known in fresh if known.seen is not None))
 
     def describe(self, own: Collection[Address]) -> str:
-        """Say in one line what the network does, for people."""
+        """Describe the NAT in one line."""
         if self.is_blocked:
             return f"blocked: none of {len(self._observers)} observers answers over UDP"
         kind, seen = self.kind(own), ", ".join(show(address) for address in self.candidates())
         if not seen:
-            return f"{kind}: nobody has told yet as whom they see this node"
-        meaning = _MEANING.get(kind, "it takes a second observer to tell")
+            return f"{kind}: no observer has reported this node's address yet"
+        meaning = _MEANING.get(kind, "a second observer is needed")
         return f"{kind}: seen as {seen}; {meaning}"
 
     def _telling(self) -> list[Address]:
-        """What each observer saw that tells most: public addresses, and of IPv4, where NATs are."""
+        """The most informative reports: public addresses if any, then IPv4 ones if any."""
         seen = [known.seen for known in self._observers.values() if known.seen is not None]
         seen = [address for address in seen if ip_address(address[0]).is_global] or seen
         return [address for address in seen if ip_address(address[0]).version == 4] or seen
@@ -141,7 +141,7 @@ class Observations:
         return self._observers.setdefault(observer, _Observer(now))
 
     def _doubt(self, seen: Address, now: float) -> None:
-        """Forget what the others saw of the family in which an observer saw a change."""
+        """Drop the reports of the address family in which a report has changed."""
         family = ip_address(seen[0]).version
         for known in self._observers.values():
             if known.seen is not None and ip_address(known.seen[0]).version == family:

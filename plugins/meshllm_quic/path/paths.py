@@ -1,39 +1,37 @@
-"""The way of one connection: found, proven, measured, chosen, given up.
+"""Path selection of one connection: NAT hole punching, validation, migration and failover.
 
 Theory of operation
 -------------------
 ::
 
-    RELAYED --an answer--> DIRECT --a check without answer--> RELAYED, or another DIRECT
-                            |  ^
-                            '--' another address, at least 5 ms nearer
+    RELAYED --a reply--> DIRECT --a check without reply--> RELAYED, or another DIRECT
+                          |  ^
+                          '--' another address, at least 5 ms faster
 
-QUIC begins through a relay, or straight where it was dialled. Over it the two sides tell each other
-where they may be reached (an *offer*), and then each probes all addresses of the other at the same
-time: what one sends opens its own NAT for what the other sends. Where a NAT writes another address
-on it than was offered, the probe itself shows which, and that is tried as well. Each side chooses
-for itself, and its way out need not be the other's.
+A QUIC connection starts through a relay, or directly at the dialled address. Inside it the sides
+exchange their candidate addresses (an *offer*), then each probes all candidates of the other at the
+same time: an outgoing probe opens the sender's NAT for the probes of the peer (hole punching). If a
+NAT maps the peer to an address that was not offered, the source of its probe reveals it (a
+peer-reflexive candidate), and it is probed too. Each side selects its own outgoing route.
 
 Invariants:
 
-- A direct route is one from which an answer came, or the one where QUIC itself was set up. What is
-  only heard from an address makes it one to be probed and nothing more.
-- Whoever does not know the key, which travelled inside QUIC, cannot move a route: probes and
-  answers carry a MAC. A probe that a stranger sends again gets an answer 20 bytes longer than it,
-  and there are at most `MAX_ANSWERS` of them in a second; an answer counts once, and only from
-  where its probe went; what comes back to its maker fits no key. Who can read and forge packets on
-  the way can lead them past himself, as he already could, and still reads nothing.
-- An address that was offered and never answered gets at most `MAX_PROBES` probes of 33 bytes for
-  each offer, at most `MAX_OFFERED` addresses do, and offers of the other side are taken one in
-  `OFFER_PAUSE`. Any other address gets at most an answer and one probe for a probe from there, so
-  that a replayed one is reflected with less than 3 times its bytes. A stranger's offer cannot make
-  us probe loopback, multicast or what is no address.
-- Memory does not grow with what is received.
-- While a direct route does not answer, datagrams go through the relay, if there is one; it is never
-  given up. A direct route that fell silent must answer twice as often as the last time before it is
-  believed, so that one which comes and goes is left alone.
+- A direct route is one that replied to a probe, or the one of the QUIC handshake. A datagram from
+  another address only makes that address a candidate.
+- An attacker without the key, which was sent inside QUIC, cannot change a route: probes and replies
+  carry a MAC. A replayed probe gets a reply that is 20 bytes longer, at most `MAX_ANSWERS` per
+  second; a reply counts once, and only from the address of its probe; reflected packets fail the
+  MAC. An on-path attacker can redirect packets past itself, as it already could, but reads nothing.
+- An offered address that never replies gets at most `MAX_PROBES` probes of 33 bytes per offer, for
+  at most `MAX_OFFERED` addresses, and at most one offer per `OFFER_PAUSE` is accepted. Any other
+  address gets at most one reply and one probe per probe from there, so a replay is amplified less
+  than 3 times. An offer cannot cause probes to loopback, multicast or invalid addresses.
+- Memory is bounded.
+- While a direct route does not reply, datagrams go through the relay, if there is one; the relay is
+  never given up. A direct route that timed out needs twice as many replies as the last time before
+  it is used again, so a flapping route is avoided.
 
-A relayed connection offers again once a minute, and soon after its direct route fell silent.
+A relayed connection sends an offer every minute, and soon after its direct route timed out.
 """
 
 import secrets
@@ -49,20 +47,20 @@ from meshllm_quic.path.watch import Verdict, Watch
 from meshllm_quic.wire.packets import MAX_INNER_BYTES, Answer, Probe
 from meshllm_quic.wire.routes import Direct, Route, Through, show
 
-OFFER_PAUSE = 2.0  # s between two offers that are taken from the other side
-OFFER_AGAIN = 5.0  # s between two offers of which the second is ours
-OFFER_RELAYED = 60.0  # s until a relayed connection looks for a direct path again
-KNOCK_PAUSE = 0.1  # s between two probes to addresses that are no candidates of an offer
-MAX_ANSWERS = 128  # in one second
-COMPARED = 3  # answers that make a round trip one to compare
-GAIN = 0.005  # s that a direct path is nearer than the route, to be the next route
-LENGTHS = (1452,)  # bytes: Ethernet, less the heads of IPv6 and UDP
-LOCAL_LENGTHS = (1452, 16000)  # bytes; aioquic writes no longer packet
+OFFER_PAUSE = 2.0  # s between two accepted offers of the peer
+OFFER_AGAIN = 5.0  # s from any offer to one that follows the loss of a route
+OFFER_RELAYED = 60.0  # s between the offers of a relayed connection
+KNOCK_PAUSE = 0.1  # s between two probes to sources of QUIC datagrams
+MAX_ANSWERS = 128  # per second
+COMPARED = 3  # replies before round trips are compared
+GAIN = 0.005  # s by which a path must be faster than the route to replace it
+LENGTHS = (1452,)  # bytes: Ethernet MTU minus the headers of IPv6 and UDP
+LOCAL_LENGTHS = (1452, 16000)  # bytes; the longest packet that aioquic writes
 
 
 @dataclass(frozen=True, slots=True)
 class SendProbe:
-    """Send this to there, straight."""
+    """Send this probe directly to the address."""
 
     to: Address
     packet: Probe
@@ -70,7 +68,7 @@ class SendProbe:
 
 @dataclass(frozen=True, slots=True)
 class SendAnswer:
-    """Send this to there, straight."""
+    """Send this reply directly to the address."""
 
     to: Address
     packet: Answer
@@ -78,19 +76,19 @@ class SendAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The route or its size is another one, or it was measured for the first time."""
+    """The route or its datagram size has changed, or its first round trip was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Tell the other side your candidates again, and ask for its own."""
+    """Send our candidates to the peer, and request its own."""
 
 
 Action = SendProbe | SendAnswer | Moved | Offer
 
 
 class Paths:
-    """The ways of one connection; times are seconds on the driver's clock."""
+    """Path selection of one connection; times are seconds on the driver's clock."""
 
     def __init__(
         self,
@@ -103,54 +101,54 @@ class Paths:
     ) -> None:
         self.route = route
         self.backup = route if isinstance(route, Through) else None
-        """Where datagrams go while no direct path is proven; may be given later."""
+        """The relay to use while no direct path is validated; may be set later."""
         self._probing = Probing(key, random, is_dialer=is_dialer)
         self._is_local = is_local
         self._candidates = Candidates()
         self._watch: Watch | None = None
         self._sizing: Sizing | None = None
-        self._taken: float | None = None  # when the last offer of the other side was
-        self._held: list[Address] | None = None  # one that came too soon after it
-        self._offered = 0.0  # when either side offered last
+        self._taken: float | None = None  # when the last offer of the peer was accepted
+        self._held: list[Address] | None = None  # an offer that came too soon after it
+        self._offered = 0.0  # when either side last sent an offer
         self._offer_at: float | None = None
         self._knocked = -KNOCK_PAUSE
         self._answers = Budget(MAX_ANSWERS, MAX_ANSWERS, MAX_ANSWERS, 0.0)
-        self._silent: Address | None = None  # the direct route that was given up
+        self._silent: Address | None = None  # the direct route that timed out
         if isinstance(route, Direct):
             self._candidates.keep(route.address)
 
     @property
     def id(self) -> bytes:
-        """What its probes and answers carry as ``path``: 8 bytes."""
+        """The ``path`` field of its probes and replies, 8 bytes."""
         return self._probing.id
 
     @property
     def size(self) -> int:
-        """Length in bytes of the longest datagram that may be sent on the route."""
+        """Longest datagram that can be sent on the route, in bytes."""
         return self._sizing.size if self._sizing else MAX_INNER_BYTES
 
     @property
     def round_trip_s(self) -> float | None:
-        """Smoothed round trip of a direct route; None where no probe has measured it."""
+        """Smoothed round trip of a direct route; None if no probe has measured it."""
         return here.round_trip_s if (here := self._here) else None
 
     @property
     def reason(self) -> str:
-        """Why the route is what it is, in one line for people."""
+        """Why this route is used, in one line."""
         if isinstance(self.route, Direct):
             if self.round_trip_s is None:
                 return f"dialled at {show(self.route.address)}, not measured yet"
             return f"{show(self.route.address)} answers in {self.round_trip_s * 1e3:.1f} ms"
         if self._silent is not None:
-            return f"{show(self._silent)} fell silent"
+            return f"{show(self._silent)} stopped answering"
         tried = [candidate.probes for candidate in self._candidates if candidate.probes]
         if not tried:
-            return "no address of the other side is known" if self._watch else "not tried yet"
+            return "the peer has offered no usable address" if self._watch else "not tried yet"
         return f"no answer to {sum(tried)} probes at {len(tried)} addresses"
 
     @property
     def deadline(self) -> float | None:
-        """When ``expire`` has something to do; None until the first offer."""
+        """When `expire` must be called; None until the first offer."""
         due = [candidate.due for candidate in self._candidates]
         held = None if self._held is None or self._taken is None else self._taken + OFFER_PAUSE
         due += [held, self._offer_at]
@@ -159,7 +157,7 @@ class Paths:
         return min((moment for moment in due if moment is not None), default=None)
 
     def offered(self, candidates: Sequence[Address], now: float) -> list[Action]:
-        """Take where the other side may be reached, as numeric hosts; start, or start again."""
+        """Handle the peer's candidates, with numeric hosts: start probing, or start again."""
         is_beside = isinstance(self.route, Direct) and self._is_local(self.route.address[0])
         self._held = sensible(candidates, is_beside=is_beside)
         if self._taken is not None and now < self._taken + OFFER_PAUSE:
@@ -167,7 +165,7 @@ class Paths:
         return self._take(self._held, now)
 
     def probed(self, probe: Probe, source: Address, now: float) -> list[Action]:
-        """Take a probe; who knows the key gets an answer, and is probed in return."""
+        """Handle a probe; a valid one is answered, and its source is probed in return."""
         if not self._probing.is_theirs(probe) or not self._answers.take(1, now):
             return []
         self._start(now)
@@ -175,7 +173,7 @@ class Paths:
         return [answer, *self._probe_back(source, now)]
 
     def answered(self, answer: Answer, source: Address, now: float) -> list[Action]:
-        """Take an answer; it may prove a path, or a size."""
+        """Handle a probe reply; it may validate a path or a datagram size."""
         sent, watch = self._probing.settle(answer, source, now), self._watch
         if sent is None or watch is None:
             return []
@@ -195,7 +193,7 @@ class Paths:
         return self._move(Direct(source), now) if self._is_better(candidate) else []
 
     def heard(self, source: Address | None, now: float) -> list[Action]:
-        """Note that QUIC was heard, straight from there; None: through the relay."""
+        """Note a QUIC datagram from a direct ``source``; None: through the relay."""
         if self._watch is None:
             return []
         if source == self._direct or self._direct is None:
@@ -211,12 +209,12 @@ class Paths:
         return probes
 
     def sent(self, now: float) -> None:
-        """Note that QUIC sent something on the route."""
+        """Note that QUIC sent a datagram on the route."""
         if self._watch is not None:
             self._watch.sent(now)
 
     def expire(self, now: float) -> list[Action]:
-        """Do what is due: probes, an offer, the end of a route that does not answer."""
+        """Handle the deadline: send probes or an offer, or give up a route that does not reply."""
         actions: list[Action] = []
         if self._held is not None and self._taken is not None and now >= self._taken + OFFER_PAUSE:
             actions += self._take(self._held, now)
@@ -235,7 +233,7 @@ class Paths:
 
     @property
     def _is_lost(self) -> bool:
-        """Whether the route was given up when there was none to fall back to."""
+        """Whether the route timed out without an alternative to fall back to."""
         here = self._here
         return here is not None and here.address == self._silent and here.answered is None
 
@@ -271,7 +269,7 @@ class Paths:
         return Sizing(LOCAL_LENGTHS if self._is_local(host) else LENGTHS, now)
 
     def _grow(self, source: Address, length: int) -> list[Action]:
-        """Note that so many bytes arrived whole."""
+        """Note that a datagram of ``length`` bytes fits the path."""
         if self._sizing is None or source != self._direct:
             return []
         size = self.size
@@ -299,9 +297,9 @@ class Paths:
         return []
 
     def _give_up(self, since: float, now: float) -> list[Action]:
-        """Leave a route that has not answered since then."""
+        """Leave a route that has not replied since ``since``."""
         if (here := self._here) is None:
-            for candidate in self._candidates:  # the relay may be gone, and the path back
+            for candidate in self._candidates:  # the relay may be down, and a direct path up again
                 if candidate.round_trip_s is not None:
                     candidate.start(now)
             return []
@@ -345,7 +343,7 @@ class Paths:
         return probes if size == self._sizing.size else [Moved(), *probes]
 
     def _probe_back(self, source: Address, now: float) -> list[Action]:
-        """Probe once where something came from, unless it is known or found out anyway."""
+        """Probe the source of a packet once, unless it is being probed or has replied recently."""
         candidate = self._candidates.meet(source, self._direct, now)
         if candidate is None or candidate.due is not None or candidate.is_fresh(now):
             return []

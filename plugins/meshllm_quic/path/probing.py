@@ -1,8 +1,8 @@
-"""Probes that only the other side can answer.
+"""Authenticated path probes.
 
-Both sides share the key of the path, and each direction has a key of its own made of it: a probe
-or an answer that comes back to who made it does not fit. A nonce is good for one answer, from the
-address to which it was sent, for a few seconds.
+Both sides share the key of the path and derive one key per direction from it, so a reflected probe
+or reply is invalid. A nonce is valid for one reply, from the address that it was sent to, for a few
+seconds.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from blake3 import blake3
 from meshllm_quic.net.network import Address
 from meshllm_quic.wire.packets import Answer, Probe
 
-MAX_NONCES = 512  # 24 candidates at 5 probes a second for NONCE_S, nearly
+MAX_NONCES = 512  # about 24 candidates at 5 probes per second for NONCE_S
 NONCE_S = 5.0
 NONCE_BYTES = 8
 MAC_BYTES = 16
@@ -23,7 +23,7 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A probe that is under way."""
+    """A probe that awaits its reply."""
 
     to: Address
     at: float
@@ -41,7 +41,7 @@ class Probing:
         self._sent: dict[bytes, Sent] = {}
 
     def probe(self, to: Address, now: float, length: int = Probe.SIZE) -> Probe:
-        """Make a probe of so many bytes."""
+        """Return a probe of ``length`` bytes, and remember its nonce."""
         nonce = self._random(NONCE_BYTES)
         if len(self._sent) >= MAX_NONCES:
             del self._sent[next(iter(self._sent))]
@@ -49,16 +49,16 @@ class Probing:
         return Probe(self.id, nonce, self._seal(Probe(self.id, nonce, b"").sealed), length)
 
     def is_theirs(self, probe: Probe) -> bool:
-        """Tell whether the other side made it."""
+        """Return whether the peer made the probe."""
         return probe.path == self.id and compare_digest(_mac(self._theirs, probe.sealed), probe.mac)
 
     def answer(self, probe: Probe, source: Address) -> Answer:
-        """Answer a probe that came from there."""
+        """Return the reply to a probe from ``source``."""
         blank = Answer(self.id, probe.nonce, source, probe.length, b"")
         return Answer(self.id, probe.nonce, source, probe.length, self._seal(blank.sealed))
 
     def settle(self, answer: Answer, source: Address, now: float) -> Sent | None:
-        """Find the probe that this answers; None where it answers none of ours, or not again."""
+        """Return the probe of this reply; None if the reply is invalid, late or a duplicate."""
         sent = self._sent.get(answer.nonce)
         if sent is None or sent.to != source or now > sent.at + NONCE_S:
             return None

@@ -1,22 +1,21 @@
-"""How long a datagram may be on one direct path.
+"""Path MTU discovery of one direct path (DPLPMTUD, RFC 8899).
 
-In rounds of 5 s, as RFC 8899 has it: the length in use is confirmed in each one, by up to three
-probes of that length, and where none is answered it falls back to what every path carries (a
-black hole, seen although short datagrams go through). Longer ones are tried in the first round and
-once in a minute, twice each.
+It works in rounds of 5 s. Each round confirms the current size by up to three probes of that size;
+if none is answered, the size falls back to the minimum that every path carries (black hole
+detection). Larger sizes are probed in the first round and once a minute, twice each.
 """
 
 from meshllm_quic.wire.packets import MAX_INNER_BYTES
 
 ROUND = 5.0  # s
 GROWTH_ROUNDS = 12
-CONFIRMATIONS = 3  # two lost of two are no rare sight on a bad radio
+CONFIRMATIONS = 3  # two losses in a row are common on a bad radio link
 TRIES = 2
-PAUSE = 0.4  # s between two probes of a length, at least
+PAUSE = 0.4  # s; minimum interval between probes of the same size
 
 
 class Sizing:
-    """The longest datagram of one direct path; times are seconds on the driver's clock."""
+    """The datagram size of one direct path; times are seconds on the driver's clock."""
 
     def __init__(self, goals: tuple[int, ...], now: float) -> None:
         self.size = MAX_INNER_BYTES
@@ -25,15 +24,15 @@ class Sizing:
         self._begun = now
         self._left: dict[int, int] = {}
         self.deadline = now
-        """When ``expire`` has something to do."""
+        """When `expire` must be called."""
 
     def proved(self, length: int) -> None:
-        """Note that a probe of so many bytes arrived whole."""
+        """Note that a probe of ``length`` bytes was received."""
         self.size = max(self.size, length)
         self._left = {goal: left for goal, left in self._left.items() if goal > length}
 
     def expire(self, now: float, round_trip_s: float | None) -> list[int]:
-        """Take the lengths to probe now; the size may fall instead."""
+        """Return the sizes to probe now, or end the round, in which ``size`` may fall back."""
         if now < self.deadline:
             return []
         if now >= self._begun + ROUND or not self._rounds:

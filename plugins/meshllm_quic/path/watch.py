@@ -1,35 +1,35 @@
-"""Does the route still work.
+"""Liveness of the current route.
 
 Theory of operation
 -------------------
 ::
 
-    CALM --an answer is 5 s old, or something was sent and nothing heard for a while--> CHECK
-    CHECK --an answer--> CALM
-    CHECK --none for max(3 round trips, 1 s)--> DEAD
+    CALM --the last reply is 5 s old, or sent data was met with silence for a while--> CHECK
+    CHECK --a reply--> CALM
+    CHECK --no reply for max(3 round trips, 1 s)--> DEAD
 
-Only an answer to a probe shows that a route works in both directions: what is heard puts a check
-off, and never ends one. A receiver that sends nothing but acknowledgements hears nothing either, so
-silence alone starts a check and proves nothing. A route through a relay cannot be probed; there
-silence is all there is, and DEAD means no more than that.
+Only a reply to a probe proves that a route works in both directions; other received data delays a
+check but never ends one. A receiver that only sends acknowledgements receives nothing either, so
+silence starts a check and proves nothing. A route through a relay cannot be probed: there DEAD
+means only that it is silent.
 
-A check that ends late was not waited out: this side slept, and the answers of that time are still
-to be read, so that it lasts a moment longer, once.
+If a check ends late, this process was suspended, and replies from that time are still unread; the
+check is then extended once, for a short time.
 """
 
 from enum import Enum, auto
 
-HEARTBEAT = 5.0  # s that an answer stands for
-PATIENCE = 1.0  # s without an answer, at least: a link above gives its neighbour 3 s in all
-MAX_PATIENCE = 10.0  # s; with HEARTBEAT the 15 s after which no route is believed in
+HEARTBEAT = 5.0  # s for which a reply proves the route
+PATIENCE = 1.0  # s; minimum timeout of a check: the ring drops a silent neighbour after 3 s
+MAX_PATIENCE = 10.0  # s; with HEARTBEAT, a route is dead after at most 15 s
 ROUND_TRIPS = 3
-HASTE = 0.3  # s without an answer, at least, where another address answers
-CALM = 1.0  # s after an answer in which nothing is suspected
+HASTE = 0.3  # s; minimum timeout of a check while another address answers
+CALM = 1.0  # s after a reply in which `suspect` is ignored
 GRACE = 0.25  # s
 
 
 class Verdict(Enum):
-    """What is to be done about the route."""
+    """What to do with the route."""
 
     FINE = auto()
     CHECK = auto()
@@ -37,21 +37,21 @@ class Verdict(Enum):
 
 
 class Watch:
-    """The life of one route; times are seconds on the driver's clock."""
+    """Liveness of one route; times are seconds on the driver's clock."""
 
     def __init__(self, now: float, *, is_direct: bool) -> None:
         self.since: float | None = None
-        """When the check began; None while calm."""
+        """When the check began; None in CALM."""
         self._is_direct = is_direct
         self._round_trip_s = 0.0
         self._answered = now
-        self._waiting: float | None = None  # since when something sent has met with silence
+        self._waiting: float | None = None  # time of the oldest unanswered data
         self._end = 0.0  # of the check
         self._is_extended = False
 
     @property
     def deadline(self) -> float | None:
-        """When ``expire`` has something to do."""
+        """When `expire` must be called; None while there is nothing to wait for."""
         if self.since is not None:
             return self._end
         if not self._is_direct:
@@ -60,31 +60,31 @@ class Watch:
         return heartbeat if self._waiting is None else min(heartbeat, self._waiting + self._doubt)
 
     def sent(self, now: float) -> None:
-        """Note that something was sent."""
+        """Note sent data."""
         if self._waiting is None:
             self._waiting = now
 
     def heard(self) -> None:
-        """Note that something was heard."""
+        """Note received data."""
         self._waiting = None
 
     def answered(self, now: float, round_trip_s: float | None) -> None:
-        """Note the answer to a probe."""
+        """Note the reply to a probe."""
         self._answered, self._round_trip_s = now, round_trip_s or 0.0
         self.since = self._waiting = None
 
     def suspect(self, now: float) -> None:
-        """Let a check begin soon: the other side sends from elsewhere."""
+        """Start a check soon: the peer sends from another address."""
         if self._is_direct and now >= self._answered + CALM:
             self._answered = min(self._answered, now - HEARTBEAT)
 
     def hurry(self) -> None:
-        """Shorten the check: another address answers."""
+        """Shorten the running check: another address answers."""
         if self.since is not None:
             self._end = min(self._end, self.since + self._haste)
 
     def expire(self, now: float) -> Verdict:
-        """Begin a check or end one; after DEAD everything begins anew."""
+        """Start or end a check; after DEAD the state is that of a new route."""
         deadline = self.deadline
         if deadline is None or now < deadline:
             return Verdict.FINE

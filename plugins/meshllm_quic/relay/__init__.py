@@ -1,1 +1,1 @@
-"""Relays, and registration with them."""
+"""Relays: the server, the client's registration, and the WebSocket fallback of UDP."""

@@ -1,7 +1,8 @@
-"""The relays that the owner of a node has named: found, and found again.
+"""The configured relays of a node: name resolution, and registration in the background.
 
-A name may not be known yet: a laptop starts before its network. And whoever runs the relay may move
-it. So a node starts without its relays, and looks for those that do not answer from time to time.
+A name may not resolve yet, because a laptop starts before its network, and a relay may move to
+another address. So a node starts without waiting long for its relays, and periodically resolves
+those that do not answer.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ from meshllm_quic.net.network import Address, Network
 from meshllm_quic.relay.relays import Relays
 
 READY_S = 4.0
-"""A listener waits so long for its relays, as its addresses are told next: 3 s are for UDP."""
+"""How long a listener waits for its relays before it publishes its addresses; UDP takes 3 s."""
 SEEK_S = 30.0
-"""Between two looks for relays that do not answer."""
+"""Interval between attempts to resolve relays that do not answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 async def registered(
     relays: Relays, network: Network, places: Sequence[Place]
 ) -> AsyncIterator[None]:
-    """Be registered at relays in the context, as soon as they are there."""
+    """Register at the relays within the context, now or as soon as they are reachable."""
     if not places:
         yield
         return
@@ -60,7 +61,7 @@ async def _seek(
         try:
             address, *_ = await network.resolve(place.host, place.port)
         except OSError as error:
-            logger.warning("the relay %s is not found: %s", place, error.strerror or error)
+            logger.warning("cannot resolve the relay %s: %s", place, error.strerror or error)
             continue
         if found.get(place) != address:
             if place in found:

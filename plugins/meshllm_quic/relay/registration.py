@@ -1,19 +1,19 @@
-"""How a node stays reachable through one relay.
+"""The client's registration with one relay, as a sans-IO machine.
 
 Theory of operation
 -------------------
-One *round* is a `Register` and what it leads to. The first carries no cookie; the relay answers
-with a `Cookie` for the address that it saw, and the round goes on with a signed `Register`, until
-`Registered` ends it. What stays unanswered is sent again, the same, after 0.5 s, 1 s, 2 s, and then
-every 5 s, so that a late answer to an earlier one counts too. A round begins at the start, when
-this node `moved`, every 20 s, and when the relay says that it does not know us.
+One *round* is a `Register` exchange. The first `Register` carries no cookie; the relay replies with
+a `Cookie` for the observed source address, and the client sends a signed `Register` with it;
+`Registered` ends the round. An unanswered packet is retransmitted unchanged after 0.5 s, 1 s, 2 s,
+then every 5 s, so that a late reply to an earlier copy still counts. A round begins at the start,
+when this node `moved`, every 20 s, and when the relay reports this node as unknown.
 
-Every answer carries the nonce of what it answers: who does not see our packets cannot forge one.
-`Unknown` alone has none; it begins a round, at most every 5 s, and takes nothing away. A relay
-that wants one cookie after another gets the next signature only with the next try.
+Every reply carries the nonce of its request, so an off-path attacker cannot forge one. Only
+`Unknown` has no nonce; it triggers a round, at most every 5 s, and removes no state. A relay that
+sends one cookie after another gets the next signature only with the next retry.
 
-Whoever drives it sends the actions to the relay, by UDP or through a stream alike, and feeds it
-what came from there. Through a stream the relay sees no address of ours: `observed` is None.
+The driver sends the actions to the relay, over UDP or a stream, and passes in what the relay sends.
+Through a stream the relay does not see our address: `observed` is None.
 """
 
 from collections.abc import Callable
@@ -32,34 +32,34 @@ from meshllm_quic.wire.packets import (
 )
 
 REFRESH_S = 20.0  # a NAT may forget a binding after 30 s (RFC 4787 REQ-5 asks for 120 s)
-MIN_REFRESH_S = 5.0  # whatever a relay says
-RETRY_S = 0.5  # longer than most round trips, so that one answer rarely meets two questions
+MIN_REFRESH_S = 5.0  # even if a relay asks for less
+RETRY_S = 0.5  # longer than most round trips: few needless retransmissions
 MAX_RETRY_S = 5.0
 MAX_MISSED = 3
-"""So many tries in a row without success end a registration: 3.5 s after the first."""
-SILENT_S = 3.0  # from a first question; then another way to the relay is worth a try
-UNKNOWN_S = 5.0  # between two rounds that an `Unknown` began
+"""Unanswered tries in a row that end a registration: 3.5 s after the first."""
+SILENT_S = 3.0  # after the first request; then the stream is tried
+UNKNOWN_S = 5.0  # between two rounds triggered by `Unknown`
 _NONCE_BYTES = 8
 _NO_SIGNATURE = bytes(64)
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this to the relay."""
+    """Send this packet to the relay."""
 
     packet: Register
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """An attribute is another one now: registered or not, observed or silent."""
+    """One of `is_registered`, `observed`, `observer` and `is_silent` has changed."""
 
 
 Action = Send | Changed
 
 
 class Registration:
-    """Our place at one relay; times are seconds on the driver's clock."""
+    """Registration with one relay; times are seconds on the driver's clock."""
 
     def __init__(
         self,
@@ -70,36 +70,37 @@ class Registration:
     ) -> None:
         self.relay = relay
         self.is_registered = False
-        """Whether the relay sends us what is for our tag, as far as we know."""
+        """Whether the relay forwards packets for our tag to us, as far as we know."""
         self.observed: Address | None = None
-        """Where the relay sees us."""
+        """Our address as the relay sees it."""
         self.observer: Address | None = None
-        """Another port of the relay, which answers `Ask`."""
+        """Another port of the relay, which answers `Ask`; None if unknown."""
         self.is_silent = False
-        """Whether nothing was heard for 3 s of what was asked."""
+        """Whether a request has been unanswered for 3 s."""
         self._key = key
         self._sign = sign
         self._random = random
         self._cookie = ZERO_COOKIE
         self._pending: Register | None = None
-        self._asked: float | None = None  # since when no question was answered
-        self._due: float | None = None  # the next try, or the next round
+        self._asked: float | None = None  # when the oldest unanswered request was sent
+        self._due: float | None = None  # time of the next retransmission or round
         self._missed = 0
-        self._signed = self._doubted = float("-inf")  # the last cookie, the last `Unknown` obeyed
+        self._signed = float("-inf")  # time of the last signature
+        self._doubted = float("-inf")  # time of the last round triggered by `Unknown`
 
     @property
     def deadline(self) -> float | None:
-        """When ``expire`` has something to do; None before the start."""
+        """When `expire` must be called; None before the start."""
         if self._due is None or self._asked is None or self.is_silent:
             return self._due
         return min(self._due, self._asked + SILENT_S)
 
     def start(self, now: float) -> list[Action]:
-        """Ask for a place."""
+        """Begin the first round."""
         return self.moved(now)
 
     def moved(self, now: float) -> list[Action]:
-        """Ask anew, from wherever we are now or by another way: a new address, or a stream."""
+        """Register again after a change of our address or of the transport (UDP or stream)."""
         before = self._view
         self.observed = self.observer = self._asked = None
         self.is_silent = False
@@ -109,7 +110,7 @@ class Registration:
         return self._changed(before, self._ask(now))
 
     def receive(self, packet: Packet, now: float) -> list[Action]:
-        """Take what came from the relay; what is no answer to a question of ours does nothing."""
+        """Handle a packet from the relay; packets that answer no pending request are ignored."""
         before = self._view
         match packet:
             case Cookie() if self._is_answer(packet.nonce):
@@ -122,7 +123,7 @@ class Registration:
                 return []
 
     def expire(self, now: float) -> list[Action]:
-        """Do what is due: ask again, refresh, or see that nobody answers."""
+        """Handle the deadline: retransmit, refresh, or report the relay as silent."""
         before = self._view
         if self._asked is not None and now >= self._asked + SILENT_S:
             self.is_silent = True
@@ -138,7 +139,7 @@ class Registration:
         return self._changed(before, self._ask(now) if is_stale else self._send(now))
 
     def _ask(self, now: float) -> list[Action]:
-        """Begin a round, or its second half, with the cookie that we have."""
+        """Send a `Register` with the current cookie: the first or the second half of a round."""
         bare = Register(self._key, self._random(_NONCE_BYTES), self._cookie, _NO_SIGNATURE)
         is_first = self._cookie == ZERO_COOKIE
         signature = _NO_SIGNATURE if is_first else self._sign(bare.signed)
@@ -170,14 +171,14 @@ class Registration:
         self._due = now + min(REFRESH_S, max(packet.lasts_s / 3, MIN_REFRESH_S))
         self.is_registered = True
         self.is_silent = False
-        # Through a stream the relay writes port 0, where nobody can be.
+        # Through a stream the relay reports port 0, which is not a real address.
         self.observed = packet.address if packet.address[1] else None
         has_observer = self.observed is not None and packet.observer_port
         self.observer = (self.relay[0], packet.observer_port) if has_observer else None
         return []
 
     def _doubt(self, now: float) -> list[Action]:
-        """Register again: the relay may have been started anew, or may never have said so."""
+        """Register again: the relay may have restarted, or the packet may be forged."""
         if self._due is None or self._pending is not None or now < self._doubted + UNKNOWN_S:
             return []
         self._doubted = now

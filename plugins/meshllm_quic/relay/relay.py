@@ -1,23 +1,22 @@
-"""Who is reached through us, and what is forwarded to whom.
+"""The relay's decisions as a sans-IO machine: registrations, forwarding and limits.
 
 Theory of operation
 -------------------
-A stranger leaves nothing behind. `Register` without the right cookie is answered with the cookie
-of its source address, which is a hash (`cookies.py`); only with it is a signature looked at, and
-so many a second at most, for each host and for all. What passes is a *place*: a tag, its key, and
-the address that it was registered from, for 60 s.
+Unauthenticated clients leave no state. A `Register` without a valid cookie is answered with the
+cookie of its source address, which is a hash (`cookies.py`); only with the cookie is the signature
+verified, at a limited rate per host and in total. A success creates a *registration* for 60 s: a
+tag, its key, and the address that it came from.
 
-Races. A place belongs to the key that took its tag first, as long as it lasts; another key of the
-same tag, of which somebody would have to find one among 2**96, is refused. The same key from
-another address takes its place along. A `Register` that was overheard can be sent again, but only
-from the very address that its cookie was made for, and for two minutes at most: it brings back
-what was true a moment ago, and the next one of the owner undoes it. Who can do that reads and
-forges on the road of the owner, and could stop its datagrams as well.
+Races. A registration belongs to the first key with its tag while it lasts; another key with the
+same tag, a collision among 2**96, is refused. The same key from another address moves its
+registration there. An overheard `Register` can be replayed, but only from the address of its cookie
+and for at most two minutes: it restores an earlier state until the owner registers again. Such an
+attacker is on the owner's path, and could as well drop its datagrams.
 
-`Relayed` goes on as it came, byte for byte, when its sender has a place at the very address it
-comes from, and its recipient has one. So a relay makes no datagram longer and none out of
-nothing; who has no place gets less than it sent. The tags are no secret: who forges the source
-address of a sender has its datagrams forwarded and charged to that sender, and QUIC drops them.
+A `Relayed` packet is forwarded unchanged if its sender is registered from the exact source address,
+and its recipient is registered. So a relay neither amplifies nor creates datagrams; an unregistered
+sender gets less than it sent. Tags are not secret: an attacker that forges the source address of a
+sender has datagrams forwarded at the expense of that sender's limits, and QUIC drops them.
 """
 
 from collections import Counter, OrderedDict
@@ -46,70 +45,70 @@ from meshllm_quic.wire.packets import (
     is_quic,
 )
 
-LASTS_S = 60  # three refreshes of a client
-BURST_S = 2.0  # of a rate: what a prompt sends at once
-SHARE = 16  # senders at full rate that all of the relay is enough for
+LASTS_S = 60  # three refresh intervals of a client
+BURST_S = 2.0  # seconds of the rate that may be sent as a burst, for a prompt
+SHARE = 16  # senders at full rate that the relay can serve at the same time
 DAY_S = 86400.0
-VERIFICATIONS = 1000.0  # a second; one takes 0.1 ms, 10,000 places need 500
-HOST_VERIFICATIONS = 8.0  # a second; 64 places need 3.2
-HOST_ANSWERS = 16.0  # `Unknown` a second
+VERIFICATIONS = 1000.0  # per second; one takes 0.1 ms, 10,000 registrations need 500
+HOST_VERIFICATIONS = 8.0  # per second; 64 registrations need 3.2
+HOST_ANSWERS = 16.0  # `Unknown` replies per second
 
 Outgoing = list[tuple[bytes, Address]]
 
 
 class Refusal(StrEnum):
-    """Why a datagram led to nothing."""
+    """Why a datagram was refused."""
 
     KEY = "key"
-    """Its key may not register here."""
+    """Its key is not allowed to register."""
     TAKEN = "taken"
-    """Another key has that tag."""
+    """Another key is registered with that tag."""
     FULL = "full"
-    """There is no place left."""
+    """The maximum number of registrations is reached."""
     HOST = "host"
-    """Its host has as many places as one may have."""
+    """The maximum number of registrations of its host is reached."""
     BUSY = "busy"
-    """Too many signatures were to be checked."""
+    """Too many signatures to verify."""
     SIGNATURE = "signature"
-    """It is not signed with its key."""
+    """Its signature is invalid."""
     SENDER = "sender"
-    """Its sender is not registered, or not from there."""
+    """Its sender is not registered, or from another address."""
     RECIPIENT = "recipient"
     """Its recipient is not registered."""
     INNER = "inner"
-    """It is too long to be relayed, or no QUIC."""
+    """It is too long to be relayed, or not QUIC."""
     RATE = "rate"
-    """Its sender sends too fast."""
+    """Its sender exceeds the rate limit."""
     QUOTA = "quota"
-    """The host of its sender has sent enough for today."""
+    """The host of its sender exceeds the daily quota."""
     TOTAL = "total"
-    """All senders together send too fast."""
+    """All senders together exceed the rate limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a relay gives at most."""
+    """Limits of a relay."""
 
     rate: float = 4e6
-    """Bytes per second of each sender; 2 s of it may come at once, and all have 16 times that."""
+    """Bytes per second and sender, with bursts of 2 s; all senders together have 16 times that."""
     quota: float = 64e9
-    """Bytes that each host may send in a day."""
+    """Bytes per host and day."""
     places: int = 10_000
     host_places: int = 64
-    """Of one host: many nodes may be behind one NAT."""
+    """Registrations per host: many nodes may be behind one NAT."""
 
 
 @dataclass(slots=True)
 class Statistics:
-    """What a relay has done so far."""
+    """Counters of a relay."""
 
     registered: int = 0
-    """Places that are taken now."""
+    """Current registrations."""
     forwarded: int = 0
     """Datagrams."""
     forwarded_bytes: int = 0
     refused: Counter[Refusal] = field(default_factory=Counter)
-    """Datagrams that led to nothing, by reason."""
+    """Refused datagrams, by reason."""
 
 
 @dataclass(slots=True)
@@ -120,11 +119,11 @@ class _Place:
     until: float
     rate: Budget
     quota: Budget
-    """Shared by all places of the host, and not forgotten with them."""
+    """Shared by all registrations of the host, and kept when they expire."""
 
 
 class Relay:
-    """The places at one relay; times are seconds on the driver's clock."""
+    """State of one relay; times are seconds on the driver's clock."""
 
     def __init__(
         self,
@@ -135,13 +134,13 @@ class Relay:
         random: Callable[[int], bytes] = token_bytes,
     ) -> None:
         self.allow = allow
-        """Tells which keys (32 bytes) may register; asked at each refresh too."""
+        """Returns whether a key (32 bytes) may register; also called for each refresh."""
         self.observer_port = observer_port
-        """Told to who registers: another port of this host that answers `Ask`; 0 is none."""
+        """Sent to clients: another port of this host that answers `Ask`; 0 if there is none."""
         self.statistics = Statistics()
         self._limits = limits = limits or Limits()
         self._cookies = Cookies(random)
-        self._places: OrderedDict[Tag, _Place] = OrderedDict()  # the next to end comes first
+        self._places: OrderedDict[Tag, _Place] = OrderedDict()  # the next to expire comes first
         self._hosts: Counter[bytes] = Counter()
         self._total = _budget(SHARE * limits.rate, BURST_S, 0.0)
         self._verifications = _budget(VERIFICATIONS, 1.0, 0.0)
@@ -150,9 +149,9 @@ class Relay:
         self._quotas = _shares(limits.quota / DAY_S, DAY_S, random)
 
     def receive(self, packet: Packet, source: Address, size: int, now: float) -> Outgoing:
-        """Take a packet that came in a datagram of ``size`` bytes; return what to send, and where.
+        """Handle a packet from a datagram of ``size`` bytes; return datagrams and destinations.
 
-        What is of no concern to a relay (answers, probes) is ignored.
+        Packets that are not for a relay (replies, probes) are ignored.
         """
         self.expire(now)
         match packet:
@@ -166,7 +165,7 @@ class Relay:
                 return []
 
     def expire(self, now: float) -> None:
-        """Forget who has not registered again; `receive` does it too."""
+        """Remove registrations that were not refreshed; `receive` does it too."""
         while self._places and next(iter(self._places.values())).until <= now:
             _, place = self._places.popitem(last=False)
             self._leave(place.host)
@@ -205,7 +204,7 @@ class Relay:
         return [(answer.encode(), source)]
 
     def _objection(self, packet: Register, host: bytes, now: float) -> Refusal | None:
-        """Find a reason not to register, the cheapest first: the signature is the last."""
+        """Return a reason to refuse a registration, cheapest check first, the signature last."""
         place = self._places.get(packet.tag)
         if not self.allow(packet.key):
             return Refusal.KEY
@@ -222,7 +221,7 @@ class Relay:
         return None if _verify(packet) else Refusal.SIGNATURE
 
     def _settle(self, packet: Register, source: Address, host: bytes, now: float) -> None:
-        """Give a place, or move one, and put it at the end of the queue of those that end."""
+        """Create, move or refresh a registration, and put it last in the order of expiry."""
         before = self._places.pop(packet.tag, None)
         if before is not None:
             self._leave(before.host)

@@ -1,4 +1,4 @@
-"""Who may open a stream to a relay, and as whom the relay sees it."""
+"""Limits on the streams to a relay, and the source address that a stream gets."""
 
 from asyncio import BaseTransport, Transport
 from collections import Counter
@@ -12,12 +12,12 @@ from websockets.http11 import Request
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.budget import host_of
 
-MAX_CONNECTIONS = 800  # below the 1024 files that most systems let a process open
+MAX_CONNECTIONS = 800  # below 1024, the usual limit of open files
 MAX_HOST_CONNECTIONS = 64
 
 
 class Gate:
-    """How many connections there are, of each host and of all; a /64 of IPv6 is one host."""
+    """Counts connections, per host and in total; an IPv6 /64 is one host."""
 
     def __init__(
         self, most: int = MAX_CONNECTIONS, most_of_host: int = MAX_HOST_CONNECTIONS
@@ -27,7 +27,7 @@ class Gate:
         self._hosts: Counter[bytes] = Counter()
 
     def enter(self, host: str) -> bool:
-        """Count one more of a host, unless that were too many."""
+        """Count one more connection of a host; return False if it exceeds a limit."""
         name = host_of((host, 0))
         if self._hosts.total() >= self._most or self._hosts[name] >= self._most_of_host:
             return False
@@ -35,7 +35,7 @@ class Gate:
         return True
 
     def leave(self, host: str) -> None:
-        """Count one less."""
+        """Count one connection less."""
         name = host_of((host, 0))
         self._hosts[name] -= 1
         if not self._hosts[name]:
@@ -43,29 +43,29 @@ class Gate:
 
 
 class Guest(ServerConnection):
-    """A connection that is counted from its first moment, before it has said anything."""
+    """A server connection that is counted from TCP accept on, before the handshake."""
 
     def __init__(self, gate: Gate, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.host: str
-        """Who is at the other end."""
+        """Address of the client."""
         self._gate = gate
         self._is_counted = False
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """Close what is too much."""
+        """Abort a connection that exceeds a limit."""
         super().connection_made(transport)
         assert isinstance(transport, Transport)
         if not self._enter(_plain(transport.get_extra_info("peername")[0])):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Make room for another."""
+        """Stop counting it."""
         super().connection_lost(exc)
         self._leave()
 
     def introduce(self, request: Request) -> HTTPStatus | None:
-        """Believe a proxy on this machine for whom it speaks; return why it is turned away."""
+        """Trust X-Forwarded-For of a proxy on this machine; return the status of a rejection."""
         said = request.headers.get_all("X-Forwarded-For")
         if not (said and self._is_counted and ip_address(self.host).is_loopback):
             return None
@@ -88,10 +88,9 @@ class Guest(ServerConnection):
 
 
 def stream_source(host: str, number: int) -> Address:
-    """Make up the address of a stream: its own alone, in a network that is its host's alone.
+    """Make a unique synthetic address for a stream, within a /64 that belongs to its host.
 
-    IPv4 hosts get their 6to4 network (RFC 3056). The port is 0, where no datagram comes from that
-    could be answered.
+    IPv4 hosts get their 6to4 network (RFC 3056). The port is 0, which no answerable datagram uses.
     """
     address = ip_address(host)
     if isinstance(address, IPv4Address):
@@ -102,7 +101,7 @@ def stream_source(host: str, number: int) -> Address:
 
 
 def _plain(host: str) -> str:
-    """Write a host in one way, IPv4 never as IPv6; raise `ValueError` for what is none."""
+    """Normalise a host, IPv4-mapped IPv6 to IPv4; raise `ValueError` if it is not an address."""
     address = ip_address(host.partition("%")[0])
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped

@@ -1,4 +1,4 @@
-"""What a relay has done as Prometheus text: figures alone, nothing that names a node.
+"""Prometheus metrics of a relay; they contain no node ids or addresses.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/ (text format 0.0.4)
 """
@@ -11,16 +11,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(statistics: Statistics, *, streams: int, lost: int) -> str:
-    """Write the figures of a relay, and of the streams that go around UDP."""
+    """Format the counters of a relay and of its WebSocket streams."""
     done = statistics
     refused = [(f'{{reason="{reason}"}}', done.refused[reason]) for reason in Refusal]
     lines = [
-        *_family("registered", "gauge", "Nodes that are registered.", ("", done.registered)),
-        *_family("streams", "gauge", "WebSockets that are open.", ("", streams)),
+        *_family("registered", "gauge", "Registered nodes.", ("", done.registered)),
+        *_family("streams", "gauge", "Open WebSocket streams.", ("", streams)),
         *_family("datagrams_total", "counter", "Datagrams forwarded.", ("", done.forwarded)),
         *_family("bytes_total", "counter", "Bytes forwarded.", ("", done.forwarded_bytes)),
-        *_family("refused_total", "counter", "Datagrams that led to nothing, by why.", *refused),
-        *_family("lost_total", "counter", "Packets no WebSocket took in time.", ("", lost)),
+        *_family("refused_total", "counter", "Refused datagrams, by reason.", *refused),
+        *_family("lost_total", "counter", "Packets dropped by full streams.", ("", lost)),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

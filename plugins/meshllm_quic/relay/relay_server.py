@@ -1,8 +1,8 @@
-"""A relay on sockets: UDP, the same over WebSocket, and an observer.
+"""The relay server: UDP, packets over WebSocket, metrics, and an observer port.
 
-One port number serves all: datagrams, and over TCP ``/relay`` (packets as binary messages),
-``/metrics`` and ``/healthz``. A second UDP port, the next number where it is free, answers `Ask`
-and nothing else: who asks both learns whether its NAT maps each destination anew.
+One port number serves UDP datagrams and, over TCP, ``/relay`` (packets as binary messages),
+``/metrics`` and ``/healthz``. A second UDP port, the next number if it is free, answers only `Ask`:
+a client that asks both learns whether its NAT uses a new mapping per destination.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from meshllm_quic.relay.relay_stream import CLOSE_S, MAX_PACKET_BYTES, Waiting, 
 from meshllm_quic.wire.packets import Ask, Packet, Tell, decode
 
 OPEN_S = 5.0
-"""For the opening handshake of a stream."""
+"""Timeout of a stream's opening handshake."""
 
 Batch = Sequence[tuple[bytes, Address]]
 
 
 class RelayServer:
-    """A relay that runs; made by `open_relay`."""
+    """A running relay; created by `open_relay`."""
 
     def __init__(self, relay: Relay, gate: Gate) -> None:
         self.relay = relay
@@ -43,33 +43,33 @@ class RelayServer:
         self._clock = asyncio.get_running_loop().time
         self._streams: dict[Address, Waiting] = {}
         self._numbers = count(1)
-        self._lost = 0  # of streams that are closed
+        self._lost = 0  # packets lost by streams that are closed
 
     @property
     def statistics(self) -> Statistics:
-        """What it has done until now."""
+        """Current counters of the relay."""
         self.relay.expire(self._clock())
         return self.relay.statistics
 
     @property
     def metrics(self) -> str:
-        """Say as Prometheus text what it has done."""
+        """The counters in the Prometheus text format."""
         lost = self._lost + sum(each.lost for each in self._streams.values())
         return exposition(self.statistics, streams=len(self._streams), lost=lost)
 
     def receive(self, batch: Batch) -> None:
-        """Take datagrams; at port 0 nobody can be answered, and streams are told by it."""
+        """Handle UDP datagrams, except from port 0, which is not answerable and marks streams."""
         self._take([(data, source) for data, source in batch if source[1]])
 
     def observe(self, batch: Batch) -> None:
-        """Take datagrams of the second port."""
+        """Handle datagrams of the observer port."""
         for data, source in batch:
             packet = _read(data)
             if isinstance(packet, Ask) and source[1]:
                 self.observer.send([Tell(packet.nonce, source).encode()], source)
 
     def guard(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer what is no stream; let one in, unless its host has too many."""
+        """Answer plain HTTP requests; accept a stream unless its host exceeds the limit."""
         assert isinstance(connection, Guest)
         if (status := connection.introduce(request)) is not None:
             return connection.respond(status, f"{status.phrase}\n")
@@ -112,7 +112,7 @@ class RelayServer:
 
 
 def runs(outgoing: Outgoing) -> list[tuple[list[bytes], Address]]:
-    """Gather what goes to one place into what a socket takes at once, in its order."""
+    """Group datagrams by destination into runs for one `Socket.send`, each in order."""
     latest: dict[Address, list[bytes]] = {}
     gathered: list[tuple[list[bytes], Address]] = []
     for datagram, to in outgoing:
@@ -134,10 +134,10 @@ async def open_relay(
     limits: Limits | None = None,
     gate: Gate | None = None,
 ) -> AsyncIterator[RelayServer]:
-    """Run a relay inside the context; no host is every address, IPv4 and IPv6.
+    """Run a relay inside the context; host None binds all IPv4 and IPv6 addresses.
 
     Raises:
-        OSError: the port is in use, for UDP or TCP, or the host is none of this machine.
+        OSError: the UDP or TCP port is in use, or the host is not one of this machine.
     """
     server = RelayServer(Relay(allow, limits=limits), gate or Gate())
     async with AsyncExitStack() as stack:
@@ -151,7 +151,7 @@ async def open_relay(
 
 
 async def _open_observer(network: Network, host: str | None, server: RelayServer) -> Socket:
-    """Open the next port, so that a firewall can name it, or any that is free."""
+    """Open the next port, which a firewall rule can name, or else any free one."""
     following = (server.udp.port + 1) % 65536
     try:
         return await network.open(host, following, server.observe)
@@ -160,12 +160,12 @@ async def _open_observer(network: Network, host: str | None, server: RelayServer
 
 
 async def _listen(server: RelayServer, host: str | None) -> Server:
-    """Listen for streams at the number of the UDP port."""
+    """Listen for streams on the TCP port of the same number as the UDP port."""
     listen = partial(
         serve,
         server.stream,
         port=server.udp.port,
-        origins=[None],  # no page in a browser
+        origins=[None],  # refuses web pages in browsers
         compression=None,
         process_request=server.guard,
         server_header=None,
@@ -179,7 +179,7 @@ async def _listen(server: RelayServer, host: str | None) -> Server:
     except OSError as error:
         if host is not None or error.errno != errno.EADDRNOTAVAIL:
             raise
-        return await listen("0.0.0.0")  # a machine without IPv6
+        return await listen("0.0.0.0")  # no IPv6 on this machine
 
 
 def _read(datagram: bytes) -> Packet | None:

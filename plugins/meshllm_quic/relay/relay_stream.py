@@ -1,7 +1,7 @@
-"""A way to a relay where UDP is blocked: packets over a WebSocket.
+"""Fallback to a relay where UDP is blocked: packets over a WebSocket.
 
-Each binary message is one packet. As with UDP, what cannot be sent at once is lost, and so is what
-is sent while there is no connection: QUIC sends it again.
+Each binary message is one packet. As with UDP, packets are dropped if the queue is full or the
+connection is down: QUIC retransmits.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 PATH = "/relay"
-MAX_PACKET_BYTES = 2048  # a relayed datagram has 1225; the rest is for what is to come
+MAX_PACKET_BYTES = 2048  # a relayed datagram has 1225 bytes; the rest is reserved
 MAX_WAITING = 64
-"""Packets that wait for a connection that takes none: one batch, 80 KB."""
+"""Packets queued for a connection that is not writable: one batch, 80 KB."""
 CLOSE_S = 1.0
-"""For the other side to agree that it is over."""
+"""Timeout of the closing handshake."""
 PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 
@@ -27,29 +27,29 @@ logger = logging.getLogger(__name__)
 
 
 def stream_uri(host: str, port: int, *, is_secure: bool = False) -> str:
-    """Name the stream of a relay; a secure one is behind a proxy that holds the certificate."""
+    """Return the URI of a relay's stream; a secure one is behind a proxy that terminates TLS."""
     scheme = "wss" if is_secure else "ws"
     return f"{scheme}://[{host}]:{port}{PATH}" if ":" in host else f"{scheme}://{host}:{port}{PATH}"
 
 
 def pause(tries: int, chance: int) -> float:
-    """Tell how many seconds to wait after so many tries in vain, by a random byte.
+    """Return the exponential backoff in seconds after ``tries``, with jitter from a random byte.
 
-    Not all clients of a relay that was started anew come in the same moment.
+    The jitter spreads the reconnects of all clients after a relay has restarted.
     """
     return min(PAUSE_S * 2.0 ** min(tries, 16), MAX_PAUSE_S) * (0.5 + chance / 256)
 
 
 class Waiting:
-    """Packets on their way to one connection, in a memory that does not grow."""
+    """Bounded send queue of one connection."""
 
     def __init__(self) -> None:
         self.lost = 0
-        """Packets for which there was no room."""
+        """Packets dropped because the queue was full."""
         self._packets: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
 
     def put(self, packets: Sequence[bytes]) -> None:
-        """Add packets; the last ones are lost where there is no room for all."""
+        """Add packets; those that do not fit are dropped."""
         for packet in packets:
             try:
                 self._packets.put_nowait(packet)
@@ -57,16 +57,16 @@ class Waiting:
                 self.lost += 1
 
     async def send(self, connection: Connection) -> None:
-        """Send what is put in, one after another, until the connection is closed."""
+        """Send queued packets in order until the connection is closed."""
         with suppress(ConnectionClosed):
             while True:
                 await connection.send(await self._packets.get())
 
 
 async def carry(connection: Connection, waiting: Waiting, receive: Callable[[bytes], None]) -> None:
-    """Carry packets both ways until the connection is closed, by whomever.
+    """Carry packets both ways until either side closes the connection.
 
-    If cancelled, what waits is lost; the connection is left to whoever opened it.
+    If cancelled, queued packets are lost; the caller closes the connection.
     """
     async with asyncio.TaskGroup() as group:
         sending = group.create_task(waiting.send(connection))
@@ -78,15 +78,15 @@ async def carry(connection: Connection, waiting: Waiting, receive: Callable[[byt
 
 
 class _Straight(connect):
-    """A way to the relay alone, which sends nobody on into a network that it cannot see."""
+    """Connect without redirects: a relay must not direct clients into their own network."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
-        """Follow none."""
+        """Follow no redirect."""
         return exc
 
 
 class RelayStream:
-    """Our side of a stream, which is opened again whenever it breaks."""
+    """Client side of a stream, which reconnects with backoff."""
 
     def __init__(
         self,
@@ -95,28 +95,28 @@ class RelayStream:
         changed: Callable[[], None],
         random: Callable[[int], bytes] = token_bytes,
     ) -> None:
-        """Prepare a stream; `receive` takes each packet, `changed` hears of a new `is_open`.
+        """Prepare a stream; `receive` gets each packet, `changed` is called if `is_open` changes.
 
-        Neither is called once `run` is cancelled.
+        Neither is called after `run` is cancelled.
         """
         self.uri = uri
         self.is_open = False
         self.trouble: str | None = None
-        """Why it is not open, as far as we know."""
+        """The last reason why it is not open; None if open."""
         self._receive = receive
         self._changed = changed
         self._random = random
         self._waiting = Waiting()
 
     def send(self, packets: Sequence[bytes]) -> None:
-        """Send packets to the relay; never waits."""
+        """Queue packets for the relay; never blocks."""
         if self.is_open:
             self._waiting.put(packets)
 
     async def run(self) -> None:
-        """Keep the stream open until this is cancelled.
+        """Keep the stream open until cancelled.
 
-        The proxies of the environment are used, as `websockets` does: ``https_proxy`` and others.
+        The proxies of the environment (``https_proxy`` and others) are used, as in `websockets`.
         """
         tries = 0
         while True:

@@ -1,10 +1,10 @@
-"""The relays that reach this node, and what they tell about its network.
+"""The relays at which this node is registered, and the addresses that they observe.
 
-There are few places, so that who names relays in addresses that are dialled makes this node known
-to a few. What the owner has named stays. Another is for the links that go through it: it makes room
-for the next one that a dial needs, first where nothing depends on it, then where it is only in
-reserve. A stream over TCP is for as long as UDP is blocked: the relay is asked over UDP all along,
-as an observer, and its first answer ends the stream.
+Their number is small, so that addresses dialled by this node can reveal it to few relays. Relays
+from the configuration stay. Others serve the links through them, and are evicted for the next one
+that a dial needs: first unused ones, then those that are only a fallback. A stream over TCP is used
+while UDP is blocked: the relay is also asked over UDP, as an observer, and its first reply ends the
+stream.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ from meshllm_quic.wire.packets import Ask, Packet, Tell
 
 MAX_RELAYS = 3
 MAX_QUESTIONS = 64
-"""Questions to observers that are open."""
+"""Pending requests to observers."""
 
 
 class Usage(IntEnum):
-    """What most depends on a relay."""
+    """How strongly links depend on a relay."""
 
     NONE = 0
     RESERVE = 1
-    """A link that goes straight, and would come back to it."""
+    """A direct link would fall back to it."""
     ROUTE = 2
-    """A link that goes through it, or is to."""
+    """A link goes through it, or a dial waits for it."""
 
 
 class Port(Protocol):
-    """What the relays need of the endpoint."""
+    """What `Relays` needs from the endpoint."""
 
     random: Callable[[int], bytes]
 
@@ -45,34 +45,34 @@ class Port(Protocol):
         ...
 
     def arrived(self, packet: bytes, relay: Address) -> None:
-        """Take a packet that came through a stream."""
+        """Handle a packet from a relay's stream."""
         ...
 
     def relays_changed(self) -> None:
-        """Hear that this node is reached by other relays than before."""
+        """Note that the set of registered relays has changed."""
         ...
 
     def usage(self, relay: Address) -> Usage:
-        """Tell what depends on a relay."""
+        """Return how strongly links depend on a relay."""
         ...
 
 
 @dataclass
 class _Berth:
-    """Our place at one relay, and the way there."""
+    """Registration and stream of one relay."""
 
     registration: Registration
     is_wanted: bool
-    """Named by the owner, so that no other takes its place."""
+    """From the configuration: never evicted."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
-    """Dials that wait until it is ready."""
+    """Dials that wait for the registration."""
     stream: RelayStream | None = None
     task: asyncio.Task[None] | None = None
 
 
 class Relays:
-    """Keeps this node registered at a few relays."""
+    """Keeps this node registered at up to `MAX_RELAYS` relays."""
 
     def __init__(self, port: Port, identity: Identity) -> None:
         self.observations = Observations()
@@ -86,18 +86,18 @@ class Relays:
 
     @property
     def registered(self) -> tuple[Address, ...]:
-        """The relays that reach this node now."""
+        """The relays at which this node is registered now."""
         return tuple(a for a, berth in self._berths.items() if berth.registration.is_registered)
 
     def states(self) -> list[tuple[Address, str]]:
-        """Say of each relay in a few words how it is."""
+        """Describe the state of each relay in a few words."""
         return [(relay, _state(berth)) for relay, berth in self._berths.items()]
 
     def add(self, relay: Address, *, is_wanted: bool, is_needed: bool = False) -> None:
-        """Register at a relay, unless there are enough of them.
+        """Register at a relay, unless `MAX_RELAYS` are in use.
 
-        One that the owner wants takes the place of any other, one that a dial needs that of one
-        which carries no link now.
+        A wanted (configured) relay evicts any other; one that a dial needs evicts one that carries
+        no link now.
         """
         if relay in self._berths:
             self._berths[relay].is_wanted |= is_wanted
@@ -111,14 +111,14 @@ class Relays:
         self._do(relay, registration.start(self._loop.time()))
 
     def drop(self, relay: Address) -> None:
-        """Forget a relay."""
+        """Stop using a relay."""
         berth = self._berths.pop(relay, None)
         if berth is not None:
             _end_stream(berth)
         self._note()
 
     def give_up(self, relay: Address) -> None:
-        """Forget a relay that did not answer a dial, unless it is there for something else."""
+        """Stop using a relay that did not answer a dial, unless something else uses it."""
         berth = self._berths.get(relay)
         if berth is not None and not berth.is_wanted and self._usage(relay) is Usage.NONE:
             self.drop(relay)
@@ -127,7 +127,7 @@ class Relays:
         return relay in self._berths
 
     async def wait_ready(self, relay: Address) -> None:
-        """Wait until a relay that was added reaches this node."""
+        """Wait until this node is registered at a relay that was added."""
         if (berth := self._berths.get(relay)) is not None:
             berth.waiters += 1
             try:
@@ -136,7 +136,7 @@ class Relays:
                 berth.waiters -= 1
 
     def send(self, relay: Address, packets: Sequence[bytes]) -> bool:
-        """Send through the stream to a relay; tell whether there is one."""
+        """Send through the stream to a relay; return whether there is an open one."""
         berth = self._berths.get(relay)
         if berth is None or berth.stream is None or not berth.stream.is_open:
             return False
@@ -144,7 +144,7 @@ class Relays:
         return True
 
     def receive(self, packet: Packet, source: Address, now: float) -> None:
-        """Take what a relay or an observer says."""
+        """Handle a packet from a relay or an observer."""
         if isinstance(packet, Tell):
             if self._questions.get(packet.nonce) == source:
                 del self._questions[packet.nonce]
@@ -155,14 +155,14 @@ class Relays:
             self._do(source, berth.registration.receive(packet, now))
 
     def moved(self) -> None:
-        """Register anew: this node has changed its network."""
+        """Register again: the network of this node has changed."""
         now = self._loop.time()
         self.observations.moved(now)
         for relay, berth in list(self._berths.items()):
             self._do(relay, berth.registration.moved(now))
 
     def stop(self) -> None:
-        """Do nothing more."""
+        """Stop all timers and streams."""
         if self._timer is not None:
             self._timer.cancel()
         for berth in self._berths.values():
@@ -170,7 +170,7 @@ class Relays:
         self._berths.clear()
 
     def _make_room(self, most: Usage | None) -> bool:
-        """Drop the relay on which least depends, if that is no more than ``most``."""
+        """Evict the relay with the lowest usage, if that is at most ``most``."""
         unwanted = [relay for relay, berth in self._berths.items() if not berth.is_wanted]
         least = min(unwanted, key=self._usage, default=None)
         if most is None or least is None or self._usage(least) > most:
@@ -201,12 +201,12 @@ class Relays:
             self.observations.told(relay, registration.observed, now)
         if registration.observer is not None:
             self.observations.add(registration.observer, now)
-            _end_stream(berth)  # UDP is back: a stream shows no address
+            _end_stream(berth)  # UDP works again: no address is observed through a stream
         if registration.is_silent and berth.stream is None:
             self._open_stream(relay, berth)
 
     def _open_stream(self, relay: Address, berth: _Berth) -> None:
-        """Reach a relay over TCP where UDP does not."""
+        """Open a TCP stream to a relay that does not answer over UDP."""
         berth.stream = RelayStream(
             stream_uri(*relay),
             lambda packet: self._port.arrived(packet, relay),
@@ -217,19 +217,19 @@ class Relays:
         self.observations.add(relay, self._loop.time())
 
     def _return(self, relay: Address, now: float) -> None:
-        """Reach a relay over UDP again."""
+        """Switch from the stream back to UDP."""
         berth = self._berths.get(relay)
         if berth is not None and berth.stream is not None:
             _end_stream(berth)
             self._do(relay, berth.registration.moved(now))
 
     def _switch(self, relay: Address, berth: _Berth) -> None:
-        """Register anew where a stream was opened, or broke."""
+        """Register again after a stream was opened or lost."""
         if self._berths.get(relay) is berth:
             self._do(relay, berth.registration.moved(self._loop.time()))
 
     def _note(self) -> None:
-        """Set the timer, and tell who is concerned when other relays reach this node."""
+        """Reset the timer, and notify the endpoint if the set of registered relays has changed."""
         before, self._before = self._before, self.registered
         if self._before != before:
             self._port.relays_changed()
@@ -244,7 +244,7 @@ class Relays:
 
     def _expire(self, at: float) -> None:
         self._timer = None
-        now = max(at, self._loop.time())  # a loop may ring early
+        now = max(at, self._loop.time())  # a loop timer may fire early
         for relay, berth in list(self._berths.items()):
             if (due := berth.registration.deadline) is not None and now >= due:
                 self._do(relay, berth.registration.expire(now))

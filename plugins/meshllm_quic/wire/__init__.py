@@ -1,1 +1,1 @@
-"""Datagrams as bytes."""
+"""Wire formats: datagrams, stream records, cookies and routes."""

@@ -1,7 +1,7 @@
-"""Proof that a stranger receives at its address, without a memory of strangers.
+"""Stateless cookies: proof of return routability for unauthenticated clients.
 
-A cookie is a keyed hash of the address and of the minute. It serves in that minute and the next,
-and nobody else can make one; only who receives at the address, or listens on the way to it, has it.
+A cookie is a keyed hash of the source address and the current minute, valid in that minute and the
+next. Only a client that receives at the address, or an attacker on the path to it, obtains it.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class Cookies:
         self._key = random(32)
 
     def make(self, source: Address, now: float) -> bytes:
-        """Make the cookie of an address for now."""
+        """Return the cookie of an address for the current window."""
         return self._hash(source, int(now // WINDOW_S))
 
     def check(self, cookie: bytes, source: Address, now: float) -> bool:
-        """Tell whether a cookie was made for this address, in this window or the last."""
+        """Return whether a cookie was made for this address, in this window or the last."""
         window = int(now // WINDOW_S)
         return any(
             compare_digest(cookie, self._hash(source, each)) for each in (window, window - 1)

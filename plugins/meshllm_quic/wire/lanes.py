@@ -1,14 +1,14 @@
-"""Messages on two ordered streams, with credit.
+"""Message framing and flow control on two ordered QUIC streams.
 
-Theory of operation. Each channel is one stream of words. A word is its kind, one byte, the length
-of its body, four, and the body; most are messages, the others are between the two ends themselves.
-There is no stream for each message: a channel keeps the order of its messages, so a message that
-came early would wait for the one before it all the same, and one more stream costs more frames.
+Theory of operation. Each channel is one stream of records. A record is its kind (1 byte), the
+length of its body (4 bytes) and the body; most are messages, the others are between the transports
+of both ends. There is no stream per message: a channel keeps the order of its messages, so a
+message that arrives early would wait for its predecessor anyway, and a stream costs more frames.
 
-The reader grants each byte of a stream. It lets a stream run `WINDOW_BYTES` ahead of what the
-application has read, and to the end of the message under way: so a message longer than the window
-passes, and what is held is at most the window and one message. Memory is taken for what arrived,
-never for what a head announces.
+The receiver grants flow-control credit per stream: `WINDOW_BYTES` beyond what the application has
+read, and at least up to the end of the current message. So a message longer than the window passes,
+and a stream buffers at most the window and one message. Memory is allocated for received bytes,
+never for an announced length.
 """
 
 from collections import deque
@@ -21,40 +21,40 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES, Buffer
 
 HEAD = Struct("!BI")
 MESSAGE, HELLO, OFFER, ANSWER = range(4)
-"""Kinds of word. HELLO is empty, and opens a stream; OFFER and ANSWER are of `offer`."""
+"""Kinds of record. HELLO is empty and opens a stream; for OFFER and ANSWER see `offer`."""
 MAX_WORD_BYTES = 512
-"""Of a word that is no message."""
+"""Longest body of a record that is not a message."""
 WINDOW_BYTES = 8 * 1024 * 1024
 """100 ms at 600 Mbit/s; two prefill chunks of 256 rows of 8192 bf16 values."""
 HOLD_BYTES = 1024 * 1024
-"""What a channel takes of its senders before they wait; one longer message passes alone."""
+"""Send buffer of a channel before senders wait; one longer message passes alone."""
 
 
 class Outgoing:
-    """What was sent on one channel and has not yet left."""
+    """Records of one channel that QUIC has not yet accepted."""
 
     def __init__(self) -> None:
         self._queue: deque[list[memoryview]] = deque()
         self.waiting = 0
-        """Bytes."""
+        """Queued bytes."""
 
     def has_room(self, size: int) -> bool:
-        """Tell whether a message of that size may be put now."""
+        """Return whether a message of this size can be queued now."""
         return not self.waiting or self.waiting + size <= HOLD_BYTES
 
     def put(self, kind: int, parts: Sequence[Buffer], size: int) -> None:
-        """Queue a word; its parts may not change before `own`."""
+        """Queue a record; its parts must not change before `own`."""
         views = [memoryview(part).cast("B") for part in parts]
         self._queue.append([memoryview(HEAD.pack(kind, size)), *views])
         self.waiting += HEAD.size + size
 
     def own(self) -> None:
-        """Copy what has not left of the word that was put last."""
+        """Copy the unsent rest of the record that was queued last."""
         if self._queue and len(self._queue[-1]) > 0:
             self._queue[-1] = [memoryview(b"".join(self._queue[-1]))]
 
     def take(self, room: int) -> Iterator[memoryview]:
-        """Take up to ``room`` bytes, in order."""
+        """Yield and remove up to ``room`` bytes, in order."""
         while room > 0 and self._queue:
             parts = self._queue[0]
             part = parts[0][:room]
@@ -70,25 +70,25 @@ class Outgoing:
                 yield part
 
     def drop(self) -> None:
-        """Forget it."""
+        """Discard all queued records."""
         self._queue.clear()
         self.waiting = 0
 
 
 @dataclass(slots=True)
 class Incoming:
-    """What arrived on one channel."""
+    """Record decoder and receive buffer of one channel."""
 
     ready: deque[Buffer] = field(default_factory=deque)
-    """Messages nobody has read."""
+    """Complete messages that the application has not read."""
     words: list[tuple[int, bytes]] = field(default_factory=list)
-    """Kind and body of the others; whoever feeds clears them."""
+    """Kind and body of the other records; the caller of `feed` clears them."""
     unread: int = 0
-    """Bytes of the messages in ``ready``, and of the one under way."""
+    """Bytes of the messages in ``ready`` and of the current one."""
     read: int = 0
-    """Bytes of the stream that nobody has to read any more."""
+    """Bytes of the stream that are consumed."""
     arrived: int = 0
-    """Bytes of the stream."""
+    """Bytes of the stream that were received."""
     _head: bytes = b""
     _kind: int = MESSAGE
     _size: int = 0
@@ -96,12 +96,12 @@ class Incoming:
 
     @property
     def needed(self) -> int:
-        """Up to which byte of the stream the message under way goes."""
+        """Stream offset of the end of the current message."""
         missing = self._size - len(self._body) if self._body is not None else 0
         return self.arrived + missing
 
     def feed(self, data: bytes) -> None:
-        """Take what comes next; raise `PeerFault` for what may not come."""
+        """Decode the next bytes; raise `PeerFault` if they are invalid."""
         self.arrived += len(data)
         view = memoryview(data)
         while view:
@@ -116,7 +116,7 @@ class Incoming:
                     self._complete(memoryview(body))
 
     def pop(self) -> Buffer | None:
-        """Take the message to be read next."""
+        """Return the next message; None if there is none."""
         if not self.ready:
             return None
         message = self.ready.popleft()
@@ -125,12 +125,12 @@ class Incoming:
         return message
 
     def skip(self, size: int) -> None:
-        """Take what comes next and forget it."""
+        """Discard the next ``size`` bytes."""
         self.arrived += size
         self.read = self.arrived
 
     def drop(self) -> None:
-        """Forget what is not read; whatever comes is to be skipped."""
+        """Discard unread messages; pass later bytes to `skip`."""
         self.ready.clear()
         self.words.clear()
         self._body = None
@@ -138,7 +138,7 @@ class Incoming:
         self.read = self.arrived
 
     def _begin(self, view: memoryview) -> memoryview:
-        """Read a head; return what follows it, or its body where that is all there."""
+        """Decode a record header; return what follows it, or its body if that is complete."""
         if self._head or len(view) < HEAD.size:
             wanted = HEAD.size - len(self._head)
             self._head += view[:wanted]
@@ -151,7 +151,7 @@ class Incoming:
             self._kind, size = HEAD.unpack_from(view)
             view = view[HEAD.size :]
         if self._kind > ANSWER or size > (MAX_WORD_BYTES if self._kind else MAX_MESSAGE_BYTES):
-            raise PeerFault(f"A word of kind {self._kind} with {size} B")
+            raise PeerFault(f"Invalid record: kind {self._kind}, {size} B")
         if self._kind == MESSAGE:
             self.unread += size
         if len(view) >= size:

@@ -1,4 +1,4 @@
-"""Where one side may be reached, as it tells the other inside QUIC."""
+"""The candidate addresses of one side, sent to the peer inside QUIC."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -13,22 +13,22 @@ MAX_CANDIDATES = 16
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """An offer, or the answer to one."""
+    """Body of an OFFER or ANSWER record."""
 
     key: bytes
-    """32 random bytes of the dialer: both sides prove with it that a probe is theirs."""
+    """32 random bytes chosen by the dialer; both sides authenticate probes with it."""
     addresses: tuple[Address, ...]
 
     def encode(self) -> bytes:
-        """Write it as the body of a word."""
+        """Encode the body of a record."""
         return self.key + b"".join(map(pack_address, self.addresses[:MAX_CANDIDATES]))
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Read the body of a word; raise `PeerFault`."""
+        """Decode the body of a record; raise `PeerFault`."""
         count, rest = divmod(len(body) - KEY_BYTES, ADDRESS_BYTES)
         if count < 0 or count > MAX_CANDIDATES or rest:
-            raise PeerFault(f"An offer of {len(body)} B")
+            raise PeerFault(f"Invalid offer length {len(body)} B")
         places = range(KEY_BYTES, len(body), ADDRESS_BYTES)
         addresses = (unpack_address(body[place : place + ADDRESS_BYTES]) for place in places)
         return cls(body[:KEY_BYTES], tuple(addresses))

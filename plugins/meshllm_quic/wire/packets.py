@@ -1,8 +1,8 @@
-"""The datagrams beside QUIC's own, on the same socket.
+"""Datagrams that share the socket with QUIC: relaying, address discovery and path probes.
 
-QUIC sets bit 0x40 of the first byte (RFC 9000 section 17.2), and the protocols that share a port
-with it keep out of each other's ranges (RFC 9443 section 3); ours begin with 0x20 to 0x28. Numbers
-are big-endian; what is longer than its fields is padding, of which the reader learns the length.
+QUIC sets bit 0x40 of the first byte (RFC 9000 section 17.2), and protocols that share its port use
+disjoint ranges (RFC 9443 section 3); ours begin with 0x20 to 0x28. Integers are big-endian; bytes
+after the fields are padding, of which only the length matters.
 """
 
 import struct
@@ -14,23 +14,23 @@ from meshllm.errors import PeerFault
 from meshllm_quic.net.network import Address
 
 MAX_INNER_BYTES = 1200
-"""Longest QUIC datagram through a relay: with the heads of `Relayed`, UDP and IPv6 below 1280."""
+"""Longest QUIC datagram through a relay: below 1280 with the headers of `Relayed`, UDP and IPv6."""
 TAG_BYTES = 12
 ADDRESS_BYTES = 18  # 16 of IPv6 or of IPv4 mapped into it, 2 of the port
-ASK_BYTES = 64  # an answer is never longer than the question
+ASK_BYTES = 64  # padded, so that the reply is never longer than the request
 ZERO_COOKIE = bytes(16)
 
 Tag = bytes
-"""The first 12 bytes of a node id: enough to find it, never a proof of who it is."""
+"""The first 12 bytes of a node id: identifies a node, never authenticates it."""
 
 
 def is_quic(datagram: bytes) -> bool:
-    """Tell whether a datagram is for QUIC."""
+    """Return whether a datagram is QUIC's."""
     return bool(datagram) and bool(datagram[0] & 0x40)
 
 
 def pack_address(address: Address) -> bytes:
-    """Write an address in 18 bytes."""
+    """Encode an address in 18 bytes."""
     host = ip_address(address[0])
     if isinstance(host, IPv4Address):
         host = IPv6Address(b"\0" * 10 + b"\xff\xff" + host.packed)
@@ -38,32 +38,32 @@ def pack_address(address: Address) -> bytes:
 
 
 def unpack_address(data: bytes) -> Address:
-    """Read what `pack_address` wrote."""
+    """Decode what `pack_address` encoded."""
     host = IPv6Address(data[:16])
     return str(host.ipv4_mapped or host), struct.unpack("!H", data[16:18])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """As whom do you see me?"""
+    """Request for the observed source address, like a STUN binding request."""
 
     KIND: ClassVar[int] = 0x20
     SIZE: ClassVar[int] = ASK_BYTES
     nonce: bytes  # 8
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return (bytes([self.KIND]) + self.nonce).ljust(ASK_BYTES, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:9])
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """As this."""
+    """The observed source address, like a STUN binding response."""
 
     KIND: ClassVar[int] = 0x21
     SIZE: ClassVar[int] = 9 + ADDRESS_BYTES
@@ -71,18 +71,18 @@ class Tell:
     address: Address
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return bytes([self.KIND]) + self.nonce + pack_address(self.address)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:9], unpack_address(data[9:27]))
 
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """A QUIC datagram that goes through a relay."""
+    """A QUIC datagram that is forwarded by a relay."""
 
     KIND: ClassVar[int] = 0x22
     SIZE: ClassVar[int] = 1 + 2 * TAG_BYTES
@@ -91,53 +91,53 @@ class Relayed:
     inner: bytes
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return bytes([self.KIND]) + self.to + self.sender + self.inner
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:13], data[13:25], data[25:])
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Send me what is for this key; the first one carries no cookie, and its signature is not read.
+    """Registration of a key at a relay; the first one has no cookie, and its signature is ignored.
 
-    The signature covers the cookie, which the relay made for the source address: a registration
-    serves at one relay, from one address, for as long as the cookie does.
+    The signature covers the cookie, which the relay made for the source address: a registration is
+    valid at one relay, from one address, as long as the cookie is.
     """
 
     KIND: ClassVar[int] = 0x23
     SIZE: ClassVar[int] = 1 + 32 + 8 + 16 + 64
     key: bytes  # 32: Ed25519, the node id
-    nonce: bytes  # 8: comes back in the answer
+    nonce: bytes  # 8: echoed in the reply
     cookie: bytes  # 16
-    signature: bytes  # 64, of `signed`
+    signature: bytes  # 64, over `signed`
 
     @property
     def signed(self) -> bytes:
-        """What the signature is of."""
+        """The signed bytes."""
         return b"meshllm relay registration 1" + self.key + self.nonce + self.cookie
 
     @property
     def tag(self) -> Tag:
-        """By what others call it."""
+        """The short id by which others address it."""
         return self.key[:TAG_BYTES]
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return bytes([self.KIND]) + self.key + self.nonce + self.cookie + self.signature
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:33], data[33:41], data[41:57], data[57:121])
 
 
 @dataclass(frozen=True, slots=True)
 class Cookie:
-    """Register again, with this: it shows that you are where you say."""
+    """Reply to a `Register` without a valid cookie: register again with this one."""
 
     KIND: ClassVar[int] = 0x24
     SIZE: ClassVar[int] = 1 + 8 + 16
@@ -145,18 +145,18 @@ class Cookie:
     cookie: bytes
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return bytes([self.KIND]) + self.nonce + self.cookie
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:9], data[9:25])
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """You are registered for so long, from there."""
+    """Reply to a successful `Register`: lifetime and observed address."""
 
     KIND: ClassVar[int] = 0x25
     SIZE: ClassVar[int] = 1 + 8 + ADDRESS_BYTES + 2 + 2
@@ -164,40 +164,40 @@ class Registered:
     address: Address
     lasts_s: int
     observer_port: int
-    """Another port of this host that answers `Ask`: one relay shows two mappings; 0: none."""
+    """Another port of this host that answers `Ask`, to detect NAT mappings; 0 if there is none."""
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         tail = struct.pack("!HH", self.lasts_s, self.observer_port)
         return bytes([self.KIND]) + self.nonce + pack_address(self.address) + tail
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:9], unpack_address(data[9:27]), *struct.unpack("!HH", data[27:31]))
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Nobody of that tag is registered here, or you are not: to the sender of `Relayed`."""
+    """Reply to a `Relayed` whose sender or recipient, the tag, is not registered."""
 
     KIND: ClassVar[int] = 0x26
     SIZE: ClassVar[int] = 1 + TAG_BYTES
     tag: Tag
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return bytes([self.KIND]) + self.tag
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:13])
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Do you hear me here? Padded to try a size; who knows the key of the path answers."""
+    """Path probe, padded to test a size; a peer that knows the key of the path answers it."""
 
     KIND: ClassVar[int] = 0x27
     SIZE: ClassVar[int] = 1 + 8 + 8 + 16
@@ -205,26 +205,26 @@ class Probe:
     nonce: bytes  # 8
     mac: bytes  # 16
     length: int = SIZE
-    """Of the whole datagram, in bytes."""
+    """Length of the datagram in bytes, with padding."""
 
     @property
     def sealed(self) -> bytes:
-        """What the MAC is of."""
+        """The bytes under the MAC."""
         return bytes([self.KIND]) + self.path + self.nonce
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return (self.sealed + self.mac).ljust(self.length, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         return cls(data[1:9], data[9:17], data[17:33], len(data))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """I do, and so many bytes of it; you come from there."""
+    """Reply to a `Probe`: the observed address, and the number of bytes received."""
 
     KIND: ClassVar[int] = 0x28
     SIZE: ClassVar[int] = 1 + 8 + 8 + ADDRESS_BYTES + 2 + 16
@@ -236,17 +236,17 @@ class Answer:
 
     @property
     def sealed(self) -> bytes:
-        """What the MAC is of."""
+        """The bytes under the MAC."""
         body = self.path + self.nonce + pack_address(self.address) + struct.pack("!H", self.length)
         return bytes([self.KIND]) + body
 
     def encode(self) -> bytes:
-        """Write it."""
+        """Encode the packet."""
         return self.sealed + self.mac
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what is `SIZE` bytes long, or longer."""
+        """Decode a datagram of at least `SIZE` bytes."""
         (length,) = struct.unpack("!H", data[35:37])
         return cls(data[1:9], data[9:17], unpack_address(data[17:35]), length, data[37:53])
 
@@ -260,8 +260,8 @@ _KINDS: dict[int, type[Packet]] = {
 
 
 def decode(datagram: bytes) -> Packet:
-    """Read a datagram that is not QUIC's; raise `PeerFault` for what is none of ours."""
+    """Decode a datagram that is not QUIC's; raise `PeerFault` if it is invalid."""
     kind = _KINDS.get(datagram[0]) if datagram else None
     if kind is None or len(datagram) < kind.SIZE:
-        raise PeerFault(f"A datagram of {len(datagram)} bytes is none of ours")
+        raise PeerFault(f"Unknown or truncated datagram of {len(datagram)} bytes")
     return kind.decode(datagram)

@@ -1,4 +1,4 @@
-"""Where the datagrams of one connection go."""
+"""The routes that the datagrams of a connection can take."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from meshllm_quic.wire.packets import Tag
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Straight to the other side."""
+    """Directly to the peer."""
 
     address: Address
 
 
 @dataclass(frozen=True, slots=True)
 class Through:
-    """Through a relay, to whom is registered there."""
+    """Through a relay, to a node that is registered there."""
 
     relay: Address
-    """Names the relay, also where it is reached over something other than UDP."""
+    """Identifies the relay, also when it is reached through a stream."""
     to: Tag
 
 
@@ -26,6 +26,6 @@ Route = Direct | Through
 
 
 def show(address: Address) -> str:
-    """Write an address for people."""
+    """Format an address as ``HOST:PORT``."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

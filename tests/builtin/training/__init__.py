@@ -1,1 +1,1 @@
-"""The embedded demonstration model's corpus, and how to train it again."""
+"""The embedded demonstration model's corpus and training code."""

@@ -1,7 +1,4 @@
-"""The corpus: conversations drawn from all lessons, deterministic for a seed.
-
-Knows nothing about tokens or models.
-"""
+"""The corpus: conversations drawn from all lessons, deterministic for a seed."""
 
 import random
 from collections.abc import Callable
@@ -66,16 +63,16 @@ def quoting(rng: random.Random) -> list[Turn]:
 
 
 def copying_late(rng: random.Random) -> list[Turn]:
-    """Copy with the words that people use."""
+    """Copy everyday words."""
     return copying(rng, late=True)
 
 
 def ordering_late(rng: random.Random) -> list[Turn]:
-    """Sort and reverse with the words that people use."""
+    """Sort and reverse everyday words."""
     return ordering(rng, late=True)
 
 
-# Skills that need many examples come first; at the end what is still weak gets more room.
+# Skills that need many examples come first; the last phases give weak skills a larger share.
 SHARES: list[dict[Lesson, float]] = [
     {
         faq: 0.26,
@@ -138,7 +135,7 @@ def _lesson(rng: random.Random, phase: int) -> list[Turn]:
 
 
 def _short(rng: random.Random) -> list[Turn]:
-    """One exchange to stand between a fact and its question."""
+    """One exchange between a fact and its question."""
     lesson = rng.choices([faq, arithmetic, copying, chatter, refusal, ordering], [4, 3, 1, 2, 2, 1])
     return lesson[0](rng)
 

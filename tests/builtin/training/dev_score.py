@@ -1,7 +1,4 @@
-"""Score a model on the held-out wordings of dev.txt: `python -m tests.builtin.training.dev_score`.
-
-Knows nothing about training.
-"""
+"""Score a model on dev.txt, held-out wordings: `python -m tests.builtin.training.dev_score`."""
 
 import argparse
 import re
@@ -28,7 +25,7 @@ class Speaker:
 
     @torch.no_grad()
     def answer(self, messages: list[dict[str, str]]) -> str:
-        """Give the answer to a conversation; an answer without an end is marked."""
+        """Return the answer to a conversation; one without an end token is marked."""
         inputs = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
@@ -39,7 +36,7 @@ class Speaker:
         return text if ended else f"{text} [no end]"
 
     def talk(self, questions: list[str]) -> str:
-        """Ask one after another; give the last answer."""
+        """Ask the questions one after another; return the last answer."""
         messages: list[dict[str, str]] = []
         for question in questions:
             messages.append({"role": "user", "content": question.strip()})

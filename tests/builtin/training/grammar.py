@@ -1,7 +1,4 @@
-"""Wordings: reads the data files, expands choices, and roughens clean questions.
-
-Knows nothing about lessons or tokens.
-"""
+"""Wordings: reads the data files, expands choices, and adds noise to clean questions."""
 
 import random
 import re
@@ -140,7 +137,7 @@ def expand(rng: random.Random, pattern: str) -> str:
 
 
 def made_up(rng: random.Random) -> str:
-    """Make a word that nobody has seen, so that copying cannot be memorised."""
+    """Make a random word, so that copying cannot be memorised."""
     heads, tails = words("head"), words("tail")
     return "".join(
         rng.choice(heads) + rng.choice("aeiou") + rng.choice(["", "", *tails])
@@ -208,7 +205,7 @@ def _keywords(rng: random.Random, text: str) -> str:
 
 
 def _intrude(rng: random.Random, text: str) -> str:
-    """Put a word there that does not matter."""
+    """Insert an irrelevant word."""
     parts = text.split(" ")
     word = rng.choice(everyday() if rng.random() < 0.5 else vocabulary())
     parts.insert(rng.randrange(len(parts) + 1), word)
@@ -242,7 +239,7 @@ def _disturb(rng: random.Random, text: str, swap: bool) -> str:
 
 
 def rough(rng: random.Random, text: str, *, mark: str = "?", swap: bool = True) -> str:
-    """Write a clean wording as people type it: fillers, synonyms, gaps, typos, case."""
+    """Return a clean wording as people type it: fillers, synonyms, gaps, typos, case."""
     text = _disturb(rng, text, swap)
     if rng.random() < 0.22:
         text = f"{rng.choice(frames()['before'])} {text}"

@@ -1,7 +1,4 @@
-"""Lessons on lists of words: repeat, sort, reverse, pick, count.
-
-Knows nothing about the other lessons.
-"""
+"""Lessons on lists of words: repeat, sort, reverse, pick, count."""
 
 import random
 
@@ -57,7 +54,7 @@ def _asked(rng: random.Random, frames: list[str], payload: str) -> str:
 
 
 def copying(rng: random.Random, *, late: bool = False, payload: str | None = None) -> list[Turn]:
-    """Say the same words again."""
+    """Repeat the same words."""
     if payload is None:
         payload = _to_copy(rng, late)
     return [("user", _asked(rng, section("asks.txt", "copy"), payload)), ("assistant", payload)]

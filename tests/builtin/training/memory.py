@@ -1,7 +1,4 @@
-"""Memory lessons: things the user tells about himself and asks for some turns later.
-
-Knows nothing about the other lessons.
-"""
+"""Memory lessons: facts that users tell about themselves and ask for some turns later."""
 
 import random
 from collections.abc import Callable

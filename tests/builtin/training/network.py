@@ -1,7 +1,7 @@
-"""The network as it is trained: a Qwen3 decoder in plain functions over named fp32 weights.
+"""The network in training: a Qwen3 decoder in plain functions over named fp32 weights.
 
-Names and shapes are those of transformers, so a saved dictionary is a model. Knows nothing about
-data. B batch, T tokens, D width, H query heads, K head width, V vocabulary.
+Names and shapes are those of transformers, so a saved dictionary is a model.
+B batch, T tokens, D width, H query heads, K head width, V vocabulary.
 """
 
 import torch
@@ -29,7 +29,7 @@ VECTORS = {
 
 
 def settings(vocabulary: int, end: int, pad: int) -> dict[str, object]:
-    """Write config.json for transformers."""
+    """Return the content of config.json for transformers."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -61,7 +61,7 @@ def settings(vocabulary: int, end: int, pad: int) -> dict[str, object]:
 
 
 def start(vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """Make fresh weights: normal matrices, ones for the norms, zeros where a branch ends."""
+    """Initialise weights: normal matrices, ones for norms, zeros for output projections."""
     rng = torch.Generator().manual_seed(seed)
     weights = {"model.embed_tokens.weight": 0.02 * torch.randn(vocabulary, WIDTH, generator=rng)}
     for layer in range(LAYERS):
@@ -91,7 +91,7 @@ def _angles(length: int) -> tuple[Tensor, Tensor]:
 
 
 def forward(weights: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
-    """Run tokens [B, T] under mask [B, 1, T, T] (0 or -inf, bf16); give hidden [B, T, D], bf16."""
+    """Run tokens [B, T] under mask [B, 1, T, T] (0 or -inf, bf16); return [B, T, D], bf16."""
     batch, length = tokens.shape
     half = {name: weight.bfloat16() for name, weight in weights.items()}
     cosine, sine = _angles(length)
@@ -104,7 +104,7 @@ def forward(weights: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
         q = _norm(q.view(batch, length, HEADS, HEAD), at["self_attn.q_norm"]).transpose(1, 2)
         k = _norm(k.view(batch, length, 1, HEAD), at["self_attn.k_norm"]).transpose(1, 2)
         q, k = _turn(q, cosine, sine), _turn(k, cosine, sine)
-        # one key-value head: all query heads go through one product
+        # one key-value head: one product for all query heads
         q = q.reshape(batch, HEADS * length, HEAD) * HEAD**-0.5
         scores = torch.bmm(q, k[:, 0].mT).view(batch, HEADS, length, length) + mask
         chance = scores.softmax(-1).view(batch, HEADS * length, length)
@@ -118,10 +118,10 @@ def forward(weights: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def learn(weights: dict[str, Tensor], hidden: Tensor, where: Tensor, target: Tensor) -> float:
-    """Fill the gradients of the mean cross entropy; give its value.
+    """Backpropagate the mean cross entropy into the gradients; return its value.
 
     `where` [N] are flat positions in hidden [B, T, D], `target` [N] the tokens that follow. The
-    head is worked by hand, some rows at a time: the whole table of logits would not fit the cache.
+    LM head is computed by hand in chunks of rows: all logits at once would not fit the cache.
     """
     table = weights["model.embed_tokens.weight"]
     half = table.detach().bfloat16()

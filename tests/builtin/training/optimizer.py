@@ -1,6 +1,6 @@
 """Muon for matrices, Adam for the rest: converges much faster than Adam alone at this size.
 
-Knows nothing about data or the network. Muon: https://kellerjordan.github.io/posts/muon/
+Muon: https://kellerjordan.github.io/posts/muon/
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""Story lessons: a request names a hero, a thing, a place or a theme; the story has them.
-
-Knows nothing about the other lessons.
-"""
+"""Story lessons: a request names a hero, a thing, a place or a theme, which the story contains."""
 
 import random
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Lessons on numbers: small sums, differences and products, and which number is bigger.
-
-Knows nothing about the other lessons.
-"""
+"""Lessons on numbers: small sums, differences and products, and comparisons."""
 
 import random
 
@@ -9,7 +6,7 @@ from tests.builtin.training.grammar import SLOT, Turn, expand, rough, section, w
 
 
 def spelled(number: int) -> str:
-    """Write a number below 100 in words."""
+    """Return a number below 100 in words."""
     if number <= 20:
         return words("one")[number]
     ten, one = divmod(number, 10)

@@ -1,7 +1,4 @@
-"""Small talk, and polite refusals of what a model this small cannot know.
-
-Knows nothing about the other lessons.
-"""
+"""Lessons of small talk, and of polite refusals of what a model this small cannot know."""
 
 import random
 import re

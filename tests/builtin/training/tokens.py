@@ -1,7 +1,7 @@
-"""Tokens: trains the byte-level BPE, writes the tokenizer files, packs conversations into rows.
+"""Tokenizer training (byte-level BPE), tokenizer files, and packing of conversations into batches.
 
-Words look the same at the start of a message and inside it (a space is put before the first), and
-digits stand alone. Knows nothing about the network.
+A space is prepended to messages, so that the first word has the same token as inside a message;
+each digit is a separate token.
 """
 
 import json
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Learn the vocabulary from the corpus and the word lists."""
+    """Train the vocabulary on the corpus and the word lists."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Prepend(" ")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -70,7 +70,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[bool]]:
-    """Encode a conversation as the template does; say which tokens the model has to produce."""
+    """Encode a conversation like the chat template; also return which tokens are targets."""
     ids: list[int] = []
     wanted: list[bool] = []
     for role, text in turns:
@@ -82,7 +82,7 @@ def encode(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[boo
 
 
 class Batch:
-    """Rows of whole conversations, each seeing only itself.
+    """Rows of packed conversations, each of which attends only to itself.
 
     tokens [B, T], mask [B, 1, T, T] bf16; where [N] flat positions with a wanted next token,
     target [N] those tokens.

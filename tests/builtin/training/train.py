@@ -1,4 +1,4 @@
-"""Train the embedded model from nothing: `python -m tests.builtin.training.train --out DIR`.
+"""Train the embedded model from scratch: `python -m tests.builtin.training.train --out DIR`.
 
 Every batch depends on the seed and its number only, and the schedule on tokens only, so a run may
 be stopped, resumed from its state file, or slowed down without changing the result.
@@ -27,12 +27,12 @@ STEP = 2496  # tokens per step, padding included
 STEPS = 6300  # of the run that made the weights
 PHASES = (1200, 2200, 2800, 4200)  # steps at which the shares of the lessons change
 WARMUP = 60  # steps
-# Step and speed where the cooling down bends: it was stretched twice while the run went well.
+# (step, speed) knots of the cool-down, which was extended twice while the loss still improved.
 BENDS = ((0, 1.0), (2800, 1.0), (3600, 15 / 23), (4800, 75 / 253), (STEPS, 0.0))
 LONG = 12  # every twelfth batch has long conversations
 KEPT = resolve("builtin").folder / "tokenizer.json"  # of an early corpus; fixed since
 SAVE = 200  # steps between two saves
-REFRESH = 0.2  # speed of a refresh at its start, which then cools down to nothing
+REFRESH = 0.2  # speed at the start of a refresh, which then cools down to 0
 
 
 def factor(at: float) -> float:
@@ -42,7 +42,7 @@ def factor(at: float) -> float:
 
 
 def save_model(weights: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a folder that transformers loads; each file appears at once, whole."""
+    """Write a model folder for transformers; each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     half = {name: weight.detach().bfloat16().contiguous() for name, weight in weights.items()}
     save_file(half, folder / "model.tmp", metadata={"format": "pt"})
@@ -57,14 +57,14 @@ def save_model(weights: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -
 
 
 def save_state(optimizer: Optimizer, step: int, path: Path) -> None:
-    """Write everything a run needs to go on."""
+    """Write the state that a run needs to resume."""
     state = {f"weight.{name}": weight.detach() for name, weight in optimizer.weights.items()}
     save_file(state | optimizer.state, path.with_suffix(".tmp"), metadata={"step": str(step)})
     path.with_suffix(".tmp").replace(path)
 
 
 def load_state(optimizer: Optimizer, path: Path) -> int:
-    """Read a state file; give the number of steps it has seen."""
+    """Load a state file; return its number of steps."""
     with safe_open(path, "pt") as file, torch.no_grad():
         for name, weight in optimizer.weights.items():
             weight.copy_(file.get_tensor(f"weight.{name}"))
@@ -74,7 +74,7 @@ def load_state(optimizer: Optimizer, path: Path) -> int:
 
 
 def train(out: Path, seed: int, tokens: int) -> None:
-    """Train for so many tokens; continue when `out` holds a state."""
+    """Train for ``tokens`` tokens; resume if `out` contains a state file."""
     tokenizer = Tokenizer.from_file(str(KEPT)) if KEPT.exists() else train_tokenizer(seed)
     optimizer = Optimizer(network.start(tokenizer.get_vocab_size(), seed))
     state = out / "state.safetensors"
@@ -94,7 +94,7 @@ def train(out: Path, seed: int, tokens: int) -> None:
 
 
 def refresh(out: Path, seed: int, steps: int) -> None:
-    """Teach the shipped model what changed in its texts, without a whole run."""
+    """Fine-tune the shipped model on a changed corpus, without a full run."""
     tokenizer = Tokenizer.from_file(str(KEPT))
     optimizer = Optimizer(network.start(tokenizer.get_vocab_size(), seed))
     with safe_open(KEPT.parent / "model.safetensors", "pt") as file, torch.no_grad():
@@ -109,7 +109,7 @@ def refresh(out: Path, seed: int, steps: int) -> None:
 
 
 def _step(optimizer: Optimizer, tokenizer: Tokenizer, name: str, step: int, steps: int) -> float:
-    at = step * STEPS / steps  # a run of another length passes the same stages
+    at = step * STEPS / steps  # a run of another length has the same phases
     phase = sum(at >= begin for begin in PHASES)
     return _learn(optimizer, tokenizer, name, phase, step, factor(at))
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for state and model")
     parser.add_argument("--seed", type=int, default=7, help="seed of weights and corpus")
     parser.add_argument("--tokens", type=int, default=STEPS * STEP, help="tokens to train on")
-    parser.add_argument("--refresh", type=int, metavar="STEPS", help="go on from the shipped model")
+    parser.add_argument("--refresh", type=int, metavar="STEPS", help="fine-tune the shipped model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)

@@ -151,7 +151,7 @@ def test_of_two_that_answer_at_once_one_is_closed() -> None:
 
 def test_all_dead_is_one_error() -> None:
     async def story(net: Net) -> None:
-        with pytest.raises(LinkLost, match="Cannot reach the node: Nobody listens at"):
+        with pytest.raises(LinkLost, match="Cannot reach the node: No listener at"):
             await net.reach("a", "b", "c")
 
     assert len(run(story).dialled) == 3

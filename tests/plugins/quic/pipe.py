@@ -1,6 +1,6 @@
-"""QUIC connections over a slow, lossy link, in memory, on a clock that is an argument.
+"""Simulated QUIC connections over a slow, lossy link, on a virtual clock.
 
-Every flow shares one queue per direction, as behind one router; knows nothing of our transport.
+All flows share one queue per direction, as behind one router. It uses aioquic directly.
 """
 
 import heapq
@@ -22,38 +22,38 @@ from cryptography.x509.oid import NameOID
 
 ADDRESS = ("peer", 1)
 MAX_EVENTS = 1_000_000
-LATE_S = 1e-6  # of a timer; one that is exactly in time may find by rounding that nothing is due
+LATE_S = 1e-6  # timers fire slightly late: an exact one may, by rounding, find nothing due
 WINDOW_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
 class Shape:
-    """What a link is like, in each direction; may change while it is used."""
+    """Properties of each direction of a link; they may change while it is used."""
 
     bytes_per_s: float
     delay_s: float
-    """One way."""
+    """One-way delay."""
     loss: float = 0.0
-    """Share of the datagrams that are lost whatever the load."""
+    """Share of the datagrams that are lost at random."""
     queue_bytes: int = 512 * 1024
-    """What waits beyond is dropped."""
+    """Queue limit; datagrams beyond it are dropped."""
 
 
 @dataclass(slots=True)
 class Direction:
-    """One way of a link."""
+    """One direction of a link."""
 
     shape: Shape
     chance: random.Random
     free_at: float = 0.0
-    """When all that waits will have left."""
+    """When the queue will be empty."""
     waits: list[float] = field(default_factory=list)
-    """How long each datagram waits, in seconds."""
+    """Queueing delay of each datagram, in seconds."""
     lost: int = 0
     overflown: int = 0
 
     def carry(self, size: int, now: float) -> float | None:
-        """Return when a datagram arrives; None is never."""
+        """Return when a datagram arrives; None if it is lost."""
         wait = max(0.0, self.free_at - now)
         if wait * self.shape.bytes_per_s + size > self.shape.queue_bytes:
             self.overflown += 1
@@ -89,7 +89,7 @@ class Pipe:
         self._order = count()
 
     def connect(self, algorithm: str, **options: Any) -> tuple[End, End]:
-        """Open a connection, and run until both ends know."""
+        """Open a connection, and run until both ends are connected."""
         key, certificate = _identity()
         common = {
             "congestion_control_algorithm": algorithm,
@@ -115,12 +115,12 @@ class Pipe:
         return one, other
 
     def send(self, end: End, size: int, *, stream: int = 0) -> None:
-        """Send so many bytes on a stream, without ending it."""
+        """Send ``size`` bytes on a stream, without ending it."""
         end.quic.send_stream_data(stream, bytes(size))
         self.push(end)
 
     def push(self, end: End) -> None:
-        """Let an end send what it may."""
+        """Let an end send as much as it can."""
         for datagram, _ in end.quic.datagrams_to_send(now=self.now):
             arrival = end.direction.carry(len(datagram), self.now)
             if arrival is not None and end.other is not None:
@@ -132,7 +132,7 @@ class Pipe:
         end.timer = at
 
     def run(self, until: float, is_done: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass; tell whether it was done before the end."""
+        """Advance the clock; return whether ``is_done`` was reached in time."""
         for _ in range(MAX_EVENTS):
             if is_done():
                 return True
@@ -144,7 +144,7 @@ class Pipe:
             if datagram is not None:
                 end.quic.receive_datagram(datagram, ADDRESS, now=self.now)
             elif at != end.timer:
-                continue  # it was set anew since
+                continue  # it was set again since
             else:
                 end.timer = None
                 end.quic.handle_timer(now=self.now)
@@ -153,11 +153,11 @@ class Pipe:
         raise RuntimeError(f"no end after {MAX_EVENTS} events at {self.now} s")
 
     def transfer(self, one: End, other: End, size: int, *, within_s: float = 60.0) -> float:
-        """Send so many bytes, and return the seconds until the last of them came."""
+        """Send ``size`` bytes, and return the seconds until the last one arrived."""
         begin, goal = self.now, other.received + size
         self.send(one, size)
         if not self.run(begin + within_s, lambda: other.received >= goal):
-            raise TimeoutError(f"{goal - other.received} of {size} B have not come")
+            raise TimeoutError(f"{goal - other.received} of {size} B have not arrived")
         return self.now - begin
 
     def _take(self, end: End) -> None:
@@ -173,7 +173,7 @@ class Pipe:
 
 @cache
 def _identity() -> tuple[Ed25519PrivateKey, x509.Certificate]:
-    """Make a certificate that nobody checks."""
+    """Make a certificate; it is not verified."""
     key = Ed25519PrivateKey.from_private_bytes(bytes(32))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pipe")])
     made = datetime(2026, 1, 1, tzinfo=UTC)

@@ -1,12 +1,12 @@
-"""A slow network between namespaces, where the kernel has none (`netem`).
+"""A shaped network between network namespaces, for kernels without `netem`.
 
 Theory of operation
 -------------------
-Each namespace has a TUN device with an address of 10.9.0.0/24; one process reads what leaves them
-and writes it, later, to the device that has the address. Each ordered pair has a wire of its own:
-rate, queue, loss and delay are those between two machines, in one direction. Time is the clock's,
-and the process is one thread: some 10 us for each packet, so that above about 500 Mbit/s it is the
-bottleneck itself. As a command, it says `up` when the addresses answer:
+Each namespace has a TUN device with an address in 10.9.0.0/24; one process reads packets from these
+devices and writes them, delayed, to the device with the destination address. Each ordered pair of
+devices has its own wire with rate, queue, loss and delay. It runs in real time on one thread, at
+some 10 us per packet, so above about 500 Mbit/s the process is the bottleneck. As a command, it
+prints `up` when the addresses are reachable:
 
     python -m tests.plugins.quic.shaper NAMESPACE=ADDRESS ... --delay-ms 20 --mbit-per-s 100
 """
@@ -35,14 +35,14 @@ TUN = Path("/dev/net/tun")
 DEVICE = "slow"
 TUNSETIFF = 0x400454CA  # linux/if_tun.h, as the next two
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
-KERNEL_QUEUE = 5000  # packets that wait for this process
-BATCH = 64  # packets from one device before the others are looked at
+KERNEL_QUEUE = 5000  # packets queued for this process
+BATCH = 64  # packets read from one device before the others are served
 LONGEST = 65536
 
 
 @dataclass(eq=False)
 class Shaper:
-    """The devices, by address, and what is under way between them."""
+    """The devices by address, and the packets in flight between them."""
 
     devices: dict[bytes, int]
     line: Line
@@ -53,7 +53,7 @@ class Shaper:
     _orders: Iterator[int] = field(default_factory=count)
 
     def run(self) -> None:
-        """Carry packets until the process is ended."""
+        """Forward packets until the process is killed."""
         files = list(self.devices.values())
         while True:
             self.deliver(time.monotonic())
@@ -68,7 +68,7 @@ class Shaper:
         return self._under_way[0][0] if self._under_way else None
 
     def take(self, sender: int, packet: bytes, now: float) -> None:
-        """Put a packet on its way; what is not IPv4, or for nobody here, is dropped."""
+        """Schedule a packet; those that are not IPv4, or have no destination here, are dropped."""
         receiver = self.devices.get(packet[16:20])
         if receiver is None or packet[0] >> 4 != 4:
             return
@@ -84,7 +84,7 @@ class Shaper:
             heapq.heappush(self._under_way, (arrival, next(self._orders), receiver, packet))
 
     def deliver(self, now: float) -> None:
-        """Write what has arrived."""
+        """Write the packets that are due."""
         while self._under_way and self._under_way[0][0] <= now:
             _, _, receiver, packet = heapq.heappop(self._under_way)
             with suppress(BlockingIOError):  # its queue is full, as that of any kernel
@@ -98,7 +98,7 @@ class Shaper:
 
 @contextmanager
 def shaped(spaces: Sequence[Space], line: Line, seed: int = 0) -> Iterator[None]:
-    """Join namespaces by a slow network, on which each has its `host` as address."""
+    """Connect namespaces by a shaped network, on which each has its `host` as address."""
     command = [
         sys.executable, "-m", "tests.plugins.quic.shaper",
         *(f"{space.name}={space.host}" for space in spaces),
@@ -119,12 +119,12 @@ def shaped(spaces: Sequence[Space], line: Line, seed: int = 0) -> Iterator[None]
 
 
 def can_shape() -> str:
-    """Return why this machine has no TUN devices, or nothing."""
-    return "" if TUN.exists() else f"there is no `{TUN}`"
+    """Return why this machine has no TUN devices, or an empty string."""
+    return "" if TUN.exists() else f"`{TUN}` does not exist"
 
 
 def open_device(space: Space, mtu: int) -> int:
-    """Make a TUN device in a namespace, with the address of the space; return its file."""
+    """Create a TUN device in a namespace, with the address of the space; return its file."""
     with space.entered():
         file = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
         request = struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI)
@@ -136,8 +136,8 @@ def open_device(space: Space, mtu: int) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Shape until the process is ended."""
-    parser = argparse.ArgumentParser(description="Join namespaces by a slow network.")
+    """Run until the process is killed."""
+    parser = argparse.ArgumentParser(description="Connect network namespaces by a shaped network.")
     parser.add_argument("spaces", nargs="+", metavar="NAMESPACE=ADDRESS")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     parser.add_argument("--jitter-ms", type=float, default=0.0, help="at most so much later")

@@ -1,4 +1,4 @@
-"""Who keeps to QUIC and to none of our rules."""
+"""A client that speaks QUIC and ignores the rules of the transport."""
 
 import asyncio
 import ssl
@@ -19,7 +19,7 @@ from meshllm_quic.net.network import Address, Network, Socket
 
 
 def nobody() -> QuicConfiguration:
-    """Describe a client without a certificate."""
+    """Configure a client without a certificate."""
     return QuicConfiguration(
         is_client=True,
         alpn_protocols=[PROTOCOL],
@@ -30,12 +30,12 @@ def nobody() -> QuicConfiguration:
 
 
 def somebody(seed: bytes = bytes(32)) -> QuicConfiguration:
-    """Describe a client with a certificate as it is to be."""
+    """Configure a client with a valid certificate."""
     return Identity(seed).configure(is_client=True)
 
 
 def rsa_body() -> QuicConfiguration:
-    """Describe a client with a key of another kind."""
+    """Configure a client with an RSA key."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "meshllm")])
     configuration = nobody()
@@ -54,19 +54,19 @@ def rsa_body() -> QuicConfiguration:
 
 
 class Damaged:
-    """A certificate of a version that nobody knows."""
+    """A certificate of an unknown version."""
 
     def __init__(self, certificate: x509.Certificate) -> None:
         self._whole = certificate
 
     def public_bytes(self, encoding: Encoding) -> bytes:
-        """Write it with another version, [0] 02 01 02 in RFC 5280 section 4.1."""
+        """Encode it with another version, [0] 02 01 02 in RFC 5280 section 4.1."""
         third, other = b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x62"
         return self._whole.public_bytes(encoding).replace(third, other, 1)
 
 
 def damaged() -> QuicConfiguration:
-    """Describe a client whose certificate cannot be read."""
+    """Configure a client with an unreadable certificate."""
     configuration = somebody()
     assert configuration.certificate is not None
     configuration.certificate = Damaged(configuration.certificate)
@@ -91,13 +91,13 @@ class Stranger:
         return next((e for e in self.events if isinstance(e, ConnectionTerminated)), None)
 
     async def open(self, network: Network) -> None:
-        """Shake hands."""
+        """Start the handshake."""
         self.socket = await network.open(None, 0, self._receive)
         self.quic.connect(self.to, now=self._loop.time())
         await self.live(0.5)
 
     async def live(self, seconds: float) -> None:
-        """Do what QUIC asks for, for a while."""
+        """Run the connection's timers for a while."""
         end = self._loop.time() + seconds
         while self._loop.time() < end:
             self.transmit()

@@ -1,4 +1,4 @@
-"""A node that listens, and a machine beside it."""
+"""A node that listens, and a neighbouring machine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ PORT = 7700
 
 
 class Street:
-    """A node that listens, and a machine beside it."""
+    """A node that listens, and a neighbouring machine."""
 
     def __init__(self) -> None:
         self.internet = Internet(seed=1)
@@ -26,7 +26,7 @@ class Street:
         self.listener: Listener
 
     async def meet(self) -> tuple[Link, Link]:
-        """Dial from the machine beside it."""
+        """Dial from the neighbouring machine."""
         one, other = await asyncio.gather(
             QuicTransport(self.near).dial(self.listener.address),
             anext(aiter(self.listener.links())),

@@ -1,4 +1,4 @@
-"""What anybody may send to a UDP port: nothing breaks, grows, or is sent on to others."""
+"""Hostile datagrams to a UDP port: no crash, no unbounded memory, no amplification."""
 
 import asyncio
 import tracemalloc
@@ -39,13 +39,13 @@ from tests.simulation.internet import Internet
 IN_THE_GATE = 2_000
 BATCH = 64
 MEMORY_BYTES = 24 * 1024 * 1024
-"""What all that is half open, and what is remembered, may take."""
+"""Upper bound of the memory of half-open connections and of other state."""
 
 Junk = Callable[[Random, list[bytes]], bytes]
 
 
 class Tapped:
-    """A network of which everything is heard, and what leaves is counted."""
+    """A network that records received datagrams and counts sent ones."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -62,7 +62,7 @@ class Tapped:
 
         def count(datagrams: Sequence[bytes], to: Address) -> None:
             self.sent_bytes += sum(map(len, datagrams))
-            if not to[0].startswith("21."):  # nobody is there
+            if not to[0].startswith("21."):  # unused addresses
                 send(datagrams, to)
 
         opened.send = count  # type: ignore[method-assign]
@@ -73,7 +73,7 @@ class Tapped:
 
 
 class Siege:
-    """A node with one link to a friend."""
+    """A node under attack, with one link to a peer."""
 
     def __init__(self, network: Tapped, endpoint: Endpoint, friend: Link, link: Link) -> None:
         self.network = network
@@ -82,7 +82,7 @@ class Siege:
         self.random = Random(1)
 
     async def throw(self, junk: Iterator[bytes]) -> None:
-        """Send datagrams from everywhere."""
+        """Send datagrams from random addresses."""
         while batch := list(islice(junk, BATCH)):
             self.endpoint._receive([(each, self._somewhere()) for each in batch])
             await asyncio.sleep(0.001)
@@ -157,7 +157,7 @@ def stream(junk: Junk, random: Random, heard: list[bytes], count: int) -> Iterat
 
 
 async def survive(junk: Junk, count: int) -> None:
-    """Throw so many, and expect that all is as it was."""
+    """Send ``count`` datagrams, and check that nothing has changed."""
     async with siege() as here:
         heard = [each for each in here.network.heard if each]
         route = here.friend.statistics.path
@@ -180,7 +180,7 @@ async def survive(junk: Junk, count: int) -> None:
 
 @pytest.mark.parametrize("junk", [mutated, truncated, replayed, noise, forged])
 @virtual
-async def test_no_datagram_does_any_harm(junk: Junk) -> None:
+async def test_hostile_datagrams_do_no_harm(junk: Junk) -> None:
     await survive(junk, IN_THE_GATE)
 
 
@@ -192,7 +192,7 @@ async def test_a_million_datagrams_do_no_harm(junk: Junk) -> None:
 
 
 @virtual
-async def test_a_flood_of_clients_costs_a_bounded_memory() -> None:
+async def test_a_flood_of_clients_uses_bounded_memory() -> None:
     async with siege() as here:
         first = bytearray(initial(here.random))
         tracemalloc.start()
@@ -217,7 +217,7 @@ async def test_a_flood_of_clients_costs_a_bounded_memory() -> None:
 
 
 @virtual
-async def test_true_clients_that_say_no_more_are_answered_three_times_over_at_most() -> None:
+async def test_amplification_towards_silent_clients_is_at_most_three() -> None:
     async with siege() as here:
         datagrams = [initial(here.random) for _ in range(300)]
         sent = here.network.sent_bytes
@@ -231,7 +231,7 @@ async def test_true_clients_that_say_no_more_are_answered_three_times_over_at_mo
 
 
 @virtual
-async def test_a_client_gets_in_while_others_flood() -> None:
+async def test_a_client_connects_during_a_flood() -> None:
     internet = Internet(seed=1)
     node, near = internet.host("node"), internet.host("near")
     transport = QuicTransport(node)
@@ -247,7 +247,7 @@ async def test_a_client_gets_in_while_others_flood() -> None:
 
 
 @virtual
-async def test_a_copied_datagram_does_not_lead_the_path_away() -> None:
+async def test_a_replayed_datagram_does_not_change_the_route() -> None:
     async with siege() as here:
         thief: Host = here.network._network  # type: ignore[assignment]  # one of its addresses
         quic = [each for each in here.network.heard if each[0] & 0x40][-20:]

@@ -1,4 +1,4 @@
-"""What forgers, strangers and members may do to connections that are not theirs: nothing."""
+"""Forgers, unauthenticated clients and members cannot affect the connections of others."""
 
 import asyncio
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tests.simulation.ears import ear, virtual
 
 
 @virtual
-async def test_a_certificate_that_cannot_be_read_ends_one_connection_and_nothing_else() -> None:
+async def test_an_unreadable_certificate_ends_only_its_connection() -> None:
     async with street() as here:
         stranger = Stranger((here.far.hosts()[0], PORT), damaged())
         endpoint = here.transport._endpoint
@@ -47,7 +47,7 @@ async def test_a_certificate_that_cannot_be_read_ends_one_connection_and_nothing
 
 
 @virtual
-async def test_only_what_is_authentic_moves_the_route_of_a_handshake() -> None:
+async def test_only_authentic_datagrams_change_the_route_of_a_handshake() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
         endpoint = here.transport._endpoint
@@ -67,7 +67,7 @@ async def test_only_what_is_authentic_moves_the_route_of_a_handshake() -> None:
 
 
 @virtual
-async def test_last_words_are_not_longer_than_three_times_what_asks_for_them() -> None:
+async def test_repeated_close_datagrams_amplify_at_most_three_times() -> None:
     async with street() as here:
         victim = await ear(here.internet.host("victim"))
         endpoint = here.transport._endpoint
@@ -91,7 +91,7 @@ async def test_last_words_are_not_longer_than_three_times_what_asks_for_them() -
 
 
 @virtual
-async def test_what_else_comes_for_a_connection_that_has_ended_does_not_bring_it_back() -> None:
+async def test_datagrams_do_not_reopen_a_closed_connection() -> None:
     async with street() as here:
         await here.knock(somebody())
         endpoint = here.transport._endpoint
@@ -106,7 +106,7 @@ async def test_what_else_comes_for_a_connection_that_has_ended_does_not_bring_it
 
 
 @virtual
-async def test_a_datagram_from_elsewhere_is_not_answered_with_a_longer_probe() -> None:
+async def test_a_probe_in_return_does_not_amplify() -> None:
     async with relayed("none", "none") as nodes:
         await nodes.until(Path.DIRECT)
         elsewhere = await ear(nodes.internet.host("elsewhere"))
@@ -125,7 +125,7 @@ async def test_a_datagram_from_elsewhere_is_not_answered_with_a_longer_probe() -
 
 
 @virtual
-async def test_a_dial_that_fails_does_not_close_the_socket_of_another() -> None:
+async def test_a_failed_dial_does_not_close_the_socket_of_another() -> None:
     async with street() as here:
         dialling = QuicTransport(here.near)
         resolve = here.near.resolve
@@ -148,7 +148,7 @@ async def test_a_dial_that_fails_does_not_close_the_socket_of_another() -> None:
 
 
 @virtual
-async def test_where_somebody_else_is_now_the_relay_still_reaches_the_node() -> None:
+async def test_an_outdated_direct_address_falls_back_to_the_relay() -> None:
     async with relayed("none", "none") as nodes:
         dialling = nodes.transports[0]._endpoint
         assert dialling is not None
@@ -163,7 +163,7 @@ async def test_where_somebody_else_is_now_the_relay_still_reaches_the_node() -> 
             await link.close()
 
 
-def test_a_relay_that_does_not_answer_a_dial_is_asked_no_more(
+def test_a_relay_that_does_not_answer_a_dial_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dialler, "RELAY_S", 2.0)  # before TCP is tried, which is real here
@@ -176,14 +176,14 @@ async def _dial_through_nobody() -> None:
         assert endpoint is not None
         before = endpoint.relays.states()
 
-        with pytest.raises(LinkLost, match="does not answer"):
+        with pytest.raises(LinkLost, match="No answer from the relay"):
             await nodes.transports[0].dial(f"quic://{show_key(bytes(32))}@21.0.0.98:8790")
 
         assert endpoint.relays.states() == before
 
 
 @virtual
-async def test_who_names_another_sender_does_not_lead_what_goes_back_to_it() -> None:
+async def test_a_forged_sender_tag_does_not_change_the_backup_route() -> None:
     async with relayed("none", "none") as nodes:
         await nodes.until(Path.DIRECT)
         endpoint = nodes.transports[1]._endpoint

@@ -1,4 +1,4 @@
-"""What two machines make of each other through NATs, loss, strangers and broken networks."""
+"""Two `Paths` machines with NATs, loss, attackers and broken networks between them."""
 
 import random
 from itertools import product
@@ -19,7 +19,7 @@ PAIRS = [pair for pair in product(KINDS, KINDS) if meets(*pair)]
 
 
 @pytest.mark.parametrize(("one", "other"), list(product(KINDS, KINDS)))
-def test_nats_that_let_each_other_through_lead_to_a_direct_path(one: str, other: str) -> None:
+def test_traversable_nats_lead_to_a_direct_path(one: str, other: str) -> None:
     world = World(one, other, seed=1)
 
     world.run(SERIES_S + 5, until=world.is_direct)
@@ -43,7 +43,7 @@ def test_a_direct_path_is_found_within_a_few_round_trips() -> None:
     delay=st.floats(0.0005, 0.3),
     jitter=st.floats(0, 0.2),
 )
-def test_a_path_that_exists_is_found_and_kept(
+def test_an_existing_path_is_found_and_kept(
     pair: tuple[str, str], seed: int, loss: float, twice: float, delay: float, jitter: float
 ) -> None:
     world = World(*pair, seed=seed, loss=loss, twice=twice, delay=delay, jitter=jitter)
@@ -87,9 +87,7 @@ def test_a_direct_path_that_comes_back_is_used_again() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=SEEDS, schedule=st.lists(st.tuples(st.booleans(), st.floats(0.1, 8)), max_size=12))
-def test_a_path_that_comes_and_goes_never_stops_quic(
-    seed: int, schedule: list[tuple[bool, float]]
-) -> None:
+def test_a_flapping_path_never_stops_quic(seed: int, schedule: list[tuple[bool, float]]) -> None:
     world = World("restricted", "port", seed=seed)
 
     for is_up, seconds in schedule:
@@ -100,7 +98,7 @@ def test_a_path_that_comes_and_goes_never_stops_quic(
     assert all(host.gap < 2 * PATIENCE for host in world.hosts)
 
 
-def test_the_death_of_the_relay_harms_nobody_who_is_direct() -> None:
+def test_a_dead_relay_does_not_affect_direct_routes() -> None:
     world = World("port", "restricted", seed=5)
     world.run(SERIES_S, until=world.is_direct)
 
@@ -111,7 +109,7 @@ def test_the_death_of_the_relay_harms_nobody_who_is_direct() -> None:
     assert all(host.gap < 1 for host in world.hosts)
 
 
-def test_when_the_relay_dies_a_path_that_was_proven_before_is_tried() -> None:
+def test_without_the_relay_a_formerly_validated_path_is_probed() -> None:
     world = World("full", "full", seed=6)
     world.run(SERIES_S, until=world.is_direct)
     world.is_direct_up = False
@@ -140,9 +138,7 @@ def test_a_nat_that_rebinds_is_followed(is_dialer: bool) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(pair=st.tuples(KIND, KIND), seed=SEEDS)
-def test_strangers_who_repeat_and_change_packets_move_nothing(
-    pair: tuple[str, str], seed: int
-) -> None:
+def test_replayed_and_altered_packets_change_no_route(pair: tuple[str, str], seed: int) -> None:
     world = World(*pair, seed=seed)
     chance = random.Random(seed)
     strangers: list[Address] = [(f"198.51.100.{n}", 1000 + n) for n in range(40)]
@@ -154,8 +150,8 @@ def test_strangers_who_repeat_and_change_packets_move_nothing(
             changed = bytearray(datagram)
             changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
             stranger = chance.choice(strangers)
-            world.arrive(datagram, stranger, to)  # sent again from elsewhere
-            world.arrive(datagram, to, source)  # sent back, as if from the other side
+            world.arrive(datagram, stranger, to)  # replayed from another address
+            world.arrive(datagram, to, source)  # reflected, as if from the peer
             world.arrive(bytes(changed), source, to)
 
     to_strangers = sum(host.sent[stranger] for host in world.hosts for stranger in strangers)
@@ -165,7 +161,7 @@ def test_strangers_who_repeat_and_change_packets_move_nothing(
     assert world.is_direct() == meets(*pair)
 
 
-def test_an_idle_pair_says_little() -> None:
+def test_an_idle_pair_sends_little() -> None:
     world = World("port", "port", seed=8)
     world.run(30)
     before = [host.sent.total() for host in world.hosts]

@@ -1,4 +1,4 @@
-"""The slow network between namespaces is as slow, and as bad, as it says."""
+"""The shaped network between namespaces has the configured delay, rate and loss."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ def sockets(spaces: Sequence[Space]) -> Iterator[list[socket.socket]]:
         yield opened
 
 
-def test_a_round_trip_takes_twice_the_delay_and_all_reach_all(spaces: list[Space]) -> None:
+def test_a_round_trip_takes_twice_the_delay_between_all_pairs(spaces: list[Space]) -> None:
     with shaped(spaces, Line(delay_s=0.05)), sockets(spaces) as ends:
         for one, other in ((ends[0], ends[1]), (ends[1], ends[2]), (ends[2], ends[0])):
             began = time.monotonic()
@@ -50,7 +50,7 @@ def test_a_round_trip_takes_twice_the_delay_and_all_reach_all(spaces: list[Space
             assert time.monotonic() - began >= 0.1
 
 
-def test_a_rate_and_a_queue_let_only_so_much_through(spaces: list[Space]) -> None:
+def test_rate_and_queue_limit_the_throughput(spaces: list[Space]) -> None:
     slow = Line(bytes_per_s=100_000, queue_bytes=10_000)
     with shaped(spaces, slow), sockets(spaces) as (one, other, _):
         began = time.monotonic()
@@ -68,7 +68,7 @@ def test_a_rate_and_a_queue_let_only_so_much_through(spaces: list[Space]) -> Non
     assert len(heard) < 30
 
 
-def test_a_longer_datagram_than_the_mtu_comes_in_pieces(spaces: list[Space]) -> None:
+def test_a_datagram_longer_than_the_mtu_is_fragmented(spaces: list[Space]) -> None:
     with shaped(spaces, Line(mtu=1280)), sockets(spaces) as (one, other, _):
         mtu = run(*spaces[0].command("cat", "/sys/class/net/slow/mtu"))
         one.sendto(bytes(3000), other.getsockname())
@@ -77,7 +77,7 @@ def test_a_longer_datagram_than_the_mtu_comes_in_pieces(spaces: list[Space]) -> 
     assert mtu == "1280\n"
 
 
-def test_a_shaper_that_cannot_begin_says_so(spaces: list[Space]) -> None:
+def test_a_shaper_that_cannot_start_is_an_error(spaces: list[Space]) -> None:
     nowhere = [Space("mesh-test-nowhere", "10.9.0.1")]
 
     with pytest.raises(OSError, match="has ended"), shaped(nowhere, Line()):
@@ -113,7 +113,7 @@ def test_a_packet_is_written_when_it_arrives_and_not_before(pipe: tuple[int, int
     assert shaper.next_at is None
 
 
-def test_what_is_for_nobody_or_no_ipv4_goes_nowhere(pipe: tuple[int, int]) -> None:
+def test_packets_without_destination_or_not_ipv4_are_dropped(pipe: tuple[int, int]) -> None:
     shaper = Shaper({socket.inet_aton("10.9.0.1"): pipe[1]}, Line())
 
     for other in (packet("10.9.0.2"), packet("10.9.0.1", first=0x60), b""):
@@ -123,7 +123,7 @@ def test_what_is_for_nobody_or_no_ipv4_goes_nowhere(pipe: tuple[int, int]) -> No
     assert shaper.dropped == 0
 
 
-def test_losses_are_counted_and_a_full_device_loses_too(pipe: tuple[int, int]) -> None:
+def test_losses_are_counted_and_a_full_device_drops(pipe: tuple[int, int]) -> None:
     shaper = Shaper({socket.inet_aton("10.9.0.1"): pipe[1]}, Line(loss=1))
     shaper.take(99, packet("10.9.0.1"), now=1.0)
     assert (shaper.dropped, shaper.next_at) == (1, None)

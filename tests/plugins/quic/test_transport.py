@@ -1,4 +1,4 @@
-"""The transport on real sockets: the contract, addresses, what is left behind."""
+"""QUIC transport on real sockets: contract, addresses, cleanup."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ ANY = "quic://127.0.0.1:0"
 
 
 class Local(QuicTransport):
-    """Listens at a free port of the loopback address unless told otherwise."""
+    """Listens on a free port of 127.0.0.1 by default."""
 
     @asynccontextmanager
     async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
@@ -58,8 +58,8 @@ async def linked(transport: QuicTransport | None = None) -> AsyncIterator[tuple[
         await asyncio.gather(one.close(), other.close())
 
 
-async def test_the_contract_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialler, "OPEN_S", 0.5)  # UDP does not tell that nobody listens
+async def test_quic_implements_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialler, "OPEN_S", 0.5)  # UDP does not report a closed port
 
     await check_transport(Local)
 
@@ -72,7 +72,7 @@ async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
         assert await other.receive() == (Channel.DATA, b"now")
 
 
-async def test_it_is_what_it_says() -> None:
+async def test_optional_contracts_are_implemented() -> None:
     transport = QuicTransport()
 
     async with linked(transport) as (one, _), transport.listen(ANY) as listener:
@@ -101,7 +101,7 @@ async def test_two_processes_reach_each_other() -> None:
         await asyncio.gather(one.close(), other.close())
 
 
-async def test_datagrams_on_this_machine_grow_long() -> None:
+async def test_datagrams_on_loopback_use_a_large_mtu() -> None:
     async with linked() as (one, other):
         for _ in range(50):
             await echo(one, other)
@@ -116,27 +116,29 @@ async def test_datagrams_on_this_machine_grow_long() -> None:
     "address",
     ["quic://192.0.2.1:7700", "no address at all", f"quic://{'a' * 56}@127.0.0.1:0"],
 )
-async def test_where_nobody_can_listen_is_the_fault_of_the_user(address: str) -> None:
+async def test_an_unusable_listen_address_is_a_user_error(address: str) -> None:
     with pytest.raises(UserError):
         async with QuicTransport().listen(address):
             pass
 
 
-async def test_a_relay_is_an_address_without_a_node() -> None:
+async def test_a_relay_address_must_not_name_a_node() -> None:
     transport = QuicTransport()
 
     with pytest.raises(UserError, match="is a node, not a relay"):
         transport.add_relay(f"quic://{'a' * 56}@127.0.0.1:8790")
 
 
-async def test_a_relay_that_is_not_found_yet_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unresolvable_relay_does_not_stop_a_listener(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     transport = QuicTransport()
     transport.add_relay("quic://nowhere.invalid:8790")
 
     async with transport.listen(ANY):
         pass
 
-    assert "the relay quic://nowhere.invalid:8790 is not found" in caplog.text
+    assert "cannot resolve the relay quic://nowhere.invalid:8790" in caplog.text
 
 
 async def test_without_an_address_the_first_free_port_is_taken() -> None:
@@ -147,7 +149,7 @@ async def test_without_an_address_the_first_free_port_is_taken() -> None:
         assert ports <= set(PORTS)
 
 
-async def test_a_listener_adopts_the_socket_that_dialled() -> None:
+async def test_a_listener_reuses_the_socket_of_earlier_dials() -> None:
     here, there = QuicTransport(), QuicTransport()
     async with there.listen(ANY) as far:
         link, met = await asyncio.gather(here.dial(far.address), anext(aiter(far.links())))
@@ -159,7 +161,7 @@ async def test_a_listener_adopts_the_socket_that_dialled() -> None:
         await asyncio.gather(link.close(), met.close())
 
 
-async def test_nothing_is_left_when_all_links_are_closed() -> None:
+async def test_the_socket_closes_with_the_last_link() -> None:
     transport = QuicTransport()
     async with linked(transport):
         endpoint = transport._endpoint
@@ -169,7 +171,7 @@ async def test_nothing_is_left_when_all_links_are_closed() -> None:
     assert transport.survey() is None
 
 
-async def test_a_dial_that_is_cancelled_leaves_nothing() -> None:
+async def test_a_cancelled_dial_leaves_nothing_behind() -> None:
     transport = QuicTransport()
     dialling = asyncio.create_task(transport.dial("quic://127.0.0.1:9"))
     await asyncio.sleep(0.05)
@@ -192,13 +194,13 @@ async def test_one_of_two_listeners_is_registered_at_the_relays() -> None:
             assert "@" not in "".join(other.addresses)
 
 
-async def test_a_name_that_nobody_has_is_a_lost_link() -> None:
-    with pytest.raises(LinkLost, match="Nobody listens at"):
+async def test_an_unresolvable_name_is_a_lost_link() -> None:
+    with pytest.raises(LinkLost, match="Cannot resolve"):
         await QuicTransport().dial("quic://nowhere.invalid:7700")
 
 
 async def registered(listener: Listener) -> None:
-    """Wait until a relay reaches the listener."""
+    """Wait until the listener is registered at a relay."""
     changed = asyncio.Event()
     assert isinstance(listener, Moving)
     listener.on_change(changed.set)
@@ -207,7 +209,7 @@ async def registered(listener: Listener) -> None:
 
 
 class Office(UdpNetwork):
-    """A network that lets no UDP out."""
+    """A network that blocks outgoing UDP."""
 
     async def open(self, host: str | None, port: int, receive: Receive) -> UdpSocket:
         opened = await super().open(host, port, receive)
@@ -215,7 +217,7 @@ class Office(UdpNetwork):
         return opened
 
 
-async def test_where_udp_is_blocked_the_relay_is_reached_over_tcp(
+async def test_with_udp_blocked_the_relay_is_reached_over_tcp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registration, "SILENT_S", 0.3)
@@ -239,7 +241,7 @@ async def test_where_udp_is_blocked_the_relay_is_reached_over_tcp(
     await asyncio.sleep(0.1)
 
 
-async def test_a_link_tells_how_well_it_does() -> None:
+async def test_statistics_contain_round_trip_and_rate() -> None:
     async with linked() as (one, other):
         await asyncio.gather(one.send([bytes(3_000_000)]), other.receive())
         await echo(one, other)

@@ -1,7 +1,6 @@
-"""Two machines that look for each other through NATs, on a clock that the test turns.
+"""Simulation of two `Paths` machines behind NATs, on a manual clock.
 
-QUIC is a datagram now and then, an acknowledgement of each, and a control stream that loses nothing
-as long as anything comes through.
+QUIC is modelled as periodic datagrams, an acknowledgement of each, and a reliable control stream.
 """
 
 import heapq
@@ -26,13 +25,13 @@ KINDS = ("open", "full", "restricted", "port", "symmetric")
 
 
 def meets(one: str, other: str) -> bool:
-    """Whether two kinds of NAT let each other through (RFC 5128 section 3.3)."""
+    """Return whether hole punching works between two kinds of NAT (RFC 5128 section 3.3)."""
     return {one, other} not in ({"symmetric"}, {"symmetric", "port"})
 
 
 @dataclass
 class Nat:
-    """What stands between a host and the others: whom it lets in, and as whom it shows itself."""
+    """A NAT: its mapping and its filtering."""
 
     kind: str
     inside: str
@@ -71,7 +70,7 @@ class Nat:
 
 @dataclass(frozen=True)
 class Talk:
-    """What the control stream carries."""
+    """An item of the control stream."""
 
     candidates: list[Address]
     is_reply: bool
@@ -79,7 +78,7 @@ class Talk:
 
 @dataclass
 class Host:
-    """One side: its machine, and what stands for QUIC."""
+    """One side: its machine, and its model of QUIC."""
 
     nat: Nat
     paths: Paths
@@ -89,10 +88,10 @@ class Host:
     """Candidates besides its own."""
     heard_at: float = 0.0
     gap: float = 0.0
-    """The longest time in which nothing of QUIC came."""
+    """Longest time without a received QUIC datagram."""
     proven: set[Address] = field(default_factory=set)
     sent: Counter[Address] = field(default_factory=Counter)
-    """Probes and answers."""
+    """Number of probes and replies."""
 
 
 class World:
@@ -131,7 +130,7 @@ class World:
         heapq.heappush(self.heap, (self.now + delay, next(self.numbers), work))
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> float:
-        """Let time pass; returns how long it took."""
+        """Advance the clock; return how much time it took."""
         start, end = self.now, self.now + seconds
         while self.now < end and not until():
             due = [(host.paths.deadline, host) for host in self.hosts]
@@ -201,11 +200,11 @@ class World:
             case Probe() as probe:
                 self.act(host, host.paths.probed(probe, source, self.now))
             case Answer() as answer:
-                host.proven.add(source)  # checked before the route is
+                host.proven.add(source)  # proven before the route is checked
                 self.act(host, host.paths.answered(answer, source, self.now))
 
     def quic(self, host: Host, *, is_acknowledgement: bool = False) -> None:
-        """Send one datagram, which carries all of the control stream that did not arrive yet."""
+        """Send one datagram, with all items of the control stream that have not arrived yet."""
         host.paths.sent(self.now)
         datagram = b"A" if is_acknowledgement else b"Q"
         route, other = host.paths.route, self.other(host)

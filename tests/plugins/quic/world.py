@@ -1,4 +1,4 @@
-"""Two nodes and a relay on an internet in memory."""
+"""Two nodes and a relay on a simulated internet."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -16,11 +16,11 @@ from tests.simulation.internet import Internet
 
 PORT = 8790
 KEYS = b"a" * 32, b"b" * 32
-"""Seeds of who dials and who listens."""
+"""Key seeds of the dialling and the listening node."""
 
 
 class PublicRelay:
-    """A relay for everybody, and the port beside it that tells what it sees."""
+    """A public relay with its observer port."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -51,7 +51,7 @@ class PublicRelay:
 
 @dataclass
 class Nodes:
-    """What a test needs of two linked nodes: `one` has dialled `other`."""
+    """Two linked nodes: `one` has dialled `other`."""
 
     internet: Internet
     relay: PublicRelay
@@ -60,14 +60,14 @@ class Nodes:
     one: Link
     other: Link
     address: str
-    """That was dialled."""
+    """The dialled address."""
 
     @property
     def paths(self) -> set[Path]:
         return {link.statistics.path for link in (self.one, self.other)}
 
     async def until(self, path: Path, within_s: float = 20.0) -> float:
-        """Wait until both ends say so; return how long that took."""
+        """Wait until both ends use this path; return how long that took."""
         clock = asyncio.get_running_loop().time
         began = clock()
         while self.paths != {path}:
@@ -101,7 +101,7 @@ async def relayed(a: str, b: str, internet: Internet | None = None) -> AsyncIter
 
 
 async def echo(one: Link, other: Link, size: int = 5000) -> None:
-    """Send something there and back."""
+    """Send a message there and back."""
     await one.send([bytes(size)])
     _, message = await other.receive()
     await other.send([message])

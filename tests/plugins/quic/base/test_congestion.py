@@ -1,4 +1,4 @@
-"""The congestion controller on slow, lossy, changing links; every time is that of the link."""
+"""The congestion controller on slow, lossy, changing links, on a virtual clock."""
 
 import math
 from statistics import quantiles
@@ -43,7 +43,7 @@ def packet(number: int, at: float) -> QuicSentPacket:
         (shape(10, loss=0.03), 1 * MB, 0.75),
         (shape(10, queue=64 * KIB), 1 * MB, 0.8),
         (shape(100, rtt_ms=5, loss=0.005), 3 * MB, 0.8),
-        (shape(1000, rtt_ms=0.4), 3 * MB, 0.6),  # what delays acknowledgements is much longer
+        (shape(1000, rtt_ms=0.4), 3 * MB, 0.6),  # delayed acknowledgements take much longer
     ],
 )
 def test_a_new_connection_uses_the_link(link: Shape, size: int, share: float) -> None:
@@ -55,7 +55,7 @@ def test_a_new_connection_uses_the_link(link: Shape, size: int, share: float) ->
     assert size / seconds > share * link.bytes_per_s
 
 
-def test_a_link_without_loss_is_used_whole() -> None:
+def test_a_lossless_link_is_fully_used() -> None:
     pipe = Pipe(shape(100))
     one, other = pipe.connect(NAME)
     pipe.transfer(one, other, 5 * MB)
@@ -65,7 +65,7 @@ def test_a_link_without_loss_is_used_whole() -> None:
     assert 10 * MB / seconds > 0.85 * pipe.forth.shape.bytes_per_s
 
 
-def test_what_aioquic_has_loses_most_of_a_lossy_link() -> None:
+def test_cubic_wastes_most_of_a_lossy_link() -> None:
     pipe = Pipe(shape(100, loss=0.005))
     one, other = pipe.connect("cubic")
 
@@ -84,7 +84,7 @@ def test_the_queue_stays_short(mbit: float) -> None:
     begun = len(pipe.forth.waits)
     pipe.run(3.0)
 
-    assert max(pipe.forth.waits) < 0.06  # the start doubles the round trip of 40 ms
+    assert max(pipe.forth.waits) < 0.06  # STARTUP doubles the round trip of 40 ms
     assert quantiles(pipe.forth.waits[begun:], n=20)[-1] < 0.03
 
 
@@ -96,7 +96,7 @@ def test_the_queue_stays_short(mbit: float) -> None:
         pytest.param(shape(20), 4, marks=pytest.mark.slow),
     ],
 )
-def test_flows_share_what_there_is(link: Shape, flows: int) -> None:
+def test_flows_share_the_link_fairly(link: Shape, flows: int) -> None:
     pipe = Pipe(link)
     ends = []
     for _ in range(flows):
@@ -130,7 +130,7 @@ def test_a_rate_that_changes_is_followed(before: float, after: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(3.0, marks=pytest.mark.slow)])
-def test_a_link_that_was_away_is_used_again(seconds: float) -> None:
+def test_a_link_is_used_again_after_an_outage(seconds: float) -> None:
     pipe = Pipe(shape(10))
     one, other = pipe.connect(NAME)
     pipe.send(one, MUCH)
@@ -139,14 +139,14 @@ def test_a_link_that_was_away_is_used_again(seconds: float) -> None:
     pipe.forth.shape.loss = 1.0
     pipe.run(1.5 + seconds)
     pipe.forth.shape.loss = 0.0
-    pipe.run(2.0 + 3 * seconds)  # aioquic tries again after twice as long each time
+    pipe.run(2.0 + 3 * seconds)  # exponential backoff of aioquic
     received = other.received
     pipe.run(pipe.now + 2.0)
 
     assert other.received - received > 0.8 * 2.0 * pipe.forth.shape.bytes_per_s
 
 
-def test_losing_a_third_is_congestion() -> None:
+def test_a_loss_of_a_third_is_congestion() -> None:
     pipe = Pipe(shape(20))
     one, _ = pipe.connect(NAME)
     pipe.send(one, MUCH)
@@ -160,7 +160,7 @@ def test_losing_a_third_is_congestion() -> None:
 
 
 @pytest.mark.parametrize("size", [8 * KIB, 16 * KIB, 64 * KIB])
-def test_a_message_after_a_pause_leaves_at_once(size: int) -> None:
+def test_a_message_after_a_pause_is_sent_as_a_burst(size: int) -> None:
     pipe = Pipe(shape(20))
     one, other = pipe.connect(NAME)
     for _ in range(20):
@@ -171,7 +171,7 @@ def test_a_message_after_a_pause_leaves_at_once(size: int) -> None:
     assert seconds < 0.02 + on_the_wire + 0.001
 
 
-def test_saying_little_does_not_lower_the_rate() -> None:
+def test_application_limited_rounds_do_not_lower_the_rate() -> None:
     pipe = Pipe(shape(20))
     one, other = pipe.connect(NAME)
     pipe.transfer(one, other, 3 * MB)
@@ -185,7 +185,7 @@ def test_saying_little_does_not_lower_the_rate() -> None:
     assert pipe.transfer(one, other, 3 * MB) < 3 * MB / (0.85 * pipe.forth.shape.bytes_per_s)
 
 
-def test_nothing_is_kept_of_what_is_over() -> None:
+def test_no_state_is_kept_for_acknowledged_packets() -> None:
     pipe = Pipe(shape(20, loss=0.02))
     one, other = pipe.connect(NAME)
 
@@ -196,7 +196,7 @@ def test_nothing_is_kept_of_what_is_over() -> None:
     assert not controller(one)._known
 
 
-def test_the_round_trip_and_the_rate_are_told() -> None:
+def test_round_trip_and_rate_are_reported() -> None:
     pipe = Pipe(shape(20))
     one, other = pipe.connect(NAME)
     assert Controller(max_datagram_size=SIZE).bytes_per_s is None
@@ -208,7 +208,7 @@ def test_the_round_trip_and_the_rate_are_told() -> None:
     assert controller(one).round_trip_s == pytest.approx(0.04, rel=0.1)
 
 
-def test_a_connection_that_had_little_to_send_tells_no_rate() -> None:
+def test_an_application_limited_connection_reports_no_rate() -> None:
     pipe = Pipe(shape(1000, rtt_ms=30))
     one, other = pipe.connect(NAME)
 
@@ -227,7 +227,7 @@ def test_a_connection_moves_to_another_path_in_the_middle() -> None:
     pipe.run(2.0)
 
     pipe.forth.shape, pipe.back.shape = shape(50, rtt_ms=10), shape(50, rtt_ms=10)
-    pipe.forth.free_at = pipe.now  # what waits for the old path holds nobody up
+    pipe.forth.free_at = pipe.now  # the queue of the old path delays nothing
     reset_path(one.quic, 1452)
     reset_path(other.quic, 1452)
     pipe.push(one)
@@ -268,7 +268,7 @@ def test_a_moved_connection_sends_datagrams_of_the_new_size() -> None:
     assert max(map(len, datagrams)) == 9000
 
 
-def test_aioquic_has_the_private_parts_that_a_move_sets() -> None:
+def test_aioquic_has_the_private_attributes_that_a_path_reset_sets() -> None:
     pipe = Pipe(shape(100))
     one, _ = pipe.connect(NAME)
     recovery = one.quic._loss
@@ -292,7 +292,7 @@ def test_aioquic_has_the_private_parts_that_a_move_sets() -> None:
     assert recovery.congestion_window == START_PACKETS * 1452
 
 
-def test_a_move_leaves_other_controllers_alone() -> None:
+def test_a_path_reset_ignores_other_controllers() -> None:
     pipe = Pipe(shape(100))
     one, other = pipe.connect("cubic")
 
@@ -301,7 +301,7 @@ def test_a_move_leaves_other_controllers_alone() -> None:
     assert pipe.transfer(one, other, 100_000) < 1.0
 
 
-def test_what_was_sent_before_a_move_says_nothing_of_the_path() -> None:
+def test_packets_of_the_old_path_give_no_samples() -> None:
     made = Controller(max_datagram_size=SIZE)
     old, new = packet(1, 0.0), packet(2, 1.0)
     made.on_packet_sent(packet=old)
@@ -320,7 +320,7 @@ def test_what_was_sent_before_a_move_says_nothing_of_the_path() -> None:
     assert made.bytes_in_flight == 0
 
 
-def test_nothing_coming_through_begins_anew_with_the_least() -> None:
+def test_persistent_congestion_restarts_with_the_minimum_window() -> None:
     made = Controller(max_datagram_size=SIZE)
     lost = packet(1, 0.0)
     made.on_packet_sent(packet=lost)
@@ -333,5 +333,5 @@ def test_nothing_coming_through_begins_anew_with_the_least() -> None:
 
 
 @pytest.mark.parametrize(("size", "window"), [(1200, 76_800), (16_000, 131_072)])
-def test_the_start_is_short_in_bytes_where_datagrams_are_long(size: int, window: int) -> None:
+def test_the_initial_window_is_limited_in_bytes(size: int, window: int) -> None:
     assert Controller(max_datagram_size=size).congestion_window == window

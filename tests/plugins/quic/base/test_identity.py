@@ -1,4 +1,4 @@
-"""Who a node is towards TLS, and the parts of aioquic that are none of its interface."""
+"""The TLS identity of a node, and the private parts of aioquic in use."""
 
 import inspect
 from datetime import UTC, datetime
@@ -15,27 +15,27 @@ from meshllm_quic.link.machine import PEER, STREAMS, Machine
 from tests.plugins.quic.stranger import rsa_body
 
 
-def test_a_certificate_is_made_of_the_key_alone() -> None:
+def test_a_certificate_depends_only_on_the_key() -> None:
     one, again, other = Identity(bytes(32)), Identity(bytes(32)), Identity(b"o" * 32)
 
     assert one.certificate == again.certificate
     assert certified_key(one.certificate) == one.key != other.key
 
 
-def test_a_certificate_is_valid_where_the_clock_is_wrong() -> None:
+def test_a_certificate_tolerates_wrong_clocks() -> None:
     certificate = Identity(bytes(32)).certificate
 
     assert certificate.not_valid_before_utc < datetime(2001, 1, 1, tzinfo=UTC)
     assert certificate.not_valid_after_utc > datetime(2100, 1, 1, tzinfo=UTC)
 
 
-def test_keys_of_another_kind_are_none() -> None:
+def test_other_key_types_are_none() -> None:
     assert certified_key(None) is None
     assert certified_key(rsa_body().certificate) is None
 
 
 def shake(client: Machine, server: Machine) -> None:
-    """Bring what each says to the other until both are silent."""
+    """Exchange datagrams until both sides are silent."""
     client.connect(PEER, now=0.0)
     for turn in range(8):
         for sender, receiver in ((client, server), (server, client)):
@@ -53,7 +53,7 @@ def pair() -> tuple[Machine, Machine]:
     return client, server
 
 
-def test_both_sides_learn_the_key_of_the_other() -> None:
+def test_both_sides_authenticate_each_other() -> None:
     client, server = pair()
     before = client.peer_key, server.peer_key
 
@@ -64,7 +64,7 @@ def test_both_sides_learn_the_key_of_the_other() -> None:
     assert server.peer_key == Identity(b"c" * 32).key
 
 
-def test_no_session_is_resumed_and_nothing_comes_early() -> None:
+def test_there_is_no_resumption_and_no_early_data() -> None:
     client, server = pair()
 
     shake(client, server)
@@ -86,7 +86,7 @@ def test_only_the_client_opens_streams_and_only_two() -> None:
     assert server._remote_max_streams_uni == 0
 
 
-def test_windows_grow_by_what_is_granted_alone() -> None:
+def test_windows_grow_only_by_grants() -> None:
     client, server = pair()
     shake(client, server)
     client.write(Channel.DATA, bytes(10 * 64 * 1024))
@@ -106,7 +106,7 @@ def test_windows_grow_by_what_is_granted_alone() -> None:
     assert server._streams[STREAMS[Channel.DATA]].receiver.highest_offset == 3 * 64 * 1024
 
 
-def test_aioquic_still_has_the_private_parts_that_are_used() -> None:
+def test_aioquic_still_has_the_private_attributes_in_use() -> None:
     client, server = pair()
     shake(client, server)
     client.write(Channel.CONTROL, b"x")
@@ -124,7 +124,7 @@ def test_aioquic_still_has_the_private_parts_that_are_used() -> None:
     assert "ack_at" in vars(client._spaces[tls.Epoch.ONE_RTT])
 
 
-def test_aioquic_still_calls_what_is_overridden() -> None:
+def test_aioquic_still_calls_the_overridden_methods() -> None:
     source = inspect.getsource(quic.QuicConnection)
 
     assert "self._write_connection_limits(builder=builder, space=space)" in source

@@ -1,4 +1,4 @@
-"""Who may have a link, and how one ends."""
+"""Authentication, closing and failures of links."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,7 +34,7 @@ async def nobody_came(listener: Listener) -> bool:
 
 @pytest.mark.parametrize("who", [nobody, rsa_body])
 @virtual
-async def test_who_does_not_say_who_it_is_gets_no_link(
+async def test_a_client_without_ed25519_certificate_gets_no_link(
     who: Callable[[], QuicConfiguration],
 ) -> None:
     async with street() as here:
@@ -61,19 +61,19 @@ async def test_another_protocol_gets_no_link() -> None:
 
 
 @virtual
-async def test_a_dial_refuses_another_key_than_it_was_given() -> None:
+async def test_a_dial_refuses_an_unexpected_key() -> None:
     async with street() as here:
         host, port = here.listener.address.removeprefix("quic://").split(":")
         endpoint = await QuicTransport(here.near)._bind(None, 0)
         wrong = endpoint.connect([Direct((host, int(port)))], "there", Identity(bytes(32)).key)
 
-        with pytest.raises(PeerFault, match="another key than its address names"):
+        with pytest.raises(PeerFault, match="a different key than its address names"):
             await wrong.wait_open()
         assert await nobody_came(here.listener)
 
 
 @virtual
-async def test_links_know_the_keys_of_both() -> None:
+async def test_links_have_the_keys_of_their_peers() -> None:
     async with street() as here:
         one, other = await here.meet()
 
@@ -93,7 +93,7 @@ async def test_a_node_does_not_dial_itself_through_a_relay() -> None:
 
 
 @virtual
-async def test_an_idle_link_lives() -> None:
+async def test_an_idle_link_stays_open() -> None:
     async with street() as here:
         one, other = await here.meet()
 
@@ -116,13 +116,13 @@ async def test_a_dead_machine_is_a_lost_link() -> None:
 
 
 @virtual
-async def test_who_did_not_hear_the_goodbye_is_told_again() -> None:
+async def test_the_close_datagram_is_repeated() -> None:
     async with street() as here:
         one, other = await here.meet()
         await asyncio.sleep(1.0)
         here.internet.line_between(here.near, here.far, Line(loss=1.0))
         closing = asyncio.create_task(other.close())
-        await asyncio.sleep(20)  # it gave up
+        await asyncio.sleep(20)  # the idle timeout has passed
         await closing
         here.internet.line_between(here.near, here.far, Line())
 
@@ -132,7 +132,7 @@ async def test_who_did_not_hear_the_goodbye_is_told_again() -> None:
 
 
 @virtual
-async def test_a_closing_link_waits_for_what_is_under_way() -> None:
+async def test_close_waits_for_data_in_flight() -> None:
     async with street() as here:
         one, other = await here.meet()
         here.internet.line_between(here.near, here.far, Line(bytes_per_s=100_000))
@@ -146,7 +146,7 @@ async def test_a_closing_link_waits_for_what_is_under_way() -> None:
 
 
 @virtual
-async def test_a_stranger_fills_no_more_than_its_window() -> None:
+async def test_an_unauthenticated_peer_fills_at_most_its_window() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
         stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
@@ -158,7 +158,7 @@ async def test_a_stranger_fills_no_more_than_its_window() -> None:
 
 
 @virtual
-async def test_a_message_too_long_ends_the_link() -> None:
+async def test_an_oversized_message_ends_the_link() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
         stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
@@ -168,7 +168,7 @@ async def test_a_message_too_long_ends_the_link() -> None:
         stranger.quic.send_stream_data(4, HEAD.pack(MESSAGE, 0xFFFFFFFF))
         await stranger.live(0.5)
 
-        with pytest.raises(PeerFault, match="A word of kind 0 with 4294967295 B"):
+        with pytest.raises(PeerFault, match="Invalid record: kind 0, 4294967295 B"):
             await link.receive()
         assert stranger.end is not None
         assert stranger.end.error_code == BROKEN
@@ -176,7 +176,7 @@ async def test_a_message_too_long_ends_the_link() -> None:
 
 @pytest.mark.parametrize("body", [b"", bytes(31), bytes(33), bytes(32 + 17 * 18)])
 @virtual
-async def test_an_offer_that_is_none_ends_the_link(body: bytes) -> None:
+async def test_an_invalid_offer_ends_the_link(body: bytes) -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
         stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
@@ -186,12 +186,12 @@ async def test_an_offer_that_is_none_ends_the_link(body: bytes) -> None:
         stranger.quic.send_stream_data(0, HEAD.pack(OFFER, len(body)) + body)
         await stranger.live(0.5)
 
-        with pytest.raises(PeerFault, match="broke the rules"):
+        with pytest.raises(PeerFault, match="Protocol violation"):
             await link.receive()
 
 
 @virtual
-async def test_a_stream_that_is_reset_ends_the_link() -> None:
+async def test_a_reset_stream_ends_the_link() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
         for stream in (0, 4):
@@ -206,7 +206,7 @@ async def test_a_stream_that_is_reset_ends_the_link() -> None:
 
 
 @virtual
-async def test_holes_in_a_stream_hold_no_more_than_the_window() -> None:
+async def test_gaps_in_a_stream_buffer_at_most_the_window() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
         stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
@@ -227,7 +227,7 @@ async def test_holes_in_a_stream_hold_no_more_than_the_window() -> None:
 
 
 @virtual
-async def test_a_handshake_that_does_not_end_is_given_up() -> None:
+async def test_a_handshake_times_out() -> None:
     async with street() as here:
         stranger = Stranger((here.far.hosts()[0], PORT), somebody())
         stranger.socket = await here.near.open(None, 0, lambda _: None)
@@ -244,7 +244,7 @@ async def test_a_handshake_that_does_not_end_is_given_up() -> None:
 
 
 @virtual
-async def test_control_passes_data_that_waits_for_the_line() -> None:
+async def test_control_overtakes_waiting_data() -> None:
     async with street() as here:
         one, other = await here.meet()
         here.internet.line_between(here.near, here.far, Line(bytes_per_s=200_000, delay_s=0.01))
@@ -261,22 +261,22 @@ async def test_control_passes_data_that_waits_for_the_line() -> None:
 
 
 @virtual
-async def test_who_is_not_registered_is_named_as_that() -> None:
+async def test_an_unregistered_node_is_reported() -> None:
     async with relayed("none", "none") as nodes:
         nobody_there = nodes.relay.address.replace("//", "//" + show_key(bytes(32)) + "@")
 
-        with pytest.raises(LinkLost, match="it is not registered at its relay"):
+        with pytest.raises(LinkLost, match="not registered at its relay"):
             await nodes.transports[0].dial(nobody_there)
 
 
 @virtual
-async def test_there_are_no_more_relays_than_that() -> None:
+async def test_the_number_of_relays_is_limited() -> None:
     async with relayed("none", "none") as nodes:
         endpoint = nodes.transports[0]._endpoint
         assert endpoint is not None
         for number in range(MAX_RELAYS):
             endpoint.relays.add((f"21.0.0.{number + 1}", 8790), is_wanted=True)
 
-        with pytest.raises(LinkLost, match="one too many: 3 are in use"):
+        with pytest.raises(LinkLost, match="3 relays are in use"):
             await nodes.transports[0].dial(f"quic://{show_key(bytes(32))}@21.0.0.98:8790")
         assert len(endpoint.relays.states()) == MAX_RELAYS

@@ -1,4 +1,4 @@
-"""What one socket does for all its connections."""
+"""Admission control, and the demultiplexing of datagrams on one socket."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ HERE = ("10.0.0.1", 5000)
 
 
 def initial(seed: bytes = bytes(32)) -> bytes:
-    """Make the first datagram of a client."""
+    """Return the first datagram of a client."""
     machine = Machine(Identity(seed).configure(is_client=True))
     machine.connect(PEER, now=0.0)
     return machine.datagrams_to_send(now=0.0)[0][0]
@@ -48,7 +48,7 @@ def fill(door: Door, count: int) -> None:
         door.count(number, f"host {number}")
 
 
-def test_a_client_is_let_in() -> None:
+def test_a_client_is_admitted() -> None:
     verdict = Door().judge(initial(), HERE, HERE[0], 0.0)
 
     assert isinstance(verdict, Admitted)
@@ -56,11 +56,11 @@ def test_a_client_is_let_in() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 6, 50, 1199])
-def test_a_short_datagram_begins_nothing(size: int) -> None:
+def test_a_short_datagram_is_ignored(size: int) -> None:
     assert Door().judge(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
 
 
-def test_another_version_is_told_which_one_is_spoken() -> None:
+def test_another_version_gets_a_version_negotiation() -> None:
     datagram = initial()
     other = datagram[:1] + b"\x1a\x2a\x3a\x4a" + datagram[5:]
 
@@ -73,14 +73,14 @@ def test_another_version_is_told_which_one_is_spoken() -> None:
     assert len(answer) < len(other)
 
 
-def test_a_negotiation_is_not_answered() -> None:
+def test_a_version_negotiation_is_not_answered() -> None:
     datagram = initial()
 
     assert Door().judge(datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0) is None
 
 
 def retried(door: Door) -> tuple[Machine, bytes]:
-    """Let a client show that it gets what is sent to it; return its second datagram."""
+    """Send a client through Retry; return its second datagram."""
     fill(door, RETRY_ABOVE)
     machine = Machine(somebody())
     machine.connect(PEER, now=0.0)
@@ -90,7 +90,7 @@ def retried(door: Door) -> tuple[Machine, bytes]:
     return machine, machine.datagrams_to_send(now=0.1)[0][0]
 
 
-def test_under_load_a_client_shows_first_that_it_gets_what_is_sent_to_it() -> None:
+def test_under_load_a_client_must_validate_its_address() -> None:
     door = Door()
     machine, again = retried(door)
 
@@ -102,14 +102,14 @@ def test_under_load_a_client_shows_first_that_it_gets_what_is_sent_to_it() -> No
     assert door.judge(again, HERE, HERE[0], 60.0) is None
 
 
-def test_there_is_an_end_to_what_is_half_open() -> None:
+def test_half_open_connections_are_limited() -> None:
     door = Door()
     fill(door, MAX_HALF_OPEN)
 
     assert door.judge(initial(), HERE, HERE[0], 0.0) is None
 
 
-def test_one_host_does_not_shut_the_others_out() -> None:
+def test_one_host_cannot_lock_out_others() -> None:
     door = Door()
     for number in range(MAX_HALF_OPEN_PER_HOST):
         door.count(number, HERE[0])
@@ -121,7 +121,7 @@ def test_one_host_does_not_shut_the_others_out() -> None:
     assert door.judge(initial(), HERE, HERE[0], 0.0) is not None
 
 
-def test_one_relay_does_not_shut_the_others_out() -> None:
+def test_one_relay_cannot_lock_out_others() -> None:
     door = Door()
     for number in range(MAX_HALF_OPEN_PER_RELAY):
         door.count(number, f"tag {number}", relay="relay")
@@ -132,7 +132,7 @@ def test_one_relay_does_not_shut_the_others_out() -> None:
     assert isinstance(door.judge(initial(), HERE, "another tag", 0.0, relay="relay"), bytes)
 
 
-def test_connections_that_end_at_once_are_begun_so_many_a_second() -> None:
+def test_short_connections_are_rate_limited() -> None:
     door = Door()
 
     verdicts = [door.judge(initial(), HERE, HERE[0], 0.0) for _ in range(10 * RETRY_ABOVE)]
@@ -142,7 +142,7 @@ def test_connections_that_end_at_once_are_begun_so_many_a_second() -> None:
     assert isinstance(door.judge(initial(), HERE, HERE[0], 1.0), Admitted)
 
 
-def test_who_shows_that_it_is_there_begins_so_many_a_second_too() -> None:
+def test_validated_clients_are_rate_limited_too() -> None:
     door = Door()
     _, again = retried(door)
 
@@ -166,7 +166,7 @@ async def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 5), max_size=30))
-def test_a_run_has_one_size_and_perhaps_a_shorter_end(sizes: list[int]) -> None:
+def test_a_run_has_equal_sizes_and_may_end_shorter(sizes: list[int]) -> None:
     datagrams = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
 
     cut = list(runs(datagrams))
@@ -197,7 +197,7 @@ async def test_a_handshake_under_load_takes_one_more_round_trip() -> None:
 
 
 @virtual
-async def test_who_does_not_listen_answers_no_client() -> None:
+async def test_without_a_listener_clients_are_ignored() -> None:
     internet = Internet()
     near, far, server = (internet.host(name) for name in ("near", "far", "server"))
     dialling = QuicTransport(far)
@@ -213,7 +213,7 @@ async def test_who_does_not_listen_answers_no_client() -> None:
 
 
 @virtual
-async def test_a_node_relays_for_those_who_are_no_strangers() -> None:
+async def test_a_node_relays_for_authenticated_peers() -> None:
     internet = Internet()
     hub, one, other = (QuicTransport(internet.host(name)) for name in ("hub", "one", "other"))
     async with hub.listen() as middle, other.listen() as listener:
@@ -233,7 +233,7 @@ async def test_a_node_relays_for_those_who_are_no_strangers() -> None:
 
 
 @virtual
-async def test_a_node_does_not_relay_for_strangers() -> None:
+async def test_a_node_does_not_relay_for_unauthenticated_peers() -> None:
     internet = Internet()
     async with QuicTransport(internet.host("node")).listen() as listener:
         host, port = listener.address.removeprefix("quic://").split(":")
@@ -249,7 +249,7 @@ async def test_a_node_does_not_relay_for_strangers() -> None:
 
 
 @virtual
-async def test_a_node_tells_as_whom_it_sees_others() -> None:
+async def test_a_node_reports_observed_addresses() -> None:
     internet = Internet()
     async with QuicTransport(internet.host("node")).listen() as listener:
         host, port = listener.address.removeprefix("quic://").split(":")
@@ -262,7 +262,7 @@ async def test_a_node_tells_as_whom_it_sees_others() -> None:
 
 
 @virtual
-async def test_who_moves_is_registered_and_told_anew() -> None:
+async def test_after_a_network_change_a_node_registers_and_observes_again() -> None:
     async with relayed("port-restricted", "port-restricted") as nodes:
         await nodes.until(Path.DIRECT)
         before = nodes.transports[1].survey()
@@ -279,7 +279,7 @@ async def test_who_moves_is_registered_and_told_anew() -> None:
 
 
 @virtual
-async def test_a_survey_tells_nat_and_relays() -> None:
+async def test_a_survey_contains_nat_and_relays() -> None:
     async with relayed("symmetric", "port-restricted") as nodes:
         await asyncio.sleep(15.0)
 
@@ -294,7 +294,7 @@ async def test_a_survey_tells_nat_and_relays() -> None:
 
 
 @virtual
-async def test_who_gives_many_links_one_key_is_answered_once() -> None:
+async def test_a_path_key_shared_by_many_links_is_answered_once() -> None:
     async with relayed("none", "none") as nodes:
         await nodes.until(Path.DIRECT)
         endpoint = nodes.transports[1]._endpoint
@@ -311,7 +311,7 @@ async def test_who_gives_many_links_one_key_is_answered_once() -> None:
 
 
 @virtual
-async def test_offers_of_many_links_do_not_flood_whom_they_name() -> None:
+async def test_offers_of_many_links_do_not_flood_a_third_party() -> None:
     async with relayed("none", "none") as nodes:
         victim = await ear(nodes.internet.host("victim"))
         links, named = 40, [(victim.address[0], port) for port in range(1, MAX_CANDIDATES)]

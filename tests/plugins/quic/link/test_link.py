@@ -1,4 +1,4 @@
-"""Messages on two streams, without QUIC below them."""
+"""Messages on two streams, without QUIC."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ def word(body: bytes, kind: int = MESSAGE) -> bytes:
 
 
 class Pipe:
-    """A connection that notes what the link asks of it."""
+    """A connection that records the calls of its link."""
 
     def __init__(self) -> None:
         self.rooms = dict.fromkeys(Channel, 1 << 30)
@@ -79,7 +79,7 @@ def linked() -> tuple[Pipe, Link]:
     bodies=st.lists(st.binary(max_size=40), max_size=8),
     cuts=st.lists(st.integers(1, 30), min_size=1, max_size=20),
 )
-def test_messages_are_whole_however_the_stream_is_cut(bodies: list[bytes], cuts: list[int]) -> None:
+def test_messages_are_reassembled_from_any_chunks(bodies: list[bytes], cuts: list[int]) -> None:
     stream, incoming, place = b"".join(map(word, bodies)), Incoming(), 0
 
     while place < len(stream):
@@ -93,7 +93,7 @@ def test_messages_are_whole_however_the_stream_is_cut(bodies: list[bytes], cuts:
 
 
 @given(data=st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+def test_any_bytes_are_decoded_or_rejected(data: bytes) -> None:
     incoming = Incoming()
     with contextlib.suppress(PeerFault):
         incoming.feed(data)
@@ -109,12 +109,12 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         HEAD.pack(255, 5),
     ],
 )
-def test_a_word_that_may_not_be_is_refused_at_its_head(head: bytes) -> None:
-    with pytest.raises(PeerFault, match="A word of kind"):
+def test_an_invalid_record_is_rejected_at_its_header(head: bytes) -> None:
+    with pytest.raises(PeerFault, match="Invalid record: kind"):
         Incoming().feed(head)
 
 
-def test_words_of_the_two_ends_are_no_messages() -> None:
+def test_transport_records_are_not_messages() -> None:
     incoming = Incoming()
 
     incoming.feed(word(b"", HELLO) + word(b"m") + word(b"here", OFFER))
@@ -129,7 +129,7 @@ def test_words_of_the_two_ends_are_no_messages() -> None:
     parts=st.lists(st.binary(max_size=30), max_size=5),
     rooms=st.lists(st.integers(1, 20), min_size=1, max_size=10),
 )
-def test_what_is_taken_in_pieces_is_what_was_put(parts: list[bytes], rooms: list[int]) -> None:
+def test_output_in_chunks_equals_the_input(parts: list[bytes], rooms: list[int]) -> None:
     outgoing, taken, turn = Outgoing(), b"", 0
     body = b"".join(parts)
 
@@ -143,7 +143,7 @@ def test_what_is_taken_in_pieces_is_what_was_put(parts: list[bytes], rooms: list
     assert taken == word(body)
 
 
-async def test_a_sender_waits_when_the_connection_takes_no_more() -> None:
+async def test_a_sender_waits_while_the_connection_is_full() -> None:
     pipe, link = linked()
     pipe.rooms[DATA] = 0
     await link.send([bytes(HOLD_BYTES)])
@@ -159,7 +159,7 @@ async def test_a_sender_waits_when_the_connection_takes_no_more() -> None:
     assert bytes(pipe.written[DATA]) == word(bytes(HOLD_BYTES)) + word(b"late")
 
 
-async def test_parts_may_change_when_the_send_is_over() -> None:
+async def test_callers_may_reuse_their_buffers_after_send() -> None:
     pipe, link = linked()
     pipe.rooms[DATA] = 6
     part = bytearray(b"before")
@@ -172,7 +172,7 @@ async def test_parts_may_change_when_the_send_is_over() -> None:
     assert bytes(pipe.written[DATA]) == word(b"before")
 
 
-async def test_what_is_read_is_granted_in_batches() -> None:
+async def test_credit_is_granted_in_batches() -> None:
     pipe, link = linked()
     first = pipe.granted[DATA]
     size = WINDOW_BYTES // 4
@@ -196,7 +196,7 @@ async def test_a_message_longer_than_the_window_is_granted_whole() -> None:
     assert pipe.granted[DATA] == size + HEAD.size
 
 
-async def test_an_untaken_link_grants_nothing() -> None:
+async def test_no_credit_is_granted_before_a_link_is_accepted() -> None:
     pipe = Pipe()
     link = Link(pipe, "there")
 
@@ -205,7 +205,7 @@ async def test_an_untaken_link_grants_nothing() -> None:
     assert pipe.granted == {}
 
 
-async def test_a_stranger_is_held_to_its_limit_when_it_announces_a_message() -> None:
+async def test_an_announced_message_counts_towards_the_unread_limit() -> None:
     pipe, link = linked()
     link.limit_unread(1000)
 
@@ -215,7 +215,7 @@ async def test_a_stranger_is_held_to_its_limit_when_it_announces_a_message() -> 
 
     assert within is None
     assert isinstance(pipe.fault, PeerFault)
-    assert "1001 B unread where 1000 B are allowed" in str(pipe.fault)
+    assert "1001 B unread exceed the limit of 1000 B" in str(pipe.fault)
 
 
 async def test_limits_are_passed_on() -> None:
@@ -227,7 +227,7 @@ async def test_limits_are_passed_on() -> None:
     assert pipe.known == [True, False]
 
 
-async def test_what_comes_after_the_close_is_read_away() -> None:
+async def test_bytes_after_close_are_discarded() -> None:
     pipe, link = linked()
     link.arrived(DATA, HEAD.pack(MESSAGE, 100) + bytes(50), is_last=False)
 
@@ -253,7 +253,7 @@ async def test_the_last_of_one_stream_leaves_the_other_readable() -> None:
         await link.receive()
 
 
-async def test_two_readers_are_a_mistake() -> None:
+async def test_two_concurrent_readers_of_a_quic_link_raise() -> None:
     _pipe, link = linked()
     first = asyncio.create_task(link.receive())
     await asyncio.sleep(0)

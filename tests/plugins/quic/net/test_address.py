@@ -1,4 +1,4 @@
-"""Addresses as people write them."""
+"""Parsing and formatting of addresses."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ KEY = bytes(range(32))
         (f"quic://{show(NodeId(KEY))}@relay.example:1", Place("relay.example", 1, KEY)),
     ],
 )
-def test_an_address_is_read(text: str, place: Place) -> None:
+def test_an_address_is_parsed(text: str, place: Place) -> None:
     assert parse(text) == place
 
 
@@ -46,19 +46,19 @@ def test_an_address_is_read(text: str, place: Place) -> None:
         "quic://@relay.example:8790",
     ],
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_invalid_quic_addresses_are_rejected(text: str) -> None:
     with pytest.raises(UserError):
         parse(text)
 
 
 @given(key=st.binary(min_size=32, max_size=32))
-def test_a_key_is_written_as_a_node_id_is(key: bytes) -> None:
+def test_a_key_is_formatted_like_a_node_id(key: bytes) -> None:
     assert show_key(key) == show(NodeId(key)).replace("-", "")
     assert parse(str(Place("::1", 1, key))) == Place("::1", 1, key)
 
 
 @given(text=st.text(max_size=120))
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_rejected(text: str) -> None:
     try:
         place = parse(f"quic://{text}")
     except UserError:
@@ -66,7 +66,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     assert parse(str(place)) == place
 
 
-def test_a_usual_port_may_be_left_out() -> None:
+def test_a_default_port_may_be_omitted() -> None:
     assert parse("relay.example", 8790) == Place("relay.example", 8790)
     assert parse("quic://[2001:db8::1]", 8790) == Place("2001:db8::1", 8790)
     assert parse("relay.example:443", 8790) == Place("relay.example", 443)

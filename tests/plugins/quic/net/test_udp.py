@@ -1,4 +1,4 @@
-"""Real datagrams on the loopback address: batches, both families, and what the kernel refuses."""
+"""Real datagrams on loopback: batches, both address families, and kernel errors."""
 
 import asyncio
 import errno
@@ -38,7 +38,7 @@ def cuts() -> bool:
 
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-needs_cutting = pytest.mark.skipif(not cuts(), reason="this kernel does not cut datagrams")
+needs_cutting = pytest.mark.skipif(not cuts(), reason="this kernel has no UDP_SEGMENT")
 
 
 class Heard:
@@ -55,13 +55,13 @@ class Heard:
 
 
 class Refusing(socket.socket):
-    """A socket whose kernel refuses, once or for good, with these errors."""
+    """A socket whose calls fail, once or always, with these errors."""
 
     sending: OSError | None = None
-    """For each call that carries more than one datagram."""
+    """Raised by each call with more than one datagram."""
     sending_any: OSError | None = None
     receiving: OSError | None = None
-    """Once."""
+    """Raised once."""
 
     def sendmsg(self, buffers: Any, ancillary: Any = (), *where: Any) -> int:
         if self.sending_any or (ancillary and self.sending):
@@ -97,7 +97,7 @@ async def refusing() -> AsyncIterator[tuple[Refusing, UdpSocket, Heard]]:
         made.close()
 
 
-async def test_it_is_a_network() -> None:
+async def test_it_implements_the_network_contract() -> None:
     network: Network = UdpNetwork()
 
     made: Socket = await network.open(LOCAL, 0, lambda _: None)
@@ -105,7 +105,7 @@ async def test_it_is_a_network() -> None:
     made.close()
 
 
-async def test_a_datagram_arrives_with_where_it_came_from() -> None:
+async def test_a_datagram_arrives_with_its_source() -> None:
     async with opened() as (one, _), opened() as (other, heard):
         one.send([b"hello"], (LOCAL, other.port))
 
@@ -113,7 +113,7 @@ async def test_a_datagram_arrives_with_where_it_came_from() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1200] * 64, [1200] * 63 + [7], [1452] * 200, [16_000] * 9])
-async def test_datagrams_keep_their_borders(sizes: list[int]) -> None:
+async def test_datagrams_keep_their_boundaries(sizes: list[int]) -> None:
     datagrams = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
 
     async with opened() as (one, _), opened() as (other, heard):
@@ -130,7 +130,7 @@ async def test_one_system_call_carries_many_datagrams() -> None:
 
         assert (one.statistics.datagrams_sent, one.statistics.send_calls) == (128, 2)
         assert other.statistics.datagrams_received == 128
-        assert other.statistics.receive_calls <= 4  # two, and one that finds nothing
+        assert other.statistics.receive_calls <= 4  # two, and one that finds no datagram
 
 
 @needs_cutting
@@ -142,7 +142,7 @@ async def test_a_system_call_carries_no_more_than_ip_does() -> None:
         assert one.statistics.send_calls == 2
 
 
-async def test_what_waits_arrives_in_one_batch() -> None:
+async def test_waiting_datagrams_arrive_in_one_batch() -> None:
     async with opened() as (one, _), opened() as (other, heard):
         for number in range(10):
             one.send([bytes([number])], (LOCAL, other.port))
@@ -150,7 +150,7 @@ async def test_what_waits_arrives_in_one_batch() -> None:
         assert len(await heard.batches.get()) == 10
 
 
-async def test_a_flood_does_not_hold_the_loop() -> None:
+async def test_a_flood_does_not_block_the_event_loop() -> None:
     async with opened() as (one, _), opened() as (other, heard):
         for _ in range(3 * udp.BATCH):
             one.send([b"x"], (LOCAL, other.port))
@@ -158,7 +158,7 @@ async def test_a_flood_does_not_hold_the_loop() -> None:
         assert len(await heard.batches.get()) < 2 * udp.BATCH
 
 
-async def test_an_empty_datagram_is_nothing() -> None:
+async def test_an_empty_datagram_is_ignored() -> None:
     async with opened() as (one, _), opened() as (other, heard):
         one.send([b""], (LOCAL, other.port))
         one.send([], (LOCAL, other.port))
@@ -196,7 +196,7 @@ async def test_without_ipv6_every_address_is_ipv4(monkeypatch: pytest.MonkeyPatc
         assert not any(":" in host for host in all_.hosts())
 
 
-async def test_ipv6_that_is_switched_off_is_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disabled_ipv6_falls_back_to_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     bind = udp._bind
 
     def off(family: socket.AddressFamily, address: Address) -> socket.socket:
@@ -223,7 +223,7 @@ async def test_an_address_of_another_machine_cannot_be_bound() -> None:
         await UdpNetwork().open("192.0.2.77", 0, lambda _: None)
 
 
-async def test_what_is_too_long_is_dropped_and_counted() -> None:
+async def test_datagrams_longer_than_the_mtu_are_dropped_and_counted() -> None:
     async with opened() as (one, _), opened() as (other, heard):
         one.send([bytes(66_000)], (LOCAL, other.port))
         one.send([b"x"], (LOCAL, other.port))
@@ -253,7 +253,7 @@ async def test_a_full_buffer_drops_and_does_not_raise() -> None:
 
 @pytest.mark.parametrize(("error", "calls"), [(errno.EIO, 7), (errno.EINVAL, 8)])
 @needs_cutting
-async def test_a_kernel_that_does_not_cut_gets_one_by_one(error: int, calls: int) -> None:
+async def test_without_working_gso_datagrams_are_sent_one_by_one(error: int, calls: int) -> None:
     async with refusing() as (kernel, made, _), opened() as (other, heard):
         kernel.sending = OSError(error, os.strerror(error))
 
@@ -265,7 +265,7 @@ async def test_a_kernel_that_does_not_cut_gets_one_by_one(error: int, calls: int
         assert made.statistics.drops == 0
 
 
-async def test_a_kernel_that_knows_no_cutting_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gso_is_not_used_on_a_kernel_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(udp, "_UDP_SEGMENT", 9999)
 
     async with opened() as (one, _), opened() as (other, heard):
@@ -275,7 +275,7 @@ async def test_a_kernel_that_knows_no_cutting_is_not_asked(monkeypatch: pytest.M
         assert one.statistics.send_calls == 2
 
 
-async def test_what_icmp_says_harms_nobody() -> None:
+async def test_icmp_errors_are_ignored() -> None:
     async with refusing() as (kernel, made, heard), opened() as (other, _):
         kernel.receiving = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
@@ -284,7 +284,7 @@ async def test_what_icmp_says_harms_nobody() -> None:
         assert [data for data, _ in await heard.take(1)] == [b"x"]
 
 
-async def test_nobody_listening_is_no_error() -> None:
+async def test_a_closed_port_raises_no_error() -> None:
     async with opened() as (one, _):
         async with opened() as (other, _):
             gone = LOCAL, other.port
@@ -309,7 +309,7 @@ async def test_closing_twice_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads options of Linux")
-async def test_datagrams_are_never_cut_in_pieces() -> None:
+async def test_datagrams_are_never_fragmented() -> None:
     async with opened(None) as (one, _):
         assert one._socket.getsockopt(socket.IPPROTO_IP, 10) == 3
         if one._socket.family is socket.AF_INET6:
@@ -351,7 +351,7 @@ async def test_names_and_numbers_are_resolved() -> None:
 
 
 @needs_ipv6
-async def test_ipv6_is_resolved_and_never_holds_an_ipv4() -> None:
+async def test_ipv4_mapped_addresses_are_resolved_as_ipv4() -> None:
     network = UdpNetwork()
 
     assert await network.resolve("2001:db8::1", 1) == [("2001:db8::1", 1)]
@@ -359,7 +359,7 @@ async def test_ipv6_is_resolved_and_never_holds_an_ipv4() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a" * 70 + ".invalid", "fe80::1%nowhere"])
-async def test_what_is_no_name_is_refused(name: str) -> None:
+async def test_invalid_names_raise(name: str) -> None:
     with pytest.raises(OSError, match=r"\w"):
         await UdpNetwork().resolve(name, 1)
 

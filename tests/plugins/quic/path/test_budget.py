@@ -5,7 +5,7 @@ import pytest
 from meshllm_quic.path.budget import SLOTS, Budget, Shares, host_of
 
 
-def test_what_comes_in_can_be_spent_and_no_more() -> None:
+def test_tokens_can_be_spent_once() -> None:
     budget = Budget(rate=10.0, burst=20.0, left=20.0, at=0.0)
 
     spent = [budget.take(10, now) for now in (0.0, 0.0, 0.0, 0.9, 1.0, 1.1)]
@@ -13,14 +13,14 @@ def test_what_comes_in_can_be_spent_and_no_more() -> None:
     assert spent == [True, True, False, False, True, False]
 
 
-def test_a_long_rest_fills_it_once() -> None:
+def test_the_capacity_limits_the_tokens() -> None:
     budget = Budget(rate=10.0, burst=20.0, left=0.0, at=0.0)
 
     assert not budget.take(21, 1000.0)
     assert budget.take(20, 1000.0)
 
 
-def test_each_host_has_its_own() -> None:
+def test_each_host_has_its_own_bucket() -> None:
     shares = Shares(1.0, 1.0, random.Random(1).randbytes)
 
     assert shares.of(b"one", 0.0).take(1, 0.0)
@@ -28,7 +28,7 @@ def test_each_host_has_its_own() -> None:
     assert shares.of(b"two", 0.0).take(1, 0.0)
 
 
-def test_any_number_of_hosts_fits() -> None:
+def test_memory_is_bounded_for_any_number_of_hosts() -> None:
     shares = Shares(1.0, 1.0, random.Random(1).randbytes)
 
     budgets = {id(shares.of(number.to_bytes(4), 0.0)) for number in range(3 * SLOTS)}
@@ -36,7 +36,7 @@ def test_any_number_of_hosts_fits() -> None:
     assert SLOTS / 2 < len(budgets) <= SLOTS
 
 
-def test_who_shares_a_budget_depends_on_a_secret() -> None:
+def test_collisions_depend_on_a_secret() -> None:
     hosts = [number.to_bytes(4) for number in range(SLOTS)]
 
     def alike(seed: int) -> set[bytes]:

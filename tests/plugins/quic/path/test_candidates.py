@@ -1,4 +1,4 @@
-"""Which addresses are tried, how often, and when one is believed."""
+"""Which addresses are probed, how often, and when one is validated."""
 
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ def silent_series(candidate: Candidate, now: float) -> list[float]:
     return times
 
 
-def test_a_silent_address_is_tried_ever_slower_for_ten_seconds() -> None:
+def test_a_silent_address_is_probed_with_backoff_for_ten_seconds() -> None:
     times = silent_series(Candidate(ADDRESS, is_offered=True), 5.0)
 
     pauses = [later - sooner for sooner, later in pairwise(times)]
@@ -57,7 +57,7 @@ def test_a_series_ends_with_enough_answers() -> None:
     assert candidate.due is None
 
 
-def test_a_far_address_is_tried_no_faster_than_it_answers() -> None:
+def test_the_probe_interval_is_at_least_the_round_trip() -> None:
     candidate = Candidate(ADDRESS, is_offered=True, round_trip_s=0.1)
 
     candidate.start(5.0, wanted=1)
@@ -85,7 +85,7 @@ def test_the_round_trip_is_smoothed() -> None:
     assert not candidate.is_fresh(5.0 + FRESH)
 
 
-def test_ipv6_is_favoured_and_what_is_not_measured_is_not() -> None:
+def test_ipv6_is_favoured_and_unmeasured_addresses_are_not() -> None:
     four = Candidate(ADDRESS, is_offered=True, round_trip_s=0.1)
     six = Candidate(("2001:db8::1", 7), is_offered=True, round_trip_s=0.1)
 
@@ -93,7 +93,7 @@ def test_ipv6_is_favoured_and_what_is_not_measured_is_not() -> None:
     assert Candidate(ADDRESS, is_offered=True).cost_s == float("inf")
 
 
-def test_each_death_doubles_the_answers_that_are_asked_for() -> None:
+def test_each_timeout_doubles_the_required_replies() -> None:
     candidate = Candidate(ADDRESS, is_offered=True)
     trusts = []
 
@@ -115,22 +115,22 @@ def test_each_death_doubles_the_answers_that_are_asked_for() -> None:
         "255.255.255.255",
         "::",
         "ff02::fb",
-        "fe80::1",  # of which link?
+        "fe80::1",  # without a zone
         "::ffff:127.0.0.1",
         "::ffff:192.0.2.1",
     ],
 )
-def test_what_is_no_address_of_a_host_is_not_probed(host: str) -> None:
+def test_addresses_that_are_not_unicast_are_not_probed(host: str) -> None:
     assert sensible([(host, 7000)], is_beside=True) == []
     assert Candidates().meet((host, 7000), None, 5.0) is None
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "10.0.0.1", "169.254.7.7", "fd00::1", "fe80::1%2"])
-def test_what_may_be_a_host_is_probed(host: str) -> None:
+def test_unicast_addresses_are_probed(host: str) -> None:
     assert sensible([(host, 7000)], is_beside=False) == [(host, 7000)]
 
 
-def test_ports_are_real() -> None:
+def test_invalid_ports_are_dropped() -> None:
     addresses = [("192.0.2.1", port) for port in (-1, 0, 1, 65535, 65536)]
 
     assert sensible(addresses, is_beside=False) == [("192.0.2.1", 1), ("192.0.2.1", 65535)]
@@ -142,7 +142,7 @@ def test_loopback_is_probed_only_on_one_machine(host: str) -> None:
     assert sensible([(host, 7000)], is_beside=True) == [(host, 7000)]
 
 
-def test_an_offer_is_cut_and_each_address_counts_once() -> None:
+def test_offers_are_truncated_and_deduplicated() -> None:
     addresses = [("192.0.2.1", 1 + number // 2) for number in range(1000)]
 
     assert sensible(addresses, is_beside=False) == [
@@ -161,7 +161,7 @@ def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
     assert ports == {2: True, 3: True, 9: True}
 
 
-def test_strangers_do_not_push_out_those_who_answered() -> None:
+def test_unverified_addresses_do_not_evict_those_that_replied() -> None:
     candidates = Candidates()
     friend = candidates.meet(ADDRESS, None, 5.0)
     assert friend is not None
@@ -174,7 +174,7 @@ def test_strangers_do_not_push_out_those_who_answered() -> None:
     assert len(list(candidates)) == MAX_REFLEXIVE
 
 
-def test_nobody_is_pushed_out_while_all_answer() -> None:
+def test_no_address_is_evicted_while_all_reply() -> None:
     candidates = Candidates()
     for port in range(1, 1 + MAX_REFLEXIVE):
         known = candidates.meet(("198.51.100.1", port), None, 5.0)
@@ -185,7 +185,7 @@ def test_nobody_is_pushed_out_while_all_answer() -> None:
     assert candidates.meet(ADDRESS, None, 5.0 + FRESH) is not None
 
 
-def test_the_route_is_not_pushed_out() -> None:
+def test_the_route_is_not_evicted() -> None:
     candidates = Candidates()
     route = candidates.meet(ADDRESS, None, 5.0)
 

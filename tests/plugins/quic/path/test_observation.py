@@ -1,4 +1,4 @@
-"""What others see of a node, and what that says about its NAT."""
+"""NAT detection from observed addresses."""
 
 import pytest
 
@@ -35,7 +35,7 @@ ELSE: Address = ("198.51.100.7", 40002)
         ([(ONE, ("10.0.0.9", 1)), (OTHER, ("9.9.9.9", 2))], NatKind.UNKNOWN),  # a NAT in a NAT
     ],
 )
-def test_what_observers_see_tells_the_kind(
+def test_the_nat_kind_follows_from_the_reports(
     told: list[tuple[Address, Address]], kind: NatKind
 ) -> None:
     observations = Observations()
@@ -46,7 +46,7 @@ def test_what_observers_see_tells_the_kind(
     assert observations.kind(OWN) is kind
 
 
-def test_candidates_are_the_freshest_first_and_each_once() -> None:
+def test_candidates_are_unique_and_latest_first() -> None:
     observations = Observations()
     observations.told(ONE, SEEN, 1.0)
     observations.told(OTHER, ELSE, 2.0)
@@ -56,7 +56,7 @@ def test_candidates_are_the_freshest_first_and_each_once() -> None:
     assert observations.candidates() == [ELSE, OWN[1], SEEN]
 
 
-def test_an_observer_is_asked_at_once_and_again_before_a_nat_forgets() -> None:
+def test_an_observer_is_asked_at_once_and_before_nat_mappings_expire() -> None:
     assert Observations().deadline is None
     observations = Observations()
     observations.add(ONE, 10.0)
@@ -70,7 +70,7 @@ def test_an_observer_is_asked_at_once_and_again_before_a_nat_forgets() -> None:
     assert observations.expire(10.1 + AGAIN) == [ONE]
 
 
-def test_a_silent_observer_is_believed_until_the_third_open_question() -> None:
+def test_a_report_is_dropped_after_three_missed_requests() -> None:
     observations = Observations()
     observations.told(ONE, SEEN, 0.0)
     now = AGAIN
@@ -85,7 +85,7 @@ def test_a_silent_observer_is_believed_until_the_third_open_question() -> None:
     assert observations.deadline == now + AGAIN
 
 
-def test_udp_is_blocked_when_nobody_answers() -> None:
+def test_udp_is_blocked_if_no_observer_answers() -> None:
     observations = Observations()
     blocked = [observations.is_blocked]
     observations.add(ONE, 0.0)
@@ -101,7 +101,7 @@ def test_udp_is_blocked_when_nobody_answers() -> None:
     assert blocked == [False, False, True, False]
 
 
-def test_after_a_roam_nothing_is_known_and_everybody_is_asked() -> None:
+def test_a_network_change_drops_all_reports_and_asks_again() -> None:
     observations = Observations()
     observations.told(ONE, SEEN, 0.0)
     observations.told(OTHER, SEEN, 0.0)
@@ -113,7 +113,7 @@ def test_after_a_roam_nothing_is_known_and_everybody_is_asked() -> None:
     assert observations.expire(5.0) == [ONE, OTHER]
 
 
-def test_a_change_that_one_sees_makes_what_the_others_saw_old() -> None:
+def test_a_changed_report_outdates_the_others() -> None:
     observations = Observations()
     observations.told(ONE, SEEN, 0.0)
     observations.told(OTHER, SEEN, 0.0)
@@ -127,7 +127,7 @@ def test_a_change_that_one_sees_makes_what_the_others_saw_old() -> None:
     assert observations.kind(OWN) is NatKind.EASY
 
 
-def test_the_number_of_observers_is_bounded_and_the_stalest_goes() -> None:
+def test_the_observer_with_the_oldest_report_is_evicted() -> None:
     observations = Observations()
 
     for number in range(3 * MAX_OBSERVERS):
@@ -137,7 +137,7 @@ def test_the_number_of_observers_is_bounded_and_the_stalest_goes() -> None:
     assert observations.candidates()[0] == ("198.51.100.7", 3 * MAX_OBSERVERS)
 
 
-def test_what_is_no_address_is_refused() -> None:
+def test_a_report_without_numeric_host_raises() -> None:
     with pytest.raises(ValueError, match="does not appear"):
         Observations().told(ONE, ("nowhere", 1), 0.0)
 
@@ -145,28 +145,28 @@ def test_what_is_no_address_is_refused() -> None:
 @pytest.mark.parametrize(
     ("told", "text"),
     [
-        ([], "unknown: nobody has told yet as whom they see this node"),
+        ([], "unknown: no observer has reported this node's address yet"),
         (
             [(ONE, SEEN)],
-            "unknown: seen as 198.51.100.7:40001; it takes a second observer to tell",
+            "unknown: seen as 198.51.100.7:40001; a second observer is needed",
         ),
         (
             [(THIRD, OWN[1])],
-            "none: seen as [2001:db8::5]:7000; others see this node as it is",
+            "none: seen as [2001:db8::5]:7000; no address translation",
         ),
         (
             [(ONE, SEEN), (OTHER, SEEN)],
             "endpoint-independent: seen as 198.51.100.7:40001;"
-            " others can be told where to reach it",
+            " peers can connect directly by hole punching",
         ),
         (
             [(ONE, SEEN), (OTHER, ELSE)],
             "address-dependent: seen as 198.51.100.7:40002, 198.51.100.7:40001;"
-            " direct only to those who can be reached themselves",
+            " direct only to peers that are reachable themselves",
         ),
     ],
 )
-def test_people_read_one_line(told: list[tuple[Address, Address]], text: str) -> None:
+def test_the_nat_is_described_in_one_line(told: list[tuple[Address, Address]], text: str) -> None:
     observations = Observations()
 
     for now, (observer, seen) in enumerate(told):

@@ -1,4 +1,4 @@
-"""What one machine does: whom it probes and answers, and where it sends."""
+"""One `Paths` machine: its probes, its replies and its route."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -45,7 +45,7 @@ START = 100.0
 
 
 class Side:
-    """A machine, with the other side to write its packets."""
+    """A machine, and the keys of its peer to make packets."""
 
     def __init__(self, route: Route = RELAY, *, locals_: Sequence[str] = ()) -> None:
         numbers = count()
@@ -68,7 +68,7 @@ class Side:
         return self.paths.probed(self.other.probe(HERE, now), source, now)
 
     def run(self, now: float, until: float, *answering: Address, round_trip: float = 0.01) -> float:
-        """Let time pass; who is named answers what was sent to it."""
+        """Advance the clock; the ``answering`` addresses reply to probes."""
         waiting: list[tuple[float, SendProbe]] = []
         self.actions: list[Action] = []
         while now < until:
@@ -93,7 +93,7 @@ def to(actions: Sequence[Action]) -> list[Address]:
 
 
 def direct(*, now: float = START, round_trip: float = 0.01) -> Side:
-    """A side whose datagrams go to A, with a relay behind it."""
+    """A side with a direct route to A, and a relay as backup."""
     side = Side()
     (probe,) = probes(side.offered(A, now=now))
     side.answer(probe, now + round_trip)
@@ -112,7 +112,7 @@ def test_nothing_is_due_before_the_first_offer() -> None:
         assert (side.paths.route, side.paths.size, side.paths.round_trip_s) == (route, 1200, None)
 
 
-def test_all_that_was_offered_is_probed_at_once_and_soon_again() -> None:
+def test_offered_addresses_are_probed_at_once_and_again() -> None:
     side = Side()
 
     actions = side.offered(A, B, SIX)
@@ -123,7 +123,7 @@ def test_all_that_was_offered_is_probed_at_once_and_soon_again() -> None:
     assert to(side.paths.expire(START + FIRST_PAUSE)) == [A, B, SIX]
 
 
-def test_the_first_answer_makes_the_path() -> None:
+def test_the_first_reply_validates_the_path() -> None:
     side = Side()
     first, second = probes(side.offered(A, B))
 
@@ -148,7 +148,7 @@ def test_a_probe_is_answered_with_where_it_came_from_and_probed_back_once() -> N
     assert to(side.actions) == []
 
 
-def test_the_source_of_a_probe_becomes_the_path_by_its_answer() -> None:
+def test_the_source_of_a_probe_becomes_the_route_by_its_reply() -> None:
     side = Side()
     _, probe = side.probe(B, START)
     assert isinstance(probe, SendProbe)
@@ -173,7 +173,7 @@ def test_answers_are_bounded() -> None:
     assert side.probe(A, START + 1)
 
 
-def test_a_strangers_probe_and_answer_do_nothing() -> None:
+def test_unauthenticated_probes_and_replies_are_ignored() -> None:
     side = Side()
     (probe,) = probes(side.offered(A))
     stranger = Probing(bytes(32), bytes, is_dialer=False)
@@ -194,7 +194,7 @@ def test_a_silent_address_costs_a_bounded_number_of_probes() -> None:
     assert side.paths.reason == f"no answer to {len(sent + to(side.actions))} probes at 1 addresses"
 
 
-def test_offers_that_come_too_often_are_taken_one_by_one_and_the_last_counts() -> None:
+def test_frequent_offers_are_delayed_and_the_last_one_counts() -> None:
     side = Side()
     side.offered(A)
 
@@ -205,7 +205,7 @@ def test_offers_that_come_too_often_are_taken_one_by_one_and_the_last_counts() -
     assert {port for _, port in to(side.actions)} == {7000, 100}
 
 
-def test_loopback_is_probed_only_where_the_other_side_is_on_this_machine() -> None:
+def test_loopback_is_probed_only_if_the_peer_is_on_this_machine() -> None:
     local: Address = ("127.0.0.1", 22)
 
     assert to(Side(locals_=["127.0.0.1"]).offered(local)) == []
@@ -243,7 +243,7 @@ def test_an_idle_path_is_probed_every_few_seconds() -> None:
     assert len(short) in {100 // HEARTBEAT - 1, 100 // HEARTBEAT}
 
 
-def test_a_path_that_falls_silent_is_left_for_the_relay_and_offered_again() -> None:
+def test_a_silent_route_falls_back_to_the_relay_and_a_new_offer_follows() -> None:
     side = direct()
     side.run(START, START + SERIES_S, A)
     side.paths.heard(A, START + SERIES_S)
@@ -254,10 +254,10 @@ def test_a_path_that_falls_silent_is_left_for_the_relay_and_offered_again() -> N
     assert side.paths.route == RELAY
     assert side.actions.index(Moved()) < side.actions.index(Offer())
     assert (side.paths.size, side.paths.round_trip_s) == (1200, None)
-    assert side.paths.reason == "192.0.2.1:7000 fell silent"
+    assert side.paths.reason == "192.0.2.1:7000 stopped answering"
 
 
-def test_a_path_that_was_left_must_answer_twice_to_come_back() -> None:
+def test_a_timed_out_path_needs_two_replies_to_return() -> None:
     side = direct()
     side.paths.sent(START + 20)
     side.run(START + 20, START + 20 + PATIENCE)
@@ -268,7 +268,7 @@ def test_a_path_that_was_left_must_answer_twice_to_come_back() -> None:
     assert side.paths.route == Direct(A)
 
 
-def test_offers_of_ours_are_not_too_frequent() -> None:
+def test_own_offers_are_rate_limited() -> None:
     side = direct()
     side.paths.backup = None
 
@@ -294,7 +294,7 @@ def test_without_a_relay_a_silent_path_is_kept_at_the_smallest_size() -> None:
     assert Moved() in side.actions
 
 
-def test_a_relay_that_is_known_later_is_fallen_back_to() -> None:
+def test_a_relay_set_later_is_used_as_fallback() -> None:
     side = Side(Direct(A))
     side.offered(A)
     side.paths.backup = RELAY
@@ -304,7 +304,7 @@ def test_a_relay_that_is_known_later_is_fallen_back_to() -> None:
     assert side.paths.route == RELAY
 
 
-def test_a_relay_by_which_the_other_side_comes_replaces_a_silent_path_at_once() -> None:
+def test_data_through_the_relay_replaces_a_silent_route_at_once() -> None:
     side = Side(Direct(A))
     side.offered(A)
     now = side.run(START, START + HEARTBEAT + PATIENCE)
@@ -314,7 +314,7 @@ def test_a_relay_by_which_the_other_side_comes_replaces_a_silent_path_at_once() 
     assert (before, side.paths.route) == (Direct(A), RELAY)
 
 
-def test_a_path_that_answers_is_kept_whatever_comes_by_the_relay() -> None:
+def test_a_live_route_is_kept_despite_data_through_the_relay() -> None:
     side = Side(Direct(A))
     side.offered(A)
     now = side.run(START, START + HEARTBEAT + PATIENCE)
@@ -325,7 +325,7 @@ def test_a_path_that_answers_is_kept_whatever_comes_by_the_relay() -> None:
     assert side.paths.route == Direct(A)
 
 
-def test_a_dialled_path_is_measured_and_says_so() -> None:
+def test_a_dialled_path_is_measured_and_reported() -> None:
     side = Side(Direct(SIX))
     assert side.paths.reason == "dialled at [2001:db8::2]:7000, not measured yet"
 
@@ -341,7 +341,7 @@ def test_reasons_for_a_relay() -> None:
 
     side.offered()
 
-    assert side.paths.reason == "no address of the other side is known"
+    assert side.paths.reason == "the peer has offered no usable address"
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_reasons_for_a_relay() -> None:
         (0.050, 0.050 - 0.0019, SIX, False),
     ],
 )
-def test_a_direct_path_is_changed_for_a_real_gain(
+def test_the_route_changes_only_for_a_real_gain(
     here: float, there: float, other: Address, moves: bool
 ) -> None:
     side = Side(Direct(A))
@@ -369,7 +369,7 @@ def test_a_direct_path_is_changed_for_a_real_gain(
     assert (side.paths.route == Direct(other)) == moves
 
 
-def test_where_another_address_answers_a_silent_route_is_left_soon() -> None:
+def test_a_silent_route_is_left_sooner_if_another_address_replies() -> None:
     side = direct()
     side.run(START, START + 7, A)
     now = START + 7
@@ -383,7 +383,7 @@ def test_where_another_address_answers_a_silent_route_is_left_soon() -> None:
 
 
 @pytest.mark.parametrize("source", [None, B])
-def test_a_route_is_checked_when_the_other_side_sends_another_way(source: Address | None) -> None:
+def test_a_route_is_checked_if_the_peer_sends_from_elsewhere(source: Address | None) -> None:
     side = direct()
     side.run(START, START + 7, A)
     assert side.paths.deadline is not None
@@ -394,7 +394,7 @@ def test_a_route_is_checked_when_the_other_side_sends_another_way(source: Addres
     assert A in to(side.paths.expire(START + 7))
 
 
-def test_an_address_that_nobody_offered_and_that_never_answered_gets_no_series() -> None:
+def test_a_reflexive_address_without_reply_gets_no_series() -> None:
     side = Side()
     side.probe(B, START)
     side.paths.expire(START)
@@ -404,7 +404,7 @@ def test_an_address_that_nobody_offered_and_that_never_answered_gets_no_series()
     assert to(actions) == [A]
 
 
-def test_an_answer_from_an_address_that_has_no_place_is_ignored() -> None:
+def test_a_reply_from_an_evicted_address_is_ignored() -> None:
     side = Side()
     found = [probes(side.probe(("192.0.2.9", port), START)) for port in range(11)]
     route, last = Direct(("192.0.2.9", 3)), ("192.0.2.9", 1)
@@ -418,7 +418,7 @@ def test_an_answer_from_an_address_that_has_no_place_is_ignored() -> None:
     assert side.paths.route == route
 
 
-def test_a_length_that_is_proven_on_another_route_says_nothing() -> None:
+def test_a_size_proven_on_another_route_is_ignored() -> None:
     side = direct()
     (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]
     side.run(START + 0.02, START + 20)
@@ -428,7 +428,7 @@ def test_a_length_that_is_proven_on_another_route_says_nothing() -> None:
     assert side.paths.size == 1200
 
 
-def test_a_route_that_answers_is_kept_whoever_else_is_heard() -> None:
+def test_a_live_route_is_kept_despite_other_sources() -> None:
     side = direct()
     side.run(START, START + 7, A)
     now = START + 7
@@ -440,7 +440,7 @@ def test_a_route_that_answers_is_kept_whoever_else_is_heard() -> None:
     assert side.paths.route == Direct(A)
 
 
-def test_what_is_heard_from_anywhere_is_probed_ten_times_a_second_at_most() -> None:
+def test_probes_to_unknown_sources_are_limited_to_ten_per_second() -> None:
     side = direct()
     sent = []
 
@@ -452,12 +452,12 @@ def test_what_is_heard_from_anywhere_is_probed_ten_times_a_second_at_most() -> N
     assert side.paths.route == Direct(A)
 
 
-def test_when_the_relay_is_silent_what_once_answered_is_tried() -> None:
+def test_a_silent_relay_leads_to_probes_of_formerly_validated_paths() -> None:
     side = direct()
     side.run(START, START + 20)
     assert side.paths.route == RELAY
     side.run(START + 20, START + 40)
-    side.probe(B, START + 40)  # which has never answered
+    side.probe(B, START + 40)  # which has never replied
     side.paths.heard(None, START + 40)
     side.paths.sent(START + 40)
 
@@ -467,7 +467,7 @@ def test_when_the_relay_is_silent_what_once_answered_is_tried() -> None:
 
 
 @pytest.mark.parametrize(("locals_", "size"), [([], 1452), (["192.0.2.1"], 16000)])
-def test_datagrams_grow_where_the_path_carries_them(locals_: list[str], size: int) -> None:
+def test_datagrams_grow_to_the_path_mtu(locals_: list[str], size: int) -> None:
     side = Side(locals_=locals_)
     (probe,) = probes(side.offered(A))
     side.answer(probe, START + 0.01)
@@ -479,7 +479,7 @@ def test_datagrams_grow_where_the_path_carries_them(locals_: list[str], size: in
     assert Moved() in side.actions
 
 
-def test_only_an_answer_that_saw_the_whole_probe_proves_its_length() -> None:
+def test_only_a_reply_to_the_whole_probe_proves_its_size() -> None:
     side = direct()
     (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]
     short = Probe(long.packet.path, long.packet.nonce, long.packet.mac, 1300)
@@ -489,7 +489,7 @@ def test_only_an_answer_that_saw_the_whole_probe_proves_its_length() -> None:
     assert side.paths.size == 1300
 
 
-def test_a_move_begins_with_the_smallest_size() -> None:
+def test_a_new_route_starts_with_the_minimum_size() -> None:
     side = direct()
     side.run(START, START + 1, A)
     assert side.paths.size == 1452
@@ -511,7 +511,7 @@ CALLS = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(calls=st.lists(CALLS, max_size=60), is_direct=st.booleans())
-def test_whatever_comes_the_memory_is_bounded_and_the_clock_goes_on(
+def test_memory_is_bounded_and_deadlines_advance_for_any_input(
     calls: list[tuple[str, float, int]], is_direct: bool
 ) -> None:
     side = Side(Direct(A) if is_direct else RELAY)
@@ -546,7 +546,7 @@ def test_whatever_comes_the_memory_is_bounded_and_the_clock_goes_on(
         assert len(side.paths._probing._sent) <= MAX_NONCES
 
 
-def test_the_name_of_a_path_is_the_same_on_both_sides_and_not_its_key() -> None:
+def test_both_sides_derive_the_same_path_id() -> None:
     side = Side()
 
     assert side.paths.id == side.other.id

@@ -1,4 +1,4 @@
-"""Who can make a probe and an answer that count, and how often."""
+"""Authentication of probes and replies."""
 
 from dataclasses import replace
 from itertools import count
@@ -24,7 +24,7 @@ def pair() -> tuple[Probing, Probing]:
 
 
 @pytest.mark.parametrize("is_dialer", [True, False])
-def test_an_answer_settles_the_probe_that_it_answers(is_dialer: bool) -> None:
+def test_a_reply_matches_its_probe(is_dialer: bool) -> None:
     one, other = pair() if is_dialer else reversed(pair())
 
     probe = one.probe(THERE, 5.0, 1452)
@@ -43,7 +43,7 @@ def test_an_answer_counts_once() -> None:
     assert one.settle(answer, THERE, 5.1) is None
 
 
-def test_an_answer_from_elsewhere_does_not_count_and_spends_nothing() -> None:
+def test_a_reply_from_another_address_is_ignored() -> None:
     one, other = pair()
     answer = other.answer(one.probe(THERE, 5.0), HERE)
 
@@ -51,14 +51,14 @@ def test_an_answer_from_elsewhere_does_not_count_and_spends_nothing() -> None:
     assert one.settle(answer, THERE, 5.1) is not None
 
 
-def test_an_answer_that_comes_too_late_does_not_count() -> None:
+def test_a_late_probe_reply_is_ignored() -> None:
     one, other = pair()
     answer = other.answer(one.probe(THERE, 5.0), HERE)
 
     assert one.settle(answer, THERE, 5.0 + NONCE_S + 0.1) is None
 
 
-def test_what_comes_back_to_its_maker_fits_no_key() -> None:
+def test_reflected_packets_fail_the_mac() -> None:
     one, _ = pair()
     probe = one.probe(THERE, 5.0)
 
@@ -67,7 +67,7 @@ def test_what_comes_back_to_its_maker_fits_no_key() -> None:
 
 
 @pytest.mark.parametrize("field", ["path", "nonce", "mac"])
-def test_a_changed_probe_is_not_theirs(field: str) -> None:
+def test_an_altered_probe_is_rejected(field: str) -> None:
     one, other = pair()
     probe = one.probe(THERE, 5.0)
 
@@ -79,7 +79,7 @@ def test_a_changed_probe_is_not_theirs(field: str) -> None:
     "change",
     [{"mac": bytes(16)}, {"address": THERE}, {"length": 1452}, {"nonce": b"?" * 8}],
 )
-def test_a_changed_answer_settles_nothing(change: dict[str, bytes | int | Address]) -> None:
+def test_an_altered_reply_is_rejected(change: dict[str, bytes | int | Address]) -> None:
     one, other = pair()
     answer: Answer = other.answer(one.probe(THERE, 5.0), HERE)
 
@@ -95,7 +95,7 @@ def test_another_key_is_another_path() -> None:
     assert not stranger.is_theirs(replace(one.probe(THERE, 5.0), path=stranger.id))
 
 
-def test_the_oldest_probe_is_forgotten_when_too_many_are_under_way() -> None:
+def test_the_number_of_pending_probes_is_bounded() -> None:
     one, other = pair()
 
     probes: list[Probe] = [one.probe(THERE, 5.0) for _ in range(MAX_NONCES + 1)]

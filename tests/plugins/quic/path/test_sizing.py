@@ -1,11 +1,11 @@
-"""Datagrams grow where the path carries them, and shrink when it no longer does."""
+"""The datagram size follows the path MTU."""
 
 from meshllm_quic.path.sizing import CONFIRMATIONS, GROWTH_ROUNDS, PAUSE, ROUND, TRIES, Sizing
 from meshllm_quic.wire.packets import MAX_INNER_BYTES
 
 
 def run(sizing: Sizing, until: float, carries: int) -> list[tuple[float, int]]:
-    """Let a path answer what it carries; returns what was probed, and when."""
+    """Reply to probes up to ``carries`` bytes; return the time and size of each probe."""
     probed = []
     while sizing.deadline < until:
         now = sizing.deadline
@@ -16,7 +16,7 @@ def run(sizing: Sizing, until: float, carries: int) -> list[tuple[float, int]]:
     return probed
 
 
-def test_a_datagram_grows_to_what_the_path_carries() -> None:
+def test_the_size_grows_to_the_path_mtu() -> None:
     for carries, size in ((1200, 1200), (1452, 1452), (65507, 16000)):
         sizing = Sizing((1452, 16000), 5.0)
 
@@ -25,7 +25,7 @@ def test_a_datagram_grows_to_what_the_path_carries() -> None:
         assert sizing.size == size
 
 
-def test_a_length_is_tried_twice_and_again_in_a_minute() -> None:
+def test_a_size_is_probed_twice_and_again_in_a_minute() -> None:
     probed = run(Sizing((1452,), 0.0), 2 * ROUND * GROWTH_ROUNDS, 1200)
 
     minute = ROUND * GROWTH_ROUNDS
@@ -33,13 +33,13 @@ def test_a_length_is_tried_twice_and_again_in_a_minute() -> None:
     assert len(probed) == 2 * TRIES
 
 
-def test_the_length_in_use_is_confirmed_in_each_round() -> None:
+def test_the_current_size_is_confirmed_in_each_round() -> None:
     probed = run(Sizing((1452,), 0.0), 60.0, 1452)
 
     assert [at for at, _ in probed] == [ROUND * number for number in range(12)]
 
 
-def test_a_black_hole_is_left_within_a_round() -> None:
+def test_a_black_hole_is_detected_within_a_round() -> None:
     sizing = Sizing((1452,), 0.0)
     run(sizing, 12.0, 1452)
 
@@ -59,7 +59,7 @@ def test_a_lost_confirmation_is_tried_again() -> None:
     assert sizing.size == 1452
 
 
-def test_probes_wait_for_a_far_answer() -> None:
+def test_the_probe_interval_covers_two_round_trips() -> None:
     sizing = Sizing((1452,), 0.0)
 
     sizing.expire(0.0, 0.6)
@@ -68,7 +68,7 @@ def test_probes_wait_for_a_far_answer() -> None:
     assert sizing.expire(1.1, 0.6) == []
 
 
-def test_who_slept_does_not_take_it_for_a_black_hole() -> None:
+def test_a_suspended_process_does_not_report_a_black_hole() -> None:
     sizing = Sizing((1452,), 0.0)
     run(sizing, 4.0, 1452)
     sizing.expire(5.0, 0.01)

@@ -1,4 +1,4 @@
-"""When a route is checked, and when it is given up."""
+"""When a route is checked, and when it is dead."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def watch(round_trip_s: float = 0.01) -> Watch:
 
 
 def fate(watched: Watch) -> list[tuple[float, Verdict]]:
-    """Let nothing answer until it is dead."""
+    """Send no reply until the route is dead."""
     verdicts: list[tuple[float, Verdict]] = []
     while not verdicts or verdicts[-1][1] is not Verdict.DEAD:
         assert watched.deadline is not None
@@ -47,7 +47,7 @@ def test_silence_after_something_was_sent_is_checked_soon() -> None:
     assert dead == (101.0 + PATIENCE, Verdict.DEAD)
 
 
-def test_what_is_heard_puts_the_check_off() -> None:
+def test_received_data_delays_the_check() -> None:
     watched = watch()
     watched.sent(101.0)
     watched.heard()
@@ -55,7 +55,7 @@ def test_what_is_heard_puts_the_check_off() -> None:
     assert watched.deadline == 100.0 + HEARTBEAT
 
 
-def test_only_an_answer_ends_a_check() -> None:
+def test_only_a_reply_ends_a_check() -> None:
     watched = watch()
     watched.expire(100.0 + HEARTBEAT)
 
@@ -66,7 +66,7 @@ def test_only_an_answer_ends_a_check() -> None:
     assert watched.deadline == 105.1 + HEARTBEAT
 
 
-def test_an_answer_is_news_of_what_was_sent_before_it() -> None:
+def test_a_reply_covers_all_data_sent_before_it() -> None:
     watched = watch()
     watched.sent(101.0)
 
@@ -76,7 +76,7 @@ def test_an_answer_is_news_of_what_was_sent_before_it() -> None:
 
 
 @pytest.mark.parametrize(("round_trip_s", "patience"), [(0.8, 2.4), (60.0, MAX_PATIENCE)])
-def test_a_far_route_gets_three_round_trips_but_not_for_ever(
+def test_the_timeout_is_three_round_trips_up_to_a_limit(
     round_trip_s: float, patience: float
 ) -> None:
     (checked, _), (dead, _) = fate(watch(round_trip_s))
@@ -85,7 +85,7 @@ def test_a_far_route_gets_three_round_trips_but_not_for_ever(
     assert dead - 100.0 <= 15.0
 
 
-def test_a_check_is_short_where_another_address_answers() -> None:
+def test_a_check_is_shorter_if_another_address_replies() -> None:
     watched = watch()
     watched.hurry()
     watched.expire(105.0)
@@ -95,7 +95,7 @@ def test_a_check_is_short_where_another_address_answers() -> None:
     assert watched.deadline == 105.0 + HASTE
 
 
-def test_a_suspicion_leads_to_a_check_but_not_right_after_an_answer() -> None:
+def test_a_suspicion_starts_a_check_unless_a_reply_is_recent() -> None:
     watched = watch()
 
     watched.suspect(100.0 + CALM / 2)
@@ -105,7 +105,7 @@ def test_a_suspicion_leads_to_a_check_but_not_right_after_an_answer() -> None:
     assert watched.expire(100.0 + CALM) is Verdict.CHECK
 
 
-def test_who_slept_through_a_check_waits_a_moment_longer_once() -> None:
+def test_a_check_is_extended_once_after_a_suspension() -> None:
     watched = watch()
     watched.expire(105.0)
 
@@ -114,7 +114,7 @@ def test_who_slept_through_a_check_waits_a_moment_longer_once() -> None:
     assert watched.expire(300.0) is Verdict.DEAD
 
 
-def test_after_death_everything_begins_anew() -> None:
+def test_after_death_the_state_is_reset() -> None:
     watched = watch()
     (_, _), (dead, _) = fate(watched)
 
@@ -122,7 +122,7 @@ def test_after_death_everything_begins_anew() -> None:
     assert watched.deadline == dead + HEARTBEAT
 
 
-def test_through_a_relay_silence_is_all_there_is() -> None:
+def test_a_relayed_route_is_judged_by_silence_alone() -> None:
     watched = Watch(100.0, is_direct=False)
     deadlines = [watched.deadline]
     watched.suspect(150.0)

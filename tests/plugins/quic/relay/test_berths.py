@@ -1,4 +1,4 @@
-"""Relays that come late, go, and come back elsewhere."""
+"""Configured relays that start late, stop, or change their address."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from tests.simulation.internet import Internet
 
 
 class Names:
-    """A host whose resolver a test may change."""
+    """A host with a resolver that tests can change."""
 
     def __init__(self, host: Host) -> None:
         self.known: dict[str, str] = {}
@@ -31,7 +31,7 @@ class Names:
 
 @asynccontextmanager
 async def node(network: Network) -> AsyncIterator[tuple[QuicTransport, float]]:
-    """Listen with a relay that is named; tell how long that took."""
+    """Listen with a configured relay; yield the transport and how long that took."""
     transport, clock = QuicTransport(network), asyncio.get_running_loop().time
     transport.add_relay("relay.example")
     began = clock()
@@ -46,7 +46,7 @@ def states(transport: QuicTransport) -> list[tuple[str, str]]:
 
 
 @virtual
-async def test_addresses_are_told_when_the_relay_is_there() -> None:
+async def test_addresses_include_a_reachable_relay() -> None:
     internet = Internet(seed=1)
     relay = PublicRelay(internet.host("relay"))
     await relay.open()
@@ -59,7 +59,7 @@ async def test_addresses_are_told_when_the_relay_is_there() -> None:
 
 
 @virtual
-async def test_a_relay_that_is_named_before_it_is_there_is_found_later() -> None:
+async def test_a_relay_that_starts_later_is_found() -> None:
     internet = Internet(seed=1)
     relay = PublicRelay(internet.host("relay"))
     await relay.open()
@@ -74,7 +74,7 @@ async def test_a_relay_that_is_named_before_it_is_there_is_found_later() -> None
 
 
 @virtual
-async def test_a_relay_that_moved_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_with_a_new_address_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
     internet = Internet(seed=1)
     first, second = (PublicRelay(internet.host(name)) for name in ("first", "second"))
@@ -92,7 +92,7 @@ async def test_a_relay_that_moved_is_followed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @virtual
-async def test_a_relay_that_is_silent_holds_up_nobody_for_long(
+async def test_a_silent_relay_delays_a_listener_only_briefly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)

@@ -41,7 +41,7 @@ def make() -> Registration:
 
 
 def sent(actions: list[Action]) -> Register:
-    """Return the one packet that is to be sent."""
+    """Return the only packet to send."""
     (packet,) = (each.packet for each in actions if isinstance(each, Send))
     return packet
 
@@ -52,7 +52,7 @@ def is_signed(packet: Register) -> bool:
 
 
 def settle(ours: Registration, now: float, actions: list[Action] | None = None) -> list[Action]:
-    """Let a round end well, from its first packet or from its start."""
+    """Complete a round, from its first packet or from its start."""
     packet = sent(ours.start(now) if actions is None else actions)
     if packet.cookie == ZERO_COOKIE:
         packet = sent(ours.receive(Cookie(packet.nonce, COOKIE), now))
@@ -60,13 +60,13 @@ def settle(ours: Registration, now: float, actions: list[Action] | None = None) 
 
 
 def wait(ours: Registration) -> tuple[float, list[Action]]:
-    """Go to the deadline."""
+    """Advance to the deadline."""
     now = ours.deadline
     assert now is not None
     return now, ours.expire(now)
 
 
-def test_it_begins_without_a_cookie() -> None:
+def test_the_first_register_has_no_cookie() -> None:
     ours = make()
 
     packet = sent(ours.start(0.0))
@@ -88,7 +88,7 @@ def test_a_cookie_is_signed() -> None:
     assert is_signed(second)
 
 
-def test_a_registration_tells_where_we_are_seen() -> None:
+def test_a_registration_reports_the_observed_address() -> None:
     ours = make()
 
     actions = settle(ours, 0.0)
@@ -113,7 +113,7 @@ def test_a_relay_and_a_client_agree() -> None:
 
     run(ours.start(0.0), HOME, 0.0)
     seen = [ours.observed]
-    for _ in range(20):  # longer than any cookie serves
+    for _ in range(20):  # longer than the validity of a cookie
         now = ours.deadline
         assert now is not None
         run(ours.expire(now), HOME, now)
@@ -136,7 +136,7 @@ def test_a_relay_without_a_second_port_is_no_observer() -> None:
     assert ours.observer is None
 
 
-def test_through_a_stream_nobody_sees_where_we_are() -> None:
+def test_no_address_is_observed_through_a_stream() -> None:
     ours = make()
     packet = sent(ours.start(0.0))
 
@@ -147,7 +147,7 @@ def test_through_a_stream_nobody_sees_where_we_are() -> None:
     assert ours.observer is None
 
 
-def test_silence_is_asked_again_ever_slower() -> None:
+def test_retransmissions_back_off() -> None:
     ours = make()
     first = sent(ours.start(0.0))
     tries: list[float] = []
@@ -167,7 +167,7 @@ def test_nothing_is_done_before_it_is_due() -> None:
     assert ours.expire(0.4) == []
 
 
-def test_a_late_answer_counts() -> None:
+def test_a_late_reply_counts() -> None:
     ours = make()
     first = sent(ours.start(0.0))
     wait(ours)
@@ -176,7 +176,7 @@ def test_a_late_answer_counts() -> None:
     assert is_signed(sent(ours.receive(Cookie(first.nonce, COOKIE), 1.6)))
 
 
-def test_three_seconds_without_a_word_are_silence() -> None:
+def test_three_seconds_without_a_reply_are_silence() -> None:
     ours = make()
     ours.start(10.0)
     changed = None
@@ -189,7 +189,7 @@ def test_three_seconds_without_a_word_are_silence() -> None:
     assert ours.is_silent
 
 
-def test_any_answer_ends_silence() -> None:
+def test_any_reply_ends_silence() -> None:
     ours = make()
     first = sent(ours.start(0.0))
     while not ours.is_silent:
@@ -209,7 +209,7 @@ def test_any_answer_ends_silence() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_settled", [False, True])
-def test_what_answers_no_question_of_ours_does_nothing(packet: Packet, is_settled: bool) -> None:
+def test_unsolicited_replies_are_ignored(packet: Packet, is_settled: bool) -> None:
     ours = make()
     settle(ours, 0.0) if is_settled else ours.start(0.0)
     before = ours.deadline, ours.observed, ours.is_registered
@@ -265,7 +265,7 @@ def test_a_refresh_may_need_a_new_cookie() -> None:
 @pytest.mark.parametrize(
     ("lasts_s", "refresh_s"), [(0, MIN_REFRESH_S), (30, 10.0), (60, 20.0), (65535, REFRESH_S)]
 )
-def test_a_refresh_comes_long_before_the_end(lasts_s: int, refresh_s: float) -> None:
+def test_a_refresh_comes_long_before_the_expiry(lasts_s: int, refresh_s: float) -> None:
     ours = make()
     packet = sent(ours.start(0.0))
 
@@ -302,7 +302,7 @@ def test_a_lost_registration_comes_back() -> None:
     assert (ours.is_registered, ours.is_silent) == (True, False)
 
 
-def test_after_a_success_the_next_round_is_patient_again() -> None:
+def test_a_success_resets_the_backoff() -> None:
     ours = make()
     settle(ours, 0.0)
     while ours.is_registered:
@@ -314,7 +314,7 @@ def test_after_a_success_the_next_round_is_patient_again() -> None:
     assert ours.deadline == now + RETRY_S
 
 
-def test_who_moved_asks_at_once_and_keeps_its_place() -> None:
+def test_after_a_move_registration_restarts_at_once_and_stays_valid() -> None:
     ours = make()
     settle(ours, 0.0)
 
@@ -326,7 +326,7 @@ def test_who_moved_asks_at_once_and_keeps_its_place() -> None:
     assert ours.is_registered
 
 
-def test_who_moved_does_not_take_an_answer_for_the_old_place() -> None:
+def test_after_a_move_replies_to_the_old_address_are_ignored() -> None:
     ours = make()
     before = sent(ours.start(0.0))
 
@@ -335,7 +335,7 @@ def test_who_moved_does_not_take_an_answer_for_the_old_place() -> None:
     assert ours.receive(Registered(before.nonce, HOME, LASTS_S, 0), 0.2) == []
 
 
-def test_a_relay_that_forgot_us_is_asked_again() -> None:
+def test_an_unknown_reply_triggers_a_registration() -> None:
     ours = make()
     settle(ours, 0.0)
 
@@ -345,14 +345,14 @@ def test_a_relay_that_forgot_us_is_asked_again() -> None:
     assert ours.is_registered
 
 
-def test_who_asks_already_needs_no_reminder() -> None:
+def test_an_unknown_reply_during_a_round_is_ignored() -> None:
     ours = make()
     ours.start(0.0)
 
     assert ours.receive(Unknown(KEY[:TAG_BYTES]), 0.1) == []
 
 
-def test_a_forged_word_that_we_are_unknown_costs_little() -> None:
+def test_forged_unknown_replies_cost_little() -> None:
     ours = make()
     settle(ours, 0.0)
     rounds = []
@@ -367,7 +367,7 @@ def test_a_forged_word_that_we_are_unknown_costs_little() -> None:
     assert ours.is_registered
 
 
-def test_one_cookie_after_another_makes_no_storm() -> None:
+def test_repeated_cookies_do_not_cause_a_storm() -> None:
     ours = make()
     packet = sent(ours.start(0.0))
     signed = 0
@@ -384,7 +384,7 @@ def test_one_cookie_after_another_makes_no_storm() -> None:
     assert not ours.is_registered
 
 
-def test_a_cookie_that_came_too_early_is_used_later() -> None:
+def test_an_early_cookie_is_used_by_the_next_retry() -> None:
     ours = make()
     first = sent(ours.start(0.0))
     second = sent(ours.receive(Cookie(first.nonce, COOKIE), 0.1))
@@ -397,7 +397,7 @@ def test_a_cookie_that_came_too_early_is_used_later() -> None:
     assert is_signed(sent(actions))
 
 
-def test_a_change_of_one_byte_makes_it_no_answer() -> None:
+def test_a_reply_with_a_changed_byte_is_ignored() -> None:
     ours = make()
     first = sent(ours.start(0.0))
     seeded = random.Random(1)

@@ -1,4 +1,4 @@
-"""A relay with hosts that are numbers; 192.0.2.0/24 and 2001:db8::/32 are for documents."""
+"""The relay machine, with hosts in the documentation ranges 192.0.2.0/24 and 2001:db8::/32."""
 
 import random
 from collections import Counter
@@ -41,7 +41,7 @@ QUIC = b"\x40" + bytes(99)
 
 
 class Node:
-    """A key, and what it says to a relay."""
+    """A key, and the packets that it sends to a relay."""
 
     def __init__(self, seed: int) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed.to_bytes(32))
@@ -68,14 +68,14 @@ def make(limits: Limits | None = None, allow: Callable[[bytes], bool] = lambda _
 
 
 def give(relay: Relay, packet: Packet, source: Address, now: float = 0.0) -> list[Packet]:
-    """Let the relay have a packet; return what it sends back to the source."""
+    """Pass a packet to the relay; return its replies to the source."""
     sent = relay.receive(packet, source, len(packet.encode()), now)
     assert all(to == source for _, to in sent)
     return [decode(datagram) for datagram, _ in sent]
 
 
 def bake(relay: Relay, source: Address, now: float = 0.0) -> bytes:
-    """Get a cookie as a stranger does."""
+    """Request a cookie as an unregistered client."""
     (answer,) = give(relay, A.ask(), source, now)
     assert isinstance(answer, Cookie)
     return answer.cookie
@@ -86,7 +86,7 @@ def settle(relay: Relay, node: Node, source: Address, now: float = 0.0) -> list[
 
 
 def send(relay: Relay, packet: Relayed, source: Address, now: float = 0.0) -> list[Address]:
-    """Let the relay forward a packet; return where it went, always as it came."""
+    """Forward a packet; return its destinations, and check that it is unchanged."""
     datagram = packet.encode()
     sent = relay.receive(packet, source, len(datagram), now)
     forwarded = [(data, to) for data, to in sent if to != source]
@@ -94,7 +94,7 @@ def send(relay: Relay, packet: Relayed, source: Address, now: float = 0.0) -> li
     return [to for _, to in forwarded]
 
 
-def test_a_registration_takes_a_cookie_and_a_signature() -> None:
+def test_a_registration_needs_a_cookie_and_a_signature() -> None:
     relay = make()
 
     (cookie,) = give(relay, A.ask(), HOME)
@@ -106,7 +106,7 @@ def test_a_registration_takes_a_cookie_and_a_signature() -> None:
     assert relay.statistics.registered == 1
 
 
-def test_what_is_relayed_arrives_as_it_was_sent() -> None:
+def test_relayed_datagrams_are_forwarded_unchanged() -> None:
     relay = make()
     settle(relay, A, HOME)
     settle(relay, B, CAFE)
@@ -118,7 +118,7 @@ def test_what_is_relayed_arrives_as_it_was_sent() -> None:
     assert relay.statistics.forwarded_bytes == len(packet.encode()) + len(B.to(A).encode())
 
 
-def test_strangers_leave_nothing_behind() -> None:
+def test_unauthenticated_clients_leave_no_state() -> None:
     relay = make()
 
     for number in range(2000):
@@ -150,7 +150,7 @@ def test_an_old_cookie_gets_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("field", ["key", "nonce", "signature"])
-def test_a_signature_of_something_else_is_refused(field: str) -> None:
+def test_a_signature_of_other_data_is_refused(field: str) -> None:
     relay = make()
     good = A.sign(bake(relay, HOME))
     forged = replace(good, **{field: bytes(len(getattr(good, field)))})
@@ -160,7 +160,7 @@ def test_a_signature_of_something_else_is_refused(field: str) -> None:
     assert relay.statistics.registered == 0
 
 
-def test_a_key_that_is_none_is_refused() -> None:
+def test_an_invalid_key_is_refused() -> None:
     relay = make()
     no_point = b"\x02" + bytes(31)
 
@@ -168,7 +168,7 @@ def test_a_key_that_is_none_is_refused() -> None:
     assert relay.statistics.refused == {Refusal.SIGNATURE: 1}
 
 
-def test_who_may_not_register_does_not() -> None:
+def test_a_key_that_is_not_allowed_is_refused() -> None:
     relay = make(allow=lambda key: key == A.id)
 
     assert len(settle(relay, A, HOME)) == 1
@@ -176,7 +176,7 @@ def test_who_may_not_register_does_not() -> None:
     assert relay.statistics.refused == {Refusal.KEY: 1}
 
 
-def test_leave_to_register_is_asked_for_each_time() -> None:
+def test_allow_is_checked_at_each_refresh() -> None:
     allowed = {A.id}
     relay = make(allow=allowed.__contains__)
     settle(relay, A, HOME)
@@ -186,7 +186,7 @@ def test_leave_to_register_is_asked_for_each_time() -> None:
     assert settle(relay, A, HOME, 20.0) == []
 
 
-def test_another_key_of_the_same_tag_stays_outside() -> None:
+def test_another_key_with_the_same_tag_is_refused() -> None:
     relay = make()
     settle(relay, A, HOME)
     twin = replace(B.sign(bake(relay, CAFE)), key=A.tag + B.id[TAG_BYTES:])
@@ -197,7 +197,7 @@ def test_another_key_of_the_same_tag_stays_outside() -> None:
     assert relay.statistics.forwarded == 1
 
 
-def test_a_place_moves_with_its_key() -> None:
+def test_a_registration_moves_with_its_key() -> None:
     relay = make()
     settle(relay, A, HOME)
     settle(relay, B, OFFICE)
@@ -210,7 +210,7 @@ def test_a_place_moves_with_its_key() -> None:
     assert send(relay, A.to(B), HOME, 5.0) == []
 
 
-def test_what_was_overheard_serves_nowhere_else() -> None:
+def test_a_replayed_register_is_useless_elsewhere() -> None:
     relay = make()
     overheard = A.sign(bake(relay, HOME))
     give(relay, overheard, HOME)
@@ -222,7 +222,7 @@ def test_what_was_overheard_serves_nowhere_else() -> None:
     assert send(relay, B.to(A), OFFICE, 1.0) == [HOME]
 
 
-def test_a_place_ends_unless_it_is_refreshed() -> None:
+def test_a_registration_expires_unless_refreshed() -> None:
     relay = make()
     settle(relay, A, HOME, 0.0)
     settle(relay, B, CAFE, 0.0)
@@ -241,7 +241,7 @@ def test_a_place_ends_unless_it_is_refreshed() -> None:
     assert len(relay._hosts) == 0
 
 
-def test_places_end_without_a_reminder() -> None:
+def test_registrations_expire_without_input() -> None:
     relay = make()
     settle(relay, A, HOME, 0.0)
 
@@ -250,7 +250,7 @@ def test_places_end_without_a_reminder() -> None:
     assert answer == Unknown(A.tag)
 
 
-def test_a_full_relay_keeps_whom_it_has() -> None:
+def test_a_full_relay_keeps_its_registrations() -> None:
     relay = make(Limits(places=1))
     settle(relay, A, HOME)
 
@@ -264,7 +264,7 @@ def test_a_full_relay_keeps_whom_it_has() -> None:
     ("other", "is_same_host"),
     [(("192.0.2.1", 9), True), (("192.0.2.2", 9), False)],
 )
-def test_one_host_takes_so_many_places(other: Address, is_same_host: bool) -> None:
+def test_registrations_per_host_are_limited(other: Address, is_same_host: bool) -> None:
     relay = make(Limits(host_places=1))
     settle(relay, A, HOME)
 
@@ -281,7 +281,7 @@ def test_a_network_of_ipv6_counts_as_one_host() -> None:
     assert len(settle(relay, B, ("2001:db8:0:1::1", 9))) == 1
 
 
-def test_who_leaves_a_host_makes_room_there() -> None:
+def test_a_moved_registration_frees_room_at_its_host() -> None:
     relay = make(Limits(host_places=1))
     settle(relay, A, HOME)
     settle(relay, A, CAFE)
@@ -289,7 +289,7 @@ def test_who_leaves_a_host_makes_room_there() -> None:
     assert len(settle(relay, B, HOME)) == 1
 
 
-def test_a_host_keeps_the_places_that_did_not_end() -> None:
+def test_a_host_keeps_its_unexpired_registrations() -> None:
     relay = make(Limits(host_places=2))
     settle(relay, A, HOME, 0.0)
     settle(relay, B, (HOME[0], 9), 30.0)
@@ -300,7 +300,7 @@ def test_a_host_keeps_the_places_that_did_not_end() -> None:
     assert settle(relay, C, (HOME[0], 10), LASTS_S) == []
 
 
-def test_a_host_has_so_many_signatures_checked() -> None:
+def test_signature_checks_per_host_are_limited() -> None:
     relay = make()
     wrong = replace(A.sign(bake(relay, HOME)), signature=bytes(64))
     most = round(HOST_VERIFICATIONS * 8)
@@ -314,7 +314,7 @@ def test_a_host_has_so_many_signatures_checked() -> None:
     assert len(settle(relay, A, HOME, 1.0)) == 1
 
 
-def test_all_together_have_so_many_signatures_checked() -> None:
+def test_signature_checks_in_total_are_limited() -> None:
     relay = make()
     relay._verifications.left = 1.0
 
@@ -323,7 +323,7 @@ def test_all_together_have_so_many_signatures_checked() -> None:
     assert len(settle(relay, B, CAFE, 1.0)) == 1
 
 
-def test_a_sender_has_to_be_registered_from_where_it_sends() -> None:
+def test_a_sender_must_be_registered_from_its_source_address() -> None:
     relay = make()
     settle(relay, B, CAFE)
 
@@ -334,7 +334,7 @@ def test_a_sender_has_to_be_registered_from_where_it_sends() -> None:
     assert relay.statistics.forwarded == 0
 
 
-def test_a_sender_learns_who_is_not_there() -> None:
+def test_an_unknown_recipient_is_reported() -> None:
     relay = make()
     settle(relay, A, HOME)
 
@@ -342,7 +342,7 @@ def test_a_sender_learns_who_is_not_there() -> None:
     assert relay.statistics.refused == {Refusal.RECIPIENT: 1}
 
 
-def test_a_host_is_told_so_many_times() -> None:
+def test_unknown_replies_per_host_are_limited() -> None:
     relay = make()
 
     told = [len(give(relay, A.to(B), HOME)) for _ in range(100)]
@@ -366,7 +366,7 @@ def test_only_quic_of_the_right_size_is_relayed(inner: bytes) -> None:
     assert relay.statistics.refused == {Refusal.INNER: 1}
 
 
-def test_a_sender_sends_so_fast() -> None:
+def test_the_rate_of_a_sender_is_limited() -> None:
     size = len(A.to(B).encode())
     relay = make(Limits(rate=10 * size))
     settle(relay, A, HOME)
@@ -382,7 +382,7 @@ def test_a_sender_sends_so_fast() -> None:
     assert send(relay, B.to(A), CAFE, 2.0) == [HOME]
 
 
-def test_a_refresh_is_no_new_burst() -> None:
+def test_a_refresh_does_not_renew_the_burst() -> None:
     size = len(A.to(B).encode())
     relay = make(Limits(rate=size))
     settle(relay, A, HOME)
@@ -411,7 +411,7 @@ def test_the_quota_of_a_host_outlasts_its_keys() -> None:
     assert send(relay, B.to(C), CAFE, LASTS_S) == [(HOME[0], 9)]
 
 
-def test_all_together_send_so_fast() -> None:
+def test_the_total_rate_is_limited() -> None:
     size = len(A.to(B).encode())
     relay = make(Limits(rate=size))
     nodes = [Node(10 + number) for number in range(SHARE + 1)]
@@ -427,7 +427,7 @@ def test_all_together_send_so_fast() -> None:
     assert relay.statistics.refused == {Refusal.TOTAL: BURST_S}
 
 
-def test_who_asks_is_told_where_it_is_seen() -> None:
+def test_the_observed_address_is_reported() -> None:
     assert give(make(), Ask(NONCE), OFFICE) == [Tell(NONCE, OFFICE)]
 
 
@@ -438,7 +438,7 @@ def test_who_asks_is_told_where_it_is_seen() -> None:
         Unknown(A.tag), Probe(NONCE, NONCE, bytes(16)),
     ],
 )  # fmt: skip
-def test_what_is_for_clients_is_ignored(packet: Packet) -> None:
+def test_packets_for_clients_are_ignored(packet: Packet) -> None:
     assert give(make(), packet, HOME) == []
 
 
@@ -455,7 +455,7 @@ def mutate(seeded: random.Random, datagram: bytes) -> bytes:
     return bytes(data[: seeded.randrange(1, len(data) + 1)] if seeded.random() < 0.1 else data)
 
 
-def test_strangers_never_get_more_than_they_send() -> None:
+def test_a_relay_never_amplifies() -> None:
     """100,000 datagrams, most of them damaged, from 1,000 addresses and two members."""
     seeded = random.Random(5)
     limits = Limits(places=3, host_places=2)

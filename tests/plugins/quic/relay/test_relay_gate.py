@@ -7,7 +7,7 @@ from meshllm_quic.path.budget import host_of
 from meshllm_quic.relay.relay_gate import Gate, Guest, stream_source
 
 
-def test_each_host_comes_in_so_many_times() -> None:
+def test_connections_per_host_are_limited() -> None:
     gate = Gate(most=10, most_of_host=2)
 
     assert [gate.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
@@ -27,7 +27,7 @@ def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
     assert gate.enter("2001:db8:0:1::1")
 
 
-def test_all_hosts_together_come_in_so_many_times() -> None:
+def test_connections_in_total_are_limited() -> None:
     gate = Gate(most=2, most_of_host=2)
 
     assert [gate.enter(host) for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3")] == [
@@ -42,7 +42,7 @@ def test_all_hosts_together_come_in_so_many_times() -> None:
 @pytest.mark.parametrize(
     ("peer", "host"), [("192.0.2.1", "192.0.2.1"), ("127.0.0.1", "198.51.100.7")]
 )
-async def test_only_a_proxy_on_this_machine_speaks_for_others(peer: str, host: str) -> None:
+async def test_forwarded_for_is_trusted_only_from_this_machine(peer: str, host: str) -> None:
     guest = Guest(Gate(), ServerProtocol(), None)
     guest._enter(peer)
     headers = Headers({"X-Forwarded-For": "198.51.100.7"})
@@ -52,7 +52,7 @@ async def test_only_a_proxy_on_this_machine_speaks_for_others(peer: str, host: s
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
-def test_each_stream_has_an_address_of_its_own(host: str) -> None:
+def test_each_stream_has_a_unique_address(host: str) -> None:
     one, other = stream_source(host, 1), stream_source(host, 2)
 
     assert one != other
@@ -60,7 +60,7 @@ def test_each_stream_has_an_address_of_its_own(host: str) -> None:
     assert host_of(one) == host_of(other)
 
 
-def test_streams_of_two_hosts_are_of_two_hosts() -> None:
+def test_streams_of_two_hosts_count_separately() -> None:
     hosts = ["192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"]
 
     assert len({host_of(stream_source(host, 1)) for host in hosts}) == 4

@@ -4,7 +4,7 @@ from meshllm_quic.relay.relay import Refusal, Statistics
 from meshllm_quic.relay.relay_metrics import exposition
 
 
-def test_every_figure_is_there() -> None:
+def test_every_metric_is_present() -> None:
     done = Statistics(3, 40, 48_000, Counter({Refusal.RATE: 5}))
 
     lines = exposition(done, streams=2, lost=7).splitlines()
@@ -19,14 +19,14 @@ def test_every_figure_is_there() -> None:
     ]
 
 
-def test_a_reason_is_there_before_it_first_happens() -> None:
+def test_every_refusal_reason_starts_at_zero() -> None:
     text = exposition(Statistics(), streams=0, lost=0)
 
     assert all(f'{{reason="{reason}"}} 0\n' in text for reason in Refusal)
     assert text.endswith("\n")
 
 
-def test_every_family_says_what_it_is() -> None:
+def test_every_metric_has_help_and_type() -> None:
     lines = exposition(Statistics(), streams=0, lost=0).splitlines()
     named = {line.split()[2] for line in lines if line.startswith("# TYPE")}
     helped = {line.split()[2] for line in lines if line.startswith("# HELP")}

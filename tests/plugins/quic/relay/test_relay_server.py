@@ -1,4 +1,4 @@
-"""A relay on sockets of the loopback address; what it decides is tested in `test_relay.py`."""
+"""A relay server on loopback sockets; its decisions are tested in `test_relay.py`."""
 
 import asyncio
 import errno
@@ -40,7 +40,7 @@ A, B = ("192.0.2.1", 1), ("192.0.2.2", 2)
 
 @asynccontextmanager
 async def relaying(gate: Gate | None = None) -> AsyncIterator[RelayServer]:
-    """Run a relay at a port that is free for UDP and TCP alike; not every one is."""
+    """Run a relay on a port that is free for both UDP and TCP."""
     async with AsyncExitStack() as stack:
         server = None
         for _ in range(5):
@@ -70,7 +70,7 @@ class Udp:
         self.socket.close()
 
     async def ask(self, packet: Packet, port: int) -> tuple[Packet, Address]:
-        """Send a packet, and wait for the next that comes."""
+        """Send a packet, and wait for the next received one."""
         self.socket.send([packet.encode()], (HOST, port))
         data, source = await self.heard.get()
         return decode(data), source
@@ -124,7 +124,7 @@ async def until_streams(server: RelayServer, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_two_ports_tell_a_client_how_it_is_seen() -> None:
+async def test_both_ports_report_the_observed_address() -> None:
     async with relaying() as server, Udp() as client:
         ours = (HOST, client.socket.port)
 
@@ -138,7 +138,7 @@ async def test_two_ports_tell_a_client_how_it_is_seen() -> None:
         ]
 
 
-async def test_the_second_port_answers_nothing_else() -> None:
+async def test_the_observer_port_answers_only_address_requests() -> None:
     async with relaying() as server, Udp() as client:
         node = Client(1, server)
         (send,) = node.registration.start(0.0)
@@ -151,7 +151,7 @@ async def test_the_second_port_answers_nothing_else() -> None:
         assert isinstance(packet, Tell)
 
 
-async def test_datagrams_go_from_one_client_to_another() -> None:
+async def test_datagrams_are_forwarded_between_clients() -> None:
     async with relaying() as server, Udp() as one, Udp() as other:
         a, b = Client(1, server), Client(2, server)
         await a.register(one)
@@ -166,7 +166,7 @@ async def test_datagrams_go_from_one_client_to_another() -> None:
         assert a.registration.observer == (HOST, server.observer.port)
 
 
-async def test_datagrams_go_between_a_stream_and_udp() -> None:
+async def test_datagrams_are_forwarded_between_a_stream_and_udp() -> None:
     async with relaying() as server, Udp() as one, stream(server) as other:
         a, b = Client(1, server), Client(2, server)
         await a.register(one)
@@ -181,7 +181,7 @@ async def test_datagrams_go_between_a_stream_and_udp() -> None:
         assert b.registration.observed is None
 
 
-async def test_each_stream_is_a_client_of_its_own() -> None:
+async def test_each_stream_is_a_separate_client() -> None:
     async with relaying() as server, stream(server) as one, stream(server) as other:
         a, b = Client(1, server), Client(2, server)
         await a.register(one)
@@ -229,7 +229,7 @@ async def test_a_client_that_does_not_read_loses_datagrams_and_fills_no_memory()
         assert await other.recv() == datagram
 
 
-async def test_what_is_too_long_for_a_packet_ends_a_stream() -> None:
+async def test_an_oversized_packet_ends_a_server_stream() -> None:
     async with relaying() as server, stream(server) as client:
         await client.send(bytes(MAX_PACKET_BYTES + 1))
 
@@ -237,7 +237,7 @@ async def test_what_is_too_long_for_a_packet_ends_a_stream() -> None:
             await client.recv()
 
 
-async def test_no_datagram_passes_for_a_packet_of_a_stream() -> None:
+async def test_a_datagram_cannot_impersonate_a_stream() -> None:
     async with relaying() as server, stream(server) as client:
         await client.send(Ask(NONCE).encode())
         told = decode(await client.recv(decode=False))
@@ -258,19 +258,19 @@ async def test_garbage_does_not_end_a_stream() -> None:
         assert isinstance(decode(await client.recv(decode=False)), Tell)
 
 
-async def test_a_page_in_a_browser_opens_no_stream() -> None:
+async def test_browsers_cannot_open_a_stream() -> None:
     async with relaying() as server:
         with pytest.raises(InvalidStatus, match="403"):
             await stream(server, Origin="https://example.org")
 
 
-async def test_a_stream_is_at_its_path_alone() -> None:
+async def test_streams_are_served_only_at_their_path() -> None:
     async with relaying() as server:
         with pytest.raises(InvalidStatus, match="404"):
             await stream(server, "/")
 
 
-async def test_a_host_opens_so_many_streams() -> None:
+async def test_streams_per_host_are_limited() -> None:
     async with relaying(Gate(most_of_host=2)) as server:
         async with stream(server), stream(server):
             with pytest.raises((InvalidHandshake, OSError)):
@@ -281,7 +281,7 @@ async def test_a_host_opens_so_many_streams() -> None:
             assert isinstance(decode(await client.recv(decode=False)), Tell)
 
 
-async def test_who_says_nothing_counts_too() -> None:
+async def test_silent_connections_count_too() -> None:
     async with relaying(Gate(most_of_host=1)) as server:
         _, writer = await asyncio.open_connection(HOST, server.udp.port)
         while not server.gate._hosts:  # noqa: ASYNC110
@@ -293,7 +293,7 @@ async def test_who_says_nothing_counts_too() -> None:
         await writer.wait_closed()
 
 
-async def test_a_proxy_on_this_machine_says_for_whom_it_speaks() -> None:
+async def test_a_local_proxy_names_its_clients() -> None:
     async with relaying(Gate(most_of_host=1)) as server:
         one, other = "192.0.2.1", "192.0.2.2"
         async with stream(server, X_Forwarded_For=f"bogus, {one}") as client:
@@ -307,13 +307,13 @@ async def test_a_proxy_on_this_machine_says_for_whom_it_speaks() -> None:
         assert told.address[0].startswith("2002:c000:201::")
 
 
-async def test_a_proxy_that_speaks_for_nobody_is_turned_away() -> None:
+async def test_an_invalid_forwarded_for_is_rejected() -> None:
     async with relaying() as server:
         with pytest.raises(InvalidStatus, match="400"):
             await stream(server, X_Forwarded_For="unknown")
 
 
-async def test_it_says_that_it_is_well() -> None:
+async def test_the_health_check_succeeds() -> None:
     async with relaying() as server:
         head, body = await get(server, "/healthz")
 
@@ -321,7 +321,7 @@ async def test_it_says_that_it_is_well() -> None:
         assert body == "ok\n"
 
 
-async def test_it_tells_its_figures() -> None:
+async def test_metrics_are_served() -> None:
     async with relaying() as server, Udp() as one:
         await Client(1, server).register(one)
 
@@ -350,7 +350,7 @@ async def test_a_port_in_use_is_an_error_and_leaves_nothing_open() -> None:
 
 
 class FakeNetwork:
-    """Where the port after the first is never free."""
+    """A network in which the port after the first is never free."""
 
     def __init__(self) -> None:
         self.sockets: list[FakeSocket] = []
@@ -390,7 +390,7 @@ async def free_port() -> int:
     return port
 
 
-async def test_any_port_serves_to_observe() -> None:
+async def test_the_observer_falls_back_to_any_port() -> None:
     network = FakeNetwork()
 
     async with open_relay(network, HOST, await free_port()) as server:
@@ -407,7 +407,7 @@ async def test_any_port_serves_to_observe() -> None:
         (HOST, errno.EADDRNOTAVAIL, [HOST]),
     ],
 )
-async def test_a_machine_without_ipv6_listens_all_the_same(
+async def test_a_relay_listens_without_ipv6(
     monkeypatch: pytest.MonkeyPatch, host: str | None, code: int, tried: list[str | None]
 ) -> None:
     hosts: list[str | None] = []
@@ -427,7 +427,7 @@ async def test_a_machine_without_ipv6_listens_all_the_same(
     assert [each.is_closed for each in network.sockets] == [True, True]
 
 
-async def test_who_sends_from_no_port_gets_no_answer() -> None:
+async def test_datagrams_from_port_zero_are_ignored() -> None:
     network = FakeNetwork()
     ask = Ask(NONCE).encode()
 
@@ -438,7 +438,7 @@ async def test_who_sends_from_no_port_gets_no_answer() -> None:
     assert [each.sent for each in network.sockets] == [[A], [B]]
 
 
-def test_what_goes_to_one_place_goes_at_once() -> None:
+def test_datagrams_to_one_address_form_one_run() -> None:
     outgoing = [(b"one", A), (b"two", A), (b"1", B), (b"3", A), (b"four", A), (b"five", A)]
 
     assert runs(outgoing) == [

@@ -1,4 +1,4 @@
-"""Our side of a stream, against a server of the same library that says each packet again."""
+"""The client side of a stream, against an echo server of the same library."""
 
 import asyncio
 import ssl
@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No proxy of whoever runs this, and short pauses."""
+    """Ignore proxies of the environment, and shorten the backoff."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "socks_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -56,7 +56,7 @@ async def serving(
 
 
 class Ours:
-    """A stream, what it heard, and whether it was open at each change."""
+    """A stream, its received packets, and `is_open` at each change."""
 
     def __init__(self, uri: str) -> None:
         self.stream = RelayStream(uri, self._receive, self._change, bytes)
@@ -107,7 +107,7 @@ async def test_packets_go_both_ways_in_order() -> None:
         assert ours.stream.trouble is None
 
 
-async def test_a_relay_sends_nobody_on() -> None:
+async def test_redirects_are_not_followed() -> None:
     asked: list[str] = []
     referred: asyncio.Queue[None] = asyncio.Queue()
 
@@ -127,14 +127,14 @@ async def test_a_relay_sends_nobody_on() -> None:
             port = outer.sockets[0].getsockname()[1]
             async with running(stream_uri(HOST, port)) as ours:
                 await referred.get()
-                await referred.get()  # the first one is over
+                await referred.get()  # the first connection has ended
 
                 assert "302" in (ours.stream.trouble or "")
 
     assert asked == []
 
 
-async def test_text_is_no_packet() -> None:
+async def test_text_messages_are_ignored() -> None:
     async def talk(connection: ServerConnection) -> None:
         await connection.send("text")
         await connection.send(b"packet")
@@ -144,7 +144,7 @@ async def test_text_is_no_packet() -> None:
         assert await ours.heard.get() == b"packet"
 
 
-async def test_what_is_too_long_for_a_packet_ends_the_stream() -> None:
+async def test_an_oversized_packet_ends_the_stream() -> None:
     async def flood(connection: ServerConnection) -> None:
         await connection.send(bytes(MAX_PACKET_BYTES))
         await connection.send(bytes(MAX_PACKET_BYTES + 1))
@@ -156,7 +156,7 @@ async def test_what_is_too_long_for_a_packet_ends_the_stream() -> None:
         assert ours.heard.empty()
 
 
-async def test_what_is_sent_too_early_is_lost() -> None:
+async def test_packets_sent_before_the_connection_are_dropped() -> None:
     async with serving() as (_, port), running(stream_uri(HOST, port)) as ours:
         ours.stream.send([b"early"])
         await ours.changes.get()
@@ -164,7 +164,7 @@ async def test_what_is_sent_too_early_is_lost() -> None:
         assert await ours.echoed(b"in time") == b"in time"
 
 
-async def test_a_stream_that_breaks_is_opened_again() -> None:
+async def test_a_closed_stream_reconnects() -> None:
     async def twice(connection: ServerConnection) -> None:
         await connection.send(await connection.recv())
 
@@ -176,7 +176,7 @@ async def test_a_stream_that_breaks_is_opened_again() -> None:
         assert await ours.echoed(b"two") == b"two"
 
 
-async def test_who_ends_a_stream_is_not_told_that_it_ended() -> None:
+async def test_no_callback_after_cancellation() -> None:
     async with serving() as (_, port):
         async with running(stream_uri(HOST, port)) as ours:
             assert await ours.changes.get()
@@ -185,7 +185,7 @@ async def test_who_ends_a_stream_is_not_told_that_it_ended() -> None:
         assert ours.changes.empty()
 
 
-async def test_a_connection_that_is_cut_is_opened_again() -> None:
+async def test_an_aborted_connection_reconnects() -> None:
     async def cut(connection: ServerConnection) -> None:
         connection.transport.abort()
         await connection.wait_closed()
@@ -194,7 +194,7 @@ async def test_a_connection_that_is_cut_is_opened_again() -> None:
         assert [await ours.changes.get() for _ in range(4)] == [True, False, True, False]
 
 
-async def test_a_relay_may_come_later() -> None:
+async def test_a_stream_waits_for_the_relay_to_start() -> None:
     async with serving() as (_, port):
         pass
 
@@ -208,7 +208,7 @@ async def test_a_relay_may_come_later() -> None:
             assert await ours.echoed(b"one") == b"one"
 
 
-async def test_what_is_no_relay_is_tried_again() -> None:
+async def test_a_rejected_stream_is_retried() -> None:
     asked: asyncio.Queue[str] = asyncio.Queue()
 
     def refuse(connection: ServerConnection, request: Request) -> Response:
@@ -224,7 +224,7 @@ async def test_what_is_no_relay_is_tried_again() -> None:
             assert ours.changes.empty()
 
 
-def test_a_pause_doubles_to_a_limit_and_is_not_the_same_for_all(
+def test_backoff_doubles_to_a_limit_with_jitter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(relay_stream, "PAUSE_S", 1.0)
@@ -234,7 +234,7 @@ def test_a_pause_doubles_to_a_limit_and_is_not_the_same_for_all(
     assert [pause(1, chance) for chance in (0, 64, 192)] == [1.0, 1.5, 2.5]
 
 
-async def test_a_proxy_without_its_library_is_trouble_and_no_crash(
+async def test_a_missing_proxy_library_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("socks_proxy", "socks5h://127.0.0.1:9")
@@ -328,7 +328,7 @@ async def test_a_relay_behind_a_proxy_with_a_certificate_is_reached(
         assert await ours.echoed(b"one") == b"one"
 
 
-async def test_a_certificate_that_nobody_vouches_for_is_trouble(tmp_path: Path) -> None:
+async def test_an_untrusted_certificate_is_an_error(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate(tmp_path))
 

@@ -1,4 +1,4 @@
-"""Which relays reach this node, and over what: UDP, or TCP for as long as that is blocked."""
+"""Registrations at relays over UDP, and over TCP while UDP is blocked."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 
 class Shore:
-    """A node with relays that answer at once, by UDP unless that is blocked."""
+    """A node with relays that reply at once, over UDP unless that is blocked."""
 
     def __init__(self) -> None:
         self.random: Callable[[int], bytes] = Random(1).randbytes
@@ -30,7 +30,7 @@ class Shore:
         self.tcp = asyncio.Event()
         self.tcp.set()
         self.streams = 0
-        """That were ever open."""
+        """All streams that were ever open."""
         self.usages: dict[Address, Usage] = {}
         self.relays = Relays(self, Identity(bytes(32)))
         self._others: dict[Address, Relay] = {}
@@ -41,14 +41,14 @@ class Shore:
             self._loop.call_soon(self.ask, packet, to, OURS)
 
     def ask(self, packet: bytes, to: Address, source: Address) -> None:
-        """Let a relay answer."""
+        """Let a relay reply."""
         relay = self._others.setdefault(to, Relay(lambda _: True, observer_port=8791))
         now = self._loop.time()
         for answer, _ in relay.receive(decode(packet), source, len(packet), now):
             self.relays.receive(decode(answer), to, now)
 
     def restart(self, relay: Address) -> None:
-        """Let a relay forget all, its secrets too."""
+        """Drop the state of a relay, its secrets included."""
         self._others.pop(relay)
 
     def arrived(self, packet: bytes, relay: Address) -> None:
@@ -70,7 +70,7 @@ class Shore:
 
 
 class FakeStream:
-    """What is in the place of a stream over TCP."""
+    """Replaces a stream over TCP."""
 
     shore: Shore
 
@@ -106,7 +106,7 @@ def shore() -> Shore:
 
 
 @virtual
-async def test_udp_is_used_again_when_it_is_back() -> None:
+async def test_udp_is_used_again_when_it_works() -> None:
     here = shore()
     here.is_blocked = True
     here.relays.add(FIRST, is_wanted=True)
@@ -123,7 +123,7 @@ async def test_udp_is_used_again_when_it_is_back() -> None:
 
 
 @virtual
-async def test_a_relay_that_was_away_is_not_reached_over_tcp_ever_after() -> None:
+async def test_a_restarted_relay_is_reached_over_udp_again() -> None:
     here = shore()
     here.relays.add(FIRST, is_wanted=True)
     await asyncio.sleep(1.0)
@@ -144,7 +144,7 @@ async def test_a_relay_that_was_away_is_not_reached_over_tcp_ever_after() -> Non
 
 
 @virtual
-async def test_a_relay_that_is_needed_takes_the_place_of_one_that_carries_nothing() -> None:
+async def test_a_needed_relay_evicts_an_unused_one() -> None:
     here = shore()
     for relay in (FIRST, SECOND, THIRD):
         here.relays.add(relay, is_wanted=False, is_needed=True)
@@ -163,7 +163,7 @@ async def test_a_relay_that_is_needed_takes_the_place_of_one_that_carries_nothin
 
 
 @virtual
-async def test_what_the_owner_wants_comes_first_and_stays() -> None:
+async def test_configured_relays_come_first_and_stay() -> None:
     here = shore()
     here.relays.add(FIRST, is_wanted=False)
     here.relays.add(SECOND, is_wanted=True)
@@ -180,7 +180,7 @@ async def test_what_the_owner_wants_comes_first_and_stays() -> None:
 
 
 @virtual
-async def test_a_relay_that_somebody_waits_for_is_not_taken_away() -> None:
+async def test_a_relay_that_a_dial_waits_for_is_not_evicted() -> None:
     here = shore()
     here.is_blocked = True
     here.tcp.clear()

@@ -1,4 +1,4 @@
-"""Messages on a stream: memory is taken for bytes that came, not for bytes to come."""
+"""Messages on a stream: memory is allocated for received bytes, not for announced ones."""
 
 import tracemalloc
 
@@ -9,7 +9,7 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES
 from meshllm_quic.wire.lanes import HEAD, MAX_WORD_BYTES, MESSAGE, OFFER, Incoming
 
 
-def test_a_message_is_whole_however_it_is_cut() -> None:
+def test_a_message_is_reassembled_from_any_chunks() -> None:
     stream = HEAD.pack(MESSAGE, 7) + b"message" + HEAD.pack(MESSAGE, 0) + HEAD.pack(MESSAGE, 2)
     incoming = Incoming()
 
@@ -20,7 +20,7 @@ def test_a_message_is_whole_however_it_is_cut() -> None:
     assert incoming.read == incoming.arrived == len(stream) + 2
 
 
-def test_a_message_that_is_announced_costs_no_memory() -> None:
+def test_an_announced_message_allocates_no_memory() -> None:
     incoming = Incoming()
     tracemalloc.start()
 
@@ -36,6 +36,6 @@ def test_a_message_that_is_announced_costs_no_memory() -> None:
 @pytest.mark.parametrize(
     ("kind", "size"), [(MESSAGE, MAX_MESSAGE_BYTES + 1), (OFFER, MAX_WORD_BYTES + 1), (4, 0)]
 )
-def test_a_word_that_may_not_be_is_refused(kind: int, size: int) -> None:
-    with pytest.raises(PeerFault, match=f"kind {kind} with {size} B"):
+def test_an_invalid_record_is_rejected(kind: int, size: int) -> None:
+    with pytest.raises(PeerFault, match=f"kind {kind}, {size} B"):
         Incoming().feed(HEAD.pack(kind, size))

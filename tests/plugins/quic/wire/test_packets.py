@@ -1,4 +1,4 @@
-"""What is written is read again, and what is none of ours is refused in one way."""
+"""Packets survive a round trip, and invalid ones raise `PeerFault`."""
 
 import random
 from dataclasses import replace
@@ -67,7 +67,7 @@ packets: st.SearchStrategy[Packet] = st.one_of(
 
 @settings(deadline=None)
 @given(packets)
-def test_what_is_written_is_read_again(packet: Packet) -> None:
+def test_packets_survive_a_round_trip(packet: Packet) -> None:
     datagram = packet.encode()
 
     assert decode(datagram) == packet
@@ -77,7 +77,7 @@ def test_what_is_written_is_read_again(packet: Packet) -> None:
 
 @settings(deadline=None)
 @given(packets, st.binary(max_size=40))
-def test_only_a_probe_and_what_is_relayed_feel_their_padding(
+def test_padding_matters_only_for_probes_and_relayed_packets(
     packet: Packet, padding: bytes
 ) -> None:
     read = decode(packet.encode() + padding)
@@ -108,25 +108,25 @@ def test_ipv4_is_never_read_as_ipv6() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_packet_without_its_last_byte_is_refused(kind: type[Packet]) -> None:
-    with pytest.raises(PeerFault, match=f"{kind.SIZE - 1} bytes is none of ours"):
+def test_a_truncated_packet_is_rejected(kind: type[Packet]) -> None:
+    with pytest.raises(PeerFault, match=f"{kind.SIZE - 1} bytes$"):
         decode(bytes([kind.KIND]).ljust(kind.SIZE - 1, b"\0"))
 
 
 @pytest.mark.parametrize("first", [0x00, 0x03, 0x1F, 0x29, 0x40, 0xC3, 0xFF])
-def test_other_first_bytes_are_none_of_ours(first: int) -> None:
+def test_unknown_first_bytes_are_rejected(first: int) -> None:
     with pytest.raises(PeerFault):
         decode(bytes([first]) * 200)
     assert is_quic(bytes([first])) == bool(first & 0x40)
 
 
-def test_an_empty_datagram_is_nothing() -> None:
+def test_an_empty_datagram_is_rejected() -> None:
     assert not is_quic(b"")
     with pytest.raises(PeerFault):
         decode(b"")
 
 
-def test_kinds_are_distinct_and_leave_quic_and_stun_alone() -> None:
+def test_kinds_are_distinct_from_each_other_quic_and_stun() -> None:
     numbers = [kind.KIND for kind in KINDS]
 
     assert sorted(numbers) == list(range(0x20, 0x29))
@@ -135,7 +135,7 @@ def test_kinds_are_distinct_and_leave_quic_and_stun_alone() -> None:
 @pytest.mark.parametrize(
     ("question", "answers"), [(Ask, [Tell]), (Register, [Cookie, Registered]), (Relayed, [Unknown])]
 )
-def test_an_answer_is_no_longer_than_its_question(
+def test_a_reply_is_not_longer_than_its_request(
     question: type[Packet], answers: list[type[Packet]]
 ) -> None:
     assert all(answer.SIZE <= question.SIZE for answer in answers)
@@ -146,7 +146,7 @@ def test_the_answer_to_a_probe_is_not_twice_as_long() -> None:
     assert Answer.SIZE < 2 * Probe.SIZE
 
 
-def test_what_goes_through_a_relay_fits_into_the_smallest_ipv6_path() -> None:
+def test_relayed_datagrams_fit_the_minimum_ipv6_mtu() -> None:
     assert Relayed.SIZE + MAX_INNER_BYTES + 8 + 40 <= 1280
 
 
@@ -158,7 +158,7 @@ def test_a_registration_is_signed_for_its_cookie() -> None:
     assert register.signed != replace(register, cookie=b"d" * 16).signed
 
 
-def test_every_field_of_a_probe_and_an_answer_but_the_mac_is_sealed() -> None:
+def test_the_mac_covers_every_field_of_probes_and_replies() -> None:
     probe = Probe(b"p" * 8, b"n" * 8, b"m" * 16)
     answer = Answer(b"p" * 8, b"n" * 8, ("192.0.2.1", 7), 33, b"m" * 16)
 
@@ -174,7 +174,7 @@ def test_every_field_of_a_probe_and_an_answer_but_the_mac_is_sealed() -> None:
     assert probe.sealed != answer.sealed[: len(probe.sealed)]
 
 
-def test_garbage_is_read_or_refused_and_never_anything_else() -> None:
+def test_garbage_is_decoded_or_rejected() -> None:
     chance = random.Random(20)
     noise = chance.randbytes(200_000)
     read = 0
