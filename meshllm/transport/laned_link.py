@@ -8,7 +8,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
 from meshllm.transport.lanes import BACK, Incoming, Outgoing
 
-_Line = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
+_Waiters = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
 
 
 class Wire(Protocol):
@@ -25,15 +25,15 @@ class Wire(Protocol):
         """Send one piece as one frame."""
         ...
 
-    def say_goodbye(self) -> None:
+    def send_close(self) -> None:
         """Send a close frame."""
         ...
 
-    async def wait_gone(self) -> None:
+    async def wait_closed(self) -> None:
         """Wait until the connection is closed, for a short time at most."""
         ...
 
-    def know(self, *, is_stranger: bool) -> None:
+    def note_authentication(self, *, is_authenticated: bool) -> None:
         """Note whether the peer is authenticated."""
         ...
 
@@ -47,7 +47,7 @@ class LanedLink:
         self._loop = asyncio.get_running_loop()
         self._outgoing = Outgoing()
         self._incoming = Incoming()
-        self._lines: dict[Channel, _Line] = {channel: {} for channel in Channel}
+        self._waiters: dict[Channel, _Waiters] = {channel: {} for channel in Channel}
         """Senders without credit, in FIFO order; the result is whether the message was sent."""
         self._reader: asyncio.Future[None] | None = None
         self._end: MeshError | None = None  # why sending and receiving have ended
@@ -60,15 +60,15 @@ class LanedLink:
         size = measure(message)
         if self._end is not None:
             raise self._lost()
-        if self._is_free(channel, size):
+        if self._can_send(channel, size):
             self._admit(channel, message, size)
-        elif not await self._stand_in_line(channel, message, size):
+        elif not await self._wait_for_credit(channel, message, size):
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Send a message if there is credit and no sender waits."""
         size = measure(message)
-        if self._end is not None or not self._is_free(channel, size):
+        if self._end is not None or not self._can_send(channel, size):
             return False
         self._admit(channel, message, size)
         return True
@@ -91,7 +91,7 @@ class LanedLink:
             self._incoming.drop()
             self._stop(self._lost())
             self.flush()
-        await self._wire.wait_gone()
+        await self._wire.wait_closed()
 
     @property
     def statistics(self) -> LinkStatistics:
@@ -107,7 +107,7 @@ class LanedLink:
     def limit_unread(self, size: int | None) -> None:
         """Limit the unread bytes of an unauthenticated peer; None lifts the limit."""
         self._incoming.limit = size
-        self._wire.know(is_stranger=size is not None)
+        self._wire.note_authentication(is_authenticated=size is None)
 
     @property
     def unsent(self) -> int:
@@ -120,7 +120,7 @@ class LanedLink:
             return  # the peer has not read our close frame yet
         if kind & ~1 == BACK and not size:
             channel = Channel(kind & 1)
-            self._outgoing.take_back(channel, number)
+            self._outgoing.receive_credit(channel, number)
             self._advance(channel)
         elif self._incoming.begin(kind, number, size):
             self._wake()
@@ -135,7 +135,7 @@ class LanedLink:
         while self._wire.is_writable:
             if (piece := self._outgoing.next_piece()) is None:
                 if self._is_closed:
-                    self._wire.say_goodbye()
+                    self._wire.send_close()
                 return
             self._wire.write(*piece)
 
@@ -148,51 +148,53 @@ class LanedLink:
 
     def _stop(self, reason: MeshError) -> None:
         self._end = self._end or reason
-        for line in self._lines.values():
-            for place in line:
-                if not place.done():
-                    place.set_result(False)
-            line.clear()
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(False)
+            waiters.clear()
         self._wake()
 
-    def _is_free(self, channel: Channel, size: int) -> bool:
-        return not self._lines[channel] and self._outgoing.has_credit(channel, size)
+    def _can_send(self, channel: Channel, size: int) -> bool:
+        return not self._waiters[channel] and self._outgoing.has_credit(channel, size)
 
-    async def _stand_in_line(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
+    async def _wait_for_credit(
+        self, channel: Channel, message: Sequence[Buffer], size: int
+    ) -> bool:
         """Wait for credit; return whether the message was sent."""
-        line = self._lines[channel]
-        place: asyncio.Future[bool] = self._loop.create_future()
-        line[place] = message, size
+        waiters = self._waiters[channel]
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        waiters[waiter] = message, size
         try:
-            return await place
+            return await waiter
         except asyncio.CancelledError:
-            line.pop(place, None)
+            waiters.pop(waiter, None)
             self._advance(channel)  # the next waiter may fit where this one did not
             raise
 
     def _advance(self, channel: Channel) -> None:
-        line = self._lines[channel]
-        while line:
-            place, (message, size) = next(iter(line.items()))
-            if not place.cancelled():
+        waiters = self._waiters[channel]
+        while waiters:
+            waiter, (message, size) = next(iter(waiters.items()))
+            if not waiter.cancelled():
                 if not self._outgoing.has_credit(channel, size):
                     return
                 self._admit(channel, message, size)
-                place.set_result(True)
-            line.pop(place, None)
+                waiter.set_result(True)
+            waiters.pop(waiter, None)
 
     def _admit(self, channel: Channel, message: Sequence[Buffer], size: int) -> None:
         self._messages_sent += 1
         self._bytes_sent += size
         self._outgoing.put(channel, message, size)
         self.flush()
-        self._outgoing.own(channel)  # the caller may reuse its buffers
+        self._outgoing.copy_unsent(channel)  # the caller may reuse its buffers
 
     def _note(self, channel: Channel, message: Buffer) -> None:
         self._messages_received += 1
         self._bytes_received += len(message)
         if self._end is None and (due := self._incoming.credit_due(channel)):
-            self._outgoing.give_back(channel, due)
+            self._outgoing.queue_credit(channel, due)
             self.flush()
 
     async def _wait(self) -> None:

@@ -47,22 +47,22 @@ class Outgoing:
         return out + size + MESSAGE_COST <= CREDIT or 2 * out <= CREDIT
 
     def put(self, channel: Channel, parts: Sequence[Buffer], size: int) -> None:
-        """Queue a message that has credit; its parts must not change before `own`."""
+        """Queue a message that has credit; its parts must not change before `copy_unsent`."""
         lane = self._lanes[channel]
         lane.out += size + MESSAGE_COST
         lane.queue.append(_Message([memoryview(part).cast("B") for part in parts], size, size))
         self.unsent += size
 
-    def own(self, channel: Channel) -> None:
+    def copy_unsent(self, channel: Channel) -> None:
         """Copy the unwritten rest of the message that was queued last."""
         if queue := self._lanes[channel].queue:
             queue[-1].parts = [memoryview(b"".join(queue[-1].parts))]
 
-    def give_back(self, channel: Channel, credit: int) -> None:
+    def queue_credit(self, channel: Channel, credit: int) -> None:
         """Queue credit that is returned to the peer."""
         self._credits.append(head(BACK | channel, credit))
 
-    def take_back(self, channel: Channel, credit: int) -> None:
+    def receive_credit(self, channel: Channel, credit: int) -> None:
         """Receive returned credit; raise `PeerFault` if it exceeds the credit in use."""
         lane = self._lanes[channel]
         if credit > lane.out:

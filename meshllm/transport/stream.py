@@ -1,8 +1,8 @@
-"""Links over any byte stream of asyncio: what a transport needs besides connecting.
+"""Links over any asyncio byte stream; a transport adds only how to connect.
 
-A piece on the stream is its head, one byte of kind and four of the number that `FIRST` and `BACK`
-carry, and its body, whose length follows from the message under way (`meshllm.transport.lanes`).
-A listener begins with a credit of 0, which tells the side that dials that it was accepted::
+On the stream a piece is its header (one byte of kind, and the four-byte number of `FIRST` and
+`BACK`) and its body, whose length follows from the current message (`meshllm.transport.lanes`).
+A listener first sends a credit of 0, which tells the dialling side that it was accepted::
 
     server = await loop.create_unix_server(listener.accept, path)
     ...
@@ -18,14 +18,14 @@ from meshllm.transport.contract import Channel
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import BACK, FIRST, NEXT, NUMBER_BYTES, PIECE_BYTES, head
 
-GONE_S = 0.5
-"""How long `close` waits for the other side to close too."""
+CLOSE_WAIT_S = 0.5
+"""How long `close` waits for the peer to close too."""
 LINGER_S = 5.0
-"""A closing stream is cut when the other side takes nothing for so long."""
+"""A closing stream is aborted after this time."""
 
 
 class StreamWire(asyncio.Protocol):
-    """Carries the pieces of one link over one stream."""
+    """Sends and receives the pieces of one link over one stream; the `Wire` of that link."""
 
     bytes_per_s: float | None = None
 
@@ -35,15 +35,17 @@ class StreamWire(asyncio.Protocol):
         self._address = address
         self._listener = listener
         self._stream: asyncio.Transport
-        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heard = asyncio.Event()  # something arrived, or the stream ended
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._heard = asyncio.Event()  # data was received, or the stream has ended
         self._is_accepted = False
-        self._head = b""  # what arrived of a head that is not whole
-        self._body = 0  # bytes of the body under way that are still to come
-        self._size = dict.fromkeys(Channel, 0)  # bytes of messages still to begin
+        self._head = b""  # an incomplete header
+        self._body = 0  # bytes missing of the current body
+        self._size = dict.fromkeys(
+            Channel, 0
+        )  # bytes of the current messages in pieces that have not begun
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin; a listener yields the link."""
+        """Start; a listener yields the link."""
         assert isinstance(transport, asyncio.Transport)
         self._stream = transport
         transport.set_write_buffer_limits(high=PIECE_BYTES)
@@ -54,27 +56,27 @@ class StreamWire(asyncio.Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read the pieces that arrived; close the link when the peer breaks the rules."""
+        """Decode received pieces; close the link after a protocol violation."""
         self._is_accepted = True
         self._heard.set()
         data = self._head + data
         try:
             self._head = data[self._read(memoryview(data)) :]
         except PeerFault as fault:
-            self.link.end(PeerFault(f"`{self._address}` broke the rules: {fault}"))
+            self.link.end(PeerFault(f"Protocol violation by `{self._address}`: {fault}"))
             self._stream.abort()
 
     def eof_received(self) -> bool:
-        """End the link; closes the stream when what was written has left."""
+        """End the link; the stream closes once written data is flushed."""
         self.link.end()
         return False
 
     def pause_writing(self) -> None:
-        """Stop taking pieces from the link."""
+        """Stop the link from writing."""
         self.is_writable = False
 
     def resume_writing(self) -> None:
-        """Take pieces again."""
+        """Let the link write again."""
         self.is_writable = True
         self.link.flush()
 
@@ -82,7 +84,7 @@ class StreamWire(asyncio.Protocol):
         """End the link."""
         self.is_writable = False
         self.link.end()
-        self._gone.set_result(None)
+        self._closed.set_result(None)
         self._heard.set()
 
     async def accepted(self) -> LanedLink:
@@ -103,25 +105,25 @@ class StreamWire(asyncio.Protocol):
         return self.link
 
     def write(self, head: bytes, body: memoryview | bytes) -> None:
-        """Send one piece."""
+        """Write one piece."""
         self._stream.writelines((head, body))
 
-    def say_goodbye(self) -> None:
-        """Close this direction, so that the other side reads what was sent."""
+    def send_close(self) -> None:
+        """Close this direction, so that the peer still reads what was sent."""
         if not self._stream.is_closing():
             self._stream.write_eof()
 
-    async def wait_gone(self) -> None:
-        """Wait for the other side to close too, and cut the stream if it takes too long."""
-        if not self._gone.done():
+    async def wait_closed(self) -> None:
+        """Wait for the peer to close too; a timer aborts the stream after `LINGER_S`."""
+        if not self._closed.done():
             asyncio.get_running_loop().call_later(LINGER_S, self._stream.abort)
-        await asyncio.wait([self._gone], timeout=GONE_S)
+        await asyncio.wait([self._closed], timeout=CLOSE_WAIT_S)
 
-    def know(self, *, is_stranger: bool) -> None:
-        """Do nothing: a stream does not count strangers."""
+    def note_authentication(self, *, is_authenticated: bool) -> None:
+        """Do nothing: a stream does not count unauthenticated peers."""
 
     def _read(self, data: memoryview) -> int:
-        """Pass on whole heads and what is there of bodies; return how many bytes were used."""
+        """Pass on complete headers and parts of bodies; return how many bytes were consumed."""
         used = 0
         while used < len(data):
             if self._body:
@@ -140,7 +142,7 @@ class StreamWire(asyncio.Protocol):
         return used
 
     def _begin(self, kind: int, number: int) -> int:
-        """Begin a piece; return the length of its body."""
+        """Start a piece; return the length of its body."""
         channel = Channel(kind & 1)
         if kind & ~1 == FIRST:
             self._size[channel] = number
@@ -151,7 +153,7 @@ class StreamWire(asyncio.Protocol):
 
 
 class StreamListener:
-    """Yields a link for each stream that arrives."""
+    """Yields a link for each incoming stream."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses
@@ -160,21 +162,21 @@ class StreamListener:
 
     @property
     def address(self) -> str:
-        """Where others most likely reach this listener."""
+        """The most reachable of `addresses`."""
         return self.addresses[0]
 
     def accept(self) -> StreamWire:
-        """Make the protocol of a stream that arrives, for a server of asyncio."""
+        """Return the asyncio protocol of a new stream, for an asyncio server."""
         return StreamWire(self.address, self)
 
     def arrive(self, wire: StreamWire) -> bool:
-        """Queue the link of a new stream; refuse it if the listener was closed meanwhile."""
+        """Queue the link of a new stream; return False if the listener is closed."""
         if not self._is_closed:
             self._arrivals.put_nowait(wire)
         return not self._is_closed
 
     def links(self) -> Self:
-        """Yield the links, also to several tasks."""
+        """Iterate over the links; several tasks may do so."""
         return self
 
     def __aiter__(self) -> Self:
@@ -183,12 +185,12 @@ class StreamListener:
     async def __anext__(self) -> LanedLink:
         wire = await self._arrivals.get()
         if wire is None:
-            self._arrivals.put_nowait(None)  # for the task that asks next
+            self._arrivals.put_nowait(None)  # for other tasks that iterate
             raise StopAsyncIteration
         return wire.link
 
     async def close(self) -> None:
-        """Stop yielding, and close the links that nobody took."""
+        """Stop yielding, and close links that were not accepted by the application."""
         self._is_closed = True
         while not self._arrivals.empty():
             if (wire := self._arrivals.get_nowait()) is not None:

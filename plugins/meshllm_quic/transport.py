@@ -13,7 +13,7 @@ from meshllm_quic.base.identity import KEY_BYTES, Identity
 from meshllm_quic.link.dialler import dial
 from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.listener import Listener
-from meshllm_quic.net.address import RELAY_PORT, Place, parse
+from meshllm_quic.net.address import RELAY_PORT, QuicAddress, parse
 from meshllm_quic.net.network import Network
 from meshllm_quic.net.udp import UdpNetwork
 from meshllm_quic.relay.berths import registered
@@ -37,7 +37,7 @@ class QuicTransport:
         self._random = random
         self._identity: Identity | None = None
         self._endpoint: Endpoint | None = None
-        self._relays: list[Place] = []
+        self._relays: list[QuicAddress] = []
 
     def identify(self, seed: bytes) -> None:
         """Use the Ed25519 key of these 32 bytes."""
@@ -123,8 +123,8 @@ class QuicTransport:
 
 def _places(endpoint: Endpoint) -> tuple[str, ...]:
     """List the addresses of an endpoint: public ones, relays, private ones, loopback."""
-    own = [Place(host, endpoint.port) for host in endpoint.hosts]
+    own = [QuicAddress(host, endpoint.port) for host in endpoint.hosts]
     own.sort(key=lambda place: not ip_address(place.host).is_global)
     public = [place for place in own if ip_address(place.host).is_global]
-    relays = [Place(*relay, endpoint.identity.key) for relay in endpoint.relays.registered]
+    relays = [QuicAddress(*relay, endpoint.identity.key) for relay in endpoint.relays.registered]
     return tuple(map(str, [*public, *relays, *own[len(public) :]]))

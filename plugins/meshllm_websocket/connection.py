@@ -26,7 +26,7 @@ BUFFER_BYTES = 256 * 1024
 """Read buffer; fits the cache of a core."""
 MAX_OPENING_BYTES = 16 * 1024
 """Longest handshake request or response; proxies add a few lines."""
-GONE_S = 0.5
+CLOSE_WAIT_S = 0.5
 """How long `Link.close` waits for the peer's close frame; after that, `LINGER_S` applies."""
 LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
@@ -37,22 +37,22 @@ SILENT: Final = logging.Logger("meshllm_websocket.silent", logging.CRITICAL + 1)
 """For the library, which would otherwise log the bytes of frames."""
 
 
-class Opening(Protocol):
+class Handshake(Protocol):
     """The opening handshake of the dialling or the listening side."""
 
     def begin(self, connection: "Connection") -> None:
         """Start on a new connection."""
         ...
 
-    def heard(self, connection: "Connection", word: Request | Response | None) -> None:
+    def received(self, connection: "Connection", message: Request | Response | None) -> None:
         """Handle the peer's request or response; None if it was not HTTP."""
         ...
 
-    def know(self, connection: "Connection", *, is_stranger: bool) -> None:
+    def note_authentication(self, connection: "Connection", *, is_authenticated: bool) -> None:
         """Note whether the peer is authenticated."""
         ...
 
-    def gone(self, connection: "Connection") -> None:
+    def closed(self, connection: "Connection") -> None:
         """Note that the connection is closed."""
         ...
 
@@ -61,23 +61,23 @@ class Connection(asyncio.BufferedProtocol):
     """Sends and receives the pieces of one link; the `Wire` of that link."""
 
     def __init__(
-        self, machine: ClientProtocol | ServerProtocol, opening: Opening, address: str = ""
+        self, machine: ClientProtocol | ServerProtocol, handshake: Handshake, address: str = ""
     ) -> None:
         self.machine = machine
         self.address = address
         self.is_writable = True
         self.socket: asyncio.Transport
         self.link: LanedLink
-        self._opening = opening
+        self._handshake = handshake
         self._is_client = isinstance(machine, ClientProtocol)
         self._loop = asyncio.get_running_loop()
-        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self._closed: asyncio.Future[None] = self._loop.create_future()
         self._buffer = memoryview(bytearray(MAX_OPENING_BYTES))
         self._kept = 0  # unconsumed bytes at the start of the buffer
         self._reader: FrameReader
-        self._late = b""  # control frames that wait for room in the socket
-        self._is_leaving = False
-        self._last_call: asyncio.TimerHandle | None = None
+        self._pending_control = b""  # control frames that wait for room in the socket
+        self._is_closing = False
+        self._linger_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
@@ -98,7 +98,7 @@ class Connection(asyncio.BufferedProtocol):
         self._reader = FrameReader(self.link, is_masked=not self._is_client)
         transport.set_write_buffer_limits(high=PIECE_BYTES)
         _prepare(transport.get_extra_info("socket"))
-        self._opening.begin(self)
+        self._handshake.begin(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the free part of the buffer."""
@@ -108,7 +108,7 @@ class Connection(asyncio.BufferedProtocol):
         """Consume received bytes, and keep an incomplete frame header in the buffer."""
         data = self._buffer[: self._kept + nbytes]
         used = 0 if self.is_open else self._open(data)
-        if self._is_leaving:
+        if self._is_closing:
             used = len(data)
         elif self.is_open:
             used += self._read(data[used:])
@@ -118,41 +118,41 @@ class Connection(asyncio.BufferedProtocol):
 
     def transmit(self) -> None:
         """Write the pending output of the library."""
-        words = b"".join(self.machine.data_to_send())
+        data = b"".join(self.machine.data_to_send())
         if self.is_writable:
-            self.socket.write(words)
-        elif words:
-            self._late = words  # one pong may answer many pings, RFC 6455 section 5.5.3
+            self.socket.write(data)
+        elif data:
+            self._pending_control = data  # one pong may answer many pings, RFC 6455 section 5.5.3
 
     def write(self, head: bytes, body: memoryview | bytes) -> None:
         """Send one piece as one frame."""
         for part in frame(head, body, is_masked=self._is_client):
             self.socket.write(part)
 
-    def say_goodbye(self) -> None:
+    def send_close(self) -> None:
         """Send a close frame."""
         if self.machine.state is State.OPEN:
             self.machine.send_close(CloseCode.NORMAL_CLOSURE)
             self.transmit()
 
-    def refuse(self, words: bytes) -> None:
+    def refuse(self, response: bytes) -> None:
         """Write a final response and close the socket."""
-        self.socket.write(words)
-        self._leave()
+        self.socket.write(response)
+        self._close()
 
     def abort(self) -> None:
         """Close the socket immediately."""
         self.link.end()
         self.socket.abort()
 
-    async def wait_gone(self) -> None:
-        """Wait up to `GONE_S` until the socket is closed; after that, a timer closes it."""
+    async def wait_closed(self) -> None:
+        """Wait up to `CLOSE_WAIT_S` until the socket is closed; after that, a timer closes it."""
         self._linger()
-        await asyncio.wait([self._gone], timeout=GONE_S)
+        await asyncio.wait([self._closed], timeout=CLOSE_WAIT_S)
 
-    def know(self, *, is_stranger: bool) -> None:
+    def note_authentication(self, *, is_authenticated: bool) -> None:
         """Pass on whether the peer is authenticated."""
-        self._opening.know(self, is_stranger=is_stranger)
+        self._handshake.note_authentication(self, is_authenticated=is_authenticated)
 
     def pause_writing(self) -> None:
         """Stop the link from writing."""
@@ -161,28 +161,28 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Let the link write again."""
         self.is_writable = True
-        self.socket.write(self._late)
-        self._late = b""
+        self.socket.write(self._pending_control)
+        self._pending_control = b""
         self.link.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the link."""
         self.is_writable = False
-        self._opening.gone(self)
+        self._handshake.closed(self)
         self.link.end()
-        self._gone.set_result(None)
-        if self._last_call is not None:
-            self._last_call.cancel()
+        self._closed.set_result(None)
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
 
     def _open(self, data: memoryview) -> int:
         """Handle handshake bytes; return how many were consumed."""
         end = bytes(data).find(b"\r\n\r\n") + 4
         if end < 4 and len(data) < MAX_OPENING_BYTES:
             return 0
-        words: list[Request | Response] = []
+        messages: list[Request | Response] = []
         if end >= 4 and (self._is_client or end == len(data)):  # a client waits for us
-            words = self._tell(data[:end]) or self._tell(data[end:])
-        self._opening.heard(self, words[0] if words else None)
+            messages = self._feed(data[:end]) or self._feed(data[end:])
+        self._handshake.received(self, messages[0] if messages else None)
         if not self.is_open:
             return len(data)
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -194,45 +194,45 @@ class Connection(asyncio.BufferedProtocol):
         except PeerFault as fault:
             self.machine.fail(CloseCode.POLICY_VIOLATION)
             self.transmit()
-            self._leave(self._fault(fault))
+            self._close(self._fault(fault))
             return len(data)
-        if self._reader.others:
-            self._obey(b"".join(self._reader.others))
-            self._reader.others.clear()
+        if self._reader.control_frames:
+            self._handle_control_frames(b"".join(self._reader.control_frames))
+            self._reader.control_frames.clear()
         return used
 
-    def _obey(self, control_frames: bytes) -> None:
-        self._tell(control_frames)
+    def _handle_control_frames(self, control_frames: bytes) -> None:
+        self._feed(control_frames)
         self.transmit()
         if self.machine.parser_exc is not None:
-            self._leave(self._fault(self.machine.parser_exc))
+            self._close(self._fault(self.machine.parser_exc))
         elif self.machine.close_rcvd is not None:
-            self._leave()
+            self._close()
 
     def _fault(self, why: Exception) -> PeerFault:
         return PeerFault(f"Protocol violation by `{self.address}`: {why}")
 
-    def _leave(self, reason: PeerFault | None = None) -> None:
+    def _close(self, reason: PeerFault | None = None) -> None:
         """Close the socket once written data is flushed."""
-        if not self._is_leaving:
-            self._is_leaving = True
+        if not self._is_closing:
+            self._is_closing = True
             self.link.end(reason)
             self.socket.close()
             self._linger()
 
     def _linger(self) -> None:
         """Abort the connection if the peer accepts no more of the remaining data."""
-        if self._last_call is None and not self._gone.done():
-            self._call(before=-1)
+        if self._linger_timer is None and not self._closed.done():
+            self._check_linger(before=-1)
 
-    def _call(self, before: int) -> None:
+    def _check_linger(self, before: int) -> None:
         left = self.link.unsent + self.socket.get_write_buffer_size()
         if left == before:
             self.socket.abort()
         else:
-            self._last_call = self._loop.call_later(LINGER_S, self._call, left)
+            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left)
 
-    def _tell(self, data: memoryview | bytes) -> list[Request | Response]:
+    def _feed(self, data: memoryview | bytes) -> list[Request | Response]:
         """Pass bytes to the library; return the requests and responses it parsed."""
         self.machine.receive_data(bytes(data))
         events = self.machine.events_received()

@@ -71,19 +71,19 @@ class Dialler:
         connection.machine.send_request(connection.machine.connect())
         connection.transmit()
 
-    def heard(self, connection: Connection, word: Request | Response | None) -> None:
+    def received(self, connection: Connection, message: Request | Response | None) -> None:
         """Handle the handshake response."""
         if connection.is_open:
             self._decide("")
-        elif isinstance(word, Response):
-            self._decide(f"failed the WebSocket handshake: HTTP {word.status_code}")
+        elif isinstance(message, Response):
+            self._decide(f"failed the WebSocket handshake: HTTP {message.status_code}")
         else:
             self._decide("is not a WebSocket server")
 
-    def know(self, connection: Connection, *, is_stranger: bool) -> None:
+    def note_authentication(self, connection: Connection, *, is_authenticated: bool) -> None:
         """Do nothing: only incoming connections are counted."""
 
-    def gone(self, connection: Connection) -> None:
+    def closed(self, connection: Connection) -> None:
         """Fail the dial, unless the handshake is complete."""
         self._decide("closed the connection during the handshake")
 

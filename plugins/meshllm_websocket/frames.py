@@ -36,7 +36,7 @@ def frame(head: bytes, body: memoryview | bytes, *, is_masked: bool) -> list[byt
     if is_masked:
         mask = os.urandom(4)
         start += mask
-        head, body = apply_mask(head, mask), apply_mask(body, _turned(mask, len(head)))
+        head, body = apply_mask(head, mask), apply_mask(body, _rotated(mask, len(head)))
         if size > JOIN_BYTES:
             return [start + head, body]
     return [b"".join((start, head, body))]
@@ -62,7 +62,7 @@ class FrameReader:
         self._mask_bytes = 4 if is_masked else 0
         self._mask = b""  # rotated so that it applies to the next byte
         self._left = 0  # bytes missing of the current body
-        self.others: list[bytes] = []
+        self.control_frames: list[bytes] = []
         """Complete control frames, for the library."""
 
     def read(self, data: memoryview) -> int:
@@ -85,7 +85,7 @@ class FrameReader:
         size = len(part)
         self._left -= size
         if self._mask_bytes:
-            mask, self._mask = self._mask, _turned(self._mask, size)
+            mask, self._mask = self._mask, _rotated(self._mask, size)
             self._pieces.fill(apply_mask(part, mask))
         else:
             self._pieces.fill(part)
@@ -97,7 +97,7 @@ class FrameReader:
             return 0
         size, start = data[1] & 0x7F, 2
         if data[0] != _BINARY or data[1] >> 7 != bool(self._mask_bytes):
-            return self._set_aside(data)
+            return self._read_control_frame(data)
         if size > 125:
             start += 2 if size == 126 else 8
             size = int.from_bytes(data[2:start], "big")
@@ -117,11 +117,11 @@ class FrameReader:
         if length > size:
             raise PeerFault(f"Truncated piece: kind {kind}, {size} B")
         self._left = size - length
-        self._mask = _turned(mask, length)
+        self._mask = _rotated(mask, length)
         self._pieces.begin(kind, int.from_bytes(head[1:length], "big"), self._left)
         return start + length
 
-    def _set_aside(self, data: memoryview) -> int:
+    def _read_control_frame(self, data: memoryview) -> int:
         """Collect a complete control frame; the library checks its mask and opcode."""
         size, is_control = data[1] & 0x7F, data[0] & 0x88 == 0x88
         whole = 2 + size + (4 if data[1] & _MASKED else 0)
@@ -129,11 +129,11 @@ class FrameReader:
             raise PeerFault(f"Unexpected frame: first byte {data[0]:#04x}")
         if len(data) < whole:
             return 0
-        self.others.append(bytes(data[:whole]))
+        self.control_frames.append(bytes(data[:whole]))
         return whole
 
 
-def _turned(mask: bytes, by: int) -> bytes:
+def _rotated(mask: bytes, by: int) -> bytes:
     """Rotate a mask so that it applies ``by`` bytes further on."""
     by %= 4
     return mask[by:] + mask[:by]

@@ -60,7 +60,7 @@ class Listener:
         """Close connections that were not accepted by the application."""
         for connection in list(self._half_open):
             connection.abort()
-            await connection.wait_gone()
+            await connection.wait_closed()
         while not self._arrivals.empty():
             self._arrivals.get_nowait()
         self._arrivals.put_nowait(None)
@@ -75,15 +75,15 @@ class Listener:
         self._count(connection)
         asyncio.get_running_loop().call_later(OPEN_S, self._expire, connection)
 
-    def heard(self, connection: Connection, word: Request | Response | None) -> None:
+    def received(self, connection: Connection, message: Request | Response | None) -> None:
         """Answer the request; browsers (`Origin`) are refused, and errors reveal no details."""
         machine = connection.machine
         assert isinstance(machine, ServerProtocol)
-        if not isinstance(word, Request):
+        if not isinstance(message, Request):
             self._refuse(connection, HTTPStatus.BAD_REQUEST)
-        elif "Origin" in word.headers:
+        elif "Origin" in message.headers:
             self._refuse(connection, HTTPStatus.FORBIDDEN)
-        elif (response := machine.accept(word)).status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+        elif (response := machine.accept(message)).status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             self._refuse(connection, HTTPStatus.NOT_FOUND)
         else:
             machine.send_response(response)
@@ -91,13 +91,13 @@ class Listener:
             connection.socket.pause_reading()  # until accepted: bounds the memory
             self._arrivals.put_nowait(connection)
 
-    def know(self, connection: Connection, *, is_stranger: bool) -> None:
+    def note_authentication(self, connection: Connection, *, is_authenticated: bool) -> None:
         """Count an accepted link as half-open while its peer is unauthenticated."""
         self._forget(connection)
-        if is_stranger and not connection.socket.is_closing():
+        if not is_authenticated and not connection.socket.is_closing():
             self._count(connection)
 
-    def gone(self, connection: Connection) -> None:
+    def closed(self, connection: Connection) -> None:
         """Stop counting a closed connection."""
         self._forget(connection)
 

@@ -181,7 +181,7 @@ async def test_nodelay_and_keep_alive_are_set() -> None:
 
 
 async def test_close_does_not_wait_for_a_silent_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "GONE_S", 0.05)
+    monkeypatch.setattr(connection, "CLOSE_WAIT_S", 0.05)
     monkeypatch.setattr(connection, "LINGER_S", 0.05)
     async with linked() as (one, other):
         assert isinstance(other._wire, connection.Connection)
@@ -191,7 +191,7 @@ async def test_close_does_not_wait_for_a_silent_peer(monkeypatch: pytest.MonkeyP
 
         await one.close()
         assert isinstance(one._wire, connection.Connection)
-        await one._wire._gone
+        await one._wire._closed
 
         with pytest.raises(LinkLost):
             await sending
@@ -272,7 +272,7 @@ def test_addresses_are_parsed(text: str, host: str, port: int, resource: str) ->
     "text",
     [
         "", "7700", "host", "host:", ":7700", "host:port", "host:99999", "host:1/path", "ws://",
-        "ws://[::1:7700", "http://host:1", "ws://user@host:1", "ws://user:word@host:1",
+        "ws://[::1:7700", "http://host:1", "ws://user@host:1", "ws://user:message@host:1",
         "ws://host:1/#x", "ws://ho st:1", "ws://host:1/a\r\nb", "ws://höst:1", "tcp:host:1",
         "ws://a..b:1", f"ws://{'a' * 64}:1",
     ],

@@ -79,7 +79,7 @@ def test_we_read_the_frames_of_the_library(sizes: list[int], is_masked: bool) ->
     read_in_parts(reader, stream + ping, sizes)
 
     assert heap.pieces == pieces
-    assert reader.others == [ping, ping]
+    assert reader.control_frames == [ping, ping]
 
 
 @pytest.mark.parametrize(

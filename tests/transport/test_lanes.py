@@ -36,7 +36,7 @@ def carry(outgoing: Outgoing, incoming: Incoming, pieces: int = 10_000) -> int:
 
 def put(outgoing: Outgoing, message: bytes, channel: Channel = DATA) -> None:
     outgoing.put(channel, [message], len(message))
-    outgoing.own(channel)
+    outgoing.copy_unsent(channel)
 
 
 def hold(incoming: Incoming, cost: int) -> None:
@@ -79,7 +79,7 @@ def test_callers_may_reuse_their_buffers() -> None:
 
     outgoing.put(DATA, [part], len(part))
     carry(outgoing, incoming, pieces=1)
-    outgoing.own(DATA)
+    outgoing.copy_unsent(DATA)
     part[:] = b"b" * len(part)
     carry(outgoing, incoming)
 
@@ -114,7 +114,7 @@ def test_a_message_longer_than_the_credit_passes_if_half_of_it_is_free() -> None
     put(outgoing, bytes(HALF))
     assert not outgoing.has_credit(DATA, MAX_MESSAGE_BYTES)
 
-    outgoing.take_back(DATA, MESSAGE_COST)
+    outgoing.receive_credit(DATA, MESSAGE_COST)
 
     assert outgoing.has_credit(DATA, MAX_MESSAGE_BYTES)
 
@@ -138,7 +138,7 @@ def test_senders_never_deadlock_and_buffers_stay_within_the_credit(
             arrived = incoming.pop()
             assert arrived is not None, f"{size} B are blocked although all was read"
             unread -= len(arrived[1])
-            outgoing.take_back(DATA, incoming.credit_due(DATA))
+            outgoing.receive_credit(DATA, incoming.credit_due(DATA))
         assert unread <= credit // 2 + 2 * credit
 
 
@@ -205,4 +205,4 @@ def test_returning_more_credit_than_in_use_is_a_fault() -> None:
     put(outgoing, b"four")
 
     with pytest.raises(PeerFault, match="Returned credit"):
-        outgoing.take_back(DATA, 5 + MESSAGE_COST)
+        outgoing.receive_credit(DATA, 5 + MESSAGE_COST)

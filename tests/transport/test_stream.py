@@ -63,7 +63,7 @@ async def test_a_peer_that_breaks_the_rules_loses_its_link(tmp_path: Path, sent:
     async with stranger(tmp_path / "s") as (writer, link):
         writer.write(sent)
 
-        with pytest.raises(PeerFault, match="broke the rules"):
+        with pytest.raises(PeerFault, match="Protocol violation"):
             await asyncio.wait_for(drain(link), 10)
 
 

@@ -40,7 +40,7 @@ START_PACKETS = 64
 """Initial window; aioquic sends a quarter of it as a burst: a row of 16 KiB."""
 START_BYTES = 128 * 1024  # limit of the initial window for large datagrams
 LEAST_PACKETS = 4  # MinPipeCwnd of the draft
-MORE_PACKETS = 6  # queued per flow; 3 ms at 20 Mbit/s
+QUEUE_PACKETS = 6  # queued per flow; 3 ms at 20 Mbit/s
 LATE_S = 0.003  # 1 ms of delayed acknowledgement, 1 ms of timer slack at each end
 RATE_ROUNDS = 10  # window of the maximum filter for the rate: about one cycle
 CRUISE_ROUNDS = 6  # fewer: DRAIN costs more of an idle link; more: flows converge more slowly
@@ -64,7 +64,7 @@ class Phase(Enum):
 _GAIN = {Phase.STARTUP: 2.0, Phase.DRAIN: 0.5, Phase.CRUISE: 1.0, Phase.PROBE: 1.25}
 
 
-class _Known(NamedTuple):
+class _SendState(NamedTuple):
     """Per-packet state at send time (draft-cheng-iccrg-delivery-rate-estimation section 3)."""
 
     delivered: int
@@ -79,7 +79,7 @@ class Controller(QuicCongestionControl):
         self.max_datagram_size = max_datagram_size
         self._delivered = 0
         self._delivered_at = self._first_sent_at = 0.0
-        self.moved()
+        self.reset()
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -92,9 +92,9 @@ class Controller(QuicCongestionControl):
         shortest = min(self._trips)
         return shortest if math.isfinite(shortest) else None
 
-    def moved(self) -> None:
+    def reset(self) -> None:
         """Reset all estimates for a new path; acknowledgements of the old path are ignored."""
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _SendState] = {}
         self._rates = deque([0.0], maxlen=RATE_ROUNDS)  # maximum of each round, in bytes/s
         self._trips = (math.inf, math.inf)  # minima of this cycle and of the last
         self._trips_at = -math.inf
@@ -112,7 +112,7 @@ class Controller(QuicCongestionControl):
         sent_at = packet.sent_time or 0.0
         if not self.bytes_in_flight:
             self._first_sent_at = self._delivered_at = sent_at
-        known = _Known(self._delivered, self._delivered_at, self._first_sent_at)
+        known = _SendState(self._delivered, self._delivered_at, self._first_sent_at)
         self._known[packet.packet_number] = known
         self.bytes_in_flight += packet.sent_bytes
 
@@ -159,7 +159,7 @@ class Controller(QuicCongestionControl):
 
     def on_persistent_congestion(self) -> None:
         """Restart with the minimum window (RFC 9002 section 7.6)."""
-        self.moved()
+        self.reset()
         self._begin(LEAST_PACKETS)
 
     def _begin(self, packets: int) -> None:
@@ -230,7 +230,7 @@ class Controller(QuicCongestionControl):
         rate = max(self._rates)
         window = _GAIN[self._phase] * rate * min(self._trips)
         if self._phase is not Phase.DRAIN:
-            window += rate * LATE_S + MORE_PACKETS * self.max_datagram_size
+            window += rate * LATE_S + QUEUE_PACKETS * self.max_datagram_size
         self.congestion_window = max(self._floor, int(window))
 
 
@@ -253,4 +253,4 @@ def reset_path(quic: QuicConnection, max_datagram_size: int) -> None:
     controller = recovery._cc
     if isinstance(controller, Controller):
         controller.max_datagram_size = max_datagram_size
-        controller.moved()
+        controller.reset()

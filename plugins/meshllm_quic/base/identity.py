@@ -23,7 +23,7 @@ PROTOCOL = "meshllm/1"
 SERVER_NAME = "meshllm"
 IDLE_S = 30.0
 """Idle timeout of a connection: three keep-alive intervals."""
-STRANGER_WINDOW = 64 * 1024
+UNAUTHENTICATED_WINDOW = 64 * 1024
 """Flow-control window of a stream until the application has accepted the link."""
 
 _SINCE = datetime(2000, 1, 1, tzinfo=UTC)  # tolerates wrong clocks
@@ -58,8 +58,8 @@ class Identity:
             congestion_control_algorithm=NAME,
             idle_timeout=IDLE_S,
             is_client=is_client,
-            max_data=2 * STRANGER_WINDOW,
-            max_stream_data=STRANGER_WINDOW,
+            max_data=2 * UNAUTHENTICATED_WINDOW,
+            max_stream_data=UNAUTHENTICATED_WINDOW,
             server_name=SERVER_NAME if is_client else None,
             supported_versions=[QuicProtocolVersion.VERSION_1],
             verify_mode=ssl.CERT_NONE,  # TLS still verifies the peer's signature

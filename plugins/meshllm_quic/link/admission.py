@@ -24,7 +24,7 @@ from aioquic.quic.packet import (
 from aioquic.quic.retry import QuicRetryTokenHandler
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.budget import Budget, Shares
+from meshllm_quic.path.rate_limit import HostBuckets, TokenBucket
 
 ID_BYTES = 8
 RETRY_ABOVE = 32
@@ -47,20 +47,20 @@ class Admitted:
     """The connection id of the Retry packet; None without one."""
 
 
-class Door:
+class Admission:
     """Counts half-open connections, and decides on new ones."""
 
     def __init__(self) -> None:
         self._half_open: dict[Hashable, tuple[str, str]] = {}
         self._hosts: Counter[str] = Counter()
         self._tokens = QuicRetryTokenHandler()
-        self._unproven = Budget(RETRY_ABOVE, RETRY_ABOVE, RETRY_ABOVE, 0.0)
-        self._proven = Shares(HOST_RATE, 2 * HOST_RATE, os.urandom)
+        self._unproven = TokenBucket(RETRY_ABOVE, RETRY_ABOVE, RETRY_ABOVE, 0.0)
+        self._proven = HostBuckets(HOST_RATE, 2 * HOST_RATE, os.urandom)
 
     def __len__(self) -> int:
         return len(self._half_open)
 
-    def judge(
+    def decide(
         self, datagram: bytes, source: Address, host: str, now: float, *, relay: str = ""
     ) -> Admitted | bytes | None:
         """Decide on a datagram without a connection: accept it, return a reply, or ignore it.

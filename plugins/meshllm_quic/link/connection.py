@@ -13,7 +13,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Path
 from meshllm_quic.link.link import Link
 from meshllm_quic.link.machine import PEER, STREAMS, Machine
-from meshllm_quic.path.guiding import Guiding
+from meshllm_quic.path.path_control import PathControl
 from meshllm_quic.wire.lanes import HELLO
 from meshllm_quic.wire.routes import Direct, Route
 
@@ -21,7 +21,7 @@ HANDED_BYTES = 256 * 1024
 """Unsent bytes passed to QUIC per stream; bounds the DATA that later CONTROL competes with."""
 KEEP_ALIVE_S = 10.0
 """Silence before a PING is sent; two may be lost before the idle timeout."""
-GONE_S = 0.5
+CLOSE_WAIT_S = 0.5
 """How long `Link.close` waits until all data is acknowledged; after that, `LINGER_S` applies."""
 LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
@@ -54,7 +54,7 @@ class Host(Protocol):
         """Note that the handshake is complete and both keys are verified."""
         ...
 
-    def know(self, connection: "Connection", *, is_stranger: bool) -> None:
+    def note_authentication(self, connection: "Connection", *, is_authenticated: bool) -> None:
         """Note whether the peer is authenticated."""
         ...
 
@@ -67,11 +67,11 @@ class Connection:
     """Drives one `Machine`, and is the `Wire` of one link.
 
     During the handshake, the client rotates through ``routes`` until it receives something, and the
-    server answers on the route of the last valid datagram. After that only the guide changes the
-    route.
+    server answers on the route of the last valid datagram. After that only the path driver changes
+    the route.
     """
 
-    guide: Guiding
+    path_driver: PathControl
 
     def __init__(self, host: Host, machine: Machine, routes: Sequence[Route], address: str) -> None:
         self.machine = machine
@@ -89,15 +89,15 @@ class Connection:
         self._refusal: MeshError | None = None
         self._gone = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._rung = 0.0
+        self._fired_at = 0.0
         self._soon: asyncio.Handle | None = None
-        self._last_call: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._keep_alive_at = self._loop.time() + KEEP_ALIVE_S
         self._open_by = self._loop.time() + OPEN_S
         self._finished: set[Channel] = set()
-        self._greeted: set[Channel] = set()
+        self._hellos: set[Channel] = set()
         self._is_proven = False
-        self.last_words = b""
+        self.close_datagram = b""
         """The datagram with CONNECTION_CLOSE; sent again to a peer that missed it."""
 
     async def wait_open(self) -> None:
@@ -109,7 +109,7 @@ class Connection:
     def take(self) -> None:
         """Note that the application has accepted the link."""
         self.link.take()
-        self.know(is_stranger=False)
+        self.note_authentication(is_authenticated=True)
 
     def connect(self) -> None:
         """Start the handshake as the client."""
@@ -124,7 +124,7 @@ class Connection:
             self.machine.receive_datagram(datagram, PEER, now)
         except PeerFault as fault:
             self._break(self._fault(str(fault)))
-        if not self.is_open and self._is_way(route, before):
+        if not self.is_open and self._accepts_route(route, before):
             self.route = route
             self._routes.clear()
 
@@ -178,20 +178,20 @@ class Connection:
         self._transmit()
         self._leave()
 
-    async def wait_gone(self) -> None:
-        """Wait up to `GONE_S` until the connection is closed; after that, a timer closes it."""
-        if self._last_call is None and not self._gone.is_set():
-            self._call(before=-1)
+    async def wait_closed(self) -> None:
+        """Wait up to `CLOSE_WAIT_S` for the end of the connection; then leave it to a timer."""
+        if self._linger_timer is None and not self._gone.is_set():
+            self._check_linger(before=-1)
         try:
-            async with asyncio.timeout(GONE_S):
+            async with asyncio.timeout(CLOSE_WAIT_S):
                 await self._gone.wait()
         except TimeoutError:
             pass
 
-    def know(self, *, is_stranger: bool) -> None:
+    def note_authentication(self, *, is_authenticated: bool) -> None:
         """Pass on whether the peer is authenticated."""
-        self._host.know(self, is_stranger=is_stranger)
-        self.guide.know(is_stranger=is_stranger)
+        self._host.note_authentication(self, is_authenticated=is_authenticated)
+        self.path_driver.note_authentication(is_authenticated=is_authenticated)
 
     def describe(self, statistics: LinkStatistics) -> LinkStatistics:
         """Add the path statistics."""
@@ -200,7 +200,7 @@ class Connection:
             round_trip_s=self.machine.round_trip_s,
             bytes_per_s=self.machine.bytes_per_s,
             path=Path.DIRECT if isinstance(self.route, Direct) else Path.RELAY,
-            path_reason=self.guide.reason,
+            path_reason=self.path_driver.reason,
         )
 
     def _transmit(self) -> None:
@@ -216,9 +216,9 @@ class Connection:
                 self._routes.rotate(-1)
                 self.route = self._routes[-1]
             self._host.send(self.route, [datagram for datagram, _ in datagrams])
-            self.guide.sent(now)
+            self.path_driver.sent(now)
             if self.machine.is_closing:
-                self.last_words = datagrams[-1][0]
+                self.close_datagram = datagrams[-1][0]
             if not self.link.unsent:
                 break
             self.link.flush()
@@ -229,13 +229,13 @@ class Connection:
 
     def _now(self) -> float:
         """Return the time, never before a fired deadline: loop timers may fire early."""
-        return max(self._rung, self._loop.time())
+        return max(self._fired_at, self._loop.time())
 
     def _arm(self) -> None:
         """Set the timer; an earlier one stays and is set again when it fires, which is cheaper."""
         at = min(self.machine.get_timer() or self._keep_alive_at, self._keep_alive_at)
-        if self.guide.deadline is not None:
-            at = min(at, self.guide.deadline)
+        if self.path_driver.deadline is not None:
+            at = min(at, self.path_driver.deadline)
         if not self.is_open:
             at = min(at, self._open_by)
         if self._timer is not None:
@@ -246,7 +246,7 @@ class Connection:
 
     def _expire(self, at: float) -> None:
         self._timer = None
-        self._rung = at + TICK_S
+        self._fired_at = at + TICK_S
         now = self._now()
         if now >= self._open_by and not self.is_open:
             self.abort()
@@ -255,8 +255,8 @@ class Connection:
             self._keep_alive_at = now + KEEP_ALIVE_S
             if self.is_open:
                 self.machine.send_ping(0)
-        if self.guide.deadline is not None and now >= self.guide.deadline:
-            self.guide.expire(now)
+        if self.path_driver.deadline is not None and now >= self.path_driver.deadline:
+            self.path_driver.expire(now)
         due = self.machine.get_timer()
         if due is not None and now >= due:
             self.machine.handle_timer(now)
@@ -283,12 +283,12 @@ class Connection:
             return
         channel = _CHANNELS[event.stream_id]
         try:
-            words = self.link.arrived(channel, event.data, is_last=event.end_stream)
-            for kind, body in words:
+            records = self.link.arrived(channel, event.data, is_last=event.end_stream)
+            for kind, body in records:
                 if kind == HELLO:
-                    self._greet(channel)
+                    self._note_hello(channel)
                 else:
-                    self.guide.hear(kind, body)
+                    self.path_driver.receive_record(kind, body)
         except PeerFault as fault:
             self.fail(self._fault(str(fault)))
 
@@ -303,7 +303,7 @@ class Connection:
         self._is_proven = True
         if self.machine.is_client:
             for channel in Channel:
-                self.link.put_word(HELLO, b"", channel)
+                self.link.put_record(HELLO, b"", channel)
             self._open()
 
     def _open(self) -> None:
@@ -316,13 +316,13 @@ class Connection:
             self._refusal = refusal
             self._decided.set()
 
-    def _greet(self, channel: Channel) -> None:
+    def _note_hello(self, channel: Channel) -> None:
         """Note the HELLO of a stream; with both, the server's side is open."""
-        self._greeted.add(channel)
-        if len(self._greeted) == len(Channel) and not (self.is_open or self.machine.is_client):
+        self._hellos.add(channel)
+        if len(self._hellos) == len(Channel) and not (self.is_open or self.machine.is_client):
             self._open()
 
-    def _is_way(self, route: Route, before: int) -> bool:
+    def _accepts_route(self, route: Route, before: int) -> bool:
         """Return whether to answer on ``route``: a known connection id alone proves nothing."""
         if self.machine.is_client:
             return route in self._routes
@@ -337,23 +337,23 @@ class Connection:
     def _fault(self, why: str) -> PeerFault:
         return PeerFault(f"Protocol violation by `{self.link.address}`: {why}")
 
-    def _call(self, before: int) -> None:
+    def _check_linger(self, before: int) -> None:
         left = self.link.unsent + self.machine.unacknowledged()
         if left == before:
             self.abort()
         else:
-            self._last_call = self._loop.call_later(LINGER_S, self._call, left)
+            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left)
 
     def _leave(self) -> None:
         """Release the connection; the endpoint handles the rest of the closing period."""
         if self._gone.is_set():
             return
         self._gone.set()
-        for handle in (self._timer, self._soon, self._last_call):
+        for handle in (self._timer, self._soon, self._linger_timer):
             if handle is not None:
                 handle.cancel()
         self.link.end()
-        self.guide.end()
+        self.path_driver.end()
         self._decide(LinkLost(self._why()))
         self._host.gone(self)
 

@@ -7,11 +7,11 @@ from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm_quic.link.connection import OPEN_S
 from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.link import Link
-from meshllm_quic.net.address import Place
+from meshllm_quic.net.address import QuicAddress
 from meshllm_quic.net.network import Address, Network
 from meshllm_quic.relay.relays import MAX_RELAYS
 from meshllm_quic.wire.packets import TAG_BYTES
-from meshllm_quic.wire.routes import Direct, Route, Through
+from meshllm_quic.wire.routes import Direct, Route, ViaRelay
 
 RELAY_S = 10.0
 """Timeout of the registration at a relay: 3 s until UDP counts as blocked, then TCP."""
@@ -19,7 +19,7 @@ MAX_ADDRESSES = 4
 """Addresses tried per name; each QUIC retransmission uses the next one."""
 
 
-async def dial(endpoint: Endpoint, network: Network, place: Place) -> Link:
+async def dial(endpoint: Endpoint, network: Network, place: QuicAddress) -> Link:
     """Open a link; raise `LinkLost`, `PeerFault`, or `UserError` for this node's own address."""
     if place.key == endpoint.identity.key:
         raise UserError(f"`{place}` is this node itself")
@@ -30,7 +30,7 @@ async def dial(endpoint: Endpoint, network: Network, place: Place) -> Link:
     if place.key is None:
         routes: list[Route] = [Direct(address) for address in addresses]
     else:
-        routes = await _through(endpoint, place, place.key, addresses[0])
+        routes = await _via_relay(endpoint, place, place.key, addresses[0])
     try:
         return await _open(endpoint, place, routes)
     except PeerFault:
@@ -39,7 +39,7 @@ async def dial(endpoint: Endpoint, network: Network, place: Place) -> Link:
     return await dial(endpoint, network, place)  # another node now uses its remembered address
 
 
-async def _open(endpoint: Endpoint, place: Place, routes: Sequence[Route]) -> Link:
+async def _open(endpoint: Endpoint, place: QuicAddress, routes: Sequence[Route]) -> Link:
     connection = endpoint.connect(routes, str(place), place.key)
     try:
         async with asyncio.timeout(OPEN_S):
@@ -55,14 +55,16 @@ async def _open(endpoint: Endpoint, place: Place, routes: Sequence[Route]) -> Li
     return connection.link
 
 
-async def _through(endpoint: Endpoint, place: Place, key: bytes, relay: Address) -> list[Route]:
+async def _via_relay(
+    endpoint: Endpoint, place: QuicAddress, key: bytes, relay: Address
+) -> list[Route]:
     """Register at a relay, as it requires of senders; do not wait if a direct address is known."""
     endpoint.relays.add(relay, is_wanted=False, is_needed=True)
     if not endpoint.is_relay(relay):
         raise LinkLost(f"Cannot use the relay of `{place}`: {MAX_RELAYS} relays are in use")
-    through = Through(relay, key[:TAG_BYTES])
+    via_relay = ViaRelay(relay, key[:TAG_BYTES])
     if (known := endpoint.known.get(key)) is not None:
-        return [Direct(known), through]
+        return [Direct(known), via_relay]
     try:
         async with asyncio.timeout(RELAY_S):
             await endpoint.relays.wait_ready(relay)
@@ -72,4 +74,4 @@ async def _through(endpoint: Endpoint, place: Place, key: bytes, relay: Address)
             f"No answer from the relay of `{place}` within {RELAY_S:g} s",
             hint=f"check that it runs and that UDP or TCP port {place.port} is open",
         ) from None
-    return [through]
+    return [via_relay]

@@ -10,29 +10,29 @@ from typing import Final
 from meshllm.errors import PeerFault
 from meshllm.transport import contract
 from meshllm_quic.base.identity import Identity
-from meshllm_quic.link.admission import Admitted, Door
+from meshllm_quic.link.admission import Admission, Admitted
 from meshllm_quic.link.connection import Connection
-from meshllm_quic.link.guide import Guide
 from meshllm_quic.link.listener import Listener
 from meshllm_quic.link.machine import Machine
+from meshllm_quic.link.path_driver import PathDriver
 from meshllm_quic.link.table import Table, destination
 from meshllm_quic.net.network import Address, Network, Socket
-from meshllm_quic.path.budget import Budget, Shares, host_of
+from meshllm_quic.path.rate_limit import HostBuckets, TokenBucket, host_of
 from meshllm_quic.relay.relay import Relay
 from meshllm_quic.relay.relays import Relays, Usage
 from meshllm_quic.wire.packets import (
     MAX_INNER_BYTES,
-    Answer,
-    Ask,
+    AddressRequest,
     Packet,
     Probe,
+    ProbeReply,
     Register,
     Relayed,
-    Unknown,
+    UnknownTag,
     decode,
     is_quic,
 )
-from meshllm_quic.wire.routes import Direct, Route, Through, show
+from meshllm_quic.wire.routes import Direct, Route, ViaRelay, show
 
 HOSTS_S: Final = 5.0
 """Interval between checks of the addresses of this machine."""
@@ -67,20 +67,20 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         self._socket: Socket
         self._hosts: tuple[str, ...] = ()
-        self._door = Door()
-        self._paths: dict[bytes, list[Guide]] = {}
-        self._probes = Budget(PROBES, PROBES, PROBES, 0.0)
-        self._probes_of = Shares(HOST_PROBES, 4 * HOST_PROBES, random)
+        self._admission = Admission()
+        self._paths: dict[bytes, list[PathDriver]] = {}
+        self._probes = TokenBucket(PROBES, PROBES, PROBES, 0.0)
+        self._probes_of = HostBuckets(HOST_PROBES, 4 * HOST_PROBES, random)
         self._members: Counter[bytes] = Counter()
         self._relay = Relay(self._members.__contains__, random=random)
-        self._tick: asyncio.TimerHandle | None = None
+        self._hosts_timer: asyncio.TimerHandle | None = None
         self._holders = 0
 
     async def open(self, host: str | None, port: int) -> None:
         """Open the socket; raise `OSError`."""
         self._socket = await self._network.open(host, port, self._receive)
         self._hosts = tuple(self._socket.hosts())
-        self._tick = self._loop.call_later(HOSTS_S, self._look_around)
+        self._hosts_timer = self._loop.call_later(HOSTS_S, self._check_hosts)
 
     @property
     def port(self) -> int:
@@ -95,7 +95,7 @@ class Endpoint:
     @property
     def is_open(self) -> bool:
         """Whether the socket is open."""
-        return self._tick is not None
+        return self._hosts_timer is not None
 
     @property
     def is_idle(self) -> bool:
@@ -114,9 +114,9 @@ class Endpoint:
 
     def release(self) -> None:
         """Close the socket if it is no longer in use."""
-        if self.is_idle and self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
+        if self.is_idle and self._hosts_timer is not None:
+            self._hosts_timer.cancel()
+            self._hosts_timer = None
             self.relays.stop()
             self._socket.close()
 
@@ -131,7 +131,7 @@ class Endpoint:
     def send(self, route: Route, datagrams: Sequence[bytes]) -> None:
         """Send the datagrams of a connection."""
         to = route.address if isinstance(route, Direct) else route.relay
-        if isinstance(route, Through):
+        if isinstance(route, ViaRelay):
             tag = self.identity.tag
             datagrams = [Relayed(route.to, tag, each).encode() for each in datagrams]
             if self.relays.send(to, datagrams):
@@ -165,15 +165,15 @@ class Endpoint:
         else:
             self.listener.arrived(connection)
 
-    def know(self, connection: Connection, *, is_stranger: bool) -> None:
+    def note_authentication(self, connection: Connection, *, is_authenticated: bool) -> None:
         """Count an incoming link as half-open while its peer is unauthenticated."""
         if connection.machine.is_client:
             return
-        self._door.forget(connection)
-        if is_stranger and connection in self.table:
+        self._admission.forget(connection)
+        if not is_authenticated and connection in self.table:
             self._count(connection)
 
-    def trusted(self, connection: Connection) -> None:
+    def authenticated(self, connection: Connection) -> None:
         """Serve as a relay for an authenticated peer, and use a public one as a relay."""
         self._members[connection.link.peer_key] += 1
         route = connection.route
@@ -184,21 +184,21 @@ class Endpoint:
 
     def gone(self, connection: Connection) -> None:
         """Remove a closed connection, but keep its CONNECTION_CLOSE datagram."""
-        self._door.forget(connection)
+        self._admission.forget(connection)
         self.table.remove(connection)
         key = connection.link.peer_key
-        if isinstance(connection.guide, Guide):
-            if connection.guide.is_trusted:
+        if isinstance(connection.path_driver, PathDriver):
+            if connection.path_driver.is_authenticated:
                 self._members[key] -= 1
                 self._members += Counter()
-            self._forget_path(connection.guide)
+            self._forget_path(connection.path_driver)
         self.release()
 
     def candidates(self, connection: Connection) -> list[Address]:
         """List our candidate addresses for this connection, most reachable first."""
         route = connection.route
-        is_beside = isinstance(route, Direct) and self.is_local(route.address[0])
-        hosts = [host for host in self._hosts if is_beside or not _is_loopback(host)]
+        is_same_machine = isinstance(route, Direct) and self.is_local(route.address[0])
+        hosts = [host for host in self._hosts if is_same_machine or not _is_loopback(host)]
         own = [(host, self.port) for host in hosts[:MAX_HOSTS]]
         return list(dict.fromkeys(own + self.relays.observations.candidates()))
 
@@ -210,12 +210,13 @@ class Endpoint:
         """Return whether this node uses the address as a relay."""
         return address in self.relays
 
-    def watch_path(self, path: bytes, guide: Guide) -> None:
-        """Route the probes and replies of a path to the guide; only the first one of each role."""
-        guides = self._paths.setdefault(path, [])
-        roles = {each.connection.machine.is_client for each in guides}  # both: dialled ourselves
-        if guide.connection.machine.is_client not in roles:
-            guides.append(guide)
+    def watch_path(self, path: bytes, driver: PathDriver) -> None:
+        """Route the probes and replies of a path to its driver, the first one of each role."""
+        drivers = self._paths.setdefault(path, [])
+        # Both roles: this node has dialled itself.
+        roles = {each.connection.machine.is_client for each in drivers}
+        if driver.connection.machine.is_client not in roles:
+            drivers.append(driver)
 
     def proven(self, key: bytes, address: Address) -> None:
         """Remember the direct address of a node."""
@@ -242,21 +243,25 @@ class Endpoint:
     def usage(self, relay: Address) -> Usage:
         """Return how strongly links depend on a relay."""
         routes = {connection.route for connection in self.table}
-        backups = {each.guide.backup for each in self.table if isinstance(each.guide, Guide)}
+        backups = {
+            each.path_driver.backup
+            for each in self.table
+            if isinstance(each.path_driver, PathDriver)
+        }
         for usage, ways in ((Usage.ROUTE, routes), (Usage.RESERVE, backups)):
-            if any(isinstance(way, Through) and way.relay == relay for way in ways):
+            if any(isinstance(way, ViaRelay) and way.relay == relay for way in ways):
                 return usage
         return Usage.NONE
 
     def relays_changed(self) -> None:
         """Notify the listener: its relay addresses have changed."""
         if self.listener is not None:
-            self.listener.moved()
+            self.listener.notify()
 
     def _add(self, machine: Machine, routes: Sequence[Route], address: str) -> Connection:
         connection = Connection(self, machine, routes, address)
-        connection.guide = guide = Guide(self, connection)
-        guide.backup = next((each for each in routes if isinstance(each, Through)), None)
+        connection.path_driver = driver = PathDriver(self, connection)
+        driver.backup = next((each for each in routes if isinstance(each, ViaRelay)), None)
         self.table.add(connection, machine.host_cid)
         return connection
 
@@ -276,16 +281,16 @@ class Endpoint:
         connection_id = destination(datagram)
         connection = self.table.find(connection_id)
         if connection is None:
-            words = self.table.last_words(connection_id, MAX_REFLECTED * len(datagram))
-            if words:
-                self.send(route, [words])
-            if words is not None:
+            reply = self.table.close_datagram(connection_id, MAX_REFLECTED * len(datagram))
+            if reply:
+                self.send(route, [reply])
+            if reply is not None:
                 return
             connection = self._admit(datagram, route, now)
         if connection is not None:
             connection.receive(datagram, route, now)
             if len(datagram) >= Probe.SIZE:  # long enough that a probe in return does not amplify
-                connection.guide.heard(route, now)
+                connection.path_driver.heard(route, now)
             touched[connection] = None
 
     def _admit(self, datagram: bytes, route: Route, now: float) -> Connection | None:
@@ -294,7 +299,7 @@ class Endpoint:
             return None
         source = route.address if isinstance(route, Direct) else route.relay
         host, relay = self._origin(route)
-        verdict = self._door.judge(datagram, source, host, now, relay=relay)
+        verdict = self._admission.decide(datagram, source, host, now, relay=relay)
         if isinstance(verdict, bytes):
             self.send(route, [verdict])
         if not isinstance(verdict, Admitted):
@@ -316,21 +321,21 @@ class Endpoint:
         except PeerFault:
             return
         match packet:
-            case Probe() | Answer():
-                for guide in self._paths.get(packet.path, ()):
-                    guide.take(packet, source, now)
-                    touched[guide.connection] = None
+            case Probe() | ProbeReply():
+                for driver in self._paths.get(packet.path, ()):
+                    driver.take(packet, source, now)
+                    touched[driver.connection] = None
             case Relayed() if packet.to == self.identity.tag:
                 if is_quic(packet.inner) and len(packet.inner) <= MAX_INNER_BYTES:
-                    self._feed(packet.inner, Through(source, packet.sender), now, touched)
-            case Relayed() | Register() | Ask():
+                    self._feed(packet.inner, ViaRelay(source, packet.sender), now, touched)
+            case Relayed() | Register() | AddressRequest():
                 self._serve(packet, source, len(datagram), now)
             case _:
-                if isinstance(packet, Unknown):
-                    self._doubt(Through(source, packet.tag))
+                if isinstance(packet, UnknownTag):
+                    self._note_unknown(ViaRelay(source, packet.tag))
                 self.relays.receive(packet, source, now)
 
-    def _doubt(self, route: Through) -> None:
+    def _note_unknown(self, route: ViaRelay) -> None:
         """Note that a relay does not know the peer; it may still register."""
         for connection in self.table:
             if connection.route == route:
@@ -343,7 +348,7 @@ class Endpoint:
 
     def _count(self, connection: Connection) -> None:
         host, relay = self._origin(connection.route)
-        self._door.count(connection, host, relay=relay)
+        self._admission.count(connection, host, relay=relay)
 
     def _origin(self, route: Route) -> tuple[str, str]:
         """Return the host to count and its relay; only our own relays are trusted with tags."""
@@ -353,25 +358,25 @@ class Endpoint:
             return route.to.hex(), show(route.relay)
         return host_of(route.relay).hex(), ""
 
-    def _forget_path(self, guide: Guide) -> None:
-        for path, guides in list(self._paths.items()):
-            if guide in guides:
-                guides.remove(guide)
-                if not guides:
+    def _forget_path(self, driver: PathDriver) -> None:
+        for path, drivers in list(self._paths.items()):
+            if driver in drivers:
+                drivers.remove(driver)
+                if not drivers:
                     del self._paths[path]
 
-    def _look_around(self) -> None:
+    def _check_hosts(self) -> None:
         """Check the interfaces; after a change, register again, notify, and send offers."""
-        self._tick = self._loop.call_later(HOSTS_S, self._look_around)
+        self._hosts_timer = self._loop.call_later(HOSTS_S, self._check_hosts)
         hosts = tuple(self._socket.hosts())
         if set(hosts) == set(self._hosts):
             return
         self._hosts = hosts
-        self.relays.moved()
+        self.relays.network_changed()
         self.relays_changed()
         for connection in self.table:
-            if isinstance(connection.guide, Guide):
-                connection.guide.offer()
+            if isinstance(connection.path_driver, PathDriver):
+                connection.path_driver.offer()
 
 
 def runs(datagrams: Iterable[bytes]) -> Iterable[list[bytes]]:

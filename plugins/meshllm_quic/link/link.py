@@ -8,7 +8,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
 from meshllm_quic.wire.lanes import MESSAGE, WINDOW_BYTES, Incoming, Outgoing
 
-_Line = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
+_Waiters = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
 
 BATCH = 4
 """A grant is announced once it adds at least 1/BATCH of the window."""
@@ -41,11 +41,11 @@ class Wire(Protocol):
         """Close the connection immediately, for this reason."""
         ...
 
-    async def wait_gone(self) -> None:
+    async def wait_closed(self) -> None:
         """Wait until the connection is closed, for a short time at most."""
         ...
 
-    def know(self, *, is_stranger: bool) -> None:
+    def note_authentication(self, *, is_authenticated: bool) -> None:
         """Note whether the peer is authenticated."""
         ...
 
@@ -68,7 +68,7 @@ class Link:
         self._outgoing = {channel: Outgoing() for channel in Channel}  # CONTROL is first
         self._incoming = {channel: Incoming() for channel in Channel}
         self._granted = dict.fromkeys(Channel, 0)
-        self._lines: dict[Channel, _Line] = {channel: {} for channel in Channel}
+        self._waiters: dict[Channel, _Waiters] = {channel: {} for channel in Channel}
         """Senders without room, in FIFO order; the result is whether the message was sent."""
         self._limit: int | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -83,15 +83,15 @@ class Link:
         size = measure(message)
         if self._sending_end is not None:
             raise self._lost()
-        if self._is_free(channel, size):
+        if self._can_send(channel, size):
             self._admit(channel, message, size)
-        elif not await self._stand_in_line(channel, message, size):
+        elif not await self._wait_for_room(channel, message, size):
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Send a message if there is room and no sender waits."""
         size = measure(message)
-        if self._sending_end is not None or not self._is_free(channel, size):
+        if self._sending_end is not None or not self._can_send(channel, size):
             return False
         self._admit(channel, message, size)
         return True
@@ -121,7 +121,7 @@ class Link:
             self._stop_reading(self._lost())
             self.flush()
             self._wire.transmit_soon()
-        await self._wire.wait_gone()
+        await self._wire.wait_closed()
 
     @property
     def statistics(self) -> LinkStatistics:
@@ -138,7 +138,7 @@ class Link:
     def limit_unread(self, size: int | None) -> None:
         """Limit the unread bytes of an unauthenticated peer; None lifts the limit."""
         self._limit = size
-        self._wire.know(is_stranger=size is not None)
+        self._wire.note_authentication(is_authenticated=size is None)
         self._check_unread()
         self.grant()
 
@@ -152,7 +152,7 @@ class Link:
         self.is_taken = True
         self.grant()
 
-    def put_word(self, kind: int, body: bytes, channel: Channel = Channel.CONTROL) -> None:
+    def put_record(self, kind: int, body: bytes, channel: Channel = Channel.CONTROL) -> None:
         """Send a record to the peer's transport, after the queued messages."""
         self._outgoing[channel].put(kind, [body], len(body))
         self.flush()
@@ -174,9 +174,9 @@ class Link:
         self._check_unread()
         if incoming.ready:
             self._wake()
-        words, incoming.words = incoming.words, []
+        records, incoming.records = incoming.records, []
         self._grant(channel)
-        return words
+        return records
 
     @property
     def has_all(self) -> bool:
@@ -218,43 +218,43 @@ class Link:
 
     def _stop_sending(self) -> None:
         self._sending_end = self._sending_end or self._lost()
-        for line in self._lines.values():
-            for place in line:
-                if not place.done():
-                    place.set_result(False)
-            line.clear()
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(False)
+            waiters.clear()
 
     def _stop_reading(self, reason: MeshError) -> None:
         self._reading_end = self._reading_end or reason
         self._wake()
 
-    def _is_free(self, channel: Channel, size: int) -> bool:
-        return not self._lines[channel] and self._outgoing[channel].has_room(size)
+    def _can_send(self, channel: Channel, size: int) -> bool:
+        return not self._waiters[channel] and self._outgoing[channel].has_room(size)
 
-    async def _stand_in_line(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
+    async def _wait_for_room(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
         """Wait for room; return whether the message was sent."""
-        line = self._lines[channel]
-        place: asyncio.Future[bool] = self._loop.create_future()
-        line[place] = message, size
+        waiters = self._waiters[channel]
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        waiters[waiter] = message, size
         try:
-            return await place
+            return await waiter
         except asyncio.CancelledError:
-            line.pop(place, None)
+            waiters.pop(waiter, None)
             self._advance(channel)  # the next waiter may fit where this one did not
             raise
 
     def _advance(self, channel: Channel) -> None:
-        line = self._lines[channel]
-        while line:
-            place, (message, size) = next(iter(line.items()))
-            if not place.cancelled():
+        waiters = self._waiters[channel]
+        while waiters:
+            waiter, (message, size) = next(iter(waiters.items()))
+            if not waiter.cancelled():
                 if not self._outgoing[channel].has_room(size):
                     return
-                line.pop(place)
+                waiters.pop(waiter)
                 self._admit(channel, message, size)
-                place.set_result(True)
+                waiter.set_result(True)
             else:
-                line.pop(place, None)
+                waiters.pop(waiter, None)
 
     def _admit(self, channel: Channel, message: Sequence[Buffer], size: int) -> None:
         self._messages_sent += 1

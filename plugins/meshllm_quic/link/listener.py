@@ -50,7 +50,7 @@ class Listener:
         """Queue an incoming link."""
         self._arrivals.put_nowait(connection)
 
-    def moved(self) -> None:
+    def notify(self) -> None:
         """Call the callbacks: `addresses` has changed."""
         for callback in self._callbacks:
             callback()

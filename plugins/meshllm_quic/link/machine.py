@@ -121,7 +121,7 @@ class Machine(QuicConnection):
         except _UNREADABLE as error:
             raise PeerFault(f"Malformed datagram: {type(error).__name__}") from error
 
-    def moved(self, size: int) -> None:
+    def reset_path(self, size: int) -> None:
         """Reset the path estimates: the route has changed; ``size`` is its datagram size."""
         reset_path(self, size)
 

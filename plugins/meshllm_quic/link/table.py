@@ -7,7 +7,7 @@ from meshllm_quic.link.connection import Connection
 
 MAX_CLOSED = 1024
 """Closed ids whose CONNECTION_CLOSE datagram is kept, for peers that missed it."""
-REMINDERS = 8
+MAX_CLOSE_REPEATS = 8
 """How often it is sent again."""
 
 
@@ -44,7 +44,7 @@ class Table:
         """Remove a connection, but keep its CONNECTION_CLOSE datagram."""
         for each in self._ids.pop(connection, ()):
             self._connections.pop(each, None)
-            self._closed[each] = connection.last_words, REMINDERS
+            self._closed[each] = connection.close_datagram, MAX_CLOSE_REPEATS
         while len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
 
@@ -52,18 +52,18 @@ class Table:
         """Return the connection of an id; None if there is none."""
         return self._connections.get(connection_id)
 
-    def last_words(self, connection_id: bytes, most: int) -> bytes | None:
+    def close_datagram(self, connection_id: bytes, most: int) -> bytes | None:
         """Return the datagram to send for an id of a closed connection, of at most ``most`` bytes.
 
         Empty: send nothing; None: the id is unknown.
         """
         if connection_id not in self._closed:
             return None
-        words, left = self._closed[connection_id]
-        if not left or len(words) > most:
+        datagram, left = self._closed[connection_id]
+        if not left or len(datagram) > most:
             return b""
-        self._closed[connection_id] = words, left - 1
-        return words
+        self._closed[connection_id] = datagram, left - 1
+        return datagram
 
 
 def destination(datagram: bytes) -> bytes:

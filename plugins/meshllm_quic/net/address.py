@@ -21,7 +21,7 @@ _HINT = "write it as `quic://HOST:PORT`, or `quic://NODE@HOST:PORT` for a node b
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QuicAddress:
     """A parsed ``quic://`` address."""
 
     host: str
@@ -35,7 +35,7 @@ class Place:
         return f"quic://{node}{host}:{self.port}"
 
 
-def parse(address: str, usual_port: int | None = None) -> Place:
+def parse(address: str, usual_port: int | None = None) -> QuicAddress:
     """Parse ``quic://HOST:PORT``, ``quic://NODE@HOST:PORT`` or ``HOST:PORT``; raise `UserError`.
 
     The port may be omitted if there is a ``usual_port``.
@@ -51,7 +51,7 @@ def parse(address: str, usual_port: int | None = None) -> Place:
     if not is_plain or parts.scheme != "quic" or rest or not parts.hostname or port is None:
         raise _refusal(address)
     key = None if parts.username is None else _parse_key(parts.username, address)
-    return Place(parts.hostname, port, key)
+    return QuicAddress(parts.hostname, port, key)
 
 
 def show_key(key: bytes) -> str:

@@ -25,7 +25,7 @@ MAX_RUN_BYTES = 65_000  # below IP's limit of 65535, headers included
 MAX_DATAGRAM_BYTES = 65_535
 
 _UDP_SEGMENT, _UDP_GRO = 103, 104  # linux/udp.h; Python 3.11 has no names for them
-_WHOLE: dict[str, Sequence[tuple[int, int, int]]] = {
+_DONT_FRAGMENT: dict[str, Sequence[tuple[int, int, int]]] = {
     # IP_MTU_DISCOVER and IPV6_MTU_DISCOVER: PMTUDISC_PROBE sets DF and ignores ICMP
     "linux": ((socket.IPPROTO_IP, 10, 3), (socket.IPPROTO_IPV6, 23, 3)),
     # IP_DONTFRAG and IPV6_DONTFRAG of netinet/in.h
@@ -54,7 +54,7 @@ class UdpSocket:
         self._socket = bound
         self._receive = receive
         self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES))
-        self._can_cut = _can_cut(bound)
+        self._has_gso = _has_gso(bound)
         self._sent = self._send_calls = self._received = self._receive_calls = self._drops = 0
         self._host, self._port = _address(bound.getsockname())
         self._loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ class UdpSocket:
         if self._socket.fileno() < 0 or not datagrams:
             return
         size = max(1, len(datagrams[0]))
-        run = min(MAX_RUN, max(1, MAX_RUN_BYTES // size)) if self._can_cut else 1
+        run = min(MAX_RUN, max(1, MAX_RUN_BYTES // size)) if self._has_gso else 1
         for start in range(0, len(datagrams), run):
             self._send(datagrams[start : start + run], size, to)
 
@@ -110,7 +110,7 @@ class UdpSocket:
                 self._drops += 1
                 return
             if error.errno == errno.EIO:  # an interface without checksum offload
-                self._can_cut = False
+                self._has_gso = False
             for datagram in datagrams:  # some kernels reject what others segment
                 self._send([datagram], size, to)
         else:
@@ -184,20 +184,20 @@ def _bind_all(port: int) -> socket.socket:
 def _bind(family: socket.AddressFamily, address: Address) -> socket.socket:
     """Bind a non-blocking socket with large buffers, GRO and DF, as far as the kernel allows."""
     made = socket.socket(family, socket.SOCK_DGRAM)
-    wishes = [
+    options = [
         (socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES),
         (socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES),
-        *_WHOLE.get(sys.platform, ()),
+        *_DONT_FRAGMENT.get(sys.platform, ()),
     ]
     if sys.platform == "linux":
-        wishes.append((socket.IPPROTO_UDP, _UDP_GRO, 1))
+        options.append((socket.IPPROTO_UDP, _UDP_GRO, 1))
     try:
         made.setblocking(False)
         if family is socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
-        for wish in wishes:
+        for option in options:
             with suppress(OSError):  # optional: it only costs speed
-                made.setsockopt(*wish)
+                made.setsockopt(*option)
         made.bind(_destination(family, address))
     except OSError:
         made.close()
@@ -205,7 +205,7 @@ def _bind(family: socket.AddressFamily, address: Address) -> socket.socket:
     return made
 
 
-def _can_cut(bound: socket.socket) -> bool:
+def _has_gso(bound: socket.socket) -> bool:
     """Return whether the kernel supports UDP_SEGMENT; others would send one large datagram."""
     if sys.platform != "linux":
         return False

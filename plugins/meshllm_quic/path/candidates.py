@@ -64,7 +64,7 @@ class Candidate:
         self.probes = self.answers = 0
         self._pause = min(max(FIRST_PAUSE, 1.25 * (self.round_trip_s or 0.0)), MAX_PAUSE)
 
-    def tried(self, now: float) -> None:
+    def probe_sent(self, now: float) -> None:
         """Note a sent probe, and schedule the next one of the series after a longer pause."""
         self.probes += 1
         if self.due is None:
@@ -81,7 +81,7 @@ class Candidate:
         smoothed = sample_s if self.round_trip_s is None else self.round_trip_s
         self.round_trip_s = smoothed + _GAIN * (sample_s - smoothed)
 
-    def die(self) -> None:
+    def timed_out(self) -> None:
         """Note that it was the route and timed out."""
         self.trust = min(2 * self.trust, MAX_TRUST)
         self.answered = None
@@ -116,11 +116,11 @@ class Candidates:
         for address in addresses:
             self._known.setdefault(address, Candidate(address, is_offered=True)).is_offered = True
 
-    def meet(self, address: Address, route: Address | None, now: float) -> Candidate | None:
+    def find_or_add(self, address: Address, route: Address | None, now: float) -> Candidate | None:
         """Find or add the source address of a packet; None if it is invalid or there is no room."""
         if address in self._known:
             return self._known[address]
-        if not is_sensible(address):
+        if not is_probeable(address):
             return None
         others = [known for known in self if not known.is_offered and known.address != route]
         if len(others) >= MAX_REFLEXIVE:
@@ -132,17 +132,17 @@ class Candidates:
         return self._known[address]
 
 
-def sensible(addresses: Sequence[Address], *, is_beside: bool) -> list[Address]:
+def probeable(addresses: Sequence[Address], *, is_same_machine: bool) -> list[Address]:
     """Filter and deduplicate offered addresses; loopback only if the peer is on this machine."""
     kept = [
         address
         for address in dict.fromkeys(addresses[: 4 * MAX_OFFERED])
-        if is_sensible(address) and (is_beside or not ip_address(address[0]).is_loopback)
+        if is_probeable(address) and (is_same_machine or not ip_address(address[0]).is_loopback)
     ]
     return kept[:MAX_OFFERED]
 
 
-def is_sensible(address: Address) -> bool:
+def is_probeable(address: Address) -> bool:
     """Return whether an address is a routable unicast address."""
     host = ip_address(address[0])
     if host.is_multicast or host.is_unspecified or not 0 < address[1] < 65536:

@@ -46,7 +46,7 @@ class _Observer:
     """Unanswered requests in a row."""
     is_asked: bool = False
     seen: Address | None = None
-    told: float = 0.0
+    reported_at: float = 0.0
 
 
 class Observations:
@@ -60,7 +60,7 @@ class Observations:
         if observer not in self._observers:
             self._insert(observer, now)
 
-    def told(self, observer: Address, seen: Address, now: float) -> None:
+    def report(self, observer: Address, seen: Address, now: float) -> None:
         """Record the address that an observer reports; the caller has authenticated the report.
 
         Raises:
@@ -69,12 +69,12 @@ class Observations:
         ip_address(seen[0])
         old = self._observers.get(observer)
         if old is not None and old.seen not in {None, seen}:
-            self._doubt(seen, now)
+            self._outdate(seen, now)
         known = old or self._insert(observer, now)
-        known.seen, known.told, known.due = seen, now, now + AGAIN
+        known.seen, known.reported_at, known.due = seen, now, now + AGAIN
         known.misses, known.is_asked = 0, False
 
-    def moved(self, now: float) -> None:
+    def network_changed(self, now: float) -> None:
         """Drop all reports and ask all observers again: the network of this node has changed."""
         for observer in self._observers.values():
             observer.seen, observer.misses, observer.is_asked = None, 0, False
@@ -115,7 +115,7 @@ class Observations:
 
     def candidates(self) -> list[Address]:
         """List the observed addresses of this node, latest report first."""
-        fresh = sorted(self._observers.values(), key=lambda known: known.told, reverse=True)
+        fresh = sorted(self._observers.values(), key=lambda known: known.reported_at, reverse=True)
         return list(dict.fromkeys(known.seen for known in fresh if known.seen is not None))
 
     def describe(self, own: Collection[Address]) -> str:
@@ -136,11 +136,11 @@ class Observations:
 
     def _insert(self, observer: Address, now: float) -> _Observer:
         if len(self._observers) >= MAX_OBSERVERS:
-            oldest = min(self._observers, key=lambda address: self._observers[address].told)
+            oldest = min(self._observers, key=lambda address: self._observers[address].reported_at)
             del self._observers[oldest]
         return self._observers.setdefault(observer, _Observer(now))
 
-    def _doubt(self, seen: Address, now: float) -> None:
+    def _outdate(self, seen: Address, now: float) -> None:
         """Drop the reports of the address family in which a report has changed."""
         family = ip_address(seen[0]).version
         for known in self._observers.values():

@@ -39,18 +39,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.budget import Budget
-from meshllm_quic.path.candidates import Candidate, Candidates, sensible
+from meshllm_quic.path.candidates import Candidate, Candidates, probeable
+from meshllm_quic.path.liveness import Liveness, Verdict
+from meshllm_quic.path.path_mtu import PathMtu
 from meshllm_quic.path.probing import Probing
-from meshllm_quic.path.sizing import Sizing
-from meshllm_quic.path.watch import Verdict, Watch
-from meshllm_quic.wire.packets import MAX_INNER_BYTES, Answer, Probe
-from meshllm_quic.wire.routes import Direct, Route, Through, show
+from meshllm_quic.path.rate_limit import TokenBucket
+from meshllm_quic.wire.packets import MAX_INNER_BYTES, Probe, ProbeReply
+from meshllm_quic.wire.routes import Direct, Route, ViaRelay, show
 
 OFFER_PAUSE = 2.0  # s between two accepted offers of the peer
 OFFER_AGAIN = 5.0  # s from any offer to one that follows the loss of a route
 OFFER_RELAYED = 60.0  # s between the offers of a relayed connection
-KNOCK_PAUSE = 0.1  # s between two probes to sources of QUIC datagrams
+PROBE_BACK_PAUSE = 0.1  # s between two probes to sources of QUIC datagrams
 MAX_ANSWERS = 128  # per second
 COMPARED = 3  # replies before round trips are compared
 GAIN = 0.005  # s by which a path must be faster than the route to replace it
@@ -67,15 +67,15 @@ class SendProbe:
 
 
 @dataclass(frozen=True, slots=True)
-class SendAnswer:
+class SendReply:
     """Send this reply directly to the address."""
 
     to: Address
-    packet: Answer
+    packet: ProbeReply
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class RouteChanged:
     """The route or its datagram size has changed, or its first round trip was measured."""
 
 
@@ -84,7 +84,7 @@ class Offer:
     """Send our candidates to the peer, and request its own."""
 
 
-Action = SendProbe | SendAnswer | Moved | Offer
+Action = SendProbe | SendReply | RouteChanged | Offer
 
 
 class Paths:
@@ -100,19 +100,19 @@ class Paths:
         is_dialer: bool,
     ) -> None:
         self.route = route
-        self.backup = route if isinstance(route, Through) else None
+        self.backup = route if isinstance(route, ViaRelay) else None
         """The relay to use while no direct path is validated; may be set later."""
         self._probing = Probing(key, random, is_dialer=is_dialer)
         self._is_local = is_local
         self._candidates = Candidates()
-        self._watch: Watch | None = None
-        self._sizing: Sizing | None = None
+        self._liveness: Liveness | None = None
+        self._mtu: PathMtu | None = None
         self._taken: float | None = None  # when the last offer of the peer was accepted
         self._held: list[Address] | None = None  # an offer that came too soon after it
         self._offered = 0.0  # when either side last sent an offer
         self._offer_at: float | None = None
-        self._knocked = -KNOCK_PAUSE
-        self._answers = Budget(MAX_ANSWERS, MAX_ANSWERS, MAX_ANSWERS, 0.0)
+        self._probed_back_at = -PROBE_BACK_PAUSE
+        self._answers = TokenBucket(MAX_ANSWERS, MAX_ANSWERS, MAX_ANSWERS, 0.0)
         self._silent: Address | None = None  # the direct route that timed out
         if isinstance(route, Direct):
             self._candidates.keep(route.address)
@@ -125,7 +125,7 @@ class Paths:
     @property
     def size(self) -> int:
         """Longest datagram that can be sent on the route, in bytes."""
-        return self._sizing.size if self._sizing else MAX_INNER_BYTES
+        return self._mtu.size if self._mtu else MAX_INNER_BYTES
 
     @property
     def round_trip_s(self) -> float | None:
@@ -143,7 +143,7 @@ class Paths:
             return f"{show(self._silent)} stopped answering"
         tried = [candidate.probes for candidate in self._candidates if candidate.probes]
         if not tried:
-            return "the peer has offered no usable address" if self._watch else "not tried yet"
+            return "the peer has offered no usable address" if self._liveness else "not tried yet"
         return f"no answer to {sum(tried)} probes at {len(tried)} addresses"
 
     @property
@@ -152,14 +152,14 @@ class Paths:
         due = [candidate.due for candidate in self._candidates]
         held = None if self._held is None or self._taken is None else self._taken + OFFER_PAUSE
         due += [held, self._offer_at]
-        due.append(self._watch.deadline if self._watch else None)
-        due.append(self._sizing.deadline if self._sizing else None)
+        due.append(self._liveness.deadline if self._liveness else None)
+        due.append(self._mtu.deadline if self._mtu else None)
         return min((moment for moment in due if moment is not None), default=None)
 
     def offered(self, candidates: Sequence[Address], now: float) -> list[Action]:
         """Handle the peer's candidates, with numeric hosts: start probing, or start again."""
-        is_beside = isinstance(self.route, Direct) and self._is_local(self.route.address[0])
-        self._held = sensible(candidates, is_beside=is_beside)
+        is_same_machine = isinstance(self.route, Direct) and self._is_local(self.route.address[0])
+        self._held = probeable(candidates, is_same_machine=is_same_machine)
         if self._taken is not None and now < self._taken + OFFER_PAUSE:
             return []
         return self._take(self._held, now)
@@ -169,49 +169,49 @@ class Paths:
         if not self._probing.is_theirs(probe) or not self._answers.take(1, now):
             return []
         self._start(now)
-        answer = SendAnswer(source, self._probing.answer(probe, source))
+        answer = SendReply(source, self._probing.answer(probe, source))
         return [answer, *self._probe_back(source, now)]
 
-    def answered(self, answer: Answer, source: Address, now: float) -> list[Action]:
+    def answered(self, answer: ProbeReply, source: Address, now: float) -> list[Action]:
         """Handle a probe reply; it may validate a path or a datagram size."""
-        sent, watch = self._probing.settle(answer, source, now), self._watch
-        if sent is None or watch is None:
+        sent, liveness = self._probing.settle(answer, source, now), self._liveness
+        if sent is None or liveness is None:
             return []
         if sent.length > Probe.SIZE:
             return self._grow(source, min(sent.length, answer.length))
-        candidate = self._candidates.meet(source, self._direct, now)
+        candidate = self._candidates.find_or_add(source, self._direct, now)
         if candidate is None:
             return []
         is_first = candidate.round_trip_s is None
         candidate.answer(now, now - sent.at)
         if source == self._direct:
-            watch.answered(now, candidate.round_trip_s)
-            self._sizing = self._sizing or self._sizes(source[0], now)
+            liveness.answered(now, candidate.round_trip_s)
+            self._mtu = self._mtu or self._sizes(source[0], now)
             self._offer_at = None
-            return [Moved()] if is_first else []
-        watch.hurry()
+            return [RouteChanged()] if is_first else []
+        liveness.shorten()
         return self._move(Direct(source), now) if self._is_better(candidate) else []
 
     def heard(self, source: Address | None, now: float) -> list[Action]:
         """Note a QUIC datagram from a direct ``source``; None: through the relay."""
-        if self._watch is None:
+        if self._liveness is None:
             return []
         if source == self._direct or self._direct is None:
-            self._watch.heard()
+            self._liveness.heard()
         else:
-            self._watch.suspect(now)
+            self._liveness.suspect(now)
         if source is None and self.backup is not None and self._is_lost:
             return self._move(self.backup, now)
-        if source in {None, self._direct} or now < self._knocked + KNOCK_PAUSE:
+        if source in {None, self._direct} or now < self._probed_back_at + PROBE_BACK_PAUSE:
             return []
         probes = self._probe_back(source, now)
-        self._knocked = now if probes else self._knocked
+        self._probed_back_at = now if probes else self._probed_back_at
         return probes
 
     def sent(self, now: float) -> None:
         """Note that QUIC sent a datagram on the route."""
-        if self._watch is not None:
-            self._watch.sent(now)
+        if self._liveness is not None:
+            self._liveness.sent(now)
 
     def expire(self, now: float) -> list[Action]:
         """Handle the deadline: send probes or an offer, or give up a route that does not reply."""
@@ -238,8 +238,8 @@ class Paths:
         return here is not None and here.address == self._silent and here.answered is None
 
     def _start(self, now: float) -> None:
-        if self._watch is None:
-            self._watch = Watch(now, is_direct=isinstance(self.route, Direct))
+        if self._liveness is None:
+            self._liveness = Liveness(now, is_direct=isinstance(self.route, Direct))
             self._note_offer(now)
 
     def _take(self, candidates: Sequence[Address], now: float) -> list[Action]:
@@ -255,26 +255,26 @@ class Paths:
 
     def _note_offer(self, now: float) -> None:
         self._offered = now
-        self._offer_at = now + OFFER_RELAYED if isinstance(self.route, Through) else None
+        self._offer_at = now + OFFER_RELAYED if isinstance(self.route, ViaRelay) else None
 
     def _move(self, route: Route, now: float) -> list[Action]:
         self.route = route
         is_direct = isinstance(route, Direct)
-        self._watch = Watch(now, is_direct=is_direct)
-        self._sizing = self._sizes(route.address[0], now) if isinstance(route, Direct) else None
+        self._liveness = Liveness(now, is_direct=is_direct)
+        self._mtu = self._sizes(route.address[0], now) if isinstance(route, Direct) else None
         self._offer_at = None if is_direct else now + OFFER_RELAYED
-        return [Moved()]
+        return [RouteChanged()]
 
-    def _sizes(self, host: str, now: float) -> Sizing:
-        return Sizing(LOCAL_LENGTHS if self._is_local(host) else LENGTHS, now)
+    def _sizes(self, host: str, now: float) -> PathMtu:
+        return PathMtu(LOCAL_LENGTHS if self._is_local(host) else LENGTHS, now)
 
     def _grow(self, source: Address, length: int) -> list[Action]:
         """Note that a datagram of ``length`` bytes fits the path."""
-        if self._sizing is None or source != self._direct:
+        if self._mtu is None or source != self._direct:
             return []
         size = self.size
-        self._sizing.proved(length)
-        return [Moved()] if size != self.size else []
+        self._mtu.proved(length)
+        return [RouteChanged()] if size != self.size else []
 
     def _is_better(self, candidate: Candidate) -> bool:
         if candidate.answers < candidate.trust:
@@ -286,10 +286,10 @@ class Paths:
         return is_measured and candidate.cost_s + GAIN <= here.cost_s
 
     def _judge(self, now: float) -> list[Action]:
-        if self._watch is None:
+        if self._liveness is None:
             return []
-        since = self._watch.since
-        verdict = self._watch.expire(now)
+        since = self._liveness.since
+        verdict = self._liveness.expire(now)
         if verdict is Verdict.DEAD:
             return self._give_up(now if since is None else since, now)
         if verdict is Verdict.CHECK and (here := self._here):
@@ -303,7 +303,7 @@ class Paths:
                 if candidate.round_trip_s is not None:
                     candidate.start(now)
             return []
-        here.die()
+        here.timed_out()
         others = [
             other
             for other in self._candidates
@@ -311,8 +311,8 @@ class Paths:
         ]
         if others:
             return self._move(Direct(min(others, key=lambda other: other.cost_s).address), now)
-        self._silent, size, self._sizing = here.address, self.size, None
-        moved: list[Action] = [Moved()] if size > MAX_INNER_BYTES else []
+        self._silent, size, self._mtu = here.address, self.size, None
+        moved: list[Action] = [RouteChanged()] if size > MAX_INNER_BYTES else []
         if self.backup is not None:
             moved = self._move(self.backup, now)
         self._offer_at = max(now, self._offered + OFFER_AGAIN)
@@ -329,22 +329,22 @@ class Paths:
         return [self._probe(candidate, now) for candidate in due]
 
     def _probe(self, candidate: Candidate, now: float) -> Action:
-        candidate.tried(now)
+        candidate.probe_sent(now)
         return SendProbe(candidate.address, self._probing.probe(candidate.address, now))
 
     def _probe_sizes(self, now: float) -> list[Action]:
-        if self._sizing is None or self._direct is None:
+        if self._mtu is None or self._direct is None:
             return []
-        size, to = self._sizing.size, self._direct
-        lengths = self._sizing.expire(now, self.round_trip_s)
+        size, to = self._mtu.size, self._direct
+        lengths = self._mtu.expire(now, self.round_trip_s)
         probes: list[Action] = [
             SendProbe(to, self._probing.probe(to, now, length)) for length in lengths
         ]
-        return probes if size == self._sizing.size else [Moved(), *probes]
+        return probes if size == self._mtu.size else [RouteChanged(), *probes]
 
     def _probe_back(self, source: Address, now: float) -> list[Action]:
         """Probe the source of a packet once, unless it is being probed or has replied recently."""
-        candidate = self._candidates.meet(source, self._direct, now)
+        candidate = self._candidates.find_or_add(source, self._direct, now)
         if candidate is None or candidate.due is not None or candidate.is_fresh(now):
             return []
         return [self._probe(candidate, now)]

@@ -12,7 +12,7 @@ from hmac import compare_digest
 from blake3 import blake3
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.wire.packets import Answer, Probe
+from meshllm_quic.wire.packets import Probe, ProbeReply
 
 MAX_NONCES = 512  # about 24 candidates at 5 probes per second for NONCE_S
 NONCE_S = 5.0
@@ -52,12 +52,12 @@ class Probing:
         """Return whether the peer made the probe."""
         return probe.path == self.id and compare_digest(_mac(self._theirs, probe.sealed), probe.mac)
 
-    def answer(self, probe: Probe, source: Address) -> Answer:
+    def answer(self, probe: Probe, source: Address) -> ProbeReply:
         """Return the reply to a probe from ``source``."""
-        blank = Answer(self.id, probe.nonce, source, probe.length, b"")
-        return Answer(self.id, probe.nonce, source, probe.length, self._seal(blank.sealed))
+        blank = ProbeReply(self.id, probe.nonce, source, probe.length, b"")
+        return ProbeReply(self.id, probe.nonce, source, probe.length, self._seal(blank.sealed))
 
-    def settle(self, answer: Answer, source: Address, now: float) -> Sent | None:
+    def settle(self, answer: ProbeReply, source: Address, now: float) -> Sent | None:
         """Return the probe of this reply; None if the reply is invalid, late or a duplicate."""
         sent = self._sent.get(answer.nonce)
         if sent is None or sent.to != source or now > sent.at + NONCE_S:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from meshllm_quic.net.address import Place
+from meshllm_quic.net.address import QuicAddress
 from meshllm_quic.net.network import Address, Network
 from meshllm_quic.relay.relays import Relays
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def registered(
-    relays: Relays, network: Network, places: Sequence[Place]
+    relays: Relays, network: Network, places: Sequence[QuicAddress]
 ) -> AsyncIterator[None]:
     """Register at the relays within the context, now or as soon as they are reachable."""
     if not places:
         yield
         return
-    found: dict[Place, Address] = {}
+    found: dict[QuicAddress, Address] = {}
     try:
         async with asyncio.timeout(READY_S):
             await _seek(relays, network, places, found)
@@ -46,7 +46,10 @@ async def registered(
 
 
 async def _keep(
-    relays: Relays, network: Network, places: Sequence[Place], found: dict[Place, Address]
+    relays: Relays,
+    network: Network,
+    places: Sequence[QuicAddress],
+    found: dict[QuicAddress, Address],
 ) -> None:
     while True:
         await asyncio.sleep(SEEK_S)
@@ -55,7 +58,10 @@ async def _keep(
 
 
 async def _seek(
-    relays: Relays, network: Network, places: Sequence[Place], found: dict[Place, Address]
+    relays: Relays,
+    network: Network,
+    places: Sequence[QuicAddress],
+    found: dict[QuicAddress, Address],
 ) -> None:
     for place in places:
         try:
@@ -70,6 +76,8 @@ async def _seek(
             relays.add(address, is_wanted=True)
 
 
-def _listed(relays: Relays, places: Sequence[Place], found: dict[Place, Address]) -> str:
+def _listed(
+    relays: Relays, places: Sequence[QuicAddress], found: dict[QuicAddress, Address]
+) -> str:
     late = (place for place in places if found.get(place) not in relays.registered)
     return ", ".join(map(str, late)) or "its relays"

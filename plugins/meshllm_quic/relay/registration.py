@@ -6,11 +6,11 @@ One *round* is a `Register` exchange. The first `Register` carries no cookie; th
 a `Cookie` for the observed source address, and the client sends a signed `Register` with it;
 `Registered` ends the round. An unanswered packet is retransmitted unchanged after 0.5 s, 1 s, 2 s,
 then every 5 s, so that a late reply to an earlier copy still counts. A round begins at the start,
-when this node `moved`, every 20 s, and when the relay reports this node as unknown.
+on `restart`, every 20 s, and when the relay reports this node as unknown.
 
 Every reply carries the nonce of its request, so an off-path attacker cannot forge one. Only
-`Unknown` has no nonce; it triggers a round, at most every 5 s, and removes no state. A relay that
-sends one cookie after another gets the next signature only with the next retry.
+`UnknownTag` has no nonce; it triggers a round, at most every 5 s, and removes no state. A relay
+that sends one cookie after another gets the next signature only with the next retry.
 
 The driver sends the actions to the relay, over UDP or a stream, and passes in what the relay sends.
 Through a stream the relay does not see our address: `observed` is None.
@@ -28,7 +28,7 @@ from meshllm_quic.wire.packets import (
     Packet,
     Register,
     Registered,
-    Unknown,
+    UnknownTag,
 )
 
 REFRESH_S = 20.0  # a NAT may forget a binding after 30 s (RFC 4787 REQ-5 asks for 120 s)
@@ -38,7 +38,7 @@ MAX_RETRY_S = 5.0
 MAX_MISSED = 3
 """Unanswered tries in a row that end a registration: 3.5 s after the first."""
 SILENT_S = 3.0  # after the first request; then the stream is tried
-UNKNOWN_S = 5.0  # between two rounds triggered by `Unknown`
+UNKNOWN_S = 5.0  # between two rounds triggered by `UnknownTag`
 _NONCE_BYTES = 8
 _NO_SIGNATURE = bytes(64)
 
@@ -74,7 +74,7 @@ class Registration:
         self.observed: Address | None = None
         """Our address as the relay sees it."""
         self.observer: Address | None = None
-        """Another port of the relay, which answers `Ask`; None if unknown."""
+        """Another port of the relay, which answers `AddressRequest`; None if unknown."""
         self.is_silent = False
         """Whether a request has been unanswered for 3 s."""
         self._key = key
@@ -86,7 +86,7 @@ class Registration:
         self._due: float | None = None  # time of the next retransmission or round
         self._missed = 0
         self._signed = float("-inf")  # time of the last signature
-        self._doubted = float("-inf")  # time of the last round triggered by `Unknown`
+        self._doubted = float("-inf")  # time of the last round triggered by `UnknownTag`
 
     @property
     def deadline(self) -> float | None:
@@ -97,9 +97,9 @@ class Registration:
 
     def start(self, now: float) -> list[Action]:
         """Begin the first round."""
-        return self.moved(now)
+        return self.restart(now)
 
-    def moved(self, now: float) -> list[Action]:
+    def restart(self, now: float) -> list[Action]:
         """Register again after a change of our address or of the transport (UDP or stream)."""
         before = self._view
         self.observed = self.observer = self._asked = None
@@ -117,8 +117,8 @@ class Registration:
                 return self._changed(before, self._sign_for(packet.cookie, now))
             case Registered() if self._is_answer(packet.nonce):
                 return self._changed(before, self._settle(packet, now))
-            case Unknown() if packet.tag == self._key[:TAG_BYTES]:
-                return self._doubt(now)
+            case UnknownTag() if packet.tag == self._key[:TAG_BYTES]:
+                return self._on_unknown(now)
             case _:
                 return []
 
@@ -177,7 +177,7 @@ class Registration:
         self.observer = (self.relay[0], packet.observer_port) if has_observer else None
         return []
 
-    def _doubt(self, now: float) -> list[Action]:
+    def _on_unknown(self, now: float) -> list[Action]:
         """Register again: the relay may have restarted, or the packet may be forged."""
         if self._due is None or self._pending is not None or now < self._doubted + UNKNOWN_S:
             return []

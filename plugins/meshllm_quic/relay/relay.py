@@ -29,19 +29,19 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.budget import Budget, Shares, host_of
+from meshllm_quic.path.rate_limit import HostBuckets, TokenBucket, host_of
 from meshllm_quic.wire.cookies import Cookies
 from meshllm_quic.wire.packets import (
     MAX_INNER_BYTES,
-    Ask,
+    AddressReply,
+    AddressRequest,
     Cookie,
     Packet,
     Register,
     Registered,
     Relayed,
     Tag,
-    Tell,
-    Unknown,
+    UnknownTag,
     is_quic,
 )
 
@@ -51,7 +51,7 @@ SHARE = 16  # senders at full rate that the relay can serve at the same time
 DAY_S = 86400.0
 VERIFICATIONS = 1000.0  # per second; one takes 0.1 ms, 10,000 registrations need 500
 HOST_VERIFICATIONS = 8.0  # per second; 64 registrations need 3.2
-HOST_ANSWERS = 16.0  # `Unknown` replies per second
+HOST_ANSWERS = 16.0  # `UnknownTag` replies per second
 
 Outgoing = list[tuple[bytes, Address]]
 
@@ -93,8 +93,8 @@ class Limits:
     """Bytes per second and sender, with bursts of 2 s; all senders together have 16 times that."""
     quota: float = 64e9
     """Bytes per host and day."""
-    places: int = 10_000
-    host_places: int = 64
+    registrations: int = 10_000
+    host_registrations: int = 64
     """Registrations per host: many nodes may be behind one NAT."""
 
 
@@ -112,13 +112,13 @@ class Statistics:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Registration:
     key: bytes
     address: Address
     host: bytes
     until: float
-    rate: Budget
-    quota: Budget
+    rate: TokenBucket
+    quota: TokenBucket
     """Shared by all registrations of the host, and kept when they expire."""
 
 
@@ -136,11 +136,12 @@ class Relay:
         self.allow = allow
         """Returns whether a key (32 bytes) may register; also called for each refresh."""
         self.observer_port = observer_port
-        """Sent to clients: another port of this host that answers `Ask`; 0 if there is none."""
+        """Sent to clients: another port that answers `AddressRequest`; 0 if there is none."""
         self.statistics = Statistics()
         self._limits = limits = limits or Limits()
         self._cookies = Cookies(random)
-        self._places: OrderedDict[Tag, _Place] = OrderedDict()  # the next to expire comes first
+        # The next registration to expire comes first.
+        self._registrations: OrderedDict[Tag, _Registration] = OrderedDict()
         self._hosts: Counter[bytes] = Counter()
         self._total = _budget(SHARE * limits.rate, BURST_S, 0.0)
         self._verifications = _budget(VERIFICATIONS, 1.0, 0.0)
@@ -157,8 +158,8 @@ class Relay:
         match packet:
             case Relayed():
                 return self._forward(packet, source, size, now)
-            case Ask():
-                return [(Tell(packet.nonce, source).encode(), source)]
+            case AddressRequest():
+                return [(AddressReply(packet.nonce, source).encode(), source)]
             case Register():
                 return self._register(packet, source, now)
             case _:
@@ -166,16 +167,16 @@ class Relay:
 
     def expire(self, now: float) -> None:
         """Remove registrations that were not refreshed; `receive` does it too."""
-        while self._places and next(iter(self._places.values())).until <= now:
-            _, place = self._places.popitem(last=False)
-            self._leave(place.host)
-        self.statistics.registered = len(self._places)
+        while self._registrations and next(iter(self._registrations.values())).until <= now:
+            _, registration = self._registrations.popitem(last=False)
+            self._leave(registration.host)
+        self.statistics.registered = len(self._registrations)
 
     def _forward(self, packet: Relayed, source: Address, size: int, now: float) -> Outgoing:
-        sender = self._places.get(packet.sender)
+        sender = self._registrations.get(packet.sender)
         if sender is None or sender.address != source:
             return self._unknown(Refusal.SENDER, packet.sender, source, now)
-        recipient = self._places.get(packet.to)
+        recipient = self._registrations.get(packet.to)
         if recipient is None:
             return self._unknown(Refusal.RECIPIENT, packet.to, source, now)
         if len(packet.inner) > MAX_INNER_BYTES or not is_quic(packet.inner):
@@ -205,15 +206,15 @@ class Relay:
 
     def _objection(self, packet: Register, host: bytes, now: float) -> Refusal | None:
         """Return a reason to refuse a registration, cheapest check first, the signature last."""
-        place = self._places.get(packet.tag)
+        registration = self._registrations.get(packet.tag)
         if not self.allow(packet.key):
             return Refusal.KEY
-        if place is not None and place.key != packet.key:
+        if registration is not None and registration.key != packet.key:
             return Refusal.TAKEN
-        if place is None and len(self._places) >= self._limits.places:
+        if registration is None and len(self._registrations) >= self._limits.registrations:
             return Refusal.FULL
-        is_new = place is None or place.host != host
-        if is_new and self._hosts[host] >= self._limits.host_places:
+        is_new = registration is None or registration.host != host
+        if is_new and self._hosts[host] >= self._limits.host_registrations:
             return Refusal.HOST
         is_own = self._host_verifications.of(host, now).take(1, now)
         if not (is_own and self._verifications.take(1, now)):
@@ -222,11 +223,11 @@ class Relay:
 
     def _settle(self, packet: Register, source: Address, host: bytes, now: float) -> None:
         """Create, move or refresh a registration, and put it last in the order of expiry."""
-        before = self._places.pop(packet.tag, None)
+        before = self._registrations.pop(packet.tag, None)
         if before is not None:
             self._leave(before.host)
         self._hosts[host] += 1
-        self._places[packet.tag] = _Place(
+        self._registrations[packet.tag] = _Registration(
             packet.key,
             source,
             host,
@@ -234,7 +235,7 @@ class Relay:
             before.rate if before else _budget(self._limits.rate, BURST_S, now),
             self._quotas.of(host, now),
         )
-        self.statistics.registered = len(self._places)
+        self.statistics.registered = len(self._registrations)
 
     def _leave(self, host: bytes) -> None:
         self._hosts[host] -= 1
@@ -245,19 +246,19 @@ class Relay:
         self._refuse(reason)
         if not self._answers.of(host_of(source), now).take(1, now):
             return []
-        return [(Unknown(tag).encode(), source)]
+        return [(UnknownTag(tag).encode(), source)]
 
     def _refuse(self, reason: Refusal) -> Outgoing:
         self.statistics.refused[reason] += 1
         return []
 
 
-def _budget(rate: float, burst_s: float, now: float) -> Budget:
-    return Budget(rate, rate * burst_s, rate * burst_s, now)
+def _budget(rate: float, burst_s: float, now: float) -> TokenBucket:
+    return TokenBucket(rate, rate * burst_s, rate * burst_s, now)
 
 
-def _shares(rate: float, burst_s: float, random: Callable[[int], bytes]) -> Shares:
-    return Shares(rate, rate * burst_s, random)
+def _shares(rate: float, burst_s: float, random: Callable[[int], bytes]) -> HostBuckets:
+    return HostBuckets(rate, rate * burst_s, random)
 
 
 def _verify(packet: Register) -> bool:

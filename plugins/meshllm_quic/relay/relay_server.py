@@ -1,8 +1,8 @@
 """The relay server: UDP, packets over WebSocket, metrics, and an observer port.
 
 One port number serves UDP datagrams and, over TCP, ``/relay`` (packets as binary messages),
-``/metrics`` and ``/healthz``. A second UDP port, the next number if it is free, answers only `Ask`:
-a client that asks both learns whether its NAT uses a new mapping per destination.
+``/metrics`` and ``/healthz``. A second UDP port, the next number if it is free, answers only
+`AddressRequest`: a client of both learns whether its NAT uses a new mapping per destination.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from meshllm_quic.net.address import RELAY_PORT
 from meshllm_quic.net.network import Address, Network, Socket
 from meshllm_quic.relay import relay_stream
 from meshllm_quic.relay.relay import Limits, Outgoing, Relay, Statistics
-from meshllm_quic.relay.relay_gate import Gate, Guest, stream_source
+from meshllm_quic.relay.relay_limiter import ConnectionLimiter, CountedConnection, stream_source
 from meshllm_quic.relay.relay_metrics import CONTENT_TYPE, exposition
-from meshllm_quic.relay.relay_stream import CLOSE_S, MAX_PACKET_BYTES, Waiting, carry
-from meshllm_quic.wire.packets import Ask, Packet, Tell, decode
+from meshllm_quic.relay.relay_stream import CLOSE_S, MAX_PACKET_BYTES, SendQueue, carry
+from meshllm_quic.wire.packets import AddressReply, AddressRequest, Packet, decode
 
 OPEN_S = 5.0
 """Timeout of a stream's opening handshake."""
@@ -35,13 +35,13 @@ Batch = Sequence[tuple[bytes, Address]]
 class RelayServer:
     """A running relay; created by `open_relay`."""
 
-    def __init__(self, relay: Relay, gate: Gate) -> None:
+    def __init__(self, relay: Relay, limiter: ConnectionLimiter) -> None:
         self.relay = relay
         self.udp: Socket
         self.observer: Socket
-        self.gate = gate
+        self.limiter = limiter
         self._clock = asyncio.get_running_loop().time
-        self._streams: dict[Address, Waiting] = {}
+        self._streams: dict[Address, SendQueue] = {}
         self._numbers = count(1)
         self._lost = 0  # packets lost by streams that are closed
 
@@ -65,13 +65,13 @@ class RelayServer:
         """Handle datagrams of the observer port."""
         for data, source in batch:
             packet = _read(data)
-            if isinstance(packet, Ask) and source[1]:
-                self.observer.send([Tell(packet.nonce, source).encode()], source)
+            if isinstance(packet, AddressRequest) and source[1]:
+                self.observer.send([AddressReply(packet.nonce, source).encode()], source)
 
     def guard(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer plain HTTP requests; accept a stream unless its host exceeds the limit."""
-        assert isinstance(connection, Guest)
-        if (status := connection.introduce(request)) is not None:
+        assert isinstance(connection, CountedConnection)
+        if (status := connection.apply_forwarded_for(request)) is not None:
             return connection.respond(status, f"{status.phrase}\n")
         match request.path:
             case relay_stream.PATH:
@@ -88,9 +88,9 @@ class RelayServer:
 
     async def stream(self, connection: ServerConnection) -> None:
         """Carry the packets of one stream until it is closed."""
-        assert isinstance(connection, Guest)
+        assert isinstance(connection, CountedConnection)
         source = stream_source(connection.host, next(self._numbers))
-        waiting = self._streams[source] = Waiting()
+        waiting = self._streams[source] = SendQueue()
         try:
             await carry(connection, waiting, lambda data: self._take([(data, source)]))
         finally:
@@ -132,14 +132,14 @@ async def open_relay(
     *,
     allow: Callable[[bytes], bool] = lambda _: True,
     limits: Limits | None = None,
-    gate: Gate | None = None,
+    limiter: ConnectionLimiter | None = None,
 ) -> AsyncIterator[RelayServer]:
     """Run a relay inside the context; host None binds all IPv4 and IPv6 addresses.
 
     Raises:
         OSError: the UDP or TCP port is in use, or the host is not one of this machine.
     """
-    server = RelayServer(Relay(allow, limits=limits), gate or Gate())
+    server = RelayServer(Relay(allow, limits=limits), limiter or ConnectionLimiter())
     async with AsyncExitStack() as stack:
         server.udp = await network.open(host, port, server.receive)
         stack.callback(server.udp.close)
@@ -172,7 +172,7 @@ async def _listen(server: RelayServer, host: str | None) -> Server:
         open_timeout=OPEN_S,
         close_timeout=CLOSE_S,
         max_size=MAX_PACKET_BYTES,
-        create_connection=partial(Guest, server.gate),  # type: ignore[arg-type]  # a wrapper may be given
+        create_connection=partial(CountedConnection, server.limiter),  # type: ignore[arg-type]  # a wrapper may be given
     )
     try:
         return await listen(host)

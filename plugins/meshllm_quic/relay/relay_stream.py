@@ -20,8 +20,8 @@ MAX_WAITING = 64
 """Packets queued for a connection that is not writable: one batch, 80 KB."""
 CLOSE_S = 1.0
 """Timeout of the closing handshake."""
-PAUSE_S = 1.0
-MAX_PAUSE_S = 30.0
+BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +32,15 @@ def stream_uri(host: str, port: int, *, is_secure: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}{PATH}" if ":" in host else f"{scheme}://{host}:{port}{PATH}"
 
 
-def pause(tries: int, chance: int) -> float:
+def backoff_s(tries: int, chance: int) -> float:
     """Return the exponential backoff in seconds after ``tries``, with jitter from a random byte.
 
     The jitter spreads the reconnects of all clients after a relay has restarted.
     """
-    return min(PAUSE_S * 2.0 ** min(tries, 16), MAX_PAUSE_S) * (0.5 + chance / 256)
+    return min(BACKOFF_S * 2.0 ** min(tries, 16), MAX_BACKOFF_S) * (0.5 + chance / 256)
 
 
-class Waiting:
+class SendQueue:
     """Bounded send queue of one connection."""
 
     def __init__(self) -> None:
@@ -63,7 +63,9 @@ class Waiting:
                 await connection.send(await self._packets.get())
 
 
-async def carry(connection: Connection, waiting: Waiting, receive: Callable[[bytes], None]) -> None:
+async def carry(
+    connection: Connection, waiting: SendQueue, receive: Callable[[bytes], None]
+) -> None:
     """Carry packets both ways until either side closes the connection.
 
     If cancelled, queued packets are lost; the caller closes the connection.
@@ -77,7 +79,7 @@ async def carry(connection: Connection, waiting: Waiting, receive: Callable[[byt
         sending.cancel()
 
 
-class _Straight(connect):
+class _ConnectNoRedirect(connect):
     """Connect without redirects: a relay must not direct clients into their own network."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
@@ -101,12 +103,12 @@ class RelayStream:
         """
         self.uri = uri
         self.is_open = False
-        self.trouble: str | None = None
+        self.last_error: str | None = None
         """The last reason why it is not open; None if open."""
         self._receive = receive
         self._changed = changed
         self._random = random
-        self._waiting = Waiting()
+        self._waiting = SendQueue()
 
     def send(self, packets: Sequence[bytes]) -> None:
         """Queue packets for the relay; never blocks."""
@@ -123,23 +125,23 @@ class RelayStream:
             try:
                 await self._open()
                 tries = 0
-                self.trouble = "the relay closed the stream"
+                self.last_error = "the relay closed the stream"
             except (OSError, WebSocketException, ImportError) as error:  # no python-socks
-                self.trouble = str(error) or type(error).__name__
-            logger.debug("stream to `%s` is closed: %s", self.uri, self.trouble)
-            await asyncio.sleep(pause(tries, self._random(1)[0]))
+                self.last_error = str(error) or type(error).__name__
+            logger.debug("stream to `%s` is closed: %s", self.uri, self.last_error)
+            await asyncio.sleep(backoff_s(tries, self._random(1)[0]))
             tries += 1
 
     async def _open(self) -> None:
         """Run one connection to its end."""
-        async with _Straight(
+        async with _ConnectNoRedirect(
             self.uri,
             compression=None,
             user_agent_header=None,
             max_size=MAX_PACKET_BYTES,
             close_timeout=CLOSE_S,
         ) as connection:
-            self.trouble = None
+            self.last_error = None
             self.is_open = True
             self._changed()
             try:

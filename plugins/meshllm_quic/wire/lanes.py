@@ -22,7 +22,7 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES, Buffer
 HEAD = Struct("!BI")
 MESSAGE, HELLO, OFFER, ANSWER = range(4)
 """Kinds of record. HELLO is empty and opens a stream; for OFFER and ANSWER see `offer`."""
-MAX_WORD_BYTES = 512
+MAX_RECORD_BYTES = 512
 """Longest body of a record that is not a message."""
 WINDOW_BYTES = 8 * 1024 * 1024
 """100 ms at 600 Mbit/s; two prefill chunks of 256 rows of 8192 bf16 values."""
@@ -81,7 +81,7 @@ class Incoming:
 
     ready: deque[Buffer] = field(default_factory=deque)
     """Complete messages that the application has not read."""
-    words: list[tuple[int, bytes]] = field(default_factory=list)
+    records: list[tuple[int, bytes]] = field(default_factory=list)
     """Kind and body of the other records; the caller of `feed` clears them."""
     unread: int = 0
     """Bytes of the messages in ``ready`` and of the current one."""
@@ -132,7 +132,7 @@ class Incoming:
     def drop(self) -> None:
         """Discard unread messages; pass later bytes to `skip`."""
         self.ready.clear()
-        self.words.clear()
+        self.records.clear()
         self._body = None
         self.unread = 0
         self.read = self.arrived
@@ -150,7 +150,7 @@ class Incoming:
         else:
             self._kind, size = HEAD.unpack_from(view)
             view = view[HEAD.size :]
-        if self._kind > ANSWER or size > (MAX_WORD_BYTES if self._kind else MAX_MESSAGE_BYTES):
+        if self._kind > ANSWER or size > (MAX_RECORD_BYTES if self._kind else MAX_MESSAGE_BYTES):
             raise PeerFault(f"Invalid record: kind {self._kind}, {size} B")
         if self._kind == MESSAGE:
             self.unread += size
@@ -164,5 +164,5 @@ class Incoming:
         if self._kind == MESSAGE:
             self.ready.append(body)
         else:
-            self.words.append((self._kind, bytes(body)))
+            self.records.append((self._kind, bytes(body)))
             self.read += HEAD.size + len(body)

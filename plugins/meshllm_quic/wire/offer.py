@@ -12,7 +12,7 @@ MAX_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class CandidateOffer:
     """Body of an OFFER or ANSWER record."""
 
     key: bytes

@@ -44,7 +44,7 @@ def unpack_address(data: bytes) -> Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AddressRequest:
     """Request for the observed source address, like a STUN binding request."""
 
     KIND: ClassVar[int] = 0x20
@@ -62,7 +62,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class AddressReply:
     """The observed source address, like a STUN binding response."""
 
     KIND: ClassVar[int] = 0x21
@@ -164,7 +164,7 @@ class Registered:
     address: Address
     lasts_s: int
     observer_port: int
-    """Another port of this host that answers `Ask`, to detect NAT mappings; 0 if there is none."""
+    """Another port that answers `AddressRequest`, to detect NAT mappings; 0 if there is none."""
 
     def encode(self) -> bytes:
         """Encode the packet."""
@@ -178,7 +178,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownTag:
     """Reply to a `Relayed` whose sender or recipient, the tag, is not registered."""
 
     KIND: ClassVar[int] = 0x26
@@ -223,7 +223,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeReply:
     """Reply to a `Probe`: the observed address, and the number of bytes received."""
 
     KIND: ClassVar[int] = 0x28
@@ -251,11 +251,31 @@ class Answer:
         return cls(data[1:9], data[9:17], unpack_address(data[17:35]), length, data[37:53])
 
 
-Packet = Ask | Tell | Relayed | Register | Cookie | Registered | Unknown | Probe | Answer
+Packet = (
+    AddressRequest
+    | AddressReply
+    | Relayed
+    | Register
+    | Cookie
+    | Registered
+    | UnknownTag
+    | Probe
+    | ProbeReply
+)
 
 _KINDS: dict[int, type[Packet]] = {
     kind.KIND: kind
-    for kind in (Ask, Tell, Relayed, Register, Cookie, Registered, Unknown, Probe, Answer)
+    for kind in (
+        AddressRequest,
+        AddressReply,
+        Relayed,
+        Register,
+        Cookie,
+        Registered,
+        UnknownTag,
+        Probe,
+        ProbeReply,
+    )
 }
 
 

@@ -14,15 +14,15 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class Through:
-    """Through a relay, to a node that is registered there."""
+class ViaRelay:
+    """ViaRelay a relay, to a node that is registered there."""
 
     relay: Address
     """Identifies the relay, also when it is reached through a stream."""
     to: Tag
 
 
-Route = Direct | Through
+Route = Direct | ViaRelay
 
 
 def show(address: Address) -> str:

@@ -20,16 +20,16 @@ from meshllm_quic.link.table import MAX_CLOSED
 from meshllm_quic.net.network import Address, Network, Receive, Socket
 from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.packets import (
-    Answer,
-    Ask,
+    AddressReply,
+    AddressRequest,
     Cookie,
     Packet,
     Probe,
+    ProbeReply,
     Register,
     Registered,
     Relayed,
-    Tell,
-    Unknown,
+    UnknownTag,
 )
 from tests.plugins.quic.world import echo
 from tests.simulation.ears import virtual
@@ -139,15 +139,15 @@ def forged(random: Random, heard: list[bytes]) -> bytes:
     path = next((each[1:9] for each in reversed(heard) if each[0] in (0x27, 0x28)), bytes(8))
     quic = next(each for each in heard if each[0] & 0x40)
     packets: list[Packet] = [
-        Ask(random.randbytes(8)),
-        Tell(random.randbytes(8), address),
+        AddressRequest(random.randbytes(8)),
+        AddressReply(random.randbytes(8), address),
         Relayed(random.randbytes(12), random.randbytes(12), quic[:1200]),
         Register(random.randbytes(32), bytes(8), random.randbytes(16), bytes(64)),
         Cookie(random.randbytes(8), random.randbytes(16)),
         Registered(random.randbytes(8), address, 60, 9),
-        Unknown(random.randbytes(12)),
+        UnknownTag(random.randbytes(12)),
         Probe(path, random.randbytes(8), random.randbytes(16), random.randrange(33, 1500)),
-        Answer(path, random.randbytes(8), address, 33, random.randbytes(16)),
+        ProbeReply(path, random.randbytes(8), address, 33, random.randbytes(16)),
     ]
     return random.choice(packets).encode()
 
@@ -227,7 +227,7 @@ async def test_amplification_towards_silent_clients_is_at_most_three() -> None:
 
         assert here.network.sent_bytes - sent < 3 * sum(map(len, datagrams)) + 5_000
         assert len(here.endpoint.table) == 1
-        assert len(here.endpoint._door) == 0
+        assert len(here.endpoint._admission) == 0
 
 
 @virtual

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.candidates import SERIES_S
+from meshllm_quic.path.liveness import HEARTBEAT, PATIENCE
 from meshllm_quic.path.paths import OFFER_RELAYED
-from meshllm_quic.path.watch import HEARTBEAT, PATIENCE
 from tests.plugins.quic.two_nats import BEAT, KINDS, World, meets
 
 SEEDS = st.integers(0, 2**32)

@@ -13,10 +13,10 @@ from itertools import count
 from meshllm.errors import PeerFault
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.candidates import MAX_OFFERED, MAX_REFLEXIVE
-from meshllm_quic.path.paths import Action, Moved, Offer, Paths, SendAnswer, SendProbe
+from meshllm_quic.path.paths import Action, Offer, Paths, RouteChanged, SendProbe, SendReply
 from meshllm_quic.path.probing import MAX_NONCES
-from meshllm_quic.wire.packets import Answer, Probe, decode
-from meshllm_quic.wire.routes import Direct, Through
+from meshllm_quic.wire.packets import Probe, ProbeReply, decode
+from meshllm_quic.wire.routes import Direct, ViaRelay
 
 KEY = bytes(range(32))
 RELAY: Address = ("203.0.113.100", 7700)
@@ -119,7 +119,7 @@ class World:
     def _host(self, nat: Nat, *, is_dialer: bool) -> Host:
         paths = Paths(
             KEY,
-            Through(RELAY, b"tag"),
+            ViaRelay(RELAY, b"tag"),
             self.chance.randbytes,
             is_local=lambda _: False,
             is_dialer=is_dialer,
@@ -150,7 +150,7 @@ class World:
     def check(self) -> None:
         for host in self.hosts:
             route = host.paths.route
-            assert isinstance(route, Through) or route.address in host.proven
+            assert isinstance(route, ViaRelay) or route.address in host.proven
             assert len(list(host.paths._candidates)) <= MAX_OFFERED + MAX_REFLEXIVE + 2
             assert len(host.paths._probing._sent) <= MAX_NONCES
 
@@ -164,12 +164,12 @@ class World:
     def act(self, host: Host, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SendProbe(to, packet) | SendAnswer(to, packet):
+                case SendProbe(to, packet) | SendReply(to, packet):
                     host.sent[to] += 1
                     self.send(host, packet.encode(), to)
                 case Offer():
                     self.offer(host)
-                case Moved():
+                case RouteChanged():
                     assert host.paths.size >= 1200
 
     def send(self, host: Host, datagram: bytes, to: Address) -> None:
@@ -199,7 +199,7 @@ class World:
         match packet:
             case Probe() as probe:
                 self.act(host, host.paths.probed(probe, source, self.now))
-            case Answer() as answer:
+            case ProbeReply() as answer:
                 host.proven.add(source)  # proven before the route is checked
                 self.act(host, host.paths.answered(answer, source, self.now))
 
@@ -239,4 +239,4 @@ class World:
         return all(isinstance(host.paths.route, Direct) for host in self.hosts)
 
     def is_relayed(self) -> bool:
-        return all(isinstance(host.paths.route, Through) for host in self.hosts)
+        return all(isinstance(host.paths.route, ViaRelay) for host in self.hosts)

@@ -10,7 +10,7 @@ from meshllm_quic.link.link import Link
 from meshllm_quic.net.network import Address, Socket
 from meshllm_quic.relay.relay import Relay
 from meshllm_quic.transport import QuicTransport
-from meshllm_quic.wire.packets import Ask, Tell, decode
+from meshllm_quic.wire.packets import AddressReply, AddressRequest, decode
 from tests.simulation.hosts import Host
 from tests.simulation.internet import Internet
 
@@ -45,8 +45,8 @@ class PublicRelay:
 
     def _observe(self, batch: Sequence[tuple[bytes, Address]]) -> None:
         for data, source in batch:
-            if isinstance(ask := decode(data), Ask):
-                self._sockets[1].send([Tell(ask.nonce, source).encode()], source)
+            if isinstance(ask := decode(data), AddressRequest):
+                self._sockets[1].send([AddressReply(ask.nonce, source).encode()], source)
 
 
 @dataclass

@@ -305,7 +305,7 @@ def test_packets_of_the_old_path_give_no_samples() -> None:
     made = Controller(max_datagram_size=SIZE)
     old, new = packet(1, 0.0), packet(2, 1.0)
     made.on_packet_sent(packet=old)
-    made.moved()
+    made.reset()
     made.on_packet_sent(packet=new)
     assert made.bytes_in_flight == 2 * SIZE
 

@@ -8,10 +8,10 @@ from aioquic.quic.configuration import QuicConfiguration
 
 from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm.transport.contract import Channel
-from meshllm_quic.base.identity import IDLE_S, STRANGER_WINDOW, Identity
+from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
 from meshllm_quic.link.connection import BROKEN, OPEN_S, REFUSED
 from meshllm_quic.link.listener import Listener
-from meshllm_quic.net.address import Place, show_key
+from meshllm_quic.net.address import QuicAddress, show_key
 from meshllm_quic.relay.relays import MAX_RELAYS
 from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.lanes import HEAD, HELLO, MESSAGE, OFFER
@@ -86,7 +86,7 @@ async def test_links_have_the_keys_of_their_peers() -> None:
 @virtual
 async def test_a_node_does_not_dial_itself_through_a_relay() -> None:
     async with street() as here:
-        place = Place("20.0.0.9", 8790, Identity(b"f" * 32).key)
+        place = QuicAddress("20.0.0.9", 8790, Identity(b"f" * 32).key)
 
         with pytest.raises(UserError, match="is this node itself"):
             await here.transport.dial(str(place))
@@ -150,11 +150,11 @@ async def test_an_unauthenticated_peer_fills_at_most_its_window() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
         stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
-        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0) + bytes(10 * STRANGER_WINDOW))
+        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0) + bytes(10 * UNAUTHENTICATED_WINDOW))
         await stranger.live(5.0)
 
         sent = stranger.quic._streams[4].sender.highest_offset
-        assert sent == STRANGER_WINDOW
+        assert sent == UNAUTHENTICATED_WINDOW
 
 
 @virtual
@@ -214,11 +214,11 @@ async def test_gaps_in_a_stream_buffer_at_most_the_window() -> None:
         sender = stranger.quic._streams[4].sender
         sender._pending.subtract(10, 1000)  # a hole
         await stranger.live(0.2)
-        sender._buffer += bytes(100 * STRANGER_WINDOW)
-        sender._buffer_stop += 100 * STRANGER_WINDOW
+        sender._buffer += bytes(100 * UNAUTHENTICATED_WINDOW)
+        sender._buffer_stop += 100 * UNAUTHENTICATED_WINDOW
         stranger.quic._streams[4].max_stream_data_remote = 1 << 40
         stranger.quic._remote_max_data = 1 << 40
-        sender._pending.add(90 * STRANGER_WINDOW, 90 * STRANGER_WINDOW + 10)
+        sender._pending.add(90 * UNAUTHENTICATED_WINDOW, 90 * UNAUTHENTICATED_WINDOW + 10)
         sender.buffer_is_empty = False
         await stranger.live(0.5)
 

@@ -16,17 +16,17 @@ from meshllm_quic.link.admission import (
     MAX_HALF_OPEN_PER_HOST,
     MAX_HALF_OPEN_PER_RELAY,
     RETRY_ABOVE,
+    Admission,
     Admitted,
-    Door,
 )
 from meshllm_quic.link.endpoint import HOST_PROBES, runs
-from meshllm_quic.link.guide import Guide
 from meshllm_quic.link.link import Link
 from meshllm_quic.link.machine import PEER, Machine
+from meshllm_quic.link.path_driver import PathDriver
 from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.lanes import OFFER
-from meshllm_quic.wire.offer import MAX_CANDIDATES, Whereabouts
-from meshllm_quic.wire.packets import Ask, Register, Relayed, Tell, decode
+from meshllm_quic.wire.offer import MAX_CANDIDATES, CandidateOffer
+from meshllm_quic.wire.packets import AddressReply, AddressRequest, Register, Relayed, decode
 from meshllm_quic.wire.routes import Direct
 from tests.plugins.quic.stranger import Stranger, somebody
 from tests.plugins.quic.world import echo, relayed
@@ -43,13 +43,13 @@ def initial(seed: bytes = bytes(32)) -> bytes:
     return machine.datagrams_to_send(now=0.0)[0][0]
 
 
-def fill(door: Door, count: int) -> None:
+def fill(admission: Admission, count: int) -> None:
     for number in range(count):
-        door.count(number, f"host {number}")
+        admission.count(number, f"host {number}")
 
 
 def test_a_client_is_admitted() -> None:
-    verdict = Door().judge(initial(), HERE, HERE[0], 0.0)
+    verdict = Admission().decide(initial(), HERE, HERE[0], 0.0)
 
     assert isinstance(verdict, Admitted)
     assert verdict.retried_id is None
@@ -57,14 +57,14 @@ def test_a_client_is_admitted() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 6, 50, 1199])
 def test_a_short_datagram_is_ignored(size: int) -> None:
-    assert Door().judge(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
+    assert Admission().decide(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
 
 
 def test_another_version_gets_a_version_negotiation() -> None:
     datagram = initial()
     other = datagram[:1] + b"\x1a\x2a\x3a\x4a" + datagram[5:]
 
-    answer = Door().judge(other, HERE, HERE[0], 0.0)
+    answer = Admission().decide(other, HERE, HERE[0], 0.0)
 
     assert isinstance(answer, bytes)
     header = pull_quic_header(Buffer(data=answer), host_cid_length=8)
@@ -76,80 +76,80 @@ def test_another_version_gets_a_version_negotiation() -> None:
 def test_a_version_negotiation_is_not_answered() -> None:
     datagram = initial()
 
-    assert Door().judge(datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0) is None
+    assert Admission().decide(datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0) is None
 
 
-def retried(door: Door) -> tuple[Machine, bytes]:
+def retried(admission: Admission) -> tuple[Machine, bytes]:
     """Send a client through Retry; return its second datagram."""
-    fill(door, RETRY_ABOVE)
+    fill(admission, RETRY_ABOVE)
     machine = Machine(somebody())
     machine.connect(PEER, now=0.0)
-    answer = door.judge(machine.datagrams_to_send(now=0.0)[0][0], HERE, HERE[0], 0.0)
+    answer = admission.decide(machine.datagrams_to_send(now=0.0)[0][0], HERE, HERE[0], 0.0)
     assert isinstance(answer, bytes)
     machine.receive_datagram(answer, PEER, now=0.1)
     return machine, machine.datagrams_to_send(now=0.1)[0][0]
 
 
 def test_under_load_a_client_must_validate_its_address() -> None:
-    door = Door()
-    machine, again = retried(door)
+    admission = Admission()
+    machine, again = retried(admission)
 
-    verdict = door.judge(again, HERE, HERE[0], 0.2)
+    verdict = admission.decide(again, HERE, HERE[0], 0.2)
 
     assert isinstance(verdict, Admitted)
     assert verdict.original_id == machine.original_destination_connection_id
-    assert door.judge(again, ("10.0.0.2", 5000), "10.0.0.2", 0.2) is None
-    assert door.judge(again, HERE, HERE[0], 60.0) is None
+    assert admission.decide(again, ("10.0.0.2", 5000), "10.0.0.2", 0.2) is None
+    assert admission.decide(again, HERE, HERE[0], 60.0) is None
 
 
 def test_half_open_connections_are_limited() -> None:
-    door = Door()
-    fill(door, MAX_HALF_OPEN)
+    admission = Admission()
+    fill(admission, MAX_HALF_OPEN)
 
-    assert door.judge(initial(), HERE, HERE[0], 0.0) is None
+    assert admission.decide(initial(), HERE, HERE[0], 0.0) is None
 
 
 def test_one_host_cannot_lock_out_others() -> None:
-    door = Door()
+    admission = Admission()
     for number in range(MAX_HALF_OPEN_PER_HOST):
-        door.count(number, HERE[0])
+        admission.count(number, HERE[0])
 
-    assert door.judge(initial(), HERE, HERE[0], 0.0) is None
-    assert door.judge(initial(), ("10.0.0.2", 1), "10.0.0.2", 0.0) is not None
-    door.forget(3)
-    door.forget(3)
-    assert door.judge(initial(), HERE, HERE[0], 0.0) is not None
+    assert admission.decide(initial(), HERE, HERE[0], 0.0) is None
+    assert admission.decide(initial(), ("10.0.0.2", 1), "10.0.0.2", 0.0) is not None
+    admission.forget(3)
+    admission.forget(3)
+    assert admission.decide(initial(), HERE, HERE[0], 0.0) is not None
 
 
 def test_one_relay_cannot_lock_out_others() -> None:
-    door = Door()
+    admission = Admission()
     for number in range(MAX_HALF_OPEN_PER_RELAY):
-        door.count(number, f"tag {number}", relay="relay")
+        admission.count(number, f"tag {number}", relay="relay")
 
-    assert door.judge(initial(), HERE, "another tag", 0.0, relay="relay") is None
-    assert isinstance(door.judge(initial(), HERE, HERE[0], 0.0), bytes)
-    door.forget(3)
-    assert isinstance(door.judge(initial(), HERE, "another tag", 0.0, relay="relay"), bytes)
+    assert admission.decide(initial(), HERE, "another tag", 0.0, relay="relay") is None
+    assert isinstance(admission.decide(initial(), HERE, HERE[0], 0.0), bytes)
+    admission.forget(3)
+    assert isinstance(admission.decide(initial(), HERE, "another tag", 0.0, relay="relay"), bytes)
 
 
 def test_short_connections_are_rate_limited() -> None:
-    door = Door()
+    admission = Admission()
 
-    verdicts = [door.judge(initial(), HERE, HERE[0], 0.0) for _ in range(10 * RETRY_ABOVE)]
+    verdicts = [admission.decide(initial(), HERE, HERE[0], 0.0) for _ in range(10 * RETRY_ABOVE)]
 
     assert sum(isinstance(each, Admitted) for each in verdicts) == RETRY_ABOVE
     assert sum(isinstance(each, bytes) for each in verdicts) == 9 * RETRY_ABOVE
-    assert isinstance(door.judge(initial(), HERE, HERE[0], 1.0), Admitted)
+    assert isinstance(admission.decide(initial(), HERE, HERE[0], 1.0), Admitted)
 
 
 def test_validated_clients_are_rate_limited_too() -> None:
-    door = Door()
-    _, again = retried(door)
+    admission = Admission()
+    _, again = retried(admission)
 
-    verdicts = [door.judge(again, HERE, HERE[0], 0.2) for _ in range(1000)]
+    verdicts = [admission.decide(again, HERE, HERE[0], 0.2) for _ in range(1000)]
 
     assert sum(verdict is not None for verdict in verdicts) == 2 * HOST_RATE
-    assert door.judge(again, HERE, HERE[0], 1.2) is not None
+    assert admission.decide(again, HERE, HERE[0], 1.2) is not None
 
 
 @virtual
@@ -161,8 +161,8 @@ async def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
 
         endpoint._receive([(initial(), (f"2600:1::{number:x}", 5000)) for number in range(1, 200)])
 
-        assert len(endpoint.table) == len(endpoint._door) == RETRY_ABOVE
-        assert len(endpoint._door._hosts) == 1
+        assert len(endpoint.table) == len(endpoint._admission) == RETRY_ABOVE
+        assert len(endpoint._admission._hosts) == 1
 
 
 @given(sizes=st.lists(st.integers(1, 5), max_size=30))
@@ -185,7 +185,7 @@ async def test_a_handshake_under_load_takes_one_more_round_trip() -> None:
     async with transport.listen() as listener:
         endpoint = transport._endpoint
         assert endpoint is not None
-        fill(endpoint._door, RETRY_ABOVE)
+        fill(endpoint._admission, RETRY_ABOVE)
 
         link = await QuicTransport(near).dial(listener.address)
         other = await anext(aiter(listener.links()))
@@ -245,7 +245,7 @@ async def test_a_node_does_not_relay_for_unauthenticated_peers() -> None:
         await asyncio.sleep(1.0)
 
         assert all(len(answer) <= len(register) for answer in near.said)
-        assert {type(decode(answer)).__name__ for answer in near.said} <= {"Cookie", "Unknown"}
+        assert {type(decode(answer)).__name__ for answer in near.said} <= {"Cookie", "UnknownTag"}
 
 
 @virtual
@@ -255,10 +255,10 @@ async def test_a_node_reports_observed_addresses() -> None:
         host, port = listener.address.removeprefix("quic://").split(":")
         near = await ear(internet.host("near"))
 
-        near.send((host, int(port)), Ask(b"12345678").encode())
+        near.send((host, int(port)), AddressRequest(b"12345678").encode())
         await asyncio.sleep(1.0)
 
-        assert list(map(decode, near.said)) == [Tell(b"12345678", near.address)]
+        assert list(map(decode, near.said)) == [AddressReply(b"12345678", near.address)]
 
 
 @virtual
@@ -300,14 +300,14 @@ async def test_a_path_key_shared_by_many_links_is_answered_once() -> None:
         endpoint = nodes.transports[1]._endpoint
         assert endpoint is not None
         (connection,) = endpoint.table
-        guide = connection.guide
-        assert isinstance(guide, Guide)
-        assert guide.paths is not None
+        path_driver = connection.path_driver
+        assert isinstance(path_driver, PathDriver)
+        assert path_driver.paths is not None
 
         for _ in range(50):
-            endpoint.watch_path(guide.paths.id, guide)
+            endpoint.watch_path(path_driver.paths.id, path_driver)
 
-        assert endpoint._paths == {guide.paths.id: [guide]}
+        assert endpoint._paths == {path_driver.paths.id: [path_driver]}
 
 
 @virtual
@@ -318,16 +318,18 @@ async def test_offers_of_many_links_do_not_flood_a_third_party() -> None:
         listening = nodes.transports[1]._endpoint
         assert listening is not None
         (connection,) = listening.table
-        guides = [Guide(listening, connection) for _ in range(links)]
+        path_drivers = [PathDriver(listening, connection) for _ in range(links)]
         before = nodes.internet.dropped["no socket"] + len(victim.heard)
-        for number, guide in enumerate(guides):
-            guide.is_trusted = True
-            guide.hear(OFFER, Whereabouts(bytes([number]) * 32, (victim.address, *named)).encode())
+        for number, path_driver in enumerate(path_drivers):
+            path_driver.is_authenticated = True
+            path_driver.receive_record(
+                OFFER, CandidateOffer(bytes([number]) * 32, (victim.address, *named)).encode()
+            )
 
         for _ in range(500):
             await asyncio.sleep(0.02)
-            for guide in guides:
-                guide.expire(asyncio.get_running_loop().time())
+            for path_driver in path_drivers:
+                path_driver.expire(asyncio.get_running_loop().time())
 
         probes = nodes.internet.dropped["no socket"] + len(victim.heard) - before
         assert links < probes <= HOST_PROBES * (4 + 10) + 1

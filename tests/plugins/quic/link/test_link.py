@@ -15,7 +15,7 @@ from meshllm_quic.wire.lanes import (
     HEAD,
     HELLO,
     HOLD_BYTES,
-    MAX_WORD_BYTES,
+    MAX_RECORD_BYTES,
     MESSAGE,
     OFFER,
     WINDOW_BYTES,
@@ -59,10 +59,10 @@ class Pipe:
     def fail(self, reason: PeerFault) -> None:
         self.fault = reason
 
-    async def wait_gone(self) -> None: ...
+    async def wait_closed(self) -> None: ...
 
-    def know(self, *, is_stranger: bool) -> None:
-        self.known.append(is_stranger)
+    def note_authentication(self, *, is_authenticated: bool) -> None:
+        self.known.append(is_authenticated)
 
     def describe(self, statistics: LinkStatistics) -> LinkStatistics:
         return statistics
@@ -104,7 +104,7 @@ def test_any_bytes_are_decoded_or_rejected(data: bytes) -> None:
     [
         HEAD.pack(MESSAGE, MAX_MESSAGE_BYTES + 1),
         HEAD.pack(MESSAGE, 0xFFFFFFFF),
-        HEAD.pack(OFFER, MAX_WORD_BYTES + 1),
+        HEAD.pack(OFFER, MAX_RECORD_BYTES + 1),
         HEAD.pack(ANSWER + 1, 0),
         HEAD.pack(255, 5),
     ],
@@ -119,7 +119,7 @@ def test_transport_records_are_not_messages() -> None:
 
     incoming.feed(word(b"", HELLO) + word(b"m") + word(b"here", OFFER))
 
-    assert incoming.words == [(HELLO, b""), (OFFER, b"here")]
+    assert incoming.records == [(HELLO, b""), (OFFER, b"here")]
     assert incoming.pop() == b"m"
     assert incoming.pop() is None
     assert incoming.read == incoming.arrived
@@ -224,7 +224,7 @@ async def test_limits_are_passed_on() -> None:
     link.limit_unread(1000)
     link.limit_unread(None)
 
-    assert pipe.known == [True, False]
+    assert pipe.known == [False, True]
 
 
 async def test_bytes_after_close_are_discarded() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from meshllm.errors import UserError
 from meshllm.names import NodeId
 from meshllm.protocol.trust.identity import show
-from meshllm_quic.net.address import Place, parse, show_key
+from meshllm_quic.net.address import QuicAddress, parse, show_key
 
 KEY = bytes(range(32))
 
@@ -15,15 +15,15 @@ KEY = bytes(range(32))
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("quic://10.0.0.7:7700", Place("10.0.0.7", 7700)),
-        ("10.0.0.7:7700", Place("10.0.0.7", 7700)),
-        ("quic://[2001:db8::7]:7700", Place("2001:db8::7", 7700)),
-        ("quic://relay.example:8790", Place("relay.example", 8790)),
-        (f"quic://{show_key(KEY)}@relay.example:8790", Place("relay.example", 8790, KEY)),
-        (f"quic://{show(NodeId(KEY))}@relay.example:1", Place("relay.example", 1, KEY)),
+        ("quic://10.0.0.7:7700", QuicAddress("10.0.0.7", 7700)),
+        ("10.0.0.7:7700", QuicAddress("10.0.0.7", 7700)),
+        ("quic://[2001:db8::7]:7700", QuicAddress("2001:db8::7", 7700)),
+        ("quic://relay.example:8790", QuicAddress("relay.example", 8790)),
+        (f"quic://{show_key(KEY)}@relay.example:8790", QuicAddress("relay.example", 8790, KEY)),
+        (f"quic://{show(NodeId(KEY))}@relay.example:1", QuicAddress("relay.example", 1, KEY)),
     ],
 )
-def test_an_address_is_parsed(text: str, place: Place) -> None:
+def test_an_address_is_parsed(text: str, place: QuicAddress) -> None:
     assert parse(text) == place
 
 
@@ -54,7 +54,7 @@ def test_invalid_quic_addresses_are_rejected(text: str) -> None:
 @given(key=st.binary(min_size=32, max_size=32))
 def test_a_key_is_formatted_like_a_node_id(key: bytes) -> None:
     assert show_key(key) == show(NodeId(key)).replace("-", "")
-    assert parse(str(Place("::1", 1, key))) == Place("::1", 1, key)
+    assert parse(str(QuicAddress("::1", 1, key))) == QuicAddress("::1", 1, key)
 
 
 @given(text=st.text(max_size=120))
@@ -67,6 +67,6 @@ def test_any_text_is_parsed_or_rejected(text: str) -> None:
 
 
 def test_a_default_port_may_be_omitted() -> None:
-    assert parse("relay.example", 8790) == Place("relay.example", 8790)
-    assert parse("quic://[2001:db8::1]", 8790) == Place("2001:db8::1", 8790)
-    assert parse("relay.example:443", 8790) == Place("relay.example", 443)
+    assert parse("relay.example", 8790) == QuicAddress("relay.example", 8790)
+    assert parse("quic://[2001:db8::1]", 8790) == QuicAddress("2001:db8::1", 8790)
+    assert parse("relay.example:443", 8790) == QuicAddress("relay.example", 443)

@@ -32,13 +32,13 @@ def has_ipv6() -> bool:
     return socket.has_dualstack_ipv6()
 
 
-def cuts() -> bool:
+def has_gso() -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return udp._can_cut(probe)
+        return udp._has_gso(probe)
 
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-needs_cutting = pytest.mark.skipif(not cuts(), reason="this kernel has no UDP_SEGMENT")
+needs_gso = pytest.mark.skipif(not has_gso(), reason="this kernel has no UDP_SEGMENT")
 
 
 class Heard:
@@ -122,7 +122,7 @@ async def test_datagrams_keep_their_boundaries(sizes: list[int]) -> None:
         assert [data for data, _ in await heard.take(len(sizes))] == datagrams
 
 
-@needs_cutting
+@needs_gso
 async def test_one_system_call_carries_many_datagrams() -> None:
     async with opened() as (one, _), opened() as (other, heard):
         one.send([bytes(1000)] * 128, (LOCAL, other.port))
@@ -133,7 +133,7 @@ async def test_one_system_call_carries_many_datagrams() -> None:
         assert other.statistics.receive_calls <= 4  # two, and one that finds no datagram
 
 
-@needs_cutting
+@needs_gso
 async def test_a_system_call_carries_no_more_than_ip_does() -> None:
     async with opened() as (one, _), opened() as (other, heard):
         one.send([bytes(16_000)] * 8, (LOCAL, other.port))
@@ -252,7 +252,7 @@ async def test_a_full_buffer_drops_and_does_not_raise() -> None:
 
 
 @pytest.mark.parametrize(("error", "calls"), [(errno.EIO, 7), (errno.EINVAL, 8)])
-@needs_cutting
+@needs_gso
 async def test_without_working_gso_datagrams_are_sent_one_by_one(error: int, calls: int) -> None:
     async with refusing() as (kernel, made, _), opened() as (other, heard):
         kernel.sending = OSError(error, os.strerror(error))

@@ -18,7 +18,7 @@ from meshllm_quic.path.candidates import (
     SERIES_S,
     Candidate,
     Candidates,
-    sensible,
+    probeable,
 )
 
 ADDRESS: Address = ("203.0.113.2", 7000)
@@ -29,7 +29,7 @@ def silent_series(candidate: Candidate, now: float) -> list[float]:
     times = []
     while candidate.due is not None:
         times.append(candidate.due)
-        candidate.tried(candidate.due)
+        candidate.probe_sent(candidate.due)
     return times
 
 
@@ -51,7 +51,7 @@ def test_a_series_ends_with_enough_answers() -> None:
 
     for _ in range(ANSWERS):
         assert candidate.due is not None
-        candidate.tried(5.0)
+        candidate.probe_sent(5.0)
         candidate.answer(5.1, 0.1)
 
     assert candidate.due is None
@@ -61,7 +61,7 @@ def test_the_probe_interval_is_at_least_the_round_trip() -> None:
     candidate = Candidate(ADDRESS, is_offered=True, round_trip_s=0.1)
 
     candidate.start(5.0, wanted=1)
-    candidate.tried(5.0)
+    candidate.probe_sent(5.0)
 
     assert candidate.due == pytest.approx(5.125)
 
@@ -69,7 +69,7 @@ def test_the_probe_interval_is_at_least_the_round_trip() -> None:
 def test_a_probe_outside_of_a_series_begins_none() -> None:
     candidate = Candidate(ADDRESS, is_offered=False)
 
-    candidate.tried(5.0)
+    candidate.probe_sent(5.0)
 
     assert (candidate.due, candidate.probes) == (None, 1)
 
@@ -99,7 +99,7 @@ def test_each_timeout_doubles_the_required_replies() -> None:
 
     for _ in range(20):
         trusts.append(candidate.trust)
-        candidate.die()
+        candidate.timed_out()
 
     assert trusts[:6] == [1, 2, 4, 8, 16, 16]
     assert trusts[-1] == MAX_TRUST
@@ -121,31 +121,31 @@ def test_each_timeout_doubles_the_required_replies() -> None:
     ],
 )
 def test_addresses_that_are_not_unicast_are_not_probed(host: str) -> None:
-    assert sensible([(host, 7000)], is_beside=True) == []
-    assert Candidates().meet((host, 7000), None, 5.0) is None
+    assert probeable([(host, 7000)], is_same_machine=True) == []
+    assert Candidates().find_or_add((host, 7000), None, 5.0) is None
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "10.0.0.1", "169.254.7.7", "fd00::1", "fe80::1%2"])
 def test_unicast_addresses_are_probed(host: str) -> None:
-    assert sensible([(host, 7000)], is_beside=False) == [(host, 7000)]
+    assert probeable([(host, 7000)], is_same_machine=False) == [(host, 7000)]
 
 
 def test_invalid_ports_are_dropped() -> None:
     addresses = [("192.0.2.1", port) for port in (-1, 0, 1, 65535, 65536)]
 
-    assert sensible(addresses, is_beside=False) == [("192.0.2.1", 1), ("192.0.2.1", 65535)]
+    assert probeable(addresses, is_same_machine=False) == [("192.0.2.1", 1), ("192.0.2.1", 65535)]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1"])
 def test_loopback_is_probed_only_on_one_machine(host: str) -> None:
-    assert sensible([(host, 7000)], is_beside=False) == []
-    assert sensible([(host, 7000)], is_beside=True) == [(host, 7000)]
+    assert probeable([(host, 7000)], is_same_machine=False) == []
+    assert probeable([(host, 7000)], is_same_machine=True) == [(host, 7000)]
 
 
 def test_offers_are_truncated_and_deduplicated() -> None:
     addresses = [("192.0.2.1", 1 + number // 2) for number in range(1000)]
 
-    assert sensible(addresses, is_beside=False) == [
+    assert probeable(addresses, is_same_machine=False) == [
         ("192.0.2.1", 1 + number) for number in range(MAX_OFFERED)
     ]
 
@@ -153,7 +153,7 @@ def test_offers_are_truncated_and_deduplicated() -> None:
 def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
     candidates = Candidates()
     candidates.offer([("192.0.2.1", 1), ("192.0.2.1", 2)], None)
-    candidates.meet(("192.0.2.9", 9), None, 5.0)
+    candidates.find_or_add(("192.0.2.9", 9), None, 5.0)
 
     candidates.offer([("192.0.2.1", 3), ("192.0.2.9", 9)], ("192.0.2.1", 2))
 
@@ -163,12 +163,12 @@ def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
 
 def test_unverified_addresses_do_not_evict_those_that_replied() -> None:
     candidates = Candidates()
-    friend = candidates.meet(ADDRESS, None, 5.0)
+    friend = candidates.find_or_add(ADDRESS, None, 5.0)
     assert friend is not None
     friend.answer(5.0, 0.01)
 
     for port in range(1, 1000):
-        candidates.meet(("198.51.100.1", port), None, 6.0)
+        candidates.find_or_add(("198.51.100.1", port), None, 6.0)
 
     assert candidates.get(ADDRESS) is friend
     assert len(list(candidates)) == MAX_REFLEXIVE
@@ -177,19 +177,19 @@ def test_unverified_addresses_do_not_evict_those_that_replied() -> None:
 def test_no_address_is_evicted_while_all_reply() -> None:
     candidates = Candidates()
     for port in range(1, 1 + MAX_REFLEXIVE):
-        known = candidates.meet(("198.51.100.1", port), None, 5.0)
+        known = candidates.find_or_add(("198.51.100.1", port), None, 5.0)
         assert known is not None
         known.answer(5.0, 0.01)
 
-    assert candidates.meet(ADDRESS, None, 6.0) is None
-    assert candidates.meet(ADDRESS, None, 5.0 + FRESH) is not None
+    assert candidates.find_or_add(ADDRESS, None, 6.0) is None
+    assert candidates.find_or_add(ADDRESS, None, 5.0 + FRESH) is not None
 
 
 def test_the_route_is_not_evicted() -> None:
     candidates = Candidates()
-    route = candidates.meet(ADDRESS, None, 5.0)
+    route = candidates.find_or_add(ADDRESS, None, 5.0)
 
     for port in range(1, 1000):
-        candidates.meet(("198.51.100.1", port), ADDRESS, 90.0)
+        candidates.find_or_add(("198.51.100.1", port), ADDRESS, 90.0)
 
     assert candidates.get(ADDRESS) is route

@@ -41,17 +41,17 @@ def test_the_nat_kind_follows_from_the_reports(
     observations = Observations()
 
     for now, (observer, seen) in enumerate(told):
-        observations.told(observer, seen, now)
+        observations.report(observer, seen, now)
 
     assert observations.kind(OWN) is kind
 
 
 def test_candidates_are_unique_and_latest_first() -> None:
     observations = Observations()
-    observations.told(ONE, SEEN, 1.0)
-    observations.told(OTHER, ELSE, 2.0)
-    observations.told(THIRD, OWN[1], 3.0)
-    observations.told(("203.0.113.3", 1), ELSE, 4.0)
+    observations.report(ONE, SEEN, 1.0)
+    observations.report(OTHER, ELSE, 2.0)
+    observations.report(THIRD, OWN[1], 3.0)
+    observations.report(("203.0.113.3", 1), ELSE, 4.0)
 
     assert observations.candidates() == [ELSE, OWN[1], SEEN]
 
@@ -64,7 +64,7 @@ def test_an_observer_is_asked_at_once_and_before_nat_mappings_expire() -> None:
 
     assert observations.deadline == 10.0
     assert observations.expire(10.0) == [ONE]
-    observations.told(ONE, SEEN, 10.1)
+    observations.report(ONE, SEEN, 10.1)
     assert observations.deadline == 10.1 + AGAIN
     assert observations.expire(10.1 + AGAIN - 1) == []
     assert observations.expire(10.1 + AGAIN) == [ONE]
@@ -72,7 +72,7 @@ def test_an_observer_is_asked_at_once_and_before_nat_mappings_expire() -> None:
 
 def test_a_report_is_dropped_after_three_missed_requests() -> None:
     observations = Observations()
-    observations.told(ONE, SEEN, 0.0)
+    observations.report(ONE, SEEN, 0.0)
     now = AGAIN
 
     for _ in range(TRIES):
@@ -95,7 +95,7 @@ def test_udp_is_blocked_if_no_observer_answers() -> None:
         observations.expire(now)
         blocked.append(observations.is_blocked)
     assert observations.describe(OWN) == "blocked: none of 2 observers answers over UDP"
-    observations.told(OTHER, SEEN, RETRY + 0.1)
+    observations.report(OTHER, SEEN, RETRY + 0.1)
     blocked.append(observations.is_blocked)
 
     assert blocked == [False, False, True, False]
@@ -103,10 +103,10 @@ def test_udp_is_blocked_if_no_observer_answers() -> None:
 
 def test_a_network_change_drops_all_reports_and_asks_again() -> None:
     observations = Observations()
-    observations.told(ONE, SEEN, 0.0)
-    observations.told(OTHER, SEEN, 0.0)
+    observations.report(ONE, SEEN, 0.0)
+    observations.report(OTHER, SEEN, 0.0)
 
-    observations.moved(5.0)
+    observations.network_changed(5.0)
 
     assert observations.kind(OWN) is NatKind.UNKNOWN
     assert observations.candidates() == []
@@ -115,15 +115,15 @@ def test_a_network_change_drops_all_reports_and_asks_again() -> None:
 
 def test_a_changed_report_outdates_the_others() -> None:
     observations = Observations()
-    observations.told(ONE, SEEN, 0.0)
-    observations.told(OTHER, SEEN, 0.0)
-    observations.told(THIRD, OWN[1], 0.0)
+    observations.report(ONE, SEEN, 0.0)
+    observations.report(OTHER, SEEN, 0.0)
+    observations.report(THIRD, OWN[1], 0.0)
 
-    observations.told(ONE, ELSE, 20.0)
+    observations.report(ONE, ELSE, 20.0)
 
     assert observations.candidates() == [ELSE, OWN[1]]
     assert observations.expire(20.0) == [OTHER]
-    observations.told(OTHER, ELSE, 20.1)
+    observations.report(OTHER, ELSE, 20.1)
     assert observations.kind(OWN) is NatKind.EASY
 
 
@@ -131,7 +131,7 @@ def test_the_observer_with_the_oldest_report_is_evicted() -> None:
     observations = Observations()
 
     for number in range(3 * MAX_OBSERVERS):
-        observations.told(("203.0.113.1", number + 1), ("198.51.100.7", number + 1), number)
+        observations.report(("203.0.113.1", number + 1), ("198.51.100.7", number + 1), number)
 
     assert len(observations.candidates()) == MAX_OBSERVERS
     assert observations.candidates()[0] == ("198.51.100.7", 3 * MAX_OBSERVERS)
@@ -139,7 +139,7 @@ def test_the_observer_with_the_oldest_report_is_evicted() -> None:
 
 def test_a_report_without_numeric_host_raises() -> None:
     with pytest.raises(ValueError, match="does not appear"):
-        Observations().told(ONE, ("nowhere", 1), 0.0)
+        Observations().report(ONE, ("nowhere", 1), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_the_nat_is_described_in_one_line(told: list[tuple[Address, Address]], t
     observations = Observations()
 
     for now, (observer, seen) in enumerate(told):
-        observations.told(observer, seen, now)
+        observations.report(observer, seen, now)
 
     assert observations.describe(OWN) == text

@@ -16,27 +16,27 @@ from meshllm_quic.path.candidates import (
     MAX_REFLEXIVE,
     SERIES_S,
 )
+from meshllm_quic.path.liveness import HASTE, HEARTBEAT, PATIENCE
 from meshllm_quic.path.paths import (
     GAIN,
-    KNOCK_PAUSE,
     MAX_ANSWERS,
     OFFER_AGAIN,
     OFFER_PAUSE,
     OFFER_RELAYED,
+    PROBE_BACK_PAUSE,
     Action,
-    Moved,
     Offer,
     Paths,
-    SendAnswer,
+    RouteChanged,
     SendProbe,
+    SendReply,
 )
 from meshllm_quic.path.probing import MAX_NONCES, Probing
-from meshllm_quic.path.watch import HASTE, HEARTBEAT, PATIENCE
 from meshllm_quic.wire.packets import Probe
-from meshllm_quic.wire.routes import Direct, Route, Through
+from meshllm_quic.wire.routes import Direct, Route, ViaRelay
 
 KEY = bytes(range(32))
-RELAY = Through(("203.0.113.100", 7700), b"t" * 12)
+RELAY = ViaRelay(("203.0.113.100", 7700), b"t" * 12)
 A: Address = ("192.0.2.1", 7000)
 B: Address = ("192.0.2.2", 7000)
 SIX: Address = ("2001:db8::2", 7000)
@@ -127,7 +127,7 @@ def test_the_first_reply_validates_the_path() -> None:
     side = Side()
     first, second = probes(side.offered(A, B))
 
-    assert side.answer(second, START + 0.03) == [Moved()]
+    assert side.answer(second, START + 0.03) == [RouteChanged()]
 
     assert side.paths.route == Direct(B)
     assert side.paths.round_trip_s == pytest.approx(0.03)
@@ -140,7 +140,7 @@ def test_a_probe_is_answered_with_where_it_came_from_and_probed_back_once() -> N
 
     answer, probe = side.probe(B, START)
 
-    assert isinstance(answer, SendAnswer)
+    assert isinstance(answer, SendReply)
     assert (answer.to, answer.packet.address, answer.packet.length) == (B, B, 33)
     assert isinstance(probe, SendProbe)
     assert probe.to == B
@@ -153,7 +153,7 @@ def test_the_source_of_a_probe_becomes_the_route_by_its_reply() -> None:
     _, probe = side.probe(B, START)
     assert isinstance(probe, SendProbe)
 
-    assert side.answer(probe, START + 0.01) == [Moved()]
+    assert side.answer(probe, START + 0.01) == [RouteChanged()]
 
     assert side.paths.route == Direct(B)
 
@@ -161,7 +161,7 @@ def test_the_source_of_a_probe_becomes_the_route_by_its_reply() -> None:
 def test_probes_are_answered_after_the_path_is_found() -> None:
     side = direct()
 
-    assert any(isinstance(action, SendAnswer) for action in side.probe(A, START + 50))
+    assert any(isinstance(action, SendReply) for action in side.probe(A, START + 50))
 
 
 def test_answers_are_bounded() -> None:
@@ -252,7 +252,7 @@ def test_a_silent_route_falls_back_to_the_relay_and_a_new_offer_follows() -> Non
     side.run(START + SERIES_S, START + SERIES_S + PATIENCE)
 
     assert side.paths.route == RELAY
-    assert side.actions.index(Moved()) < side.actions.index(Offer())
+    assert side.actions.index(RouteChanged()) < side.actions.index(Offer())
     assert (side.paths.size, side.paths.round_trip_s) == (1200, None)
     assert side.paths.reason == "192.0.2.1:7000 stopped answering"
 
@@ -264,7 +264,7 @@ def test_a_timed_out_path_needs_two_replies_to_return() -> None:
     first, second = probes(side.actions)[-1:] + probes(side.paths.expire(START + 30))[-1:]
 
     assert side.answer(first, START + 22) == []
-    assert side.answer(second, START + 30) == [Moved()]
+    assert side.answer(second, START + 30) == [RouteChanged()]
     assert side.paths.route == Direct(A)
 
 
@@ -291,7 +291,7 @@ def test_without_a_relay_a_silent_path_is_kept_at_the_smallest_size() -> None:
 
     assert side.paths.route == Direct(A)
     assert side.paths.size == 1200
-    assert Moved() in side.actions
+    assert RouteChanged() in side.actions
 
 
 def test_a_relay_set_later_is_used_as_fallback() -> None:
@@ -310,7 +310,7 @@ def test_data_through_the_relay_replaces_a_silent_route_at_once() -> None:
     now = side.run(START, START + HEARTBEAT + PATIENCE)
     before, side.paths.backup = side.paths.route, RELAY
 
-    assert side.paths.heard(None, now) == [Moved()]
+    assert side.paths.heard(None, now) == [RouteChanged()]
     assert (before, side.paths.route) == (Direct(A), RELAY)
 
 
@@ -330,7 +330,7 @@ def test_a_dialled_path_is_measured_and_reported() -> None:
     assert side.paths.reason == "dialled at [2001:db8::2]:7000, not measured yet"
 
     (probe,) = probes(side.offered())
-    assert side.answer(probe, START + 0.02) == [Moved()]
+    assert side.answer(probe, START + 0.02) == [RouteChanged()]
 
     assert side.paths.reason == "[2001:db8::2]:7000 answers in 20.0 ms"
 
@@ -448,7 +448,7 @@ def test_probes_to_unknown_sources_are_limited_to_ten_per_second() -> None:
         source = ("198.51.100.9", 1 + number)
         sent += to(side.paths.heard(source, START + 20 + number / 1000))
 
-    assert len(sent) == 1 / KNOCK_PAUSE
+    assert len(sent) == 1 / PROBE_BACK_PAUSE
     assert side.paths.route == Direct(A)
 
 
@@ -476,7 +476,7 @@ def test_datagrams_grow_to_the_path_mtu(locals_: list[str], size: int) -> None:
     side.run(START + 0.01, START + 1, A)
 
     assert side.paths.size == size
-    assert Moved() in side.actions
+    assert RouteChanged() in side.actions
 
 
 def test_only_a_reply_to_the_whole_probe_proves_its_size() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.probing import MAX_NONCES, NONCE_S, Probing, Sent
-from meshllm_quic.wire.packets import Answer, Probe
+from meshllm_quic.wire.packets import Probe, ProbeReply
 
 KEY = bytes(range(32))
 THERE: Address = ("203.0.113.2", 7000)
@@ -81,7 +81,7 @@ def test_an_altered_probe_is_rejected(field: str) -> None:
 )
 def test_an_altered_reply_is_rejected(change: dict[str, bytes | int | Address]) -> None:
     one, other = pair()
-    answer: Answer = other.answer(one.probe(THERE, 5.0), HERE)
+    answer: ProbeReply = other.answer(one.probe(THERE, 5.0), HERE)
 
     assert one.settle(replace(answer, **change), THERE, 5.1) is None  # type: ignore[arg-type]  # a table of fields
 

@@ -20,12 +20,12 @@ from meshllm_quic.relay.relay import LASTS_S, Relay
 from meshllm_quic.wire.packets import (
     TAG_BYTES,
     ZERO_COOKIE,
-    Ask,
+    AddressRequest,
     Cookie,
     Packet,
     Register,
     Registered,
-    Unknown,
+    UnknownTag,
     decode,
 )
 
@@ -117,7 +117,7 @@ def test_a_relay_and_a_client_agree() -> None:
         now = ours.deadline
         assert now is not None
         run(ours.expire(now), HOME, now)
-    run(ours.moved(500.0), CAFE, 500.0)
+    run(ours.restart(500.0), CAFE, 500.0)
     seen.append(ours.observed)
 
     assert now == 20 * REFRESH_S
@@ -204,8 +204,8 @@ def test_any_reply_ends_silence() -> None:
 @pytest.mark.parametrize(
     "packet",
     [
-        Cookie(OTHERS, COOKIE), Registered(OTHERS, CAFE, LASTS_S, 1), Unknown(b"t" * TAG_BYTES),
-        Ask(OTHERS), Register(KEY, OTHERS, COOKIE, bytes(64)),
+        Cookie(OTHERS, COOKIE), Registered(OTHERS, CAFE, LASTS_S, 1), UnknownTag(b"t" * TAG_BYTES),
+        AddressRequest(OTHERS), Register(KEY, OTHERS, COOKIE, bytes(64)),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_settled", [False, True])
@@ -234,7 +234,7 @@ def test_before_the_start_nothing_happens() -> None:
 
     assert ours.deadline is None
     assert ours.expire(100.0) == []
-    assert ours.receive(Unknown(KEY[:TAG_BYTES]), 100.0) == []
+    assert ours.receive(UnknownTag(KEY[:TAG_BYTES]), 100.0) == []
 
 
 def test_a_refresh_uses_the_cookie_again() -> None:
@@ -318,7 +318,7 @@ def test_after_a_move_registration_restarts_at_once_and_stays_valid() -> None:
     ours = make()
     settle(ours, 0.0)
 
-    actions = ours.moved(7.0)
+    actions = ours.restart(7.0)
 
     assert sent(actions).cookie == ZERO_COOKIE
     assert Changed() in actions
@@ -330,7 +330,7 @@ def test_after_a_move_replies_to_the_old_address_are_ignored() -> None:
     ours = make()
     before = sent(ours.start(0.0))
 
-    ours.moved(0.1)
+    ours.restart(0.1)
 
     assert ours.receive(Registered(before.nonce, HOME, LASTS_S, 0), 0.2) == []
 
@@ -339,7 +339,7 @@ def test_an_unknown_reply_triggers_a_registration() -> None:
     ours = make()
     settle(ours, 0.0)
 
-    actions = ours.receive(Unknown(KEY[:TAG_BYTES]), 7.0)
+    actions = ours.receive(UnknownTag(KEY[:TAG_BYTES]), 7.0)
 
     assert sent(actions).cookie == COOKIE
     assert ours.is_registered
@@ -349,7 +349,7 @@ def test_an_unknown_reply_during_a_round_is_ignored() -> None:
     ours = make()
     ours.start(0.0)
 
-    assert ours.receive(Unknown(KEY[:TAG_BYTES]), 0.1) == []
+    assert ours.receive(UnknownTag(KEY[:TAG_BYTES]), 0.1) == []
 
 
 def test_forged_unknown_replies_cost_little() -> None:
@@ -359,7 +359,7 @@ def test_forged_unknown_replies_cost_little() -> None:
 
     for step in range(200):
         now = 1.0 + step / 10
-        if actions := ours.receive(Unknown(KEY[:TAG_BYTES]), now):
+        if actions := ours.receive(UnknownTag(KEY[:TAG_BYTES]), now):
             rounds.append(now)
             settle(ours, now, actions)
 

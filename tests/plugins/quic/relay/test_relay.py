@@ -23,15 +23,15 @@ from meshllm_quic.wire.packets import (
     MAX_INNER_BYTES,
     TAG_BYTES,
     ZERO_COOKIE,
-    Ask,
+    AddressReply,
+    AddressRequest,
     Cookie,
     Packet,
     Probe,
     Register,
     Registered,
     Relayed,
-    Tell,
-    Unknown,
+    UnknownTag,
     decode,
 )
 
@@ -124,7 +124,7 @@ def test_unauthenticated_clients_leave_no_state() -> None:
     for number in range(2000):
         give(relay, A.ask(), (f"192.0.2.{number % 256}", 1024 + number))
 
-    kept = [len(relay._places), len(relay._hosts), len(relay._quotas._budgets)]
+    kept = [len(relay._registrations), len(relay._hosts), len(relay._quotas._budgets)]
     assert relay.statistics.registered == 0
     assert kept == [0, 0, 0]
 
@@ -234,7 +234,7 @@ def test_a_registration_expires_unless_refreshed() -> None:
     relay.expire(LASTS_S)
     assert relay.statistics.registered == 1
     (answer,) = give(relay, A.to(B), HOME, 61.0)
-    assert answer == Unknown(B.tag)
+    assert answer == UnknownTag(B.tag)
 
     relay.expire(30.0 + LASTS_S)
     assert relay.statistics.registered == 0
@@ -247,11 +247,11 @@ def test_registrations_expire_without_input() -> None:
 
     (answer,) = give(relay, A.to(A), HOME, LASTS_S)
 
-    assert answer == Unknown(A.tag)
+    assert answer == UnknownTag(A.tag)
 
 
 def test_a_full_relay_keeps_its_registrations() -> None:
-    relay = make(Limits(places=1))
+    relay = make(Limits(registrations=1))
     settle(relay, A, HOME)
 
     assert settle(relay, B, CAFE) == []
@@ -265,7 +265,7 @@ def test_a_full_relay_keeps_its_registrations() -> None:
     [(("192.0.2.1", 9), True), (("192.0.2.2", 9), False)],
 )
 def test_registrations_per_host_are_limited(other: Address, is_same_host: bool) -> None:
-    relay = make(Limits(host_places=1))
+    relay = make(Limits(host_registrations=1))
     settle(relay, A, HOME)
 
     assert (settle(relay, B, other) == []) is is_same_host
@@ -274,7 +274,7 @@ def test_registrations_per_host_are_limited(other: Address, is_same_host: bool) 
 
 
 def test_a_network_of_ipv6_counts_as_one_host() -> None:
-    relay = make(Limits(host_places=1))
+    relay = make(Limits(host_registrations=1))
     settle(relay, A, OFFICE)
 
     assert settle(relay, B, ("2001:db8::ffff", 9)) == []
@@ -282,7 +282,7 @@ def test_a_network_of_ipv6_counts_as_one_host() -> None:
 
 
 def test_a_moved_registration_frees_room_at_its_host() -> None:
-    relay = make(Limits(host_places=1))
+    relay = make(Limits(host_registrations=1))
     settle(relay, A, HOME)
     settle(relay, A, CAFE)
 
@@ -290,7 +290,7 @@ def test_a_moved_registration_frees_room_at_its_host() -> None:
 
 
 def test_a_host_keeps_its_unexpired_registrations() -> None:
-    relay = make(Limits(host_places=2))
+    relay = make(Limits(host_registrations=2))
     settle(relay, A, HOME, 0.0)
     settle(relay, B, (HOME[0], 9), 30.0)
 
@@ -327,9 +327,9 @@ def test_a_sender_must_be_registered_from_its_source_address() -> None:
     relay = make()
     settle(relay, B, CAFE)
 
-    assert give(relay, A.to(B), HOME) == [Unknown(A.tag)]
+    assert give(relay, A.to(B), HOME) == [UnknownTag(A.tag)]
     settle(relay, A, HOME)
-    assert give(relay, A.to(B), OFFICE) == [Unknown(A.tag)]
+    assert give(relay, A.to(B), OFFICE) == [UnknownTag(A.tag)]
     assert relay.statistics.refused == {Refusal.SENDER: 2}
     assert relay.statistics.forwarded == 0
 
@@ -338,7 +338,7 @@ def test_an_unknown_recipient_is_reported() -> None:
     relay = make()
     settle(relay, A, HOME)
 
-    assert give(relay, A.to(B), HOME) == [Unknown(B.tag)]
+    assert give(relay, A.to(B), HOME) == [UnknownTag(B.tag)]
     assert relay.statistics.refused == {Refusal.RECIPIENT: 1}
 
 
@@ -350,8 +350,8 @@ def test_unknown_replies_per_host_are_limited() -> None:
 
     assert 0 < sum(told) < 50
     assert told == sorted(told, reverse=True)
-    assert elsewhere == [Unknown(A.tag)]
-    assert give(relay, A.to(B), HOME, 1.0) == [Unknown(A.tag)]
+    assert elsewhere == [UnknownTag(A.tag)]
+    assert give(relay, A.to(B), HOME, 1.0) == [UnknownTag(A.tag)]
 
 
 @pytest.mark.parametrize(
@@ -428,14 +428,14 @@ def test_the_total_rate_is_limited() -> None:
 
 
 def test_the_observed_address_is_reported() -> None:
-    assert give(make(), Ask(NONCE), OFFICE) == [Tell(NONCE, OFFICE)]
+    assert give(make(), AddressRequest(NONCE), OFFICE) == [AddressReply(NONCE, OFFICE)]
 
 
 @pytest.mark.parametrize(
     "packet",
     [
-        Tell(NONCE, HOME), Cookie(NONCE, bytes(16)), Registered(NONCE, HOME, 60, 0),
-        Unknown(A.tag), Probe(NONCE, NONCE, bytes(16)),
+        AddressReply(NONCE, HOME), Cookie(NONCE, bytes(16)), Registered(NONCE, HOME, 60, 0),
+        UnknownTag(A.tag), Probe(NONCE, NONCE, bytes(16)),
     ],
 )  # fmt: skip
 def test_packets_for_clients_are_ignored(packet: Packet) -> None:
@@ -458,14 +458,15 @@ def mutate(seeded: random.Random, datagram: bytes) -> bytes:
 def test_a_relay_never_amplifies() -> None:
     """100,000 datagrams, most of them damaged, from 1,000 addresses and two members."""
     seeded = random.Random(5)
-    limits = Limits(places=3, host_places=2)
+    limits = Limits(registrations=3, host_registrations=2)
     relay = make(limits)
     settle(relay, A, HOME)
     settle(relay, B, OFFICE)
     seeds = [
-        A.to(B).encode(), B.to(C).encode(), C.to(A).encode(), A.ask().encode(), Ask(NONCE).encode(),
+        A.to(B).encode(), B.to(C).encode(), C.to(A).encode(),
+        A.ask().encode(), AddressRequest(NONCE).encode(),
         A.sign(bake(relay, HOME)).encode(), C.sign(bake(relay, SOURCES[0])).encode(),
-        Probe(NONCE, NONCE, bytes(16), 500).encode(), Unknown(A.tag).encode(),
+        Probe(NONCE, NONCE, bytes(16), 500).encode(), UnknownTag(A.tag).encode(),
     ]  # fmt: skip
     heard: Counter[Address] = Counter()
     told: Counter[Address] = Counter()
@@ -485,6 +486,6 @@ def test_a_relay_never_amplifies() -> None:
 
     assert relay.statistics.forwarded > 100
     assert all(told[source] <= heard[source] for source in SOURCES[1:])
-    assert len(relay._places) <= limits.places
-    assert len(relay._hosts) <= limits.places
+    assert len(relay._registrations) <= limits.registrations
+    assert len(relay._hosts) <= limits.registrations
     assert set(relay.statistics.refused) <= set(Refusal)

@@ -16,17 +16,17 @@ from meshllm_quic.net.udp import UdpNetwork
 from meshllm_quic.relay import relay_server
 from meshllm_quic.relay.registration import Action, Registration, Send
 from meshllm_quic.relay.relay import Refusal
-from meshllm_quic.relay.relay_gate import Gate
+from meshllm_quic.relay.relay_limiter import ConnectionLimiter
 from meshllm_quic.relay.relay_metrics import CONTENT_TYPE
 from meshllm_quic.relay.relay_server import RelayServer, open_relay, runs
 from meshllm_quic.relay.relay_stream import MAX_PACKET_BYTES, MAX_WAITING
 from meshllm_quic.wire.packets import (
     TAG_BYTES,
-    Ask,
+    AddressReply,
+    AddressRequest,
     Packet,
     Relayed,
-    Tell,
-    Unknown,
+    UnknownTag,
     decode,
 )
 
@@ -39,13 +39,13 @@ A, B = ("192.0.2.1", 1), ("192.0.2.2", 2)
 
 
 @asynccontextmanager
-async def relaying(gate: Gate | None = None) -> AsyncIterator[RelayServer]:
+async def relaying(limiter: ConnectionLimiter | None = None) -> AsyncIterator[RelayServer]:
     """Run a relay on a port that is free for both UDP and TCP."""
     async with AsyncExitStack() as stack:
         server = None
         for _ in range(5):
             with suppress(OSError):
-                opening = open_relay(UdpNetwork(), HOST, 0, gate=gate)
+                opening = open_relay(UdpNetwork(), HOST, 0, limiter=limiter)
                 server = await stack.enter_async_context(opening)
                 break
         assert server is not None
@@ -129,12 +129,13 @@ async def test_both_ports_report_the_observed_address() -> None:
         ours = (HOST, client.socket.port)
 
         told = [
-            await client.ask(Ask(NONCE), socket.port) for socket in (server.udp, server.observer)
+            await client.ask(AddressRequest(NONCE), socket.port)
+            for socket in (server.udp, server.observer)
         ]
 
         assert told == [
-            (Tell(NONCE, ours), (HOST, server.udp.port)),
-            (Tell(NONCE, ours), (HOST, server.observer.port)),
+            (AddressReply(NONCE, ours), (HOST, server.udp.port)),
+            (AddressReply(NONCE, ours), (HOST, server.observer.port)),
         ]
 
 
@@ -144,11 +145,11 @@ async def test_the_observer_port_answers_only_address_requests() -> None:
         (send,) = node.registration.start(0.0)
         assert isinstance(send, Send)
 
-        for datagram in (send.packet.encode(), b"", QUIC, Unknown(node.tag).encode()):
+        for datagram in (send.packet.encode(), b"", QUIC, UnknownTag(node.tag).encode()):
             client.socket.send([datagram], (HOST, server.observer.port))
-        packet, _ = await client.ask(Ask(NONCE), server.observer.port)
+        packet, _ = await client.ask(AddressRequest(NONCE), server.observer.port)
 
-        assert isinstance(packet, Tell)
+        assert isinstance(packet, AddressReply)
 
 
 async def test_datagrams_are_forwarded_between_clients() -> None:
@@ -189,7 +190,7 @@ async def test_each_stream_is_a_separate_client() -> None:
 
         await other.send(Relayed(b.tag, a.tag, QUIC).encode())
 
-        assert decode(await other.recv(decode=False)) == Unknown(a.tag)
+        assert decode(await other.recv(decode=False)) == UnknownTag(a.tag)
         assert server.statistics.refused == {Refusal.SENDER: 1}
 
 
@@ -202,9 +203,9 @@ async def test_a_stream_that_is_closed_is_forgotten() -> None:
         await until_streams(server, 0)
 
         one.socket.send([Relayed(b.tag, a.tag, QUIC).encode()], (HOST, server.udp.port))
-        packet, _ = await one.ask(Ask(NONCE), server.udp.port)
+        packet, _ = await one.ask(AddressRequest(NONCE), server.udp.port)
 
-        assert isinstance(packet, Tell)
+        assert isinstance(packet, AddressReply)
         assert server.statistics.forwarded == 1
 
 
@@ -218,12 +219,12 @@ async def test_a_client_that_does_not_read_loses_datagrams_and_fills_no_memory()
         batch = [(datagram, (HOST, one.socket.port))] * MAX_WAITING
 
         while "meshllm_relay_lost_total 0\n" in server.metrics:
-            server.relay._places[a.tag].rate.left = 1e9
+            server.relay._registrations[a.tag].rate.left = 1e9
             server.relay._total.left = 1e9
             server.receive(batch)
             await asyncio.sleep(0)
 
-        held = server._streams[server.relay._places[b.tag].address]
+        held = server._streams[server.relay._registrations[b.tag].address]
         assert held._packets.qsize() <= MAX_WAITING
         other.transport.resume_reading()
         assert await other.recv() == datagram
@@ -239,12 +240,12 @@ async def test_an_oversized_packet_ends_a_server_stream() -> None:
 
 async def test_a_datagram_cannot_impersonate_a_stream() -> None:
     async with relaying() as server, stream(server) as client:
-        await client.send(Ask(NONCE).encode())
+        await client.send(AddressRequest(NONCE).encode())
         told = decode(await client.recv(decode=False))
-        assert isinstance(told, Tell)
+        assert isinstance(told, AddressReply)
 
-        server.receive([(Ask(b"forged!!").encode(), told.address)])
-        await client.send(Ask(NONCE).encode())
+        server.receive([(AddressRequest(b"forged!!").encode(), told.address)])
+        await client.send(AddressRequest(NONCE).encode())
 
         assert decode(await client.recv(decode=False)) == told
 
@@ -253,9 +254,9 @@ async def test_garbage_does_not_end_a_stream() -> None:
     async with relaying() as server, stream(server) as client:
         for garbage in (b"", b"\xff" * 9, QUIC, "text"):
             await client.send(garbage)
-        await client.send(Ask(NONCE).encode())
+        await client.send(AddressRequest(NONCE).encode())
 
-        assert isinstance(decode(await client.recv(decode=False)), Tell)
+        assert isinstance(decode(await client.recv(decode=False)), AddressReply)
 
 
 async def test_browsers_cannot_open_a_stream() -> None:
@@ -271,20 +272,20 @@ async def test_streams_are_served_only_at_their_path() -> None:
 
 
 async def test_streams_per_host_are_limited() -> None:
-    async with relaying(Gate(most_of_host=2)) as server:
+    async with relaying(ConnectionLimiter(most_of_host=2)) as server:
         async with stream(server), stream(server):
             with pytest.raises((InvalidHandshake, OSError)):
                 await stream(server)
         await until_streams(server, 0)
         async with stream(server) as client:
-            await client.send(Ask(NONCE).encode())
-            assert isinstance(decode(await client.recv(decode=False)), Tell)
+            await client.send(AddressRequest(NONCE).encode())
+            assert isinstance(decode(await client.recv(decode=False)), AddressReply)
 
 
 async def test_silent_connections_count_too() -> None:
-    async with relaying(Gate(most_of_host=1)) as server:
+    async with relaying(ConnectionLimiter(most_of_host=1)) as server:
         _, writer = await asyncio.open_connection(HOST, server.udp.port)
-        while not server.gate._hosts:  # noqa: ASYNC110
+        while not server.limiter._hosts:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
         with pytest.raises((InvalidHandshake, OSError)):
@@ -294,16 +295,16 @@ async def test_silent_connections_count_too() -> None:
 
 
 async def test_a_local_proxy_names_its_clients() -> None:
-    async with relaying(Gate(most_of_host=1)) as server:
+    async with relaying(ConnectionLimiter(most_of_host=1)) as server:
         one, other = "192.0.2.1", "192.0.2.2"
         async with stream(server, X_Forwarded_For=f"bogus, {one}") as client:
             async with stream(server, X_Forwarded_For=other):
-                await client.send(Ask(NONCE).encode())
+                await client.send(AddressRequest(NONCE).encode())
                 told = decode(await client.recv(decode=False))
             with pytest.raises(InvalidStatus, match="429"):
                 await stream(server, X_Forwarded_For=f"::ffff:{one}")
 
-        assert isinstance(told, Tell)
+        assert isinstance(told, AddressReply)
         assert told.address[0].startswith("2002:c000:201::")
 
 
@@ -429,7 +430,7 @@ async def test_a_relay_listens_without_ipv6(
 
 async def test_datagrams_from_port_zero_are_ignored() -> None:
     network = FakeNetwork()
-    ask = Ask(NONCE).encode()
+    ask = AddressRequest(NONCE).encode()
 
     async with open_relay(network, HOST, await free_port()) as server:
         server.receive([(ask, (HOST, 0)), (ask, A)])

@@ -18,12 +18,12 @@ from websockets.http11 import Request, Response
 
 from meshllm_quic.relay import relay_stream
 from meshllm_quic.relay.relay_stream import (
+    MAX_BACKOFF_S,
     MAX_PACKET_BYTES,
-    MAX_PAUSE_S,
     MAX_WAITING,
     RelayStream,
-    Waiting,
-    pause,
+    SendQueue,
+    backoff_s,
     stream_uri,
 )
 
@@ -38,7 +38,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "socks_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setattr(relay_stream, "PAUSE_S", 0.01)
+    monkeypatch.setattr(relay_stream, "BACKOFF_S", 0.01)
 
 
 async def echo(connection: ServerConnection) -> None:
@@ -104,7 +104,7 @@ async def test_packets_go_both_ways_in_order() -> None:
         ours.stream.send([b"three"])
 
         assert [await ours.heard.get() for _ in range(3)] == [b"one", b"two", b"three"]
-        assert ours.stream.trouble is None
+        assert ours.stream.last_error is None
 
 
 async def test_redirects_are_not_followed() -> None:
@@ -129,7 +129,7 @@ async def test_redirects_are_not_followed() -> None:
                 await referred.get()
                 await referred.get()  # the first connection has ended
 
-                assert "302" in (ours.stream.trouble or "")
+                assert "302" in (ours.stream.last_error or "")
 
     assert asked == []
 
@@ -199,10 +199,10 @@ async def test_a_stream_waits_for_the_relay_to_start() -> None:
         pass
 
     async with running(stream_uri(HOST, port)) as ours:
-        while ours.stream.trouble is None:  # noqa: ASYNC110
+        while ours.stream.last_error is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert not ours.stream.is_open
-        assert "onnect" in ours.stream.trouble
+        assert "onnect" in ours.stream.last_error
         async with serving(port=port):
             assert await ours.changes.get()
             assert await ours.echoed(b"one") == b"one"
@@ -220,18 +220,18 @@ async def test_a_rejected_stream_is_retried() -> None:
         async with running(stream_uri(HOST, port)) as ours:
             assert [await asked.get() for _ in range(4)] == ["/relay"] * 4
 
-            assert "404" in str(ours.stream.trouble)
+            assert "404" in str(ours.stream.last_error)
             assert ours.changes.empty()
 
 
 def test_backoff_doubles_to_a_limit_with_jitter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relay_stream, "PAUSE_S", 1.0)
+    monkeypatch.setattr(relay_stream, "BACKOFF_S", 1.0)
 
-    assert [pause(tries, 128) for tries in range(4)] == [1.0, 2.0, 4.0, 8.0]
-    assert pause(1000, 128) == MAX_PAUSE_S
-    assert [pause(1, chance) for chance in (0, 64, 192)] == [1.0, 1.5, 2.5]
+    assert [backoff_s(tries, 128) for tries in range(4)] == [1.0, 2.0, 4.0, 8.0]
+    assert backoff_s(1000, 128) == MAX_BACKOFF_S
+    assert [backoff_s(1, chance) for chance in (0, 64, 192)] == [1.0, 1.5, 2.5]
 
 
 async def test_a_missing_proxy_library_is_reported(
@@ -240,7 +240,7 @@ async def test_a_missing_proxy_library_is_reported(
     monkeypatch.setenv("socks_proxy", "socks5h://127.0.0.1:9")
 
     async with running("ws://relay.invalid:1/relay") as ours:
-        while ours.stream.trouble is None:  # noqa: ASYNC110
+        while ours.stream.last_error is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
         assert not ours.stream.is_open
@@ -335,15 +335,15 @@ async def test_an_untrusted_certificate_is_an_error(tmp_path: Path) -> None:
     async with await asyncio.start_server(lambda *_: None, HOST, 0, ssl=context) as door:
         uri = stream_uri(HOST, door.sockets[0].getsockname()[1], is_secure=True)
         async with running(uri) as ours:
-            while ours.stream.trouble is None:  # noqa: ASYNC110
+            while ours.stream.last_error is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
-            assert "certificate" in ours.stream.trouble
+            assert "certificate" in ours.stream.last_error
             assert not ours.stream.is_open
 
 
 async def test_no_more_waits_than_there_is_room_for() -> None:
-    waiting = Waiting()
+    waiting = SendQueue()
 
     waiting.put([b"packet"] * (MAX_WAITING + 3))
 

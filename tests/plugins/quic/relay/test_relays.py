@@ -11,7 +11,7 @@ from meshllm_quic.net.network import Address
 from meshllm_quic.relay import relays as relays_module
 from meshllm_quic.relay.registration import MAX_RETRY_S, SILENT_S
 from meshllm_quic.relay.relay import Relay
-from meshllm_quic.relay.relay_gate import stream_source
+from meshllm_quic.relay.relay_limiter import stream_source
 from meshllm_quic.relay.relays import MAX_RELAYS, Relays, Usage
 from meshllm_quic.wire.packets import decode
 from tests.simulation.ears import virtual
@@ -79,7 +79,7 @@ class FakeStream:
         self._relay = host, int(port)
         self._changed = changed
         self.is_open = False
-        self.trouble: str | None = None
+        self.last_error: str | None = None
 
     def send(self, packets: Sequence[bytes]) -> None:
         for packet in packets:

@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.errors import PeerFault
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
-from meshllm_quic.wire.lanes import HEAD, MAX_WORD_BYTES, MESSAGE, OFFER, Incoming
+from meshllm_quic.wire.lanes import HEAD, MAX_RECORD_BYTES, MESSAGE, OFFER, Incoming
 
 
 def test_a_message_is_reassembled_from_any_chunks() -> None:
@@ -34,7 +34,7 @@ def test_an_announced_message_allocates_no_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [(MESSAGE, MAX_MESSAGE_BYTES + 1), (OFFER, MAX_WORD_BYTES + 1), (4, 0)]
+    ("kind", "size"), [(MESSAGE, MAX_MESSAGE_BYTES + 1), (OFFER, MAX_RECORD_BYTES + 1), (4, 0)]
 )
 def test_an_invalid_record_is_rejected(kind: int, size: int) -> None:
     with pytest.raises(PeerFault, match=f"kind {kind}, {size} B"):

@@ -12,16 +12,16 @@ from meshllm.errors import PeerFault
 from meshllm_quic.wire.packets import (
     ASK_BYTES,
     MAX_INNER_BYTES,
-    Answer,
-    Ask,
+    AddressReply,
+    AddressRequest,
     Cookie,
     Packet,
     Probe,
+    ProbeReply,
     Register,
     Registered,
     Relayed,
-    Tell,
-    Unknown,
+    UnknownTag,
     decode,
     is_quic,
     pack_address,
@@ -29,15 +29,15 @@ from meshllm_quic.wire.packets import (
 )
 
 KINDS: list[type[Packet]] = [
-    Ask,
-    Tell,
+    AddressRequest,
+    AddressReply,
     Relayed,
     Register,
     Cookie,
     Registered,
-    Unknown,
+    UnknownTag,
     Probe,
-    Answer,
+    ProbeReply,
 ]
 MUTATIONS = 100_000
 
@@ -53,15 +53,15 @@ def raw(size: int) -> st.SearchStrategy[bytes]:
 
 
 packets: st.SearchStrategy[Packet] = st.one_of(
-    st.builds(Ask, raw(8)),
-    st.builds(Tell, raw(8), addresses),
+    st.builds(AddressRequest, raw(8)),
+    st.builds(AddressReply, raw(8), addresses),
     st.builds(Relayed, raw(12), raw(12), st.binary(max_size=MAX_INNER_BYTES)),
     st.builds(Register, raw(32), raw(8), raw(16), raw(64)),
     st.builds(Cookie, raw(8), raw(16)),
     st.builds(Registered, raw(8), addresses, u16, u16),
-    st.builds(Unknown, raw(12)),
+    st.builds(UnknownTag, raw(12)),
     st.builds(Probe, raw(8), raw(8), raw(16), st.integers(Probe.SIZE, 16000)),
-    st.builds(Answer, raw(8), raw(8), addresses, u16, raw(16)),
+    st.builds(ProbeReply, raw(8), raw(8), addresses, u16, raw(16)),
 )
 
 
@@ -133,17 +133,18 @@ def test_kinds_are_distinct_from_each_other_quic_and_stun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "answers"), [(Ask, [Tell]), (Register, [Cookie, Registered]), (Relayed, [Unknown])]
+    ("question", "answers"),
+    [(AddressRequest, [AddressReply]), (Register, [Cookie, Registered]), (Relayed, [UnknownTag])],
 )
 def test_a_reply_is_not_longer_than_its_request(
     question: type[Packet], answers: list[type[Packet]]
 ) -> None:
     assert all(answer.SIZE <= question.SIZE for answer in answers)
-    assert Ask(bytes(8)).encode() == bytes([0x20]).ljust(ASK_BYTES, b"\0")
+    assert AddressRequest(bytes(8)).encode() == bytes([0x20]).ljust(ASK_BYTES, b"\0")
 
 
 def test_the_answer_to_a_probe_is_not_twice_as_long() -> None:
-    assert Answer.SIZE < 2 * Probe.SIZE
+    assert ProbeReply.SIZE < 2 * Probe.SIZE
 
 
 def test_relayed_datagrams_fit_the_minimum_ipv6_mtu() -> None:
@@ -160,7 +161,7 @@ def test_a_registration_is_signed_for_its_cookie() -> None:
 
 def test_the_mac_covers_every_field_of_probes_and_replies() -> None:
     probe = Probe(b"p" * 8, b"n" * 8, b"m" * 16)
-    answer = Answer(b"p" * 8, b"n" * 8, ("192.0.2.1", 7), 33, b"m" * 16)
+    answer = ProbeReply(b"p" * 8, b"n" * 8, ("192.0.2.1", 7), 33, b"m" * 16)
 
     for other in (replace(probe, path=b"q" * 8), replace(probe, nonce=b"o" * 8)):
         assert other.sealed != probe.sealed
@@ -187,6 +188,9 @@ def test_garbage_is_decoded_or_rejected() -> None:
         except PeerFault:
             continue
         read += 1
-        assert packet.encode()[: packet.SIZE] == datagram[: packet.SIZE] or type(packet) is Ask
+        assert (
+            packet.encode()[: packet.SIZE] == datagram[: packet.SIZE]
+            or type(packet) is AddressRequest
+        )
 
     assert read > MUTATIONS // 4

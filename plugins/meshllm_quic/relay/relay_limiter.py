@@ -10,13 +10,13 @@ from websockets.asyncio.server import ServerConnection
 from websockets.http11 import Request
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.budget import host_of
+from meshllm_quic.path.rate_limit import host_of
 
 MAX_CONNECTIONS = 800  # below 1024, the usual limit of open files
 MAX_HOST_CONNECTIONS = 64
 
 
-class Gate:
+class ConnectionLimiter:
     """Counts connections, per host and in total; an IPv6 /64 is one host."""
 
     def __init__(
@@ -42,14 +42,14 @@ class Gate:
             del self._hosts[name]
 
 
-class Guest(ServerConnection):
+class CountedConnection(ServerConnection):
     """A server connection that is counted from TCP accept on, before the handshake."""
 
-    def __init__(self, gate: Gate, *args: Any, **options: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.host: str
         """Address of the client."""
-        self._gate = gate
+        self._limiter = limiter
         self._is_counted = False
 
     def connection_made(self, transport: BaseTransport) -> None:
@@ -64,7 +64,7 @@ class Guest(ServerConnection):
         super().connection_lost(exc)
         self._leave()
 
-    def introduce(self, request: Request) -> HTTPStatus | None:
+    def apply_forwarded_for(self, request: Request) -> HTTPStatus | None:
         """Trust X-Forwarded-For of a proxy on this machine; return the status of a rejection."""
         said = request.headers.get_all("X-Forwarded-For")
         if not (said and self._is_counted and ip_address(self.host).is_loopback):
@@ -78,12 +78,12 @@ class Guest(ServerConnection):
 
     def _enter(self, host: str) -> bool:
         self.host = host
-        self._is_counted = self._gate.enter(host)
+        self._is_counted = self._limiter.enter(host)
         return self._is_counted
 
     def _leave(self) -> None:
         if self._is_counted:
-            self._gate.leave(self.host)
+            self._limiter.leave(self.host)
             self._is_counted = False
 
 

@@ -3,52 +3,52 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request
 from websockets.server import ServerProtocol
 
-from meshllm_quic.path.budget import host_of
-from meshllm_quic.relay.relay_gate import Gate, Guest, stream_source
+from meshllm_quic.path.rate_limit import host_of
+from meshllm_quic.relay.relay_limiter import ConnectionLimiter, CountedConnection, stream_source
 
 
 def test_connections_per_host_are_limited() -> None:
-    gate = Gate(most=10, most_of_host=2)
+    limiter = ConnectionLimiter(most=10, most_of_host=2)
 
-    assert [gate.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
-    assert gate.enter("192.0.2.2")
-    gate.leave("192.0.2.1")
-    assert gate.enter("192.0.2.1")
+    assert [limiter.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
+    assert limiter.enter("192.0.2.2")
+    limiter.leave("192.0.2.1")
+    assert limiter.enter("192.0.2.1")
 
 
 def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
-    gate = Gate(most=10, most_of_host=2)
+    limiter = ConnectionLimiter(most=10, most_of_host=2)
 
-    entered = [gate.enter(f"2001:db8::{number}") for number in range(1, 4)]
+    entered = [limiter.enter(f"2001:db8::{number}") for number in range(1, 4)]
 
     assert entered == [True, True, False]
-    gate.leave("2001:db8::1")
-    assert gate.enter("2001:db8::9")
-    assert gate.enter("2001:db8:0:1::1")
+    limiter.leave("2001:db8::1")
+    assert limiter.enter("2001:db8::9")
+    assert limiter.enter("2001:db8:0:1::1")
 
 
 def test_connections_in_total_are_limited() -> None:
-    gate = Gate(most=2, most_of_host=2)
+    limiter = ConnectionLimiter(most=2, most_of_host=2)
 
-    assert [gate.enter(host) for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3")] == [
+    assert [limiter.enter(host) for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3")] == [
         True,
         True,
         False,
     ]
-    gate.leave("192.0.2.2")
-    assert gate.enter("192.0.2.3")
+    limiter.leave("192.0.2.2")
+    assert limiter.enter("192.0.2.3")
 
 
 @pytest.mark.parametrize(
     ("peer", "host"), [("192.0.2.1", "192.0.2.1"), ("127.0.0.1", "198.51.100.7")]
 )
 async def test_forwarded_for_is_trusted_only_from_this_machine(peer: str, host: str) -> None:
-    guest = Guest(Gate(), ServerProtocol(), None)
-    guest._enter(peer)
+    connection = CountedConnection(ConnectionLimiter(), ServerProtocol(), None)
+    connection._enter(peer)
     headers = Headers({"X-Forwarded-For": "198.51.100.7"})
 
-    assert guest.introduce(Request("/relay", headers)) is None
-    assert guest.host == host
+    assert connection.apply_forwarded_for(Request("/relay", headers)) is None
+    assert connection.host == host
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])

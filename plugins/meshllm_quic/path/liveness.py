@@ -36,7 +36,7 @@ class Verdict(Enum):
     DEAD = auto()
 
 
-class Watch:
+class Liveness:
     """Liveness of one route; times are seconds on the driver's clock."""
 
     def __init__(self, now: float, *, is_direct: bool) -> None:
@@ -78,7 +78,7 @@ class Watch:
         if self._is_direct and now >= self._answered + CALM:
             self._answered = min(self._answered, now - HEARTBEAT)
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Shorten the running check: another address answers."""
         if self.since is not None:
             self._end = min(self._end, self.since + self._haste)

@@ -2,25 +2,25 @@
 
 import pytest
 
-from meshllm_quic.path.watch import (
+from meshllm_quic.path.liveness import (
     CALM,
     GRACE,
     HASTE,
     HEARTBEAT,
     MAX_PATIENCE,
     PATIENCE,
+    Liveness,
     Verdict,
-    Watch,
 )
 
 
-def watch(round_trip_s: float = 0.01) -> Watch:
-    watched = Watch(100.0, is_direct=True)
+def watch(round_trip_s: float = 0.01) -> Liveness:
+    watched = Liveness(100.0, is_direct=True)
     watched.answered(100.0, round_trip_s)
     return watched
 
 
-def fate(watched: Watch) -> list[tuple[float, Verdict]]:
+def fate(watched: Liveness) -> list[tuple[float, Verdict]]:
     """Send no reply until the route is dead."""
     verdicts: list[tuple[float, Verdict]] = []
     while not verdicts or verdicts[-1][1] is not Verdict.DEAD:
@@ -87,10 +87,10 @@ def test_the_timeout_is_three_round_trips_up_to_a_limit(
 
 def test_a_check_is_shorter_if_another_address_replies() -> None:
     watched = watch()
-    watched.hurry()
+    watched.shorten()
     watched.expire(105.0)
 
-    watched.hurry()
+    watched.shorten()
 
     assert watched.deadline == 105.0 + HASTE
 
@@ -123,7 +123,7 @@ def test_after_death_the_state_is_reset() -> None:
 
 
 def test_a_relayed_route_is_judged_by_silence_alone() -> None:
-    watched = Watch(100.0, is_direct=False)
+    watched = Liveness(100.0, is_direct=False)
     deadlines = [watched.deadline]
     watched.suspect(150.0)
     watched.sent(150.0)

@@ -11,11 +11,11 @@ from typing import Protocol, assert_never
 
 from meshllm_quic.link.connection import Connection
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.paths import Action, Moved, Offer, Paths, SendAnswer, SendProbe
+from meshllm_quic.path.paths import Action, Offer, Paths, RouteChanged, SendProbe, SendReply
 from meshllm_quic.wire.lanes import ANSWER, OFFER
-from meshllm_quic.wire.offer import KEY_BYTES, Whereabouts
-from meshllm_quic.wire.packets import MAX_INNER_BYTES, TAG_BYTES, Answer, Probe
-from meshllm_quic.wire.routes import Direct, Route, Through
+from meshllm_quic.wire.offer import KEY_BYTES, CandidateOffer
+from meshllm_quic.wire.packets import MAX_INNER_BYTES, TAG_BYTES, Probe, ProbeReply
+from meshllm_quic.wire.routes import Direct, Route, ViaRelay
 
 GRACE_S = 0.02
 """After a link is accepted, the application has this long to mark its peer unauthenticated."""
@@ -25,8 +25,8 @@ LATE_S = 0.1
 """Interval of deadline updates; an update for each datagram would cost more."""
 
 
-class Ground(Protocol):
-    """What a guide needs from its endpoint."""
+class PathHost(Protocol):
+    """What a path driver needs from its endpoint."""
 
     random: Callable[[int], bytes]
 
@@ -50,35 +50,35 @@ class Ground(Protocol):
         """Count a probe; return False if it exceeds the rate limit of the host or in total."""
         ...
 
-    def watch_path(self, path: bytes, guide: "Guide") -> None:
-        """Route the probes and replies of a path to the guide."""
+    def watch_path(self, path: bytes, driver: "PathDriver") -> None:
+        """Route the probes and replies of a path to its driver."""
         ...
 
     def proven(self, key: bytes, address: Address) -> None:
         """Remember the direct address of a node."""
         ...
 
-    def trusted(self, connection: Connection) -> None:
+    def authenticated(self, connection: Connection) -> None:
         """Note that the peer is authenticated."""
         ...
 
 
-class Guide:
+class PathDriver:
     """Drives the `Paths` machine of one connection."""
 
-    def __init__(self, ground: Ground, connection: Connection) -> None:
+    def __init__(self, host: PathHost, connection: Connection) -> None:
         self.deadline: float | None = None
         """When `expire` must be called; None if nothing is due."""
         self.paths: Paths | None = None
         self.connection = connection
-        self.backup: Through | None = None
+        self.backup: ViaRelay | None = None
         """A relay that reaches the peer; used by `Paths` once it exists."""
-        self._ground = ground
+        self._host = host
         self._loop = asyncio.get_running_loop()
         self._key = b""
-        self.is_trusted = False
+        self.is_authenticated = False
         """Whether the peer is authenticated."""
-        self._pending: Whereabouts | None = None
+        self._pending: CandidateOffer | None = None
         self._starting: asyncio.TimerHandle | None = None
         self._answered = float("-inf")
         self._looked = 0.0
@@ -88,18 +88,18 @@ class Guide:
         """Why this route is used, in one line."""
         return self.paths.reason if self.paths is not None else "not tried yet"
 
-    def know(self, *, is_stranger: bool) -> None:
+    def note_authentication(self, *, is_authenticated: bool) -> None:
         """Start `GRACE_S` after the peer is authenticated."""
         if self._starting is not None:
             self._starting.cancel()
         self._starting = None
-        if not is_stranger and not self.is_trusted:
+        if is_authenticated and not self.is_authenticated:
             self._starting = self._loop.call_later(GRACE_S, self._start)
 
-    def hear(self, kind: int, body: bytes) -> None:
+    def receive_record(self, kind: int, body: bytes) -> None:
         """Handle an OFFER or ANSWER record; raise `PeerFault`."""
-        candidates = Whereabouts.decode(body)
-        if self.is_trusted:
+        candidates = CandidateOffer.decode(body)
+        if self.is_authenticated:
             self._take(kind, candidates)
         elif kind == OFFER:
             self._pending = candidates
@@ -108,7 +108,7 @@ class Guide:
         """Send our candidates to the peer, and request its own."""
         self._say(OFFER)
 
-    def take(self, packet: Probe | Answer, source: Address, now: float) -> None:
+    def take(self, packet: Probe | ProbeReply, source: Address, now: float) -> None:
         """Handle a probe of the peer, or its reply to one."""
         if self.paths is None:
             return
@@ -119,7 +119,7 @@ class Guide:
 
     def heard(self, route: Route, now: float) -> None:
         """Note a received QUIC datagram and its route."""
-        if isinstance(route, Through) and self._is_backup(route):
+        if isinstance(route, ViaRelay) and self._is_backup(route):
             self.backup = route
         if self.paths is not None:
             self.paths.backup = self.backup
@@ -148,10 +148,10 @@ class Guide:
 
     def _start(self) -> None:
         self._starting = None
-        self.is_trusted = True
-        self._ground.trusted(self.connection)
+        self.is_authenticated = True
+        self._host.authenticated(self.connection)
         if self.connection.machine.is_client:
-            self._begin(self._ground.random(KEY_BYTES))
+            self._begin(self._host.random(KEY_BYTES))
             self.offer()
         elif self._pending is not None:
             self._take(OFFER, self._pending)
@@ -162,15 +162,15 @@ class Guide:
         self.paths = Paths(
             key,
             self.connection.route,
-            self._ground.random,
-            is_local=self._ground.is_local,
+            self._host.random,
+            is_local=self._host.is_local,
             is_dialer=self.connection.machine.is_client,
         )
         if self.backup is not None:
             self.paths.backup = self.backup
-        self._ground.watch_path(self.paths.id, self)
+        self._host.watch_path(self.paths.id, self)
 
-    def _take(self, kind: int, candidates: Whereabouts) -> None:
+    def _take(self, kind: int, candidates: CandidateOffer) -> None:
         now = self._loop.time()
         if self.paths is None:
             if self.connection.machine.is_client:
@@ -183,20 +183,22 @@ class Guide:
         self._do(self.paths.offered(candidates.addresses, now))
 
     def _say(self, kind: int) -> None:
-        if self.is_trusted and self.paths is not None:
-            addresses = self._ground.candidates(self.connection)
-            self.connection.link.put_word(kind, Whereabouts(self._key, tuple(addresses)).encode())
+        if self.is_authenticated and self.paths is not None:
+            addresses = self._host.candidates(self.connection)
+            self.connection.link.put_record(
+                kind, CandidateOffer(self._key, tuple(addresses)).encode()
+            )
             self.connection.transmit_soon()
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case SendProbe(to, packet):
-                    if self._is_route(to) or self._ground.may_probe(to):
-                        self._ground.send_packet(packet.encode(), to)
-                case SendAnswer(to, answer):
-                    self._ground.send_packet(answer.encode(), to)
-                case Moved():
+                    if self._is_route(to) or self._host.may_probe(to):
+                        self._host.send_packet(packet.encode(), to)
+                case SendReply(to, answer):
+                    self._host.send_packet(answer.encode(), to)
+                case RouteChanged():
                     self._move()
                 case Offer():
                     self.offer()
@@ -204,10 +206,10 @@ class Guide:
                     assert_never(action)
         self.deadline = self.paths.deadline if self.paths is not None else None
 
-    def _is_backup(self, route: Through) -> bool:
+    def _is_backup(self, route: ViaRelay) -> bool:
         """Return whether the route uses a relay of ours and leads to the authenticated peer."""
         tag = self.connection.link.peer_key[:TAG_BYTES]
-        return route.to == tag and self._ground.is_relay(route.relay)
+        return route.to == tag and self._host.is_relay(route.relay)
 
     def _is_route(self, address: Address) -> bool:
         return self.connection.route == Direct(address)
@@ -218,12 +220,12 @@ class Guide:
         size = self.paths.size if isinstance(route, Direct) else MAX_INNER_BYTES
         if route != self.connection.route:
             self.connection.route = route
-            machine.moved(size)
+            machine.reset_path(size)
             machine.send_ping(0)  # its acknowledgement reveals what the old route has lost
         elif size != machine.size:
             machine.size = size
         if isinstance(route, Direct) and self.paths.round_trip_s is not None:
-            self._ground.proven(self.connection.link.peer_key, route.address)
+            self._host.proven(self.connection.link.peer_key, route.address)
         self.connection.transmit_soon()
 
     def _look(self, now: float) -> None:

@@ -13,7 +13,7 @@ _V6_NET_BYTES = 8  # one subscriber has a /64, and all addresses in it (RFC 6177
 
 
 @dataclass(slots=True)
-class Budget:
+class TokenBucket:
     """A token bucket, full at the start; times are seconds on the driver's clock."""
 
     rate: float
@@ -34,7 +34,7 @@ class Budget:
         return True
 
 
-class Shares:
+class HostBuckets:
     """A token bucket per host, in bounded memory.
 
     Hosts whose hashes collide share a bucket; the hash is keyed with a secret, so that an attacker
@@ -45,13 +45,13 @@ class Shares:
         self._rate = rate
         self._burst = burst
         self._key = random(32)
-        self._budgets: dict[int, Budget] = {}
+        self._budgets: dict[int, TokenBucket] = {}
 
-    def of(self, host: bytes, now: float) -> Budget:
+    def of(self, host: bytes, now: float) -> TokenBucket:
         """Return the bucket of a host (see `host_of`)."""
         slot = int.from_bytes(blake3(host, key=self._key).digest(2), "big") % SLOTS
         if slot not in self._budgets:
-            self._budgets[slot] = Budget(self._rate, self._burst, self._burst, now)
+            self._budgets[slot] = TokenBucket(self._rate, self._burst, self._burst, now)
         return self._budgets[slot]
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from meshllm_quic.wire.routes import Route
 
 
-class Guiding(Protocol):
+class PathControl(Protocol):
     """Selects the route of a connection."""
 
     deadline: float | None
@@ -15,11 +15,11 @@ class Guiding(Protocol):
         """Why the route is what it is."""
         ...
 
-    def know(self, *, is_stranger: bool) -> None:
+    def note_authentication(self, *, is_authenticated: bool) -> None:
         """Note whether the peer is authenticated."""
         ...
 
-    def hear(self, kind: int, body: bytes) -> None:
+    def receive_record(self, kind: int, body: bytes) -> None:
         """Handle an OFFER or ANSWER record; raise `PeerFault`."""
         ...
 

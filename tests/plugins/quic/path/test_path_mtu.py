@@ -1,10 +1,10 @@
 """The datagram size follows the path MTU."""
 
-from meshllm_quic.path.sizing import CONFIRMATIONS, GROWTH_ROUNDS, PAUSE, ROUND, TRIES, Sizing
+from meshllm_quic.path.path_mtu import CONFIRMATIONS, GROWTH_ROUNDS, PAUSE, ROUND, TRIES, PathMtu
 from meshllm_quic.wire.packets import MAX_INNER_BYTES
 
 
-def run(sizing: Sizing, until: float, carries: int) -> list[tuple[float, int]]:
+def run(sizing: PathMtu, until: float, carries: int) -> list[tuple[float, int]]:
     """Reply to probes up to ``carries`` bytes; return the time and size of each probe."""
     probed = []
     while sizing.deadline < until:
@@ -18,7 +18,7 @@ def run(sizing: Sizing, until: float, carries: int) -> list[tuple[float, int]]:
 
 def test_the_size_grows_to_the_path_mtu() -> None:
     for carries, size in ((1200, 1200), (1452, 1452), (65507, 16000)):
-        sizing = Sizing((1452, 16000), 5.0)
+        sizing = PathMtu((1452, 16000), 5.0)
 
         run(sizing, 8.0, carries)
 
@@ -26,7 +26,7 @@ def test_the_size_grows_to_the_path_mtu() -> None:
 
 
 def test_a_size_is_probed_twice_and_again_in_a_minute() -> None:
-    probed = run(Sizing((1452,), 0.0), 2 * ROUND * GROWTH_ROUNDS, 1200)
+    probed = run(PathMtu((1452,), 0.0), 2 * ROUND * GROWTH_ROUNDS, 1200)
 
     minute = ROUND * GROWTH_ROUNDS
     assert [at for at, _ in probed] == [0.0, PAUSE, minute, minute + PAUSE]
@@ -34,13 +34,13 @@ def test_a_size_is_probed_twice_and_again_in_a_minute() -> None:
 
 
 def test_the_current_size_is_confirmed_in_each_round() -> None:
-    probed = run(Sizing((1452,), 0.0), 60.0, 1452)
+    probed = run(PathMtu((1452,), 0.0), 60.0, 1452)
 
     assert [at for at, _ in probed] == [ROUND * number for number in range(12)]
 
 
 def test_a_black_hole_is_detected_within_a_round() -> None:
-    sizing = Sizing((1452,), 0.0)
+    sizing = PathMtu((1452,), 0.0)
     run(sizing, 12.0, 1452)
 
     probed = run(sizing, 12.0 + ROUND, 1200)
@@ -50,7 +50,7 @@ def test_a_black_hole_is_detected_within_a_round() -> None:
 
 
 def test_a_lost_confirmation_is_tried_again() -> None:
-    sizing = Sizing((1452,), 0.0)
+    sizing = PathMtu((1452,), 0.0)
     run(sizing, 4.0, 1452)
 
     assert sizing.expire(5.0, 0.01) == [1452]
@@ -60,7 +60,7 @@ def test_a_lost_confirmation_is_tried_again() -> None:
 
 
 def test_the_probe_interval_covers_two_round_trips() -> None:
-    sizing = Sizing((1452,), 0.0)
+    sizing = PathMtu((1452,), 0.0)
 
     sizing.expire(0.0, 0.6)
 
@@ -69,7 +69,7 @@ def test_the_probe_interval_covers_two_round_trips() -> None:
 
 
 def test_a_suspended_process_does_not_report_a_black_hole() -> None:
-    sizing = Sizing((1452,), 0.0)
+    sizing = PathMtu((1452,), 0.0)
     run(sizing, 4.0, 1452)
     sizing.expire(5.0, 0.01)
 

@@ -2,11 +2,11 @@ import random
 
 import pytest
 
-from meshllm_quic.path.budget import SLOTS, Budget, Shares, host_of
+from meshllm_quic.path.rate_limit import SLOTS, HostBuckets, TokenBucket, host_of
 
 
 def test_tokens_can_be_spent_once() -> None:
-    budget = Budget(rate=10.0, burst=20.0, left=20.0, at=0.0)
+    budget = TokenBucket(rate=10.0, burst=20.0, left=20.0, at=0.0)
 
     spent = [budget.take(10, now) for now in (0.0, 0.0, 0.0, 0.9, 1.0, 1.1)]
 
@@ -14,14 +14,14 @@ def test_tokens_can_be_spent_once() -> None:
 
 
 def test_the_capacity_limits_the_tokens() -> None:
-    budget = Budget(rate=10.0, burst=20.0, left=0.0, at=0.0)
+    budget = TokenBucket(rate=10.0, burst=20.0, left=0.0, at=0.0)
 
     assert not budget.take(21, 1000.0)
     assert budget.take(20, 1000.0)
 
 
 def test_each_host_has_its_own_bucket() -> None:
-    shares = Shares(1.0, 1.0, random.Random(1).randbytes)
+    shares = HostBuckets(1.0, 1.0, random.Random(1).randbytes)
 
     assert shares.of(b"one", 0.0).take(1, 0.0)
     assert not shares.of(b"one", 0.0).take(1, 0.0)
@@ -29,7 +29,7 @@ def test_each_host_has_its_own_bucket() -> None:
 
 
 def test_memory_is_bounded_for_any_number_of_hosts() -> None:
-    shares = Shares(1.0, 1.0, random.Random(1).randbytes)
+    shares = HostBuckets(1.0, 1.0, random.Random(1).randbytes)
 
     budgets = {id(shares.of(number.to_bytes(4), 0.0)) for number in range(3 * SLOTS)}
 
@@ -40,7 +40,7 @@ def test_collisions_depend_on_a_secret() -> None:
     hosts = [number.to_bytes(4) for number in range(SLOTS)]
 
     def alike(seed: int) -> set[bytes]:
-        shares = Shares(1.0, 1.0, random.Random(seed).randbytes)
+        shares = HostBuckets(1.0, 1.0, random.Random(seed).randbytes)
         return {host for host in hosts[1:] if shares.of(host, 0) is shares.of(hosts[0], 0)}
 
     assert len({frozenset(alike(seed)) for seed in range(8)}) > 1

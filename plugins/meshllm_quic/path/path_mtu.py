@@ -14,7 +14,7 @@ TRIES = 2
 PAUSE = 0.4  # s; minimum interval between probes of the same size
 
 
-class Sizing:
+class PathMtu:
     """The datagram size of one direct path; times are seconds on the driver's clock."""
 
     def __init__(self, goals: tuple[int, ...], now: float) -> None:
