@@ -1,1 +1,1 @@
-"""The command line: parses, calls one function below, shows."""
+"""The command line: each command parses, calls one function of a lower layer and prints."""

@@ -1,4 +1,4 @@
-"""The root of the command tree and its one boundary for errors; imports nothing heavy."""
+"""The root command and the one place where errors are reported; imports nothing heavy."""
 
 import os
 import platform
@@ -40,22 +40,21 @@ Examples:
   meshllm node --model builtin
   meshllm ring status --watch
 
-Every setting can be a flag, a variable MESHLLM_NAME, or a line of config.toml:
-see `meshllm config show --origin`.
+Each setting can be a flag, a variable MESHLLM_NAME or a line of config.toml;
+`meshllm config show --origin` shows where each value comes from.
 """
 
 
 RESTS = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
-"""How long threads of OpenMP, GNU's and LLVM's, keep a core awake for what may come next.
+"""How long idle OpenMP threads (GNU's, LLVM's) spin before they sleep: at most one millisecond.
 
-A millisecond at most, longer than the pauses within a token. By themselves they do for 10 to 200,
-the cores of whoever computes next on this machine included. GNU's count rounds, whose time is known
-of one kind of processor only.
+That is longer than the pauses within a token. The defaults, 10 to 200 ms, take cores away from
+other processes. GNU's value counts spins, whose duration is known for x86-64 only.
 """
 
 
 def rest_soon() -> None:
-    """Set that, unless somebody did; torch reads it when it is loaded."""
+    """Set these variables unless they are set; torch reads them when it is imported."""
     if "OMP_WAIT_POLICY" in os.environ:
         return
     for name, value in RESTS.items():
@@ -64,17 +63,17 @@ def rest_soon() -> None:
 
 
 class Boundary(TyperGroup):
-    """Where every error ends: two lines for what was expected, a short report for a bug."""
+    """Reports every error: two lines for an expected one, a short report for a bug."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
-        """Run the command and leave with its exit code."""
+        """Run the command and exit with its exit code."""
         words = sys.argv[1:] if args is None else list(args)
         extra["standalone_mode"] = False
-        completion_init()  # typer does it only beside its own options that install completions
+        completion_init()  # typer does this only with its own install-completion options
         rest_soon()
         try:
             status = super().main(words, *rest, **extra)
-        except Exception as error:  # the boundary: a bug must not show a traceback unasked
+        except Exception as error:  # the boundary: no traceback without --debug
             status = _report(_first(error), debug=_wants_traceback(words))
         sys.exit(status)
 
@@ -105,19 +104,17 @@ app.command("help", epilog=HELP_EXAMPLES)(show_help)
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version; with -v, of its parts too.")
+        bool, typer.Option("--version", help="Print the version; with -v, also of dependencies.")
     ] = False,
     verbose: Annotated[
         int,
         typer.Option(
-            "--verbose", "-v", count=True, show_default=False, help="Say more; twice for all."
+            "--verbose", "-v", count=True, show_default=False, help="Log more: -v info, -vv debug."
         ),
     ] = 0,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show where in the code an error was raised.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Run one language model on several machines at once, in a ring."""
+    """Run one language model split over several machines."""
     if version:
         _print_version(verbose > 0)
     elif context.invoked_subcommand is None:
@@ -132,11 +129,11 @@ def main() -> None:
     """Run the command line."""
     if sys.stdout is None:
         sys.exit(_report(MeshError("Standard output is closed"), debug=False))
-    if isinstance(sys.stdout, TextIOWrapper):  # an encoding without emoji is no reason to stop
+    if isinstance(sys.stdout, TextIOWrapper):  # escape what the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
-    except KeyboardInterrupt:  # before typer listens
+    except KeyboardInterrupt:  # before typer handles it
         sys.exit(130)
 
 
@@ -156,7 +153,7 @@ def _print_version(everything: bool) -> None:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Find the error that matters in a group: tasks that fail together fail for one reason."""
+    """Return the error to report from a group, expected errors first."""
     while isinstance(error, BaseExceptionGroup):
         expected, _ = error.split(MeshError)
         error = (expected or error).exceptions[0]
@@ -186,7 +183,7 @@ def _report(error: BaseException, *, debug: bool) -> int:
 def _bug(error: BaseException) -> MeshError:
     return MeshError(
         f"This is a bug in meshllm {__version__}: {type(error).__name__}: {error}",
-        hint="run it again with `meshllm --debug` in front and report what it prints",
+        hint="run it again as `meshllm --debug ...` and report the output",
     )
 
 

@@ -1,6 +1,6 @@
-"""Man pages and completions from the command tree: `python -m meshllm.cli.manual check|write`.
+"""Generates man pages and shell completions: `python -m meshllm.cli.manual check|write`.
 
-Pages carry no date, so that they change only when a command does.
+Pages carry no date, so they change only when a command does.
 """
 
 import re
@@ -22,34 +22,34 @@ from meshllm.config import PROJECT_FILE, keys
 ROOT = Path(str(files("meshllm"))).parent
 
 EXIT_STATUS = (
-    ("0", "It worked."),
-    ("1", "Something expected went wrong, or meshllm has a bug."),
-    ("2", "The command line, a setting or the prompt is wrong."),
-    ("3", "There is no ring, or a peer cannot be reached."),
-    ("4", "The model is not found, refused, damaged or too large."),
-    ("5", "The other side does not accept who we are."),
-    ("6", "A deadline passed."),
-    ("7", "Bytes are not what their hash says, or a peer broke the rules."),
-    ("8", "There is no room for the request now; ask again later."),
+    ("0", "Success."),
+    ("1", "The command failed, or meshllm has a bug."),
+    ("2", "The command line, a setting or the prompt is invalid."),
+    ("3", "No ring serves, or a node or peer cannot be reached."),
+    ("4", "The model is missing, unsupported, damaged or too large."),
+    ("5", "Access to the mesh was denied."),
+    ("6", "A deadline has passed."),
+    ("7", "A hash does not match, or a peer violated the protocol."),
+    ("8", "No capacity for the request now; retry later."),
     ("130", "Interrupted."),
-    ("141", "The reader of standard output left; nothing is printed."),
+    ("141", "The reader of standard output closed the pipe."),
 )
 
 _FILES = (
-    ("~/.config/meshllm/config.toml", "Settings of the user, one `name = value` a line."),
-    (PROJECT_FILE, "Settings of a project, read in the working directory; stronger."),
-    ("~/.local/state/meshllm/history", "Lines typed in conversations; only you can read it."),
-    ("~/.cache/huggingface/hub", "Models that were downloaded."),
+    ("~/.config/meshllm/config.toml", "Settings of the user, one `name = value` per line."),
+    (PROJECT_FILE, "Settings of a project, in the working directory; override the user's."),
+    ("~/.local/state/meshllm/history", "Lines typed in conversations; readable by its owner only."),
+    ("~/.cache/huggingface/hub", "Downloaded models."),
     (
         "~/.cache/meshllm",
-        "What was measured and checked on this machine, packed weights, and machine code of"
-        " kernels, for all nodes of the user; may be deleted at any time.",
+        "Measurements and verification results of this machine, packed weights and compiled"
+        " kernels, shared by all nodes of the user; may be deleted at any time.",
     ),
 )
 _VARIABLES = (
-    ("HF_HOME", "Where models are kept."),
-    ("HF_HUB_OFFLINE", "1 forbids every download."),
-    ("NO_COLOR", "Turns colour off when it is set."),
+    ("HF_HOME", "Folder of downloaded models."),
+    ("HF_HUB_OFFLINE", "Forbid every download when set to 1."),
+    ("NO_COLOR", "Turn colour off when set."),
 )
 
 COMPLETIONS = {
@@ -77,11 +77,11 @@ complete --command meshllm --no-files --arguments "(__meshllm_complete get-args)
     --condition "__meshllm_complete is-args"
 """,
 }
-"""What a shell reads; each asks the command itself on Tab, so installed plugins complete too."""
+"""Completion scripts; each runs the command on Tab, so installed plugins complete too."""
 
 
 def generate() -> dict[str, str]:
-    """Make every page and completion, by its path under the repository."""
+    """Return every page and completion script by its path in the repository."""
     tree: Any = typer.main.get_command(app)
     pages = {"man/man1/meshllm.1": _root_page(tree)}
     pages |= {
@@ -92,7 +92,7 @@ def generate() -> dict[str, str]:
 
 
 def stale(root: Path) -> list[str]:
-    """List what is missing, out of date or too much under a repository."""
+    """List the files of a repository that are missing, outdated or superfluous."""
     wanted = generate()
     present = {str(path.relative_to(root)) for path in _present(root)}
     return sorted(
@@ -103,7 +103,7 @@ def stale(root: Path) -> list[str]:
 
 
 def write(root: Path) -> None:
-    """Bring the files of a repository up to date."""
+    """Write the generated files of a repository and delete superfluous ones."""
     wanted = generate()
     for path in _present(root):
         if str(path.relative_to(root)) not in wanted:
@@ -124,7 +124,7 @@ def main(words: list[str]) -> int:
             for path in behind:
                 out(path)
             if behind:
-                talk("hint: `python -m meshllm.cli.manual write` brings these up to date")
+                talk("hint: update them with `python -m meshllm.cli.manual write`")
             return 1 if behind else 0
         case _:
             talk("usage: python -m meshllm.cli.manual check|write")
@@ -159,7 +159,7 @@ def _root_page(tree: Any) -> str:
 
 
 def _page(name: str, command: Any) -> str:
-    """Make the page of a command, or of a group with all its commands."""
+    """Return the page of a command, or of a group with all its commands."""
     line = f"meshllm {name}"
     children = {f"{line} {child}": it for child, it in getattr(command, "commands", {}).items()}
     sections = {
@@ -173,7 +173,8 @@ def _page(name: str, command: Any) -> str:
         ),
         "OPTIONS": "" if children else _options(command),
         "EXAMPLES": "".join(_examples(it) for it in (command, *children.values())),
-        "SEE ALSO": _references([("meshllm", 1)]) + "\nfor settings, files and exit status",
+        "SEE ALSO": _references([("meshllm", 1)])
+        + "\nfor environment variables, files and exit status",
     }
     return _lay_out(f"meshllm-{name}", command, sections)
 
@@ -202,7 +203,7 @@ def _description(command: Any) -> str:
 
 def _options(command: Any) -> str:
     entries = [(_heading(each), _meaning(each)) for each in command.params]
-    return _list([*entries, ("-h, --help", "Show a summary and exit.")])
+    return _list([*entries, ("-h, --help", "Show a help message and exit.")])
 
 
 def _heading(parameter: Any) -> str:

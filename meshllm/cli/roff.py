@@ -1,4 +1,4 @@
-"""Text and Markdown as the roff of man pages."""
+"""Converts text and Markdown to roff for man pages."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ _FONTS = {"code_inline": "B", "strong": "B", "em": "I"}
 
 
 def escape(text: str) -> str:
-    """Escape what groff would obey: backslashes, and dots and quotes that begin a line."""
+    """Escape groff syntax: backslashes, and dots and quotes that begin a line."""
     return _guard(_escape(text))
 
 
@@ -81,5 +81,5 @@ def _escape(text: str) -> str:
 
 
 def _guard(text: str) -> str:
-    """Keep lines that begin like a request of roff; `.PP` on a line of its own is meant."""
+    """Escape lines that begin like a roff request, except a line `.PP`."""
     return re.sub(r"(?m)^(?=['.])(?!\.PP$)", r"\\&", text)

@@ -1,4 +1,4 @@
-"""Takes the place of the client of a running node, and of the node behind it."""
+"""A fake client of a running node."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,11 +13,11 @@ from tests.builders.status import member, node_id, status_of
 
 
 class FakeClient:
-    """Takes the place of `meshllm.cli.shared.client.NodeClient`."""
+    """Replaces `meshllm.cli.shared.client.NodeClient`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.statuses: list[MeshStatus | MeshError] = [status_of(3)]
-        """What is reported, one after another; the last stays."""
+        """Reports to return, in order; the last one repeats."""
         self.there = [member(0), member(1)]
         self.removed = Removed(node_id(1), "desk", ())
         self.posted: list[tuple[object, ...]] = []

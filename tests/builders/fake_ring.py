@@ -1,4 +1,4 @@
-"""A ring that answers by rule, so that the command can be tested without a model."""
+"""A fake ring, to test commands without a model."""
 
 import asyncio
 import os
@@ -16,11 +16,11 @@ from meshllm.request import Answer, Event, FinishReason, HopReport, Piece, Prefi
 
 @dataclass
 class FakeRing:
-    """Repeats the last thing it was asked, word by word."""
+    """Echoes the last message, word by word."""
 
     error: MeshError | None = None
     slow_s: float = 0.0
-    """How long it takes to form."""
+    """Seconds until it has formed."""
     requests: list[Request] = field(default_factory=list)
     settings: Settings | None = None
     is_open: bool = False
@@ -77,7 +77,7 @@ def answer_of(text: str, count: int) -> Answer:
 
 
 def main() -> None:
-    """Run the command line in a process of its own; say at the end what is left of the ring."""
+    """Run the command line with the fake ring; print its final state to stderr."""
     ring = FakeRing(slow_s=float(os.environ.get("SLOW_S", "0")))
     try:
         app(obj=ring)

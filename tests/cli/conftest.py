@@ -13,7 +13,7 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own for every test: no settings and no history of whoever runs it."""
+    """An empty home for every test: no settings and no history of the developer."""
     for name in [name for name in os.environ if name.startswith("MESHLLM_")]:
         monkeypatch.delenv(name)
     for kind in ("CONFIG", "STATE"):
@@ -29,7 +29,7 @@ def ring() -> FakeRing:
 
 @pytest.fixture
 def meshllm(ring: FakeRing) -> Invoke:
-    """Run a command line in this process, with a ring that repeats what it is asked."""
+    """Run a command line in this process, with a ring that echoes the prompt."""
 
     def invoke(*words: str, stdin: str | bytes = "") -> Result:
         return CliRunner().invoke(app, list(words), input=stdin, obj=ring, prog_name="meshllm")

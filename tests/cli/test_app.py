@@ -30,8 +30,8 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert HEAVY.isdisjoint(json.loads(told.stdout))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="GNU's threads wait by themselves")
-def test_threads_that_wait_for_work_soon_rest() -> None:
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="spinning is limited on x86-64 only")
+def test_idle_threads_stop_spinning() -> None:
     code = """
         import time
         from meshllm.cli.app import rest_soon
@@ -51,7 +51,7 @@ def test_threads_that_wait_for_work_soon_rest() -> None:
     assert done.stdout.split() == ["True"]
 
 
-def test_who_says_how_threads_wait_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_for_spinning_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*RESTS, "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -60,7 +60,7 @@ def test_who_says_how_threads_wait_is_heeded(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["GOMP_SPINCOUNT"] == "7"
     assert os.environ["KMP_BLOCKTIME"] == RESTS["KMP_BLOCKTIME"]
 
-    del os.environ["KMP_BLOCKTIME"]  # which nobody puts back
+    del os.environ["KMP_BLOCKTIME"]  # set by `rest_soon`
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     rest_soon()
     assert "KMP_BLOCKTIME" not in os.environ
@@ -94,7 +94,7 @@ def test_every_command_has_a_summary_of_one_line(meshllm: Invoke, words: tuple[s
     summary = result.stdout.splitlines()[2].strip()
     assert result.exit_code == 0
     assert summary.endswith(".")
-    assert len(summary) <= 70
+    assert len(summary) <= 60
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
@@ -111,7 +111,7 @@ def test_version(meshllm: Invoke) -> None:
     assert meshllm("--version").stdout == f"meshllm {package.__version__}\n"
 
 
-def test_version_with_v_tells_what_it_runs_on(meshllm: Invoke) -> None:
+def test_version_with_v_lists_dependencies(meshllm: Invoke) -> None:
     lines = [line.split()[0] for line in meshllm("--version", "-v").stdout.splitlines()]
 
     assert lines[:4] == ["meshllm", "python", "torch", "transformers"]
@@ -132,7 +132,7 @@ def test_version_with_v_tells_what_it_runs_on(meshllm: Invoke) -> None:
         (("config",), "Missing command", "see `meshllm config --help`"),
     ],
 )
-def test_a_wrong_command_line_is_a_usage_error(
+def test_an_invalid_command_line_is_a_usage_error(
     meshllm: Invoke, words: tuple[str, ...], message: str, hint: str
 ) -> None:
     result = meshllm(*words)
@@ -143,7 +143,7 @@ def test_a_wrong_command_line_is_a_usage_error(
     assert result.stderr.endswith(f"hint: {hint}\n")
 
 
-def test_a_closed_stdout_is_one_clear_line() -> None:
+def test_a_closed_stdout_is_reported() -> None:
     code = "import sys; sys.stdout = None; from meshllm.cli.app import main; main()"
 
     told = subprocess.run(
@@ -180,13 +180,13 @@ def test_a_hint_is_a_line_of_its_own(meshllm: Invoke, ring: FakeRing) -> None:
     assert meshllm("chat", "hi").stderr == "error: There is no model `x`\nhint: pull it\n"
 
 
-def test_an_error_cannot_command_the_terminal(meshllm: Invoke, ring: FakeRing) -> None:
+def test_control_characters_in_an_error_are_escaped(meshllm: Invoke, ring: FakeRing) -> None:
     ring.error = ModelError("There is no model `\x1b[2J`")
 
     assert meshllm("chat", "hi").stderr == "error: There is no model `\\x1b[2J`\n"
 
 
-def test_of_errors_in_a_group_the_expected_one_is_told(
+def test_the_expected_error_of_a_group_is_reported(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = ExceptionGroup("", [OSError(), ExceptionGroup("", [LinkLost("Node 2 is gone")])])
@@ -204,7 +204,7 @@ def test_a_bug_is_reported_in_short(meshllm: Invoke, monkeypatch: pytest.MonkeyP
 
     assert result.exit_code == 1
     assert result.stderr.startswith("error: This is a bug in meshllm")
-    assert "ZeroDivisionError: oh\nhint: run it again with `meshllm --debug`" in result.stderr
+    assert "ZeroDivisionError: oh\nhint: run it again as `meshllm --debug ...`" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -223,7 +223,7 @@ def test_debug_shows_the_traceback(
     assert result.stderr.endswith("error: no\n")
 
 
-def test_a_wrong_setting_is_told_even_when_debug_is_asked_of_it(
+def test_an_invalid_setting_is_reported_although_debug_is_read_from_it(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_NODES", "many")

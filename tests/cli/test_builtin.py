@@ -1,4 +1,4 @@
-"""The command with a real ring and the model inside: nothing is imitated here."""
+"""The command with a real ring and the builtin model, without fakes."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from meshllm.model.files.source import resolve
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for what is remembered about model types, so that it is measured once."""
+    """One state folder for the module."""
     return tmp_path_factory.mktemp("state")
 
 
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_text_on_any_ring() -> None:
         (("--nodes", "2", "--transport", "lopback"), 1, "No transport is named `lopback`"),
     ],
 )
-def test_a_ring_that_cannot_be_is_one_clear_line(
+def test_a_ring_that_cannot_form_is_reported(
     words: tuple[str, ...], code: int, message: str
 ) -> None:
     result = _meshllm("chat", *words, "hi")
@@ -71,7 +71,7 @@ def test_a_ring_that_cannot_be_is_one_clear_line(
     assert result.stderr.startswith(f"error: {message}")
 
 
-def test_a_prompt_longer_than_the_context_is_one_clear_line() -> None:
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
     result = _meshllm("chat", stdin="word " * 3000)
 
     assert (result.exit_code, result.stdout) == (2, "")

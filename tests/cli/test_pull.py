@@ -1,4 +1,4 @@
-"""`meshllm model pull` in a process of its own, against a hub on this machine."""
+"""`meshllm model pull` in a subprocess, against a local hub."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_pull_fetches_the_files_of_the_layers_and_no_others(hub: Hub, tmp_path: 
     assert len(hub.fetched) == len(set(hub.fetched)) == len(there)
 
 
-def test_a_model_that_was_pulled_is_found_without_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_a_pulled_model_is_found_without_the_hub(hub: Hub, tmp_path: Path) -> None:
     run(hub, tmp_path, "model", "pull", "Qwen/Qwen3-0.6B")
     fetched = list(hub.fetched)
 
@@ -62,7 +62,7 @@ def test_a_model_that_was_pulled_is_found_without_the_hub(hub: Hub, tmp_path: Pa
     assert hub.fetched == fetched
 
 
-def test_a_model_that_the_hub_does_not_have_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_missing_on_the_hub_is_refused(hub: Hub, tmp_path: Path) -> None:
     result = run(hub, tmp_path, "model", "pull", "org/missing")
 
     assert (result.returncode, result.stdout) == (4, "")

@@ -77,7 +77,7 @@ def test_the_second_ctrl_c_ends_it_at_once(trio: Fleet, answers: Answers) -> Non
 
     with asking(ingress, STORY) as chat:
         leaver.send(signal.SIGINT)
-        leaver.sees("once more ends it at once")
+        leaver.sees("Ctrl-C again exits at once")
         leaver.send(signal.SIGINT)
         answer = chat.answer()
 

@@ -1,4 +1,4 @@
-"""`meshllm chat`: one answer or a conversation; knows a ring only by what it yields."""
+"""`meshllm chat`: one answer or a conversation, from any backend."""
 
 import sys
 from typing import Annotated
@@ -20,9 +20,9 @@ EXAMPLES = """\b
 Examples:
   meshllm chat
   meshllm chat --nodes 3 "What is a ring?"
-  meshllm chat "Sum this up:" < notes.txt
+  meshllm chat "Summarise this:" < notes.txt
   echo "What is a span?" | meshllm chat --json
-  meshllm chat --join "$(cat ticket)" "Who is there?"
+  meshllm chat --join "$(cat ticket)" "What is a span?"
   meshllm chat --seed 7 --temperature 0.9 "Tell me a story about a fox"
 """
 
@@ -37,41 +37,41 @@ def chat(
     context: typer.Context,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="What to ask; `-` reads it from standard input."),
+        typer.Argument(metavar="PROMPT", help="Send this prompt; `-` reads it from stdin."),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End the answer at this text; repeatable."),
+        typer.Option("--stop", metavar="TEXT", help="Stop generating at this text; repeatable."),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Use the prompt as it is, without a chat template.")
+        bool, typer.Option("--raw", help="Send the prompt without the chat template.")
     ] = False,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Say how fast each hop was, on stderr.")
+        bool, typer.Option("--stats", help="Print the timings of each hop to stderr.")
     ] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
-    """Ask a model, once or in a conversation.
+    """Ask one question or hold a conversation.
 
-    The mesh of the running node answers; where there is none, or with `--nodes`, a ring in this
-    process does. With `--join` this is a client of the mesh of a ticket, and loads nothing.
+    The node running on this machine answers. Without one, or with `--nodes`, chat runs a ring in
+    this process. With `--join` it is a client of the ticket's mesh and loads no weights.
 
-    With PROMPT or piped text it answers once: stdout is the answer and nothing else. Piped text
-    comes first, then PROMPT. On a terminal without PROMPT it opens a conversation.
+    With PROMPT or piped text it prints one answer, and nothing else, to stdout. Piped text is put
+    before PROMPT. On a terminal without PROMPT it opens a conversation.
     """
     chosen = settings(flags)
     refuse_idle_draft(chosen)
     text = read_prompt(prompt, sys.stdin)
     ends = tuple(stop or ())
     opener: Opener
-    if callable(context.obj):  # a test brings its own
+    if callable(context.obj):  # tests pass a backend
         opener = context.obj
     else:
         opener, chosen = choose(chosen, flags, shows_model=text is None or as_json)
     if text is None:
         if as_json or raw:
-            raise UserError("`--json` and `--raw` need a prompt", hint="give PROMPT, or pipe it in")
+            raise UserError("`--json` and `--raw` need a prompt", hint="pass PROMPT, or pipe it in")
         from meshllm.cli.chat.repl import converse
 
         converse(opener, chosen, ends, stats=stats)
@@ -86,7 +86,7 @@ def chat(
 
 def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -> Request:
     if raw and chosen.system:
-        raise UserError("`--raw` leaves no place for a system text", hint="leave out one of them")
+        raise UserError("`--raw` cannot be combined with a system prompt", hint="omit one of them")
     return Request(
         turns=() if raw else turns_of(chosen, Turn(role="user", content=text)),
         raw=text if raw else None,
@@ -113,4 +113,4 @@ def _answer_once(opener: Opener, chosen: Settings, request: Request, *, as_json:
 
 
 def _nowhere(_: str) -> None:
-    """Keep a piece for the JSON object at the end."""
+    """Ignore a piece: the JSON object at the end has the whole text."""

@@ -1,4 +1,4 @@
-"""What was said and set in a conversation, and its commands."""
+"""State of a conversation, and its slash commands."""
 
 import json
 from collections.abc import Callable
@@ -18,16 +18,16 @@ _SAVED = ("system", *SETTABLE)
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, and how the next answer will be made."""
+    """The turns so far, and the settings of the next answer."""
 
     settings: Settings
     stop: tuple[str, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     answer: Answer | None = None
-    """The last finished answer."""
+    """The latest complete answer."""
 
     def request(self, text: str) -> Request:
-        """Ask this after all that was said."""
+        """Return the request that continues the conversation with a question."""
         return Request(
             turns=turns_of(self.settings, *self.turns, Turn(role="user", content=text)),
             sampling=self.settings.sampling,
@@ -36,7 +36,7 @@ class Conversation:
         )
 
     def remember(self, question: str, reply: str) -> None:
-        """Keep a question with what was said to it; a question without a reply is forgotten."""
+        """Append a question and its reply; drop a question without a reply."""
         if reply:
             self.turns += [
                 Turn(role="user", content=question),
@@ -44,20 +44,20 @@ class Conversation:
             ]
 
     def obey(self, line: str) -> str:
-        """Do what ``/name argument`` says and return what there is to tell."""
+        """Run a line ``/name argument`` and return its output."""
         name, _, argument = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:
             close = get_close_matches(name, COMMANDS, n=1)
             meant = f"did you mean `{close[0]}`? " if close else ""
-            hint = f"{meant}`/help` lists them; begin with a space to send it as a message"
-            raise UserError(f"`{name}` is no command", hint=hint)
+            hint = f"{meant}see `/help`; start with a space to send the line as a message"
+            raise UserError(f"Unknown command `{name}`", hint=hint)
         return command.do(self, argument.strip())
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a conversation."""
+    """A slash command."""
 
     usage: str
     meaning: str
@@ -65,7 +65,7 @@ class Command:
 
 
 def turns_of(settings: Settings, *turns: Turn) -> tuple[Turn, ...]:
-    """Put what the model is told in front of what was said."""
+    """Put the system prompt before the turns."""
     system = [Turn(role="system", content=settings.system)] if settings.system else []
     return (*system, *turns)
 
@@ -73,10 +73,10 @@ def turns_of(settings: Settings, *turns: Turn) -> tuple[Turn, ...]:
 def _help(_: Conversation, __: str) -> str:
     rows = [(f"{name} {command.usage}", command.meaning) for name, command in COMMANDS.items()]
     keys = [
-        ('"""', "begin and end a message of several lines"),
-        ("Alt-Enter", "new line"),
+        ('"""', "start and end a message of several lines"),
+        ("Alt-Enter", "insert a line break"),
         ("Ctrl-C", "stop the answer"),
-        ("Ctrl-D", "leave"),
+        ("Ctrl-D", "exit"),
     ]
     return render.table(("", ""), [*rows, *keys]).lstrip("\n")
 
@@ -93,7 +93,7 @@ def _set(conversation: Conversation, argument: str) -> str:
         raise UserError("`/set` needs a name and a value", hint=usage)
     value = parse(name, text.strip(), "/set")
     conversation.settings = change(conversation.settings, {name: value})
-    return f"{name} is {render.plain(value)}"
+    return f"{name} = {render.plain(value)}"
 
 
 def _show(conversation: Conversation, _: str) -> str:
@@ -104,24 +104,24 @@ def _show(conversation: Conversation, _: str) -> str:
 
 def _system(conversation: Conversation, argument: str) -> str:
     conversation.settings = change(conversation.settings, {"system": argument or None})
-    return "the model is told this from now on" if argument else "the model is told nothing"
+    return "system prompt set" if argument else "system prompt removed"
 
 
 def _clear(conversation: Conversation, _: str) -> str:
     conversation.turns.clear()
-    return "forgotten"
+    return "conversation cleared"
 
 
 def _stats(conversation: Conversation, _: str) -> str:
     if conversation.answer is None:
-        raise UserError("There is no finished answer yet")
+        raise UserError("No complete answer yet")
     return render.statistics(conversation.answer)
 
 
 def _save(conversation: Conversation, argument: str) -> str:
     path = _path(argument, "/save")
     if path.exists():
-        _read(path)  # a file that is no conversation is not ours to overwrite
+        _read(path)  # overwrite saved conversations only
     settings = {name: current(conversation.settings, name) for name in _SAVED}
     content = {"schema": render.SCHEMA, "settings": settings, "turns": conversation.turns}
     try:
@@ -154,7 +154,7 @@ def _path(argument: str, command: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a saved conversation, or say that it is none."""
+    """Read a saved conversation; raise `UserError` for any other file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -162,7 +162,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError:
         content = None
     if not _is_conversation(content):
-        raise UserError(f"`{path}` is no saved conversation")
+        raise UserError(f"`{path}` is not a saved conversation")
     return dict(content)
 
 
@@ -188,12 +188,12 @@ def _bye(_: Conversation, __: str) -> str:
 
 COMMANDS = {
     "/help": Command("", "list the commands", _help),
-    "/set": Command("NAME VALUE", "change how answers are made", _set),
+    "/set": Command("NAME VALUE", "change a generation setting", _set),
     "/show": Command("", "show the settings", _show),
-    "/system": Command("TEXT", "tell the model this first; nothing when empty", _system),
-    "/save": Command("FILE", "keep the conversation in a file", _save),
-    "/load": Command("FILE", "go on with a kept conversation", _load),
-    "/clear": Command("", "forget what was said", _clear),
-    "/stats": Command("", "how fast the last answer came, hop by hop", _stats),
-    "/bye": Command("", "leave", _bye),
+    "/system": Command("TEXT", "set the system prompt; without TEXT remove it", _system),
+    "/save": Command("FILE", "save the conversation to a file", _save),
+    "/load": Command("FILE", "load a saved conversation", _load),
+    "/clear": Command("", "clear the conversation", _clear),
+    "/stats": Command("", "show the timings of the last answer", _stats),
+    "/bye": Command("", "exit", _bye),
 }

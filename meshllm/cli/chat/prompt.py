@@ -1,4 +1,4 @@
-"""Where a prompt comes from: the argument, a pipe, or neither."""
+"""Reads the prompt from the argument, a pipe, or both."""
 
 from typing import TextIO
 
@@ -6,13 +6,13 @@ from meshllm.errors import UserError
 
 
 def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
-    """Join piped text and the argument, in this order; None when a person sits there.
+    """Join piped text and the argument, in this order; return None for an interactive session.
 
     ``-`` as the argument means stdin alone. Newlines at the end of piped text are dropped, as
-    a shell does.
+    shells do.
 
     Raises:
-        UserError: nothing was asked, or it is not UTF-8.
+        UserError: the prompt is empty or not UTF-8.
     """
     if argument is None and (stdin is None or stdin.isatty()):
         return None
@@ -20,7 +20,7 @@ def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
     given = "" if argument in (None, "-") else _encodable(argument)
     prompt = "\n\n".join(part for part in (piped, given) if part)
     if not prompt.strip():
-        raise UserError("The prompt is empty", hint='for example `meshllm chat "What is a ring?"`')
+        raise UserError("The prompt is empty", hint='try `meshllm chat "What is a ring?"`')
     return prompt
 
 

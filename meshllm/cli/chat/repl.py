@@ -1,4 +1,4 @@
-"""`meshllm chat` on a terminal: a conversation; the answer on stdout, all else on stderr."""
+"""Interactive `meshllm chat`: answers on stdout, everything else on stderr."""
 
 import asyncio
 import signal
@@ -29,12 +29,12 @@ QUOTES = '"""'
 
 
 def converse(opener: Opener, settings: Settings, stop: tuple[str, ...], *, stats: bool) -> None:
-    """Talk until the person leaves."""
+    """Run a conversation until the user exits."""
     asyncio.run(_Repl(Conversation(settings, stop), opener, stats=stats).run())
 
 
 class _Repl:
-    """Reads a line, obeys or asks, and shows what comes back."""
+    """Reads lines; runs commands and sends messages."""
 
     def __init__(self, conversation: Conversation, opener: Opener, *, stats: bool) -> None:
         self.conversation = conversation
@@ -44,10 +44,10 @@ class _Repl:
         self.leaving = asyncio.Event()
 
     async def run(self) -> None:
-        """Show the prompt at once and form the ring meanwhile; when that fails, so does this."""
+        """Show the prompt while the ring forms; raise what makes the ring fail."""
         self.ring: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
         settings = self.conversation.settings
-        _tell(f"{settings.model}, ring of {settings.nodes}; /help lists commands, Ctrl-D leaves")
+        _tell(f"{settings.model}, ring of {settings.nodes}; /help lists commands, Ctrl-D exits")
         async with asyncio.TaskGroup() as group:
             host = group.create_task(self._host())
             while await self._turn():
@@ -57,13 +57,13 @@ class _Repl:
                 host.cancel()
 
     async def _host(self) -> None:
-        """Keep the ring open in a task of its own: a ring is closed by the task that opened it."""
+        """Keep the ring open in its own task: the task that opens a ring must close it."""
         async with self.opener(self.conversation.settings) as ring:
             self.ring.set_result(ring)
             await self.leaving.wait()
 
     async def _turn(self) -> bool:
-        """Take one line; return False when it is the last."""
+        """Handle one line; return False to exit."""
         try:
             line = await self.session.prompt_async()
             if line.startswith("/"):
@@ -72,7 +72,7 @@ class _Repl:
                 await self._ask(question)
         except KeyboardInterrupt:
             if not self.session.default_buffer.text:
-                _tell("Ctrl-D or /bye leaves")
+                _tell("exit with Ctrl-D or /bye")
         except EOFError:
             return False
         except MeshError as error:
@@ -80,7 +80,7 @@ class _Repl:
         return True
 
     async def _ask(self, question: str) -> None:
-        """Show an answer; Ctrl-C stops it, and what was said so far is kept."""
+        """Show an answer; Ctrl-C stops it and keeps the text so far."""
         pieces: list[str] = []
         asking = asyncio.ensure_future(self._answer(question, pieces))
         with _listening(asking):
@@ -106,7 +106,7 @@ class _Repl:
 
 
 def _session(settings: Settings) -> PromptSession[str]:
-    """Make the prompt: history, commands on Tab, and several lines between quotes."""
+    """Return the line editor: history, Tab completion, multi-line messages in triple quotes."""
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")
@@ -128,7 +128,7 @@ def _session(settings: Settings) -> PromptSession[str]:
 
 
 def _history() -> History:
-    """Keep lines in the state folder, for the person alone; in memory where that is refused."""
+    """Keep history in a private file of the state folder, or in memory if that fails."""
     path = user_state_path("meshllm", appauthor=False) / "history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,10 +139,10 @@ def _history() -> History:
 
 
 class _Commands(Completer):
-    """Offers command names, and after ``/set`` what can be set."""
+    """Completes command names, and setting names after ``/set``."""
 
     def get_completions(self, document: Document, _: CompleteEvent) -> Iterable[Completion]:
-        """Yield what the word under the cursor may become."""
+        """Yield completions of the text before the cursor."""
         text = document.text_before_cursor
         words, typed = (SETTABLE, text[5:]) if text.startswith("/set ") else (COMMANDS, text)
         for word in words:
@@ -151,7 +151,7 @@ class _Commands(Completer):
 
 
 def _is_open(text: str) -> bool:
-    """Tell whether a message of several lines still waits for its end."""
+    """Return whether a multi-line message is not closed yet."""
     return text.startswith(QUOTES) and not text.rstrip().endswith(QUOTES, len(QUOTES))
 
 
@@ -164,7 +164,7 @@ def _unquoted(line: str) -> str:
 
 @contextmanager
 def _listening(asking: asyncio.Task[Answer]) -> Iterator[None]:
-    """Let Ctrl-C stop an answer, and keep other keys from being printed into it."""
+    """Cancel the answer on Ctrl-C, and turn off echo while it is printed."""
     loop = asyncio.get_running_loop()
     before = termios.tcgetattr(sys.stdin)
     silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]

@@ -1,1 +1,1 @@
-"""The other commands."""
+"""The commands without a package of their own."""

@@ -1,4 +1,4 @@
-"""`meshllm bench`: tables of this machine's speed."""
+"""`meshllm bench`: benchmarks of rings and of one engine."""
 
 import sys
 from collections.abc import Sequence
@@ -35,51 +35,49 @@ def bench(
         str,
         typer.Option(
             metavar="NAME",
-            help="Published dimensions: `qwen3-0.6b`, `llama-3.2-1b` or `qwen3-8b-4-layers`.",
+            help="Use the published dimensions of this model.",
         ),
     ] = "qwen3-0.6b",
     engine: Annotated[
         bool,
-        typer.Option(
-            "--engine", help="Measure one node alone: prompts, and tokens of 1 to 32 sessions."
-        ),
+        typer.Option("--engine", help="Measure one node: prefill, and decode of 1 to 32 sessions."),
     ] = False,
-    nodes: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the rings.")] = "1,2,3",
+    nodes: Annotated[str, typer.Option(metavar="N,N", help="Use rings of these sizes.")] = "1,2,3",
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Length of the prompt.")
+        int, typer.Option(min=1, metavar="N", help="Use a prompt of N tokens.")
     ] = 256,
-    new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Length of the answer.")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Generate N tokens.")] = 32,
     processes: Annotated[
         bool,
         typer.Option(
-            "--processes", help="Run each node as a process, linked over WebSocket, encrypted."
+            "--processes", help="Run each node as a process, linked by encrypted WebSocket."
         ),
     ] = False,
     quant: Annotated[
         str | None,
         typer.Option(
-            metavar="HOW,HOW",
-            help="Ways to hold weights, as `none,int8`; just `none` by default, with --engine all"
-            " that the device has.",
+            metavar="QUANT,QUANT",
+            help="Compare these quantisations, as `none,int8`.",
         ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Measure so often; medians are shown.")
+        int, typer.Option(min=1, metavar="N", help="Run N rounds and show medians.")
     ] = 3,
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the figures here too; `-` is stdout."),
+        typer.Option("--json", metavar="FILE", help="Also write JSON to FILE; `-` is stdout only."),
     ] = None,
     **flags: Scalar,
 ) -> None:
-    """Measure rings, or one engine, beside plain transformers, with random weights.
+    """Benchmark rings, or one engine, against transformers.
 
-    Every round measures every contestant once; ratios compare within a round, so that a busy
-    machine slows all of them alike. Above 1.00x is faster than transformers' own `generate`.
+    Models are `qwen3-0.6b`, `llama-3.2-1b` and `qwen3-8b-4-layers`, with random weights. Each round
+    measures every contestant once, and ratios are taken within a round, so that load on the machine
+    affects all alike. A speedup above 1.00, or a first token ratio below it, beats transformers.
 
-    With --engine, short steps are measured up to four times as often. The limit is the time that
-    reading the weights takes at the speed of the memory, which is probed in the same rounds. Where
-    every bit of the logits is to be that of transformers and is not, the command fails.
+    `--engine` compares all quantisations by default on a CPU, and measures short steps up to four
+    times as often. The limit is the time to read the weights at the memory bandwidth, measured in
+    these rounds. The command fails if logits that must equal those of transformers differ.
     """
     chosen = settings(flags)
     threads = chosen.threads
@@ -115,7 +113,7 @@ def bench(
 
 
 def _device(wanted: str, quants: Sequence[Quant]) -> str:
-    """Choose where all of these ways to hold weights are computed."""
+    """Return a device that supports all of these quantisations."""
     import torch
 
     from meshllm.model.device import CPU, choose
@@ -125,18 +123,18 @@ def _device(wanted: str, quants: Sequence[Quant]) -> str:
 
 
 def _refuse(invocation: typer.Context, names: Sequence[str]) -> None:
-    """Refuse options that were given but mean nothing."""
+    """Raise `UserError` for options that have no effect with `--engine`."""
     for name in names:
         source = invocation.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = name.replace("_", "-")
-            raise UserError(f"`--{option}` is of rings, and `--engine` measures none")
+            raise UserError(f"`--{option}` cannot be combined with `--engine`")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
-        raise UserError(f"`{text}` is no list of ring sizes", hint="write it as `1,2,3`")
+        raise UserError(f"Invalid ring sizes `{text}`", hint="write it as `1,2,3`")
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -144,7 +142,7 @@ def _quants(text: str) -> tuple[Quant, ...]:
     words = text.split(",")
     if unknown := [word for word in words if word not in set(Quant)]:
         known = ", ".join(f"`{quant}`" for quant in Quant)
-        raise UserError(f"`{unknown[0]}` is no way to hold weights", hint=f"one of {known}")
+        raise UserError(f"Unknown quantisation `{unknown[0]}`", hint=f"one of {known}")
     return tuple(quant for quant in Quant if quant in words)
 
 
@@ -156,7 +154,7 @@ def _facts(case: "ring_table.Case | engine_table.Case", rows: Sequence[Any]) -> 
 
 
 def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:
-    """Write figures where they are wanted; as a table unless JSON goes to stdout."""
+    """Write the figures: a table on stdout, or JSON there or in a file."""
     if str(json) == "-":
         render.dump(fields)
         return
@@ -166,9 +164,9 @@ def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:
 
 
 def _check(rows: "Sequence[engine_table.Row]") -> None:
-    """Raise `MeshError` where logits are not those of transformers but should be."""
+    """Raise `MeshError` if logits that must equal those of transformers differ."""
     if wrong := [f"`{row.name}` at {row.task}" for row in rows if row.same is False]:
-        raise MeshError(f"Other logits than those of transformers: {', '.join(wrong)}")
+        raise MeshError(f"Logits differ from those of transformers: {', '.join(wrong)}")
 
 
 def _save(path: Path, fields: dict[str, Any]) -> None:
@@ -182,7 +180,7 @@ def _save(path: Path, fields: dict[str, Any]) -> None:
 def _ring_table(rows: "Sequence[ring_table.Row]") -> str:
     header = (
         "contestant", "first token ms", "ms per token", "tokens/s",
-        "decode x", "decode x of fewest", "first token x", "ms per hop",
+        "decode speedup", "vs fewest nodes", "first token ratio", "ms per hop",
     )  # fmt: skip
     return render.table(
         header,
@@ -197,8 +195,8 @@ def _ring_table(rows: "Sequence[ring_table.Row]") -> str:
 
 
 def _engine_table(measured: "engine_table.Table") -> str:
-    header = ("task", "by", "MB", "ms", "best ms", "tokens/s", "x", "of limit", "bits")
-    bits = {None: None, True: "same", False: "OTHER"}
+    header = ("task", "engine", "MB", "ms", "best ms", "tokens/s", "speedup", "of limit", "bits")
+    bits = {None: None, True: "same", False: "DIFFERENT"}
     text = render.table(
         header,
         [
@@ -209,4 +207,4 @@ def _engine_table(measured: "engine_table.Table") -> str:
             for row in measured.rows
         ],
     )  # fmt: skip
-    return f"{text}\nmemory {measured.gb_per_s:.1f} GB/s"
+    return f"{text}\nmemory bandwidth {measured.gb_per_s:.1f} GB/s"

@@ -1,4 +1,4 @@
-"""`meshllm config`: what is set and where."""
+"""`meshllm config`: the settings and their origins."""
 
 from typing import Annotated
 
@@ -8,18 +8,18 @@ from meshllm.cli.shared.options import Json, help_of
 from meshllm.cli.terminal import render
 from meshllm.config import current, files, keys, load
 
-app = typer.Typer(help="See what is set and where.", rich_markup_mode=None)
+app = typer.Typer(help="Show settings and where they come from.", rich_markup_mode=None)
 
 
 @app.callback()
 def group() -> None:
-    """Keep `show` a command of its own even while it is the only one."""
+    """Keep `show` a subcommand although it is the only one."""
 
 
 @app.command()
 def show(
     origin: Annotated[
-        bool, typer.Option("--origin", help="Say where each value came from.")
+        bool, typer.Option("--origin", help="Show where each value comes from.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`meshllm help`: the help of a command, or a page of the manual's section 7."""
+"""`meshllm help`: the help of a command, or a manual page of section 7."""
 
 import os
 import shutil
@@ -23,12 +23,12 @@ _WIDEST = 100  # columns; longer lines are hard to read
 
 
 def topics() -> dict[str, str]:
-    """Read the pages of section 7: topic -> Markdown, whose heading is name and summary."""
+    """Return the Markdown page of each topic; its heading is ``name: summary``."""
     return {page.stem: page.read_text("utf-8") for page in _FOLDER.glob("*.md")}
 
 
 def summary(page: str) -> str:
-    """Return the summary of a page: its heading behind the name."""
+    """Return the summary in the heading of a page."""
     return page.partition("\n")[0].partition(": ")[2]
 
 
@@ -40,12 +40,14 @@ def show_help(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TOPIC]", help="A command or a topic.", autocompletion=_complete),
+        typer.Argument(
+            metavar="TOPIC", help="Show this command or topic.", autocompletion=_complete
+        ),
     ] = None,
 ) -> None:
     """Show the help of a command or a page of the manual.
 
-    Without a topic it lists both. A terminal gets the page formatted, a pipe gets
+    Without TOPIC it lists both. A terminal gets a formatted page, a pipe gets
     Markdown.
     """
     root = context.find_root()
@@ -60,7 +62,7 @@ def show_help(
     else:
         known = ", ".join(f"`{name}`" for name in sorted(pages))
         raise UserError(
-            f"No help on `{' '.join(words)}`", hint=f"a command, or one of the topics {known}"
+            f"No help on `{' '.join(words)}`", hint=f"name a command, or a topic: {known}"
         )
 
 
@@ -74,7 +76,7 @@ def _show(page: str) -> None:
     console = Console(width=min(_WIDEST, shutil.get_terminal_size().columns))
     formatted = Markdown(page)
     if shutil.which("less"):
-        os.environ.setdefault("LESS", "-FRX")  # show colours, leave at once if it fits
+        os.environ.setdefault("LESS", "-FRX")  # show colours, exit at once if it fits
         with console.pager(styles=True):
             console.print(formatted)
     else:

@@ -1,4 +1,4 @@
-"""`meshllm id`: who this machine is to a mesh."""
+"""`meshllm id`: the identity of this node."""
 
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
@@ -15,8 +15,8 @@ Examples:
 def identity(as_json: Json = False, **flags: Scalar) -> None:
     """Print the id of this node.
 
-    The id is the public half of a key that is made on first use and never leaves the state folder.
-    stdout is the id; its short form, which is for reading only, goes to stderr.
+    The id is the public half of a key that is created on first use and never leaves the state
+    folder. stdout is the id; its short form, for display only, goes to stderr.
     """
     from meshllm.node.membership.state_store import Keyring
     from meshllm.protocol.trust.identity import short, show
@@ -28,4 +28,4 @@ def identity(as_json: Json = False, **flags: Scalar) -> None:
         render.dump({"node": show(node), "short": short(node), "mesh": mesh})
         return
     render.out(show(node))
-    render.talk(render.dim(f"in short {short(node)}, key in {keyring.folder}"))
+    render.talk(render.dim(f"short form {short(node)}, key in {keyring.folder}"))

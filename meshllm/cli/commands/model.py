@@ -1,4 +1,4 @@
-"""`meshllm model`: what is here, how large it is, whether it splits."""
+"""`meshllm model`: list, inspect, verify and download models."""
 
 import sys
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from meshllm.model.parity.check import Report
     from meshllm.model.shape import ModelShape
 
-CONTEXT = 4096  # tokens of cache that count as room for one session
+CONTEXT = 4096  # tokens of KV cache assumed for one session
 
 app = typer.Typer(
-    help="See, check and fetch models.",
+    help="List, inspect, verify and download models.",
     rich_markup_mode=None,
     epilog="""\b
 Examples:
@@ -42,7 +42,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="`builtin`, a folder, or a Hugging Face name.",
+        help="Use `builtin`, a folder, or a Hugging Face name.",
         autocompletion=complete.models,
     ),
 ]
@@ -71,9 +71,9 @@ def list_(as_json: Json = False) -> None:
 @app.command()
 @takes("dtype")
 def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
-    """Show layers and bytes of a model, and what fits here."""
+    """Show the sizes of a model and what fits on this machine."""
     chosen = settings(flags)
-    with _loading(f"looking at {model}"):
+    with _loading(f"reading {model}"):
         import torch
 
         from meshllm.model.capacity import shape_of
@@ -84,7 +84,7 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         from meshllm.model.steps.execution import forecast
 
         source = resolve(model)
-        list_weights(source.folder)  # a config alone is no model
+        list_weights(source.folder)  # a config without weights is not a model
         shape = shape_of(source, _dtype(chosen))
         free = free_memory()
         execution = forecast(source.config, getattr(torch, shape.dtype), CPU)
@@ -105,10 +105,10 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
 @app.command()
 @takes("dtype")
 def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
-    """Split a model in 2 and 3, and compare it bit for bit.
+    """Compare a model split in 2 and 3 with the whole one.
 
-    The logits of a short prompt and of 16 greedy tokens are compared with those of transformers'
-    own `generate`. A model that differs by more than rounding exits with 4.
+    The logits of a short prompt and of 16 greedy tokens are compared bit for bit with those of
+    `generate` of transformers. If they differ by more than rounding, the exit code is 4.
     """
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
@@ -124,23 +124,23 @@ def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     else:
         render.out(_comparison(report, aligned=not rounds_by_alignment()))
     if report.outcome is check.Outcome.DIFFERENT:
-        raise ModelError(f"`{model}` split is not the whole model", hint=_hint(report))
+        raise ModelError(f"`{model}` computes other logits when split", hint=_hint(report))
 
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face name.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Use a Hugging Face name.")],
     layers: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="Fetch only the files that hold layers A to B-1."),
+        typer.Option(metavar="A:B", help="Download only the files with layers A to B-1."),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A branch, a tag or a commit.")
+        str | None, typer.Option(metavar="NAME", help="Download this branch, tag or commit.")
     ] = None,
 ) -> None:
-    """Fetch a model from Hugging Face."""
+    """Download a model from Hugging Face."""
     span = None if layers is None else Span.parse(layers)
-    with _loading(f"fetching {model}"):
+    with _loading(f"downloading {model}"):
         from meshllm.model.files.source import resolve
 
         source = resolve(model, revision=revision, span=span, download=True)
@@ -162,7 +162,7 @@ def families(as_json: Json = False) -> None:
     ]
     render.out(render.table(("type", "split", "reason"), rows))
     checked = sum(verdict.equal for verdict in verdicts.values())
-    render.talk(f"{checked} of {len(verdicts)} are bit-equal when split")
+    render.talk(f"{checked} of {len(verdicts)} model types are bit-equal when split")
 
 
 def _builtin() -> Iterator[_Installed]:
@@ -188,7 +188,7 @@ def _cached() -> Iterator[_Installed]:
 
 @contextmanager
 def _loading(text: str) -> Iterator[None]:
-    """Say what takes so long, while it does."""
+    """Show a progress line while torch is imported and the block runs."""
     with render.Status(sys.stderr) as status:
         status.show(text)
         import_heavy("meshllm.model.capacity")
@@ -196,7 +196,7 @@ def _loading(text: str) -> Iterator[None]:
 
 
 def _fitting(shape: "ModelShape", free: int) -> int:
-    """Count the layers, from the first on, that fit beside the ends with a session's cache."""
+    """Count the first layers that fit together with the ends and one session's KV cache."""
     from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 
     tokens = min(CONTEXT, shape.context)
@@ -207,7 +207,7 @@ def _fitting(shape: "ModelShape", free: int) -> int:
 
 
 def _dtype(chosen: Settings) -> "torch.dtype | None":
-    """Name the number format for torch; None is as stored."""
+    """Return the dtype of torch; None is as stored."""
     import torch
 
     return None if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
@@ -227,23 +227,23 @@ def _comparison(report: "Report", *, aligned: bool) -> str:
         [
             render.table(("parts", "layers", "logits", "tokens"), rows),
             f"{report.model} in {report.dtype}: {_verdict(report, aligned=aligned)}"
-            f" ({len(report.prompt)} tokens read, {len(report.tokens)} written)",
+            f" ({len(report.prompt)} prompt tokens, {len(report.tokens)} generated)",
         ]
     )
 
 
 def _verdict(report: "Report", *, aligned: bool) -> str:
-    """Say how the parts compare to transformers; unless ``aligned``, the BLAS may be to blame."""
+    """Describe the outcome; unless ``aligned``, rounding may come from the BLAS."""
     share = f"largest relative difference {report.relative:.1e}"
     match report.outcome:
         case "equal":
-            return "equal bit for bit to transformers"
+            return "bit-equal to transformers"
         case "rounding" if aligned:
             return f"equal to transformers up to rounding, {share}"
         case "rounding":
             return (
-                f"equal to transformers up to rounding, {share}: this machine's BLAS rounds by"
-                " alignment; with `MKL_CBWR=AUTO` oneMKL does not"
+                f"equal to transformers up to rounding, {share}: rounding of this machine's BLAS"
+                " depends on memory alignment; for oneMKL set `MKL_CBWR=AUTO`"
             )
         case _:
             return f"NOT equal to transformers: {share}"
@@ -251,25 +251,25 @@ def _verdict(report: "Report", *, aligned: bool) -> str:
 
 def _hint(report: "Report") -> str:
     if report.dtype in ("float32", "float64"):
-        return "use it with `--nodes 1`"
-    return "use it with `--nodes 1`, or tell error from rounding with `--dtype float32`"
+        return "run it with `--nodes 1`"
+    return "run it with `--nodes 1`, or rule out rounding with `--dtype float32`"
 
 
 def _facts(shape: "ModelShape", free: int, fitting: int, execution: str) -> str:
     sizes = sorted({render.bytes_of(size) for size in shape.layer_bytes})
     weights = sum(shape.layer_bytes) + shape.embed_bytes + shape.head_bytes
-    whole = "all of it" if fitting == shape.layers else f"{fitting} of {shape.layers} layers"
-    tied = " (shares the embedding's weights)" if shape.tied else ""
+    whole = "all" if fitting == shape.layers else f"{fitting} of {shape.layers}"
+    tied = " (tied to the embedding)" if shape.tied else ""
     rows = [
         ("type", shape.model_type),
-        ("layers", f"{shape.layers} of {' or '.join(sizes)}"),
+        ("layers", f"{shape.layers}, {' or '.join(sizes)} each"),
         ("embedding", render.bytes_of(shape.embed_bytes)),
         ("head", render.bytes_of(shape.head_bytes) + tied),
         ("weights", f"{render.bytes_of(weights)} in {shape.dtype}"),
-        ("cache", f"{render.bytes_of(sum(shape.kv_bytes_per_token))} per token"),
+        ("KV cache", f"{render.bytes_of(sum(shape.kv_bytes_per_token))} per token"),
         ("context", f"{shape.context} tokens"),
         ("hidden state", f"{render.bytes_of(shape.hidden_size * shape.itemsize)} per hop"),
-        ("fits here", f"{whole} in {render.bytes_of(free)} free memory"),
-        ("steps on cpu", execution),
+        ("fits here", f"{whole} layers in {render.bytes_of(free)} of free memory"),
+        ("CPU engine", execution),
     ]
     return render.table((shape.name, ""), rows)

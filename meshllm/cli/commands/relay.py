@@ -1,4 +1,4 @@
-"""`meshllm relay`: a public server for nodes behind NATs; forwards nothing itself."""
+"""`meshllm relay`: runs a public relay for nodes behind NATs."""
 
 import os
 import re
@@ -32,7 +32,7 @@ Examples:
 """
 
 REPORT_S = 600.0
-"""Between two lines about what was forwarded, if anything was."""
+"""Interval of the log line about forwarded bytes; skipped if nothing changed."""
 _PLACE = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]*)):(\d{1,5})")
 
 
@@ -44,28 +44,26 @@ def relay(
         typer.Option(
             "--listen",
             metavar="HOST:PORT",
-            help="Where to listen, UDP and TCP; `[::]` is everywhere.",
+            help="Listen here on UDP and TCP; `[::]` is every address.",
         ),
     ] = f"[::]:{PORT}",
     rate: Annotated[
         str,
-        typer.Option("--rate", metavar="BYTES", help="What each node may send a second."),
+        typer.Option("--rate", metavar="BYTES", help="Limit what each node may send per second."),
     ] = "4MB",
     allow: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allow", metavar="NODE", help="Serve this node id only; may be given again."
-        ),
+        typer.Option("--allow", metavar="NODE", help="Serve only this node id; repeatable."),
     ] = None,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
-    """Let nodes behind NATs find each other, and forward what they must.
+    """Run a relay for nodes behind NATs.
 
-    For a small public server: it needs no model and sees encrypted bytes only. Nodes that can reach
-    each other directly do so after a moment; for the others it forwards, by UDP or, where UDP is
-    blocked, by WebSocket at the same port number. stdout is the command for the nodes. The TCP port
-    has `/metrics` and `/healthz` too. Ctrl-C or SIGTERM ends it.
+    Run it on a public server: it needs no model and sees only encrypted bytes. Nodes that can reach
+    each other soon switch to a direct path by hole punching; for the others it forwards, over UDP
+    or, if UDP is blocked, WebSocket on the same port number. stdout is the command for the nodes.
+    The TCP port also serves `/metrics` and `/healthz`. Ctrl-C or SIGTERM stops it.
     """
     is_json = load(flags).settings.log_format == "json"
     verbosity = invocation.find_root().params.get("verbose") or 0
@@ -108,10 +106,10 @@ def _announce(server: "RelayServer", tell: Callable[[News], None], *, as_json: b
     port, observer = server.udp.port, server.observer.port
     host = server.udp.hosts()[0]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    text = f"relay at UDP {port} and {observer} and TCP {port}, which a firewall must let in"
+    text = f"listening on UDP {port} and {observer} and TCP {port}; allow them in the firewall"
     tell(News("ready", text, {"port": port, "observer_port": observer}))
     if not ip_address(host).is_global:
-        text = f"{host} is no public address: nodes elsewhere need another one of this machine"
+        text = f"{host} is not a public address: nodes on other networks need one that is"
         tell(News("private", text, {"host": host}))
     command = f"meshllm node --relay {place}"
     if as_json:
@@ -125,7 +123,7 @@ def _announce(server: "RelayServer", tell: Callable[[News], None], *, as_json: b
 async def _report(
     server: "RelayServer", stopped: "asyncio.Event", tell: Callable[[News], None]
 ) -> None:
-    """Tell from time to time, and at the end, what was forwarded."""
+    """Log what was forwarded, every `REPORT_S` and at the end."""
     import asyncio
 
     before = _figures(server.statistics)
@@ -148,11 +146,11 @@ def _figures(done: "Statistics") -> News:
 
 
 def _place(text: str) -> tuple[str | None, int]:
-    """Read where to listen; no host is every address, of IPv4 and IPv6."""
+    """Parse ``HOST:PORT``; without a host it is every address, IPv4 and IPv6."""
     found = _PLACE.fullmatch(text)
     if found is None or int(found[3]) > 65535:
         hint = f"write it as `HOST:PORT`, `[IPV6]:PORT`, or `:{PORT}` for every address"
-        raise UserError(f"`{text}` is no place to listen at", hint=hint)
+        raise UserError(f"Invalid listen address `{text}`", hint=hint)
     host = found[1] or found[2]
     return (None if host in {"", "::"} else host), int(found[3])
 
@@ -172,15 +170,15 @@ def _limits(rate: str) -> "Limits":
     try:
         return Limits(rate=parse_memory(rate))
     except UserError:
-        hint = "write it as `500KB`, `4MB` or `1GiB`: bytes a second"
-        raise UserError(f"`{rate}` is no rate", hint=hint) from None
+        hint = "write it as `500KB`, `4MB` or `1GiB`: bytes per second"
+        raise UserError(f"Invalid rate `{rate}`", hint=hint) from None
 
 
 def _unusable(listen: str, error: OSError) -> UserError:
-    code = error.errno or 0  # those of a resolver are below 0
+    code = error.errno or 0  # resolver errors are negative
     reason = os.strerror(code) if code > 0 else str(error.strerror)
     return UserError(
-        f"`{listen}` cannot be listened at: {reason.lower()}",
+        f"Cannot listen on `{listen}`: {reason.lower()}",
         hint="choose another port, or an address of this machine, with `--listen HOST:PORT`",
     )
 

@@ -1,4 +1,4 @@
-"""`meshllm transport`: which transports are installed; loads none of them."""
+"""`meshllm transport`: lists the installed transports without loading them."""
 
 from dataclasses import asdict
 
@@ -7,12 +7,12 @@ import typer
 from meshllm.cli.shared.options import Json
 from meshllm.cli.terminal import render
 
-app = typer.Typer(help="See what carries hidden states between nodes.", rich_markup_mode=None)
+app = typer.Typer(help="List the transports between nodes.", rich_markup_mode=None)
 
 
 @app.callback()
 def group() -> None:
-    """Keep `list` a command of its own even while it is the only one."""
+    """Keep `list` a subcommand although it is the only one."""
 
 
 @app.command("list")
@@ -25,4 +25,4 @@ def list_(as_json: Json = False) -> None:
         render.dump({"transports": [asdict(offer) for offer in offers]})
         return
     rows = [(offer.name, offer.distribution, offer.version, offer.value) for offer in offers]
-    render.out(render.table(("name", "distribution", "version", "made by"), rows))
+    render.out(render.table(("name", "distribution", "version", "entry point"), rows))

@@ -1,4 +1,4 @@
-"""What can be wrong with a machine and its node, one function each."""
+"""The checks of `meshllm doctor`, one function each."""
 
 import os
 import platform
@@ -31,16 +31,16 @@ from meshllm.protocol.trust.identity import show
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
 
-SLOW_MS = 100.0  # a round trip that costs more than a token of a small model
-QUIET_S = 3.0  # a peer that was not heard for so long counts as lost
-DRIVER = Path("/proc/driver/nvidia")  # of a GPU, whether torch can use it or not
-SCARCE_BYTES = 1 << 30  # less free memory than this holds no model worth a ring
+SLOW_MS = 100.0  # a longer round trip takes more time than a token of a small model
+QUIET_S = 3.0  # s of silence after which a peer counts as lost
+DRIVER = Path("/proc/driver/nvidia")  # exists with a GPU, whether torch can use it or not
+SCARCE_BYTES = 1 << 30  # with less free memory no useful span fits
 
 
 def examine(
     chosen: Settings, status: MeshStatus | MeshError, transports: Sequence[str]
 ) -> Iterator[Finding]:
-    """Check everything; ``status`` is what the node said, or why it said nothing."""
+    """Run every check; ``status`` is the node's report, or why there is none."""
     yield from check_state(state_path(chosen))
     yield check_clock(state_path(chosen), time.time())
     if isinstance(status, MeshError):
@@ -69,35 +69,35 @@ def examine(
 
 
 def check_state(folder: Path) -> Iterator[Finding]:
-    """Look who can enter the state folder and read the key; neither is made or mended."""
+    """Check the permissions of the state folder and the key; create and repair nothing."""
     key = folder / "node.key"
     if not folder.exists():
-        yield Finding("ok", "state", f"{folder} is made on first use")
+        yield Finding("ok", "state", f"{folder} is created on first use")
         return
     open_ones = [path for path in (folder, key) if path.exists() and _is_open(path)]
     for path in open_ones:
         wanted = "700" if path.is_dir() else "600"
-        found = f"{path} is open to others ({stat.filemode(path.stat().st_mode)})"
-        yield Finding("fail", "state", found, f"chmod {wanted} {path}")
+        found = f"{path} is open to other users ({stat.filemode(path.stat().st_mode)})"
+        yield Finding("fail", "state", found, f"run `chmod {wanted} {path}`")
     if not os.access(folder, os.W_OK | os.X_OK):
         yield Finding("fail", "state", f"{folder} cannot be written", "choose one with `--state`")
     elif not open_ones:
-        yield Finding("ok", "state", f"{folder} is yours alone")
+        yield Finding("ok", "state", f"{folder} is private")
         yield _check_key(key)
 
 
 def check_clock(folder: Path, now_s: float) -> Finding:
-    """Compare the clock with the newest file of the node: tickets end by this clock."""
+    """Compare the clock, by which tickets expire, with the newest file of the state folder."""
     newest = max((path.stat().st_mtime for path in folder.glob("*")), default=0.0)
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if newest > now_s + 1:
         behind = f"{found} is {newest - now_s:.0f} s before the last run of the node"
-        return Finding("warn", "clock", behind, "set the clock: tickets and memberships end by it")
+        return Finding("warn", "clock", behind, "set the clock, by which tickets expire")
     return Finding("ok", "clock", found)
 
 
 def check_clocks(nodes: Sequence[NodeStatus]) -> Iterator[Finding]:
-    """Compare the clock with those of the linked nodes, as far as they told the time."""
+    """Compare the clock with the clocks that linked nodes report."""
     linked = [each.link for each in nodes if each.link]
     told = [link.clock_s for link in linked if link.clock_s is not None]
     if not told:
@@ -106,78 +106,78 @@ def check_clocks(nodes: Sequence[NodeStatus]) -> Iterator[Finding]:
         of = f"{len(told)} other node{'s' * (len(told) > 1)}"
         yield Finding("ok", "clocks", f"within {max(map(abs, told)):.1f} s of {of}")
         return
-    where = "here" if len(wrong) == len(told) > 1 else "where it is wrong"
+    where = "on this machine" if len(wrong) == len(told) > 1 else "that is wrong"
     yield Finding(
         "warn",
         "clocks",
         f"more than {ASTRAY_S:.0f} s apart: {', '.join(wrong)}",
-        f"set the clock {where}: `timedatectl set-ntp true`; tickets and memberships end by it",
+        f"set the clock {where}: `timedatectl set-ntp true`; tickets expire by it",
     )
 
 
 def check_silence(path: Path, error: MeshError) -> Finding:
-    """Tell why the node said nothing: that none is running is no fault."""
+    """Report why the node did not respond; a node that is not running is only a warning."""
     if not isinstance(error, LinkLost):
-        return Finding("fail", "door", str(error), error.hint or "")
+        return Finding("fail", "node", str(error), error.hint or "")
     if path.exists():
-        left = f"nobody answers at {path}"
-        return Finding("warn", "door", left, "a node was killed; start it again: `meshllm node`")
-    return Finding("warn", "door", "no node is running", START)
+        left = f"no process listens at {path}"
+        return Finding("warn", "node", left, "the node was killed; restart it with `meshllm node`")
+    return Finding("warn", "node", "no node is running", START)
 
 
 def check_door(path: Path, status: MeshStatus) -> Finding:
-    """Look at the socket that just answered, and at what the ring is doing."""
+    """Report the state of the ring, and check the permissions of the socket."""
     ring = status.ring
     why = f": {ring.reason}" if ring.reason else ""
-    found = f"node {status.name} answers, ring {ring.state}{why}"
+    found = f"node {status.name} is running, ring {ring.state}{why}"
     if path.exists() and _is_open(path):
-        return Finding("fail", "door", f"{path} is open to others", f"chmod 600 {path}")
-    return Finding("ok" if ring.state is RingState.SERVING else "warn", "door", found)
+        return Finding("fail", "node", f"{path} is open to other users", f"run `chmod 600 {path}`")
+    return Finding("ok" if ring.state is RingState.SERVING else "warn", "node", found)
 
 
 def check_peer(node: NodeStatus, own_version: str) -> Finding:
-    """Judge the way to another node."""
+    """Check the state of a peer and the link to it."""
     who, link = f"{node.name} {node.short}", node.link
     if node.state in {NodeState.LEFT, NodeState.DOWN, NodeState.REFUSED}:
         verdict: Verdict = "warn" if node.state is NodeState.LEFT else "fail"
-        return Finding(verdict, "peer", f"{who} is {node.state}: {node.reason}".rstrip(": "))
+        return Finding(verdict, "peer", f"{who} {node.state}: {node.reason}".rstrip(": "))
     if link is None:
-        at = ", ".join(node.addresses) or "an address nobody told"
-        advice = f"let {node.name} and this machine reach each other: firewall, `--advertise`"
-        return Finding("fail", "peer", f"{who} is not reached at {at}", advice)
+        at = ", ".join(node.addresses) or "an unknown address"
+        advice = f"check the firewalls of {node.name} and this machine, or set `--advertise`"
+        return Finding("fail", "peer", f"{who} is unreachable at {at}", advice)
     trip = link.round_trip_ms
-    found = f"{who} {link.path}, {'no round trip yet' if trip is None else ms(trip)}"
+    found = f"{who} {link.path}, {'round trip not measured yet' if trip is None else ms(trip)}"
     found += f": {link.path_reason}" if link.path_reason else ""
     if link.heard_s > QUIET_S:
         return Finding("fail", "peer", f"{found}, silent for {link.heard_s:.0f} s")
     if node.version != own_version:
-        advice = f"install the same version on both: here is {own_version}"
+        advice = f"install the same version on both; this machine has {own_version}"
         return Finding("warn", "peer", f"{found}, meshllm {node.version}", advice)
     if trip is not None and trip > SLOW_MS:
-        return Finding("warn", "peer", found, "use a cable, or nodes that are nearer")
+        return Finding("warn", "peer", found, "use a wired connection, or nearer nodes")
     return Finding("ok", "peer", found)
 
 
 def check_memory(free: int) -> Finding:
-    """Judge how much memory is free."""
+    """Check the free memory."""
     found = f"{bytes_of(free)} of {bytes_of(psutil.virtual_memory().total)} free"
     if free < SCARCE_BYTES:
-        return Finding("warn", "memory", found, "end programs that hold memory")
+        return Finding("warn", "memory", found, "close programs that use memory")
     return Finding("ok", "memory", found)
 
 
 def check_load(load: float, cores: int) -> Finding:
-    """Compare the load of the last minute with the cores."""
+    """Compare the load average of the last minute with the number of cores."""
     found = f"{cores} cores, load {load:.1f}"
     if load > cores:
         return Finding(
-            "warn", "threads", found, "end other programs: the slowest rank sets the pace"
+            "warn", "threads", found, "close other programs: the slowest rank limits the ring"
         )
     return Finding("ok", "threads", found)
 
 
 def check_device(wanted: str) -> Finding:
-    """Tell where a model in float32 would be computed, and whether a GPU lies idle."""
+    """Report the device that a float32 model would use, and a GPU that torch cannot use."""
     try:
         found = device.choose(wanted, torch.float32)
     except MeshError as error:
@@ -188,13 +188,13 @@ def check_device(wanted: str) -> Finding:
             return Finding("warn", "device", f"{told}, slow without {lacking}", "install it")
         return Finding("ok", "device", told)
     if wanted == "auto" and DRIVER.exists():
-        idle = f"cpu: torch {torch.__version__} cannot use the GPU that is here"
-        return Finding("warn", "device", idle, "install a torch built for it: pytorch.org")
+        idle = f"cpu: torch {torch.__version__} cannot use the GPU of this machine"
+        return Finding("warn", "device", idle, "install a build of torch for it from pytorch.org")
     return Finding("ok", "device", "cpu")
 
 
 def check_model(name: str) -> Finding:
-    """Look whether the model is here, and whether its type splits."""
+    """Check that the model is on this machine and that its type can be split."""
     try:
         source = resolve(name)
     except MeshError as error:
@@ -202,29 +202,28 @@ def check_model(name: str) -> Finding:
     kind = source.config.model_type
     verdict = known_verdicts().get(kind)
     if verdict is None:
-        return Finding(
-            "warn", "model", f"{name}: `{kind}` is not in the table", "meshllm model verify"
-        )
+        advice = f"run `meshllm model verify {name}`"
+        return Finding("warn", "model", f"{name}: `{kind}` was not verified", advice)
     if not verdict.equal:
         return Finding("fail", "model", f"{name}: `{kind}` cannot be split: {verdict.reason}")
-    return Finding("ok", "model", f"{name}: `{kind}` splits bit for bit")
+    return Finding("ok", "model", f"{name}: `{kind}` is bit-equal when split")
 
 
 def check_weights(name: str, cache: Path) -> Finding:
-    """Hash the weights as a node does before it serves; equal weights show equal digests."""
+    """Hash the weights as a node does before it serves; equal digests mean equal weights."""
     try:
         parts = manifest(resolve(name), cache)
     except MeshError as error:
         return Finding("fail", "weights", str(error), error.hint or "")
     digest = blake3(b"".join(parts)).hexdigest()[:12]
     if absent := sum(not any(part) for part in parts):
-        found = f"{digest}, and {absent} of {len(parts)} parts are not on this machine"
-        return Finding("warn", "weights", found, f"meshllm model pull {name}")
+        found = f"{digest}, {absent} of {len(parts)} parts are missing on this machine"
+        return Finding("warn", "weights", found, f"run `meshllm model pull {name}`")
     return Finding("ok", "weights", f"{digest}, {len(parts)} parts hashed")
 
 
 def check_execution(chosen: Settings) -> Finding:
-    """Tell how steps of the model would be run here, without loading it."""
+    """Report how this machine would run steps of the model, without loading it."""
     from meshllm.model.kernels import jit
     from meshllm.model.steps.execution import forecast
 
@@ -237,16 +236,16 @@ def check_execution(chosen: Settings) -> Finding:
     except MeshError as error:
         return Finding("fail", "execution", str(error), error.hint or "")
     if chosen.exact:
-        return Finding("ok", "execution", "stock, one row per step, as `--exact` asks")
+        return Finding("ok", "execution", "stock, one row per step, because of `--exact`")
     if "--dtype" in found.reason:
-        return Finding("warn", "execution", str(found), "choose `--dtype bfloat16`")
+        return Finding("warn", "execution", str(found), "use `--dtype bfloat16`")
     if where == device.CPU and (limits := jit.limits()):
         return Finding("warn", "execution", f"{found}; {'; '.join(limits)}")
     return Finding("ok", "execution", str(found))
 
 
 def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Finding]:
-    """Load the transports that are chosen and name the others."""
+    """Load the selected transports and list the others."""
     for offer in registry.describe():
         if offer.name not in chosen:
             yield Finding("ok", "transport", f"{offer.name} {offer.version} is installed")
@@ -256,12 +255,12 @@ def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Find
         except MeshError as error:
             yield Finding("fail", "transport", str(error), error.hint or "")
         else:
-            yield Finding("ok", "transport", f"{name} is chosen and loads")
+            yield Finding("ok", "transport", f"{name} is selected and loads")
 
 
 def _check_key(path: Path) -> Finding:
     if not path.exists():
-        return Finding("ok", "key", "none yet: it is made on first use")
+        return Finding("ok", "key", "none yet: it is created on first use")
     try:
         return Finding("ok", "key", show(Keyring.open(path.parent).key.node))
     except MeshError as error:

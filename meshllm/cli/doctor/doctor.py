@@ -1,4 +1,4 @@
-"""`meshllm doctor`: what is in order and what to do where it is not."""
+"""`meshllm doctor`: reports problems and how to fix them."""
 
 import shutil
 import sys
@@ -27,10 +27,10 @@ Examples:
 
 @takes("model", "device", "listen", "relay", "state")
 def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) -> None:
-    """Check this machine, its node and the way to every other node.
+    """Check this machine, its node and the links to its peers.
 
-    Nothing is changed and nothing is sent to strangers. It works with and without a running node,
-    and exits with 1 when something fails.
+    It changes nothing, contacts no other machine, works with and without a running node, and exits
+    with 1 if a check fails.
     """
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
@@ -39,7 +39,7 @@ def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) ->
 
         config = load({**flags, "transport": transport})
         chosen = config.settings
-        status.show("asking the node")
+        status.show("querying the node")
         transports = transports_of(config)
         findings = list(checks.examine(chosen, _mesh_status(chosen), transports))
     failed = sum(each.verdict == "fail" for each in findings)
@@ -52,12 +52,12 @@ def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) ->
 
 
 def lay_out(findings: "Iterable[Finding]", columns: int) -> str:
-    """Write what was found, and below it what to do, in at most so many columns where words fit."""
+    """Lay out each finding and its hint, wrapped between words at ``columns``."""
     lines: list[str] = []
     for each in findings:
         lines += _wrap(f"{each.verdict:<5} {each.what:<10} ", each.found, columns)
         if each.advice:
-            lines += _wrap(f"{'':16} do: ", each.advice, columns)
+            lines += _wrap(f"{'':16} hint: ", each.advice, columns)
     return "\n".join(lines)
 
 

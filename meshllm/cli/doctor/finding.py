@@ -1,4 +1,4 @@
-"""What a check of `meshllm doctor` tells; checks nothing itself."""
+"""The result of a check of `meshllm doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,10 +8,10 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check saw."""
+    """The result of one check."""
 
     verdict: Verdict
     what: str
     found: str
     advice: str = ""
-    """What to do; empty when nothing need be done."""
+    """How to fix it; empty if there is nothing to fix."""

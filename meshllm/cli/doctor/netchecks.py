@@ -1,4 +1,4 @@
-"""What `meshllm doctor` finds out about ports and networks; sends nothing to strangers."""
+"""Checks of ports and networks for `meshllm doctor`; they contact this machine only."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -8,16 +8,16 @@ from meshllm.cli.doctor.finding import Finding
 from meshllm.status import NetworkStatus
 
 PORT = 7700
-"""The first that a node tries, TCP or UDP."""
+"""The first port a node tries, TCP or UDP."""
 DIAL_S = 2.0
 DATAGRAMS = {"quic"}
-"""Transports, and schemes of addresses, over UDP."""
+"""Transports and address schemes over UDP."""
 
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def check_ports(transports: Sequence[str], listen: Sequence[str]) -> Iterator[Finding]:
-    """Try to bind the ports at which a node would listen."""
+    """Try to bind the ports on which a node would listen."""
     for transport in transports:
         is_udp = transport in DATAGRAMS
         own = [
@@ -28,7 +28,7 @@ def check_ports(transports: Sequence[str], listen: Sequence[str]) -> Iterator[Fi
 
 
 def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
-    """Try to bind the port at which a node would listen."""
+    """Try to bind the port on which a node would listen."""
     port = PORT if listen is None else _place(listen)[1]
     kind = socket.SOCK_DGRAM if is_udp else socket.SOCK_STREAM
     what = f"UDP port {port}" if is_udp else f"port {port}"
@@ -38,32 +38,32 @@ def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
         try:
             probe.bind(("", port))
         except OSError as error:
-            found = f"{what} cannot be used: {error.strerror}"
+            found = f"{what} is not available: {error.strerror}"
             if listen is None:
-                return Finding("warn", "port", found, "nothing: a node takes another port")
+                return Finding("warn", "port", found, "nothing to do: the node picks another port")
             return Finding("fail", "port", found, "choose another with `--listen`")
     return Finding("ok", "port", f"{what.removeprefix('port ')} is free")
 
 
 def check_listening(address: str) -> Finding:
-    """Dial an address of our own."""
+    """Dial one of this node's listening addresses."""
     host, port = _place(address) if "://" in address else ("", 0)
-    if not port or _scheme(address) in DATAGRAMS:  # it has none, or nothing that could be dialled
+    if not port or _scheme(address) in DATAGRAMS:  # no port, or UDP, which cannot be dialled
         return Finding("ok", "listening", address)
     try:
         socket.create_connection((_ANYWHERE.get(host, host), port), DIAL_S).close()
     except OSError as error:
         found = f"{address} does not answer: {error.strerror or error}"
-        return Finding("warn", "listening", found, f"let TCP port {port} through the firewall")
-    return Finding("ok", "listening", f"{address} answers from here")
+        return Finding("warn", "listening", found, f"allow TCP port {port} in the firewall")
+    return Finding("ok", "listening", f"{address} accepts connections from this machine")
 
 
 def check_network(network: NetworkStatus) -> Iterator[Finding]:
-    """Tell what NAT the node is behind, as whom others see it, and how it stands with relays."""
+    """Report the kind of NAT, the observed addresses, and the registration with each relay."""
     yield Finding("ok", "nat", network.line)
     for relay, state in network.relays:
         is_well = state.startswith("registered")
-        advice = "" if is_well else "let UDP through the firewall, or name another with `--relay`"
+        advice = "" if is_well else "allow UDP in the firewall, or use another `--relay`"
         yield Finding("ok" if is_well else "warn", "relay", f"{relay} {state}", advice)
 
 

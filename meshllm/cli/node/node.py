@@ -1,4 +1,4 @@
-"""`meshllm node`: this machine in a ring until it is told to leave; drives nothing itself."""
+"""`meshllm node`: runs a node until a signal or an error ends it."""
 
 import logging
 import os
@@ -35,21 +35,21 @@ Examples:
   meshllm node --print-service > ~/.config/systemd/user/meshllm.service
 """
 
-TRANSPORTS = ("websocket", "quic")  # of a node; a ring inside one process has another
+TRANSPORTS = ("websocket", "quic")  # of a node; a ring inside one process uses loopback
 
 Carrier = Annotated[
     str | None,
     typer.Option(
         "--transport",
         metavar="TEXT",
-        help="Transports between the nodes, with commas."
+        help="Use these transports between nodes, comma-separated."
         f"  [default: {','.join(TRANSPORTS)}; env: MESHLLM_TRANSPORT]",
         autocompletion=complete.transports,
         show_default=False,
     ),
 ]
 
-SWITCH_S = 0.0005  # s a thread may keep the interpreter; 5 ms of a beat or a token otherwise
+SWITCH_S = 0.0005  # s a thread may hold the GIL; the default delays a beat or a token by 5 ms
 
 _SOON_S = 0.02
 _AS_GIVEN = ("model", "join", "name", "policy", "members", "discovery", "context")
@@ -65,22 +65,22 @@ def node(
     invocation: typer.Context,
     transport: Carrier = None,
     no_discovery: Annotated[
-        bool, typer.Option("--no-discovery", help="Do not look for nodes on the local network.")
+        bool, typer.Option("--no-discovery", help="Disable discovery on the local network.")
     ] = False,
     ticket_file: Annotated[
         Path | None,
-        typer.Option("--ticket-file", metavar="FILE", help="Write the ticket here too."),
+        typer.Option("--ticket-file", metavar="FILE", help="Also write the ticket to FILE."),
     ] = None,
     print_service: Annotated[
         bool, typer.Option("--print-service", help="Print a systemd user unit and exit.")
     ] = False,
     **flags: Scalar,
 ) -> None:
-    """Be part of a ring, and let others in.
+    """Run a node that holds layers and serves requests.
 
-    Without a ticket it begins a mesh of its own, or returns to the one it was in. stdout is a
-    ticket and the command for the next machine; what happens is told on stderr. The first Ctrl-C
-    or SIGTERM finishes what is being answered and leaves, the second ends it at once.
+    Without `--join` it returns to its last mesh, or founds one. It prints a ticket and the command
+    for the next machine to stdout, and logs to stderr. The first Ctrl-C or SIGTERM finishes the
+    running requests and leaves the mesh; the second exits at once.
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
@@ -89,7 +89,7 @@ def node(
         return
     is_json = config.settings.log_format == "json"
     verbosity = invocation.find_root().params.get("verbose") or 0
-    setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: an error is a line too
+    setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: errors are records
     options = _options(config)
     _refuse_early(options)
     with render.Status(sys.stderr) as status:
@@ -102,7 +102,7 @@ def node(
 
 
 def _refuse_early(options: "NodeOptions") -> None:
-    """Raise what needs no torch to be found out; the node itself looks again."""
+    """Raise errors that can be found without torch; the node checks again."""
     from meshllm.node.membership.state_store import Keyring
     from meshllm.protocol.trust.ticket import parse_ticket
 
@@ -115,22 +115,22 @@ def _refuse_early(options: "NodeOptions") -> None:
 
 
 def _refuse_undialable(address: str, transports: Sequence[str]) -> None:
-    """Raise for an address that nobody could use: it would go into tickets unseen."""
+    """Raise `UserError` for an address no transport can dial: it would end up in tickets."""
     from meshllm.transport.registry import Registry
 
     registry = Registry.discover()
     schemes = [scheme for name in transports for scheme in registry.load(name).schemes]
     if address.partition(":")[0] not in schemes:
         raise UserError(
-            f"`{address}` is no address of {' or '.join(f'`{name}`' for name in transports)}",
-            hint=f"`--advertise` begins with {' or '.join(f'`{each}:`' for each in schemes)}",
+            f"Invalid address `{address}` for {' or '.join(f'`{name}`' for name in transports)}",
+            hint=f"start `--advertise` with {' or '.join(f'`{each}:`' for each in schemes)}",
         )
 
 
 def _log_all() -> None:
-    """Let our handler write what other libraries have to say."""
+    """Route warnings and logs of other libraries to our handler."""
     logging.captureWarnings(True)
-    library = logging.getLogger("transformers")  # it brings a handler of its own
+    library = logging.getLogger("transformers")  # it installs its own handler
     library.handlers.clear()
     library.propagate = True
 
@@ -145,10 +145,10 @@ async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path 
     from meshllm.node.node import open_node
 
     def leave() -> None:
-        tell(News("leaving", "leaving when all is answered; once more ends it at once"))
+        tell(News("leaving", "finishing requests, then leaving; Ctrl-C again exits at once"))
         opened.leave()
 
-    sys.setswitchinterval(SWITCH_S)  # of this process: it belongs to the node alone
+    sys.setswitchinterval(SWITCH_S)  # process-wide: only the node runs here
     with draining() as drain:
         async with open_node(options) as opened, asyncio.TaskGroup() as group:
             drain.leave = leave
@@ -164,7 +164,7 @@ async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path 
 
 
 async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
-    """Tell what changes, until the events end; on a terminal, what the ring waits for."""
+    """Report changes until the events end; on a terminal, show what the ring waits for."""
     import asyncio
 
     from meshllm.cli.ring.status import clean
@@ -192,7 +192,7 @@ async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
 
 
 async def _count(line: render.Status, ring: "RingStatus", since: float) -> None:
-    """Show each second what the ring waits for, and for how long it has, until it serves."""
+    """Show every second what the ring waits for, and for how long, until it serves."""
     import asyncio
 
     while ring.state != "serving":
@@ -204,12 +204,12 @@ async def _count(line: render.Status, ring: "RingStatus", since: float) -> None:
 def _invite(ticket: str, tell: Callable[[News], None], file: Path | None) -> None:
     if file is not None:
         _write_private(file, f"{ticket}\n")
-    tell(News("ready", "a ticket, and what to type on the next machine:"))
-    render.out(f"{ticket}\nmeshllm node --join {ticket}")  # at once: who reads one line may leave
+    tell(News("ready", "ticket, and the command for the next machine:"))
+    render.out(f"{ticket}\nmeshllm node --join {ticket}")  # one write: a reader may stop early
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a new file that only its owner can read, where an older one may be."""
+    """Write a file that only its owner can read, replacing an older one."""
     try:
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -227,7 +227,7 @@ def _log(happened: News) -> None:
 
 
 def _options(config: Config) -> "NodeOptions":
-    """Pass on what was set anywhere; what was not is left to the mesh."""
+    """Return the options of the node; a setting left at its default is left to the mesh."""
     from meshllm.node.options import NodeOptions
 
     chosen = config.settings
@@ -250,7 +250,7 @@ def _options(config: Config) -> "NodeOptions":
 
 
 def transports_of(config: Config) -> tuple[str, ...]:
-    """Name the transports of a node."""
+    """Return the transports of a node."""
     if config.origins["transport"] == DEFAULT:
         return TRANSPORTS
     return listed(config.settings.transport) or TRANSPORTS
@@ -261,4 +261,4 @@ def _print_unit(config: Config) -> None:
 
     render.out(unit(command(config, ("transport", *_SETTINGS, "discovery"))), end="")
     if config.settings.join is not None:
-        render.talk("a unit holds no ticket: join once by hand, then start the service")
+        render.talk("the unit contains no ticket: join once by hand, then start the service")

@@ -7,11 +7,11 @@ from pathlib import Path
 from meshllm.cli.terminal.render import plain
 from meshllm.config import DEFAULT, Config, Scalar, current, files
 
-STOP_S = 75  # until it is killed; a node gives its requests 60 s, and then says goodbye
+STOP_S = 75  # until SIGKILL; a node drains requests for up to 60 s, then leaves the mesh
 
 
 def unit(command: Sequence[str]) -> str:
-    """Write the unit for a command line, whose first word is an absolute path."""
+    """Return the unit for a command line, whose first word must be an absolute path."""
     return f"""\
 # meshllm node --print-service > ~/.config/systemd/user/meshllm.service
 # systemctl --user enable --now meshllm.service
@@ -36,9 +36,9 @@ WantedBy=default.target
 
 
 def command(config: Config, names: Iterable[str]) -> list[str]:
-    """Write the command line of a node: every setting that a service would not find by itself.
+    """Return the command line of a node, with every setting that a service would not find itself.
 
-    A ticket is left out: it is a secret, and a node needs it only once.
+    The ticket is omitted: it is a secret, and a node needs it only once.
     """
     program = Path(sys.argv[0])
     is_installed = program.name == "meshllm"
@@ -61,6 +61,6 @@ def _flag(name: str, value: Scalar) -> Iterator[str]:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word as systemd.service(5) reads it: `%` and `$` stand for themselves doubled."""
+    """Quote a word for systemd.service(5), where `%` and `$` are escaped by doubling."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if not word or set(word) & set(" \t'\"\\;") else escaped

@@ -1,4 +1,4 @@
-"""`meshllm ring ticket|members|remove`: who may enter."""
+"""`meshllm ring ticket|members|remove`: membership of the mesh."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RoleName = Literal["node", "client"]
 
-SHORTEST = 7  # letters of an id that may stand for the whole of it: the short form
+SHORTEST = 7  # characters that identify a member: the short form of an id
 _AWAY = {"down", "left"}
 _DURATION = re.compile(r"(\d{1,9})(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -41,18 +41,18 @@ Examples:
 def ticket(
     role: Annotated[
         RoleName,
-        typer.Option(metavar="node|client", help="A node holds layers, a client only asks."),
+        typer.Option(metavar="node|client", help="Admit a node, or a client without layers."),
     ] = "node",
     expires: Annotated[
-        str, typer.Option(metavar="TIME", help="Good for so long: `90s`, `30m`, `1h`, `7d`.")
+        str, typer.Option(metavar="TIME", help="Expire after this time: `90s`, `30m`, `1h`, `7d`.")
     ] = "1h",
-    uses: Annotated[int, typer.Option(min=1, metavar="N", help="Good for so many joiners.")] = 1,
+    uses: Annotated[int, typer.Option(min=1, metavar="N", help="Admit up to N machines.")] = 1,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
-    """Print a ticket that lets another machine in.
+    """Print a ticket that admits another machine.
 
-    Whoever has the ticket can use it: send it as you would a password. stdout is the ticket.
+    Anyone with the ticket can use it: treat it like a password. Only the ticket goes to stdout.
     """
     import asyncio
 
@@ -64,12 +64,12 @@ def ticket(
     render.out(made)
     command = "node" if role == "node" else "chat"
     times = "once" if uses == 1 else f"{uses} times"
-    render.talk(f"good {times} within {expires}; there: meshllm {command} --join {made}")
+    render.talk(f"valid {times} within {expires}; to use it: meshllm {command} --join {made}")
 
 
 @takes("state")
 def members(as_json: Json = False, **flags: Scalar) -> None:
-    """List who may take part in the mesh."""
+    """List the members of the mesh."""
     found = _members(settings(flags))
     if as_json:
         from meshllm.status import to_json
@@ -83,20 +83,20 @@ def members(as_json: Json = False, **flags: Scalar) -> None:
 @takes("state")
 def remove(
     member: Annotated[
-        str, typer.Argument(metavar="ID", help="An id of `ring members`, or how it begins.")
+        str, typer.Argument(metavar="ID", help="Remove the member whose id starts with this.")
     ],
     with_guests: Annotated[
-        bool, typer.Option("--with-guests", help="Shut out the nodes that it let in, too.")
+        bool, typer.Option("--with-guests", help="Also remove the nodes that it invited.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation.")] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
-    """Shut a member out for ever.
+    """Permanently remove a member from the mesh.
 
-    Its links are cut at once and every node is told. The same key can never come back. The nodes
-    that came in by its tickets stay if they are here now, unless `--with-guests` is given; this
-    node itself always stays.
+    Its links are closed at once, every node is notified, and its key can never rejoin. Nodes that
+    joined with its tickets stay if they are online now, unless `--with-guests` is given; this node
+    itself always stays. Ids are listed by `ring members`.
     """
     import asyncio
 
@@ -107,7 +107,7 @@ def remove(
     if not yes:
         here = [each for each in guests(there, found) if each.state not in _AWAY]
         _confirm(going, [] if with_guests else here)
-    # The guests first: who is gone already is not spared for the sake of its own guests.
+    # Guests first: one that is already removed is not spared because of its own guests.
     done = [asyncio.run(_node(chosen).remove(each.node)) for each in going]
     if as_json:
         from meshllm.status import to_json
@@ -116,14 +116,14 @@ def remove(
         render.dump({**last, "guests": rest})
         return
     for each in going:
-        render.talk(f"{_title(each)} is shut out")
+        render.talk(f"{_title(each)} was removed")
     spared = {each.node for each in done[-1].spared}
     if staying := [each for each in there if each.node in spared and not each.is_self]:
         render.talk(_stay(staying, found))
 
 
 def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> str:
-    """Write a line for each member: what it is, who let it in, and its id, cut to the columns."""
+    """Lay out a row per member with its inviter and id, truncated to the columns."""
     names = {each.node: _name(each) for each in members}
     rows = [
         (
@@ -136,14 +136,14 @@ def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> st
         )
         for each in members
     ]
-    text = render.table(("", "name", "role", "state", "let in by", "id"), rows)
+    text = render.table(("", "name", "role", "state", "invited by", "id"), rows)
     if columns is None:
         return text
     return "\n".join(render.cut(line, columns) for line in text.split("\n"))
 
 
 def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[MemberStatus]":
-    """Return the nodes that are here by the word of another, but for this node itself."""
+    """Return the nodes invited by a member or its guests, except this node."""
     return [
         each
         for each in members
@@ -152,42 +152,42 @@ def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[Mem
 
 
 def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
-    """Return the member whose id begins with a text; raise `UserError` for none or several."""
+    """Return the member whose id starts with a text; raise `UserError` for none or several."""
     wanted = _letters(text)
     if len(wanted) < SHORTEST:
         raise UserError(
-            f"`{text}` is too short for an id", hint=f"give {SHORTEST} letters of it or more"
+            f"`{text}` is too short for an id", hint=f"use {SHORTEST} or more characters of it"
         )
     there = [each for each in members if each.state != "removed"]
     found = [each for each in there if _letters(each.node).startswith(wanted)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"`{text}` begins {len(found)} ids", hint="give more letters of it")
+        raise UserError(f"`{text}` matches {len(found)} ids", hint="use more characters of the id")
     raise UserError(f"No member has the id `{text}`", hint="see `meshllm ring members`")
 
 
 def _confirm(going: "list[MemberStatus]", staying: "list[MemberStatus]") -> None:
     *others, found = map(_title, going)
     if not _is_person():
-        raise UserError(f"Nobody is here to confirm that {found} goes", hint="add `--yes`")
+        raise UserError("Cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
     if staying:
         render.talk(f"{_stay(staying, going[-1])}, unless `--with-guests` is given")
     for each in others:
-        render.talk(f"{each} goes too: it came in by a ticket of {_name(going[-1])}")
-    if not typer.confirm(f"Shut out {found} for ever?", err=True):
+        render.talk(f"{each} will be removed, too: it was invited by {_name(going[-1])}")
+    if not typer.confirm(f"Permanently remove {found}?", err=True):
         raise typer.Exit(1)
 
 
 def _host(member: "MemberStatus", names: dict[str, str]) -> str | None:
     if member.hosts:
         return render.cut(names.get(member.hosts[-1], member.hosts[-1][:SHORTEST]))
-    return "(began it)" if member.role == "node" else None
+    return "(founder)" if member.role == "node" else None
 
 
 def _stay(staying: "list[MemberStatus]", host: "MemberStatus") -> str:
     names = ", ".join(map(_name, staying))
-    return f"{names} {'stays' if len(staying) == 1 else 'stay'}, let in by {_name(host)}"
+    return f"{names}, invited by {_name(host)}, {'stays' if len(staying) == 1 else 'stay'}"
 
 
 def _title(member: "MemberStatus") -> str:
@@ -209,7 +209,7 @@ def _letters(text: str) -> str:
 def _seconds(text: str) -> int:
     match = _DURATION.fullmatch(text)
     if match is None or not int(match[1]):
-        raise UserError(f"`{text}` is no time", hint="write it as `90s`, `30m`, `1h` or `7d`")
+        raise UserError(f"Invalid duration `{text}`", hint="write it as `90s`, `30m`, `1h` or `7d`")
     return int(match[1]) * _SECONDS[match[2]]
 
 

@@ -1,4 +1,4 @@
-"""The ring as boxes and arrows, in characters."""
+"""Draws the ring as boxes and arrows in text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,34 +6,34 @@ from itertools import pairwise
 
 from rich.cells import cell_len, set_cell_size
 
-GAP = 9  # columns between two boxes: an arrow with `12.3 ms` above it
-FRAME = 4  # columns of a box beside its text: a side and a space, twice
-NARROWEST = 13  # columns of a box: a name is cut below this, or the picture becomes a line
+GAP = 9  # columns between two boxes: an arrow below `12.3 ms`
+FRAME = 4  # columns of a box without its text: a side and a space, twice
+NARROWEST = 13  # minimum columns of a box with truncated text; below it the ring is drawn as a line
 WIDEST = 28
-ROWS = 5  # of a box: name, two lines, top and bottom
+ROWS = 5  # rows of a box: top, name, two lines, bottom
 
 _ASCII = str.maketrans("┌┐└┘─│▶◀▼▲█▓▒░·…", "++++-|><v^#%=-:.")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank of the ring."""
+    """The texts of one rank."""
 
     name: str
     layers: str
     compute: str
-    """Its time per token; may be empty."""
+    """Compute time per token; may be empty."""
     wire: str
-    """The time to the next rank; may be empty."""
+    """Time to the next rank; may be empty."""
 
     @property
     def width(self) -> int:
-        """Columns of its box when nothing is cut."""
+        """Columns of a box that truncates nothing."""
         return max(map(cell_len, (self.name, self.layers, self.compute))) + FRAME
 
 
 def picture(places: Sequence[Place], columns: int) -> str:
-    """Draw a ring in one row, in two rows that run against each other, or else as a line."""
+    """Draw a ring in one row, in two rows of opposite direction, or as a line."""
     for rows in (1, 2):
         count = -(-len(places) // rows)
         width = min(max(each.width for each in places), WIDEST, (columns + GAP) // count - GAP)
@@ -43,7 +43,7 @@ def picture(places: Sequence[Place], columns: int) -> str:
 
 
 def line(places: Sequence[Place], columns: int) -> str:
-    """Write a ring as ``a 0:4 ─1 ms─▶ b 4:8 ─2 ms─▶ a``, in as many lines as it needs."""
+    """Draw a ring as ``a 0:4 ─1 ms─▶ b 4:8 ─2 ms─▶ a``, wrapped at ``columns``."""
     words = [f"{each.name} {each.layers} ─{each.wire and f'{each.wire}─'}▶" for each in places]
     lines = [""]
     for word in [*words, places[0].name]:
@@ -54,7 +54,7 @@ def line(places: Sequence[Place], columns: int) -> str:
 
 
 def drawable(text: str, encoding: str | None) -> str:
-    """Return a drawing in the characters that an encoding has: ASCII at worst."""
+    """Return a drawing unchanged if an encoding can represent it, else in ASCII."""
     try:
         "─▶█".encode(encoding or "ascii")
     except UnicodeEncodeError:
@@ -79,20 +79,20 @@ def _draw(places: Sequence[Place], rows: int, count: int, width: int) -> str:
 
 
 def _spots(places: int, count: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the upper left corner of each box: rightwards above, leftwards below."""
+    """Yield the top left corner of each box: left to right above, right to left below."""
     for index in range(places):
         row, column = divmod(index, count)
         yield (count - 1 - column if row else column) * (width + GAP), row * (ROWS + 2)
 
 
 class _Canvas:
-    """Cells of a terminal; what is written later covers what was there."""
+    """A grid of terminal cells; later writes overwrite earlier ones."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self.cells = [[" "] * columns for _ in range(rows)]
 
     def put(self, x: int, y: int, text: str) -> None:
-        """Write text: a wide character takes two cells, a combining one joins the cell before."""
+        """Write text: a wide character takes two cells, a combining one extends the last cell."""
         for char in text:
             width = cell_len(char)
             if width == 0:
@@ -124,7 +124,7 @@ class _Canvas:
         self.put(x, y + 1, "▼")
 
     def close(self, last: tuple[int, int], width: int, label: str) -> None:
-        """Lead from the last box back to the first: from below it, or round an empty place."""
+        """Draw the arrow from the last box to the first: below one row, or around an empty slot."""
         middle, (x, y) = width // 2, last
         if y == 0:
             self.put(middle, ROWS, "▲")

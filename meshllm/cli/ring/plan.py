@@ -1,4 +1,4 @@
-"""`meshllm ring plan`: who would hold what, how fast, and why."""
+"""`meshllm ring plan`: the layers, speed and reasons of a planned ring."""
 
 import sys
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from meshllm.protocol.planning.plan import Plan, Shape
     from meshllm.protocol.planning.prediction import Alternative, Guessing, PredictedHop, Prediction
 
-PROMPT = 256  # tokens of the prompt for which the time to the first token is predicted
-ACCEPTANCE = 0.5  # of guesses; texts that repeat themselves have more, prose has less
+PROMPT = 256  # prompt tokens assumed for the time to the first token
+ACCEPTANCE = 0.5  # of draft tokens; higher for repetitive text, lower for prose
 
-_STAGES = ("rank", "node", "layers", "memory", "room tokens", "compute ms", "wire ms")
-_POLICIES = ("policy", "nodes", "ms per token", "guessing", "first token ms", "slowest stage ms")
+_STAGES = ("rank", "node", "layers", "memory", "KV tokens", "compute ms", "wire ms")
+_POLICIES = ("policy", "nodes", "ms per token", "with drafts", "first token ms", "slowest stage ms")
 
 EXAMPLES = """\b
 Examples:
@@ -37,31 +37,32 @@ Examples:
 @takes("model", "policy")
 def plan(
     nodes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Nodes and links in a TOML file.")
+        Path | None, typer.Option(metavar="FILE", help="Plan for the nodes of a TOML file.")
     ] = None,
     spec: Annotated[
         str | None,
-        typer.Option(metavar="NODES", help="Nodes as `8GiB:2.5ms@20ms`: memory, layer, distance."),
+        typer.Option(metavar="NODES", help="Plan for these nodes, as `8GiB:2.5ms@20ms,4GiB`."),
     ] = None,
     context: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of one session to leave room for.")
+        int, typer.Option(min=1, metavar="N", help="Reserve KV cache for one session of N tokens.")
     ] = 4096,
     acceptance: Annotated[
         float,
-        typer.Option(min=0, max=1, metavar="A", help="Share of guesses at tokens that are right."),
+        typer.Option(min=0, max=1, metavar="A", help="Assume this acceptance rate of drafts."),
     ] = ACCEPTANCE,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
-    """Show who would hold which layers, how fast, and why.
+    """Plan a ring and predict its speed.
 
-    Without nodes it plans for this machine alone. Nothing is contacted: figures follow from what
-    the nodes are said to have.
+    It shows the layers of each node, the predicted times, and why a node would be on standby. It
+    contacts no machine: all figures follow from the described nodes, by default this machine alone.
+    A node of `--spec` is `[COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]`.
     """
     if nodes is not None and spec is not None:
-        raise UserError("`--nodes` and `--spec` both name nodes", hint="leave out one of them")
+        raise UserError("`--nodes` cannot be combined with `--spec`", hint="omit one of them")
     with render.Status(sys.stderr) as status:
-        status.show("looking at the model")
+        status.show("reading the model")
         from meshllm.protocol.planning.policies import make_plan
         from meshllm.protocol.planning.prediction import compare, predict
 
@@ -110,7 +111,7 @@ def _nodes(path: Path | None, text: str | None, shape: "Shape") -> "Spec":
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """A plan with all there is to say about it."""
+    """A plan and its predictions."""
 
     plan: "Plan"
     prediction: "Prediction"
@@ -163,7 +164,7 @@ class _Outlook:
         }
 
     def text(self) -> str:
-        """Lay it out for a person."""
+        """Lay it out as text."""
         ranks = [
             (rank, self.spec.names[hop.node], str(hop.span), render.bytes_of(memory),
              room, hop.compute_s * 1e3, hop.wire_s * 1e3)
@@ -177,9 +178,9 @@ class _Outlook:
                 "",
                 f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
                 f" (head {self.prediction.head_s * 1e3:.2f} ms)",
-                f"{guessed.seconds_per_token * 1e3:.2f} ms with {guessed.guesses} guesses a trip",
-                f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT},"
-                f" in chunks of {self.prediction.chunk}",
+                f"{guessed.seconds_per_token * 1e3:.2f} ms with {guessed.guesses} drafts per step",
+                f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT}"
+                f" tokens, prefill in chunks of {self.prediction.chunk}",
                 "",
                 render.table(_POLICIES, self._policies()),
                 *(f"{each.policy}: {each.reason}" for each in self.others if each.plan is None),
@@ -188,9 +189,9 @@ class _Outlook:
         )
 
     def _ranks(self) -> Iterator[tuple[int, "PredictedHop", int, int | None]]:
-        """Yield rank, hop, the bytes it needs, and the tokens for which it has room.
+        """Yield rank, hop, bytes needed, and capacity in tokens of KV cache.
 
-        It needs layers, one session's caches, and the ends.
+        The bytes are those of the layers, the KV cache of one session, and the ends.
         """
         from meshllm.protocol.planning.problem import room_tokens
 
@@ -212,11 +213,11 @@ class _Outlook:
         return self.prediction.guessing(self.acceptance)
 
     def _assumed(self) -> list[str]:
-        share = f"a guess is right with probability {self.acceptance:g} if those before it are"
+        share = f"a draft is accepted with probability {self.acceptance:g} if those before it are"
         return [*self.spec.assumed, share]
 
     def _policies(self) -> list[tuple[object, ...]]:
-        """List what each policy would do; figures are None where it finds no ring."""
+        """Return a row per policy; figures are None if it finds no ring."""
         return [
             (
                 each.policy,

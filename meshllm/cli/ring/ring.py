@@ -1,4 +1,4 @@
-"""`meshllm ring`: the ring as it is and as it would be."""
+"""`meshllm ring`: status, plans, membership and timing."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshllm.cli.shared.client import NodeClient
     from meshllm.status import MeshStatus
 
-app = typer.Typer(help="See, plan and change the ring.", rich_markup_mode=None)
+app = typer.Typer(help="Show, plan and manage the ring.", rich_markup_mode=None)
 
 
 @app.command(
@@ -30,15 +30,15 @@ Examples:
 @takes("state")
 def status(
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again whenever something changes.")
+        bool, typer.Option("--watch", help="Update the output whenever something changes.")
     ] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
-    """Show nodes, ring, links and times of the mesh.
+    """Show the ring, its nodes, links and timings.
 
-    It is what the node of this machine knows. With `--watch` a terminal is redrawn in place until
-    Ctrl-C; a pipe gets the text, or one line of JSON, each time something changes.
+    The report comes from the node running on this machine. With `--watch` a terminal is redrawn in
+    place until Ctrl-C; a pipe gets the text, or one line of JSON, each time something changes.
     """
     import asyncio
 
@@ -77,7 +77,7 @@ def _watch_live(client: "NodeClient") -> None:
 
     from meshllm.cli.ring.watch import follow
 
-    # Left alone, stdout can tell its encoding; nothing else writes there.
+    # Unredirected, stdout keeps its encoding; nothing else writes to it.
     with Live(screen=True, auto_refresh=False, redirect_stdout=False) as live:
 
         def show(status: "MeshStatus") -> None:

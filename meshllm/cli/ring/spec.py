@@ -1,10 +1,10 @@
-"""Imagined nodes, written as ``8GiB,4GiB@20ms`` or in TOML, as offers and links; plans nothing.
+"""Parses hypothetical nodes, as ``8GiB,4GiB@20ms`` or TOML, into offers and links.
 
-A node of ``--spec`` is a memory, how long a layer takes there, and how far away it is::
+A node of ``--spec`` has a memory, a time per layer and a one-way latency::
 
-    [COUNTx]MEMORY[:TIME per layer][@TIME to the others]     3x8GiB:2.5ms@20ms
+    [COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]     3x8GiB:2.5ms@20ms
 
-A file of ``--nodes`` says the same at length, and can give single links::
+A file of ``--nodes`` has the same fields, and can describe single links::
 
     [[node]]
     name = "attic"
@@ -36,25 +36,25 @@ MAX_NODES = 64
 MAX_BYTES = 1 << 20  # of a file
 MAX_NAME = 64  # characters of a name
 MAX_MBIT_S = 1e6
-MEMORY_BYTES_PER_S = 20e9  # two channels of DDR4; decoding reads each weight once per token
+MEMORY_BYTES_PER_S = 20e9  # two channels of DDR4; decode reads each weight once per token
 LAN_S = 0.0005  # one way, wired, at home
 
 _ROWS = ((1, 1.0), (8, 1.17), (32, 1.35), (64, 1.93), (128, 2.74), (256, 4.24))
-"""Times of a layer for more rows, against one: Qwen3-0.6B in bf16 on one CPU core."""
+"""Relative time of a layer by number of rows: Qwen3-0.6B in bf16 on one CPU core."""
 
-_FILE_HINT = "give a TOML file with a table `[[node]]` for each node"
+_FILE_HINT = "write a TOML file with a table `[[node]]` for each node"
 _NODE = re.compile(r"(?:([1-9]\d{0,2})x)?([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Offers and links of imagined nodes."""
+    """Offers and links of hypothetical nodes."""
 
     offers: tuple[Offer, ...]
     links: Links
     names: Mapping[NodeId, str]
     assumed: tuple[str, ...]
-    """What was assumed where the spec says nothing."""
+    """Assumptions for what the spec omits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Node:
 
 
 def parse_spec(text: str, shape: Shape) -> Spec:
-    """Read the value of ``--spec``; raise `UserError` for anything that is no list of nodes."""
+    """Parse the value of ``--spec``; raise `UserError` if it is invalid."""
     nodes: list[_Node] = []
     for part in text.split(","):
         nodes += _repeated(part.strip(), len(nodes) + 1)
@@ -78,15 +78,15 @@ def parse_spec(text: str, shape: Shape) -> Spec:
 
 
 def read_spec(path: Path, shape: Shape) -> Spec:
-    """Read the file of ``--nodes``; raise `UserError` for anything that describes no nodes."""
+    """Read the file of ``--nodes``; raise `UserError` if it is invalid."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
         tables = tomllib.loads(text.decode())
     except OSError as error:
         raise UserError(f"`{path}` cannot be read: {error.strerror}", hint=_FILE_HINT) from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or a mountain of brackets
-        raise UserError(f"`{path}` is no TOML: {error}", hint=_FILE_HINT) from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested too deeply
+        raise UserError(f"Invalid TOML in `{path}`: {error}", hint=_FILE_HINT) from None
     if len(text) > MAX_BYTES:
         raise UserError(f"`{path}` is longer than {MAX_BYTES} bytes", hint=_FILE_HINT)
     _only(tables, "file", ("node", "link"))
@@ -94,7 +94,7 @@ def read_spec(path: Path, shape: Shape) -> Spec:
     _check_count(len(nodes))
     names = [node.name for node in nodes]
     if len(set(names)) < len(names):
-        raise UserError(f"Two nodes of `{path}` have the same name", hint="name them apart")
+        raise UserError(f"Two nodes of `{path}` have the same name", hint="rename one of them")
     return _spec(nodes, _links(_tables(tables, "link"), names), shape)
 
 
@@ -103,9 +103,9 @@ def _spec(nodes: Sequence[_Node], wires: Mapping[tuple[str, str], Wire], shape: 
     assumed = []
     if any(node.layer_s is None for node in nodes):
         speed = f"{MEMORY_BYTES_PER_S / 1e9:.0f} GB/s"
-        assumed.append(f"memory is read at {speed} where no time per layer is given")
+        assumed.append(f"nodes without a time per layer read memory at {speed}")
     if len({frozenset(pair) for pair in wires}) < len(nodes) * (len(nodes) - 1) // 2:
-        assumed.append(f"nodes are {LAN_S * 1e3:.1f} ms apart where no time is given")
+        assumed.append(f"links without a latency have {LAN_S * 1e3:.1f} ms")
     return Spec(
         offers=tuple(_offer(node, ids[node.name], shape) for node in nodes),
         links=Links({(ids[a], ids[b]): wire for (a, b), wire in wires.items()}, Wire(LAN_S)),
@@ -126,13 +126,13 @@ def _repeated(part: str, number: int) -> list[_Node]:
     found = _NODE.fullmatch(part)
     if found is None:
         raise UserError(
-            f"`{part}` describes no node",
-            hint="write `8GiB`, `3x8GiB` or `8GiB:2.5ms@20ms`: memory, time per layer, distance",
+            f"Invalid node `{part}`",
+            hint="write `8GiB`, `3x8GiB` or `8GiB:2.5ms@20ms`: memory, time per layer, latency",
         )
     count, memory, layer, away = found.groups()
     size, layer_s, away_s = parse_memory(memory), parse_time(layer), parse_time(away)
     if layer_s == 0:
-        raise UserError(f"A layer of `{part}` takes no time", hint="write it as `:2.5ms`")
+        raise UserError(f"Time per layer of `{part}` is zero", hint="write it as `:2.5ms`")
     numbers = range(number, number + int(count or 1))
     return [_Node(f"n{at}", size, layer_s, away_s=away_s) for at in numbers]
 
@@ -144,13 +144,13 @@ def _away(a: _Node, b: _Node) -> Wire | None:
 
 def _check_count(nodes: int) -> None:
     if not 1 <= nodes <= MAX_NODES:
-        raise UserError(f"{nodes} nodes", hint=f"describe 1 to {MAX_NODES} nodes")
+        raise UserError(f"{nodes} nodes described", hint=f"describe 1 to {MAX_NODES} nodes")
 
 
 def _tables(tables: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     found = tables.get(key, [])
     if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
-        raise UserError(f"`{key}` is no list of tables", hint=f"write `[[{key}]]` above each")
+        raise UserError(f"`{key}` must be an array of tables", hint=f"write `[[{key}]]` above each")
     return found
 
 
@@ -172,7 +172,7 @@ def _links(
         _only(table, "link", ("a", "b", "latency_ms", "mbit_s"))
         a, b = _text(table, "a"), _text(table, "b")
         if a == b or a not in names or b not in names or (a, b) in wires:
-            raise UserError(f"`{a}` and `{b}` are no new link", hint="name two of the nodes, once")
+            raise UserError(f"Invalid link `{a}` to `{b}`", hint="link two nodes, each pair once")
         latency_s = _seconds(table, "latency_ms")
         mbit_s = _number(table, "mbit_s", MAX_MBIT_S, zero=False)
         if latency_s is None:
@@ -184,8 +184,8 @@ def _links(
 def _only(table: Mapping[str, Any], kind: str, known: Collection[str]) -> None:
     if unknown := sorted(set(table).difference(known)):
         raise UserError(
-            f"`{unknown[0][:64]}` is nothing that a {kind} has",
-            hint=f"it has {', '.join(f'`{key}`' for key in sorted(known))}",
+            f"Unknown key `{unknown[0][:64]}` in a {kind}",
+            hint=f"one of {', '.join(f'`{key}`' for key in sorted(known))}",
         )
 
 
@@ -194,7 +194,7 @@ def _text(table: Mapping[str, Any], key: str) -> str:
     if isinstance(text, str) and text.isprintable() and 0 < len(text) <= MAX_NAME:
         return text
     raise UserError(
-        f"`{key}` is no text of 1 to {MAX_NAME} characters", hint=f'write `{key} = "..."`'
+        f"`{key}` must be text of 1 to {MAX_NAME} characters", hint=f'write `{key} = "..."`'
     )
 
 
@@ -210,4 +210,7 @@ def _number(table: Mapping[str, Any], key: str, most: float, *, zero: bool) -> f
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if is_number and 0 <= number <= most and (number or zero):
         return float(number)
-    raise UserError(f"`{key}` is no number up to {most:.0f}", hint=f"write `{key} = 2.5`")
+    raise UserError(
+        f"`{key}` must be a number {'from' if zero else 'above'} 0 up to {most:.0f}",
+        hint=f"write `{key} = 2.5`",
+    )

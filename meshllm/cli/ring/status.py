@@ -1,4 +1,4 @@
-"""What a node says about its mesh, laid out for a terminal."""
+"""Lays out the status report of a node for a terminal."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -13,13 +13,13 @@ from meshllm.status import Measured, MeshStatus, NodeStatus, RingStatus, to_json
 
 T = TypeVar("T")
 
-ASTRAY_S = 5.0  # of a clock; a beat, which tells the time, comes at most 3 s late
+ASTRAY_S = 5.0  # tolerated clock skew; beats, which carry the time, arrive up to 3 s late
 _SHORT = 12  # characters of a name in the widest table
-_NODES, _LINKS, _HOPS = 2, 3, 4  # places in the layout
+_NODES, _LINKS, _HOPS = 2, 3, 4  # positions in the layout
 
 
 def clean(value: T) -> T:
-    """Make every text of a report one line that no terminal obeys: other nodes wrote some."""
+    """Escape control characters in every text of a report: some texts come from other nodes."""
     return cast("T", _clean(value))
 
 
@@ -39,9 +39,9 @@ def _clean(value: Any) -> Any:
 
 
 def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
-    """Lay out a cleaned ``/mesh/status``, in at most so many columns where names allow it.
+    """Lay out a cleaned ``/mesh/status``, at most ``columns`` wide if names allow it.
 
-    Where there are not enough ``rows``, what the picture does not need goes first.
+    If it has more than ``rows`` lines, tables are dropped and the picture is kept.
     """
     parts = [
         _head(status, columns),
@@ -58,7 +58,7 @@ def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
 
 
 def span_of(seconds: float) -> str:
-    """Write a duration in the unit that a person would choose."""
+    """Format a duration in the largest fitting unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -66,12 +66,12 @@ def span_of(seconds: float) -> str:
 
 
 def ms(value: float, figures: int = 3) -> str:
-    """Write milliseconds with so many figures, and no more than that many decimals."""
+    """Format milliseconds with ``figures`` digits; the integer part is never truncated."""
     return f"{value:.{max(figures - len(f'{value:.0f}'), 0)}f} ms"
 
 
 def astray(nodes: Iterable[NodeStatus]) -> list[str]:
-    """Tell of each linked node whose clock differs much from the one here, by how much."""
+    """Describe the clock skew of each linked node that exceeds the tolerance."""
     told = ((each, each.link.clock_s) for each in nodes if each.link)
     return [
         f"{cut(node.name or node.short)} is {span_of(abs(ahead_s))}"
@@ -92,7 +92,7 @@ def _head(status: MeshStatus, columns: int) -> str:
     if model and model.quant != "none":
         what += f", {model.quant}"
     plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
-    seen = f"{status.mesh[:12]}, seen by {status.name} for {span_of(status.since_s)}"
+    seen = f"{status.mesh[:12]}, reported by {status.name}, up {span_of(status.since_s)}"
     runs = next((each.execution for each in status.nodes if each.is_self), "")
     facts = (
         ("ring", state),
@@ -145,13 +145,13 @@ def _nodes(status: MeshStatus, columns: int) -> str:
     lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
     for each in status.nodes:
         if each.reason:
-            why = f"{cut(each.name)} is {each.state}: {each.reason}"
+            why = f"{cut(each.name)} ({each.state}): {each.reason}"
             lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
     return "\n".join(lines)
 
 
 def _address(node: NodeStatus) -> str | None:
-    """Choose where a node is: where it was reached, or what it says first."""
+    """Return the address at which a node was reached, or else its first advertised one."""
     at = node.link.address if node.link else ""
     return at or next(iter(node.addresses), None)
 
@@ -169,19 +169,19 @@ def _links(status: MeshStatus) -> str:
         for each in status.nodes
         if (link := each.link)
     ]
-    header = ("link to", "path", "round trip", "sent", "received", "heard")
+    header = ("link to", "path", "round trip", "sent", "received", "last seen")
     return table(header, rows) if rows else ""
 
 
 def _measured(ring: RingStatus) -> Measured | None:
-    """Return what was measured, if it was on the ring that there is now."""
+    """Return the measured times if they are of the current ring."""
     measured, spans = ring.measured, [stage.layers for stage in ring.stages]
     return measured if measured and [hop.layers for hop in measured.hops] == spans else None
 
 
 def _hops(ring: RingStatus) -> str:
     measured, predicted = _measured(ring), ring.predicted
-    if not measured:  # what is planned is in the picture
+    if not measured:  # the picture shows the planned times
         return ""
     told = {hop.rank: hop for hop in predicted.hops} if predicted else {}
     rows = [
@@ -214,16 +214,16 @@ def _totals(ring: RingStatus) -> Iterator[str]:
                 f" first token {ms(figures.ttft_ms)}{over}"
             )
     if ring.stages and not measured:
-        yield f"{'measured':<10}nothing yet: `meshllm ring trace` times an answer"
+        yield f"{'measured':<10}nothing yet: run `meshllm ring trace`"
     rooms = [stage.room_tokens for stage in ring.stages if stage.room_tokens is not None]
     if rooms:
-        yield f"{'room':<10}{min(rooms)} tokens of KV cache for all sessions"
+        yield f"{'capacity':<10}{min(rooms)} tokens of KV cache for all sessions"
 
 
 def _foot(status: MeshStatus, columns: int) -> str:
     counts = ", ".join(f"{count} {word}" for word, count in to_json(status.sessions).items())
     lines = [*_totals(status.ring), f"sessions  {counts}"]
-    told = [("faster", status.ring.advice), ("clock", _clock(status.nodes))]
+    told = [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
     for word, text in (*told, *(("warning", each) for each in status.warnings)):
         if text:
             lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)

@@ -1,4 +1,4 @@
-"""`meshllm ring trace`: where the time of one answer goes."""
+"""`meshllm ring trace`: timings of one answer, hop by hop."""
 
 import shutil
 import sys
@@ -26,24 +26,24 @@ Examples:
   meshllm ring trace "What is a ring?" --tokens 64
   meshllm ring trace --json
 """
-PROMPT = "Tell me a story about a fox and a crow."  # one that the builtin model answers at length
+PROMPT = "Tell me a story about a fox and a crow."  # the builtin model answers it at length
 NAME = 12  # characters of a name in the table
 SHORTEST_BAR = 10
 
-_MARKS = {"█": "compute", "▓": "serialise", "·": "queue", "▒": "wire", "░": "the rest"}
+_MARKS = {"█": "compute", "▓": "serialise", "·": "queue", "▒": "wire", "░": "other"}
 
 
 @takes("state")
 def trace(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask.")] = PROMPT,
-    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Length of the answer.")] = 32,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Send this prompt.")] = PROMPT,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Generate up to N tokens.")] = 32,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
     """Time one answer of the running ring, hop by hop.
 
-    The answer itself is not shown. A bar is what a hop takes of each token: the time in the model
-    there, between bytes and tensors, in wait for its turn, and on the wire to the next.
+    The answer itself is not shown. Each bar is the time of a hop per token: compute in the model,
+    serialise between bytes and tensors, queue for the compute thread, and wire to the next node.
     """
     import asyncio
 
@@ -65,9 +65,9 @@ def trace(
 
 
 def lay_out(answer: Answer, columns: int) -> str:
-    """Lay out the hops of an answer with a bar each, in at most so many columns if names allow."""
+    """Lay out the hops of an answer, a bar each, at most ``columns`` wide if names allow it."""
     token_ms = answer.ms_per_token
-    if not token_ms:  # the steps after the first token are what is measured
+    if not token_ms:  # only steps after the first token are timed
         return render.statistics(answer)
     rows = list(_rows(answer))
     header = ("hop", "node", "layers", "compute", "serialise", "queue", "wire")
@@ -75,7 +75,7 @@ def lay_out(answer: Answer, columns: int) -> str:
     width = max(map(len, facts))
     room = max(columns - width - len("  100 %  "), SHORTEST_BAR)
     scale = room / max(sum(row.times) for row in rows)
-    lines = [f"{render.PER_TOKEN}:", f"{facts[0]}  of a token"]
+    lines = [f"{render.PER_TOKEN}:", f"{facts[0]}  share"]
     for fact, row in zip(facts[1:], rows, strict=True):
         share = f"{sum(row.times) / token_ms * 100:3.0f} %"
         bar = _bar(row.times, scale)
@@ -88,32 +88,32 @@ def lay_out(answer: Answer, columns: int) -> str:
 class _Row:
     cells: tuple[object, ...]
     times: tuple[float, ...]
-    """What each of the marks stands for; ms per token."""
+    """The ms per token of each mark."""
 
 
 def _bar(times: Iterable[float], scale: float) -> str:
-    """Round where parts end, not how long they are: the whole is as long as it should be."""
+    """Draw a bar; rounding the ends of its parts, not their lengths, keeps the total exact."""
     ends = [0, *(round(end * scale) for end in accumulate(times))]
     return "".join(mark * (b - a) for mark, (a, b) in zip(_MARKS, pairwise(ends), strict=True))
 
 
 def _rows(answer: Answer) -> Iterator[_Row]:
-    """Yield what each hop takes of a token, and last what no hop accounts for."""
+    """Yield the times of each hop, then the time that no hop accounts for."""
     for hop in answer.hops:
         times = render.parts(hop)
         name = " ".join(render.safe(hop.node).split())[:NAME]
         yield _Row((hop.rank, name, str(hop.span), *times), (*times, 0))
     rest = answer.ms_per_token - sum(sum(render.parts(hop)) for hop in answer.hops)
     if rest > 0:
-        yield _Row((None, "between", *[None] * 5), (0, 0, 0, 0, rest))
+        yield _Row((None, "other", *[None] * 5), (0, 0, 0, 0, rest))
 
 
 async def _ask(client: "NodeClient", request: Request) -> Answer:
-    """Return the answer, whose hops have the names of their nodes instead of their ids."""
+    """Return the answer, its hops labelled with node names instead of ids."""
     async with aclosing(client.generate(request)) as events:
         answers = [event async for event in events if isinstance(event, Answer)]
     if not answers:
-        raise PeerFault("The node ended without an answer")
+        raise PeerFault("The node ended the stream without an answer")
     names = {each.short: each.name for each in (await client.status()).nodes if each.name}
     hops = (replace(hop, node=names.get(hop.node, hop.node)) for hop in answers[-1].hops)
     return replace(answers[-1], hops=tuple(hops))

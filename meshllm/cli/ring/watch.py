@@ -1,4 +1,4 @@
-"""A status that is looked at again and again."""
+"""Follows the status of a node for `--watch`."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from dataclasses import replace
 from meshllm.cli.shared.client import NodeClient
 from meshllm.status import MeshStatus
 
-EVERY_S = 1.0  # figures move without an event
-PACE_S = 0.1  # events that come together are one look
+EVERY_S = 1.0  # figures change without an event
+PACE_S = 0.1  # events within this time cause one refresh
 
 
 async def follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> None:
-    """Show the status at each event and each second, for ever.
+    """Show the status at each event and every second until cancelled.
 
     Raises:
-        LinkLost: there is no node, or it went away; in a group, once it has answered.
+        LinkLost: no node is running, or, in an exception group, its connection was lost.
     """
     news = asyncio.Event()
     show(await client.status())
@@ -32,7 +32,7 @@ async def follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> None
 
 
 def changes(show: Callable[[MeshStatus], None]) -> Callable[[MeshStatus], None]:
-    """Show a status only when more than counters and clocks differ from the one before."""
+    """Wrap ``show`` to skip a status that differs from the last one by counters and clocks only."""
     before: object = None
 
     def look(status: MeshStatus) -> None:

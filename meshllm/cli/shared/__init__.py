@@ -1,1 +1,1 @@
-"""What several commands share: options, the client of a node, answers."""
+"""Shared by several commands: options, the client of the running node, answers."""

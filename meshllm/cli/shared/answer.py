@@ -1,4 +1,4 @@
-"""An answer as it comes and as JSON; knows a ring only by what it yields."""
+"""Prints an answer as it is generated, and lays it out as JSON."""
 
 from collections.abc import Callable
 from contextlib import aclosing
@@ -11,13 +11,13 @@ from meshllm.request import Answer, Backend, Piece, Prefilled, Request
 async def stream(
     ring: Backend, request: Request, status: render.Status, write: Callable[[str], None]
 ) -> Answer:
-    """Write the pieces of an answer as they come; if cancelled, every node forgets it."""
+    """Write the pieces of an answer as they arrive; cancelling ends it on every node."""
     answer: Answer | None = None
     async with aclosing(ring.generate(request)) as events:
         async for event in events:
             match event:
                 case Prefilled(done, total):
-                    status.show(f"reading the prompt, {done} of {total} tokens")
+                    status.show(f"prefill, {done} of {total} tokens")
                 case Piece(text):
                     status.clear()
                     write(text)

@@ -1,4 +1,4 @@
-"""The running node, seen from the command line."""
+"""HTTP client of the running node, over its unix socket."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
     from meshllm.status import Change, Members, MeshStatus, Removed
 
-Fields = dict[str, Any]  # a JSON object, not yet read
+Fields = dict[str, Any]  # an undecoded JSON object
 
 START = "start one with `meshllm node`"
-REPLY_S = 30.0  # for what a node knows by heart; its event loop computes nothing
+REPLY_S = 30.0  # s; these requests need no inference, and the event loop runs none
 
 
 def door_path(settings: Settings) -> Path:
-    """Name the socket of the node that these settings mean."""
+    """Return the path of the node's socket in the state folder."""
     from meshllm.api.unix import SOCKET
 
     return state_path(settings) / SOCKET
 
 
 def running(settings: Settings) -> bool:
-    """Tell whether a node of the state folder answers."""
+    """Return whether a node of the state folder accepts connections."""
     from meshllm.api.unix import is_answered
 
     return is_answered(door_path(settings))
@@ -38,47 +38,47 @@ def running(settings: Settings) -> bool:
 
 @asynccontextmanager
 async def open_door(settings: Settings) -> AsyncIterator["NodeClient"]:
-    """Answer through the mesh of the running node."""
+    """Yield the client of the running node as a backend."""
     yield NodeClient(door_path(settings))
 
 
 @dataclass(frozen=True, slots=True)
 class NodeClient:
-    """Asks the node behind a socket.
+    """Sends requests to the node behind a socket.
 
-    Every method raises `LinkLost` when no node is running or it goes away, `TimedOut` when it does
-    not answer, `PeerFault` when its answer cannot be read, and what the node itself raised.
+    Every method raises `LinkLost` if no node is running or the connection is lost, `TimedOut` if
+    the node does not respond, `PeerFault` if its response is invalid, and the node's own error.
     """
 
     socket: Path
 
     async def status(self) -> "MeshStatus":
-        """Fetch all that the node reports."""
+        """Fetch the status report of the node."""
         from meshllm.status import MeshStatus, from_json
 
         return from_json(MeshStatus, await self._get("/mesh/status"))
 
     async def members(self) -> "Members":
-        """Fetch who may take part in the mesh."""
+        """Fetch the members of the mesh."""
         from meshllm.status import Members, from_json
 
         return from_json(Members, await self._get("/mesh/members"))
 
     async def invite(self, role: str, expires_s: int, uses: int) -> str:
-        """Let the node make a ticket."""
+        """Request a ticket from the node."""
         from meshllm.status import Invitation, from_json
 
         wish = {"role": role, "expires_s": expires_s, "uses": uses}
         return from_json(Invitation, await self._post("/mesh/ticket", wish)).ticket
 
     async def remove(self, node: str) -> "Removed":
-        """Let the node permanently remove a member."""
+        """Permanently remove a member from the mesh."""
         from meshllm.status import Removed, from_json
 
         return from_json(Removed, await self._post("/mesh/remove", {"node": node}))
 
     async def events(self) -> AsyncGenerator["Change", None]:
-        """Yield what may have changed, as it happens."""
+        """Yield changes of the mesh as they happen."""
         from meshllm.status import Change, from_json
 
         async with aclosing(self._lines("/mesh/events")) as lines:
@@ -86,7 +86,7 @@ class NodeClient:
                 yield from_json(Change, _object(line))
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield progress, pieces, and the answer last; closing it cancels on every node."""
+        """Yield progress, pieces, and the answer last; closing it cancels the request."""
         from meshllm.node.requests.request_json import event_from_json, request_to_json
 
         async with aclosing(self._lines("/mesh/ask", request_to_json(request))) as lines:
@@ -95,7 +95,7 @@ class NodeClient:
                     yield event
                 if isinstance(event, Answer):
                     return
-        raise LinkLost("The node went away before its answer was complete")
+        raise LinkLost("The node closed the connection before the answer was complete")
 
     async def _get(self, path: str) -> Fields:
         return _object(await self._fetch("GET", path))
@@ -104,7 +104,7 @@ class NodeClient:
         return _object(await self._fetch("POST", path, json.dumps(fields).encode()))
 
     async def _lines(self, path: str, body: bytes | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of a stream: GET without a body, else POST. Closing it hangs up."""
+        """Yield the lines of a response: GET without a body, else POST. Closing it disconnects."""
         method = "GET" if body is None else "POST"
         rest = b""
         async with self._open(method, path, body, timeout_s=None) as response:
@@ -121,12 +121,12 @@ class NodeClient:
     async def _open(
         self, method: str, path: str, body: bytes | None, *, timeout_s: float | None
     ) -> AsyncIterator["Response"]:
-        """Ask, and yield the response to be read; what goes wrong becomes an error of ours."""
+        """Send a request and yield its response; translate failures into `MeshError`."""
         import ssl
 
         import httpx2
 
-        # An empty context: nothing is encrypted here, and the usual one reads every certificate.
+        # An empty context: the socket is unencrypted, and the default one loads every certificate.
         transport = httpx2.AsyncHTTPTransport(
             uds=str(self.socket), verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         )
@@ -145,7 +145,7 @@ class NodeClient:
         except httpx2.TimeoutException:
             raise TimedOut(f"The node did not answer within {timeout_s} s") from None
         except httpx2.TransportError as error:
-            raise LinkLost(f"The node went away: {error}") from None
+            raise LinkLost(f"The connection to the node was lost: {error}") from None
 
 
 def _object(body: bytes) -> Fields:
@@ -154,15 +154,15 @@ def _object(body: bytes) -> Fields:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise PeerFault("The node answered with no JSON object")
+        raise PeerFault("The response of the node is not a JSON object")
     return found
 
 
 def _error(status: int, body: bytes) -> MeshError:
-    """Make the error that the node tells of."""
+    """Return the error that a response reports."""
     from meshllm.node.requests.request_json import error_from_fields
 
     try:
         return error_from_fields(_object(body)["error"])
     except (PeerFault, KeyError):
-        return PeerFault(f"The node answered with status {status}")
+        return PeerFault(f"The node responded with HTTP status {status}")

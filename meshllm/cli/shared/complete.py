@@ -1,10 +1,10 @@
-"""What Tab offers; imports no torch, so that Tab stays quick."""
+"""Shell completion of option values; imports no torch, to stay fast."""
 
 from pathlib import Path
 
 
 def models(incomplete: str) -> list[str]:
-    """Offer the builtin model and those in the Hugging Face cache."""
+    """Complete the builtin model and those in the Hugging Face cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folders = sorted(Path(HF_HUB_CACHE).glob("models--*"))
@@ -13,12 +13,12 @@ def models(incomplete: str) -> list[str]:
 
 
 def transports(incomplete: str) -> list[str]:
-    """Offer the installed transports."""
+    """Complete the installed transports."""
     from meshllm.transport.registry import Registry
 
     return [name for name in Registry.discover().names() if name.startswith(incomplete)]
 
 
 def devices(incomplete: str) -> list[str]:
-    """Offer kinds of devices; which there are is not looked up."""
+    """Complete kinds of devices, without checking which exist."""
     return [name for name in ("auto", "cpu", "cuda") if name.startswith(incomplete)]

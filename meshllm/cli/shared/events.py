@@ -1,4 +1,4 @@
-"""What changed between two looks at a mesh, in words and as fields."""
+"""Differences between two status reports of a mesh, as text and as fields."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from meshllm.status import MeshStatus, NodeStatus, RingStatus
 
 _ABSENT = {"left", "down"}
-_TOLD = {"left": "left", "down": "is gone", "refused": "is refused", "standby": "stands by"}
+_TOLD = {"left": "left", "down": "is down", "refused": "is refused", "standby": "is on standby"}
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """One thing that happened."""
+    """One event for the log."""
 
     event: str
     text: str
@@ -24,7 +24,7 @@ class News:
 
 
 def news(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[News]:
-    """Yield what is new in a cleaned ``/mesh/status``; of none before, everything is."""
+    """Yield the changes in a cleaned ``/mesh/status``; without ``before``, everything is new."""
     known = {each.node: each for each in (before.nodes if before else ())}
     for each in after.nodes:
         was = known.pop(each.node, None)
@@ -32,7 +32,7 @@ def news(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[News]:
             yield from _of_node(was, each)
     for gone in known.values():
         fields: dict[str, Field] = {"node": gone.node, "name": gone.name}
-        yield News("removed", f"{gone.name or gone.short} is no member any more", fields)
+        yield News("removed", f"{gone.name or gone.short} was removed from the mesh", fields)
     old, new = before.ring if before else None, after.ring
     is_other = old is None or _facts(old) != _facts(new)
     if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
@@ -47,15 +47,15 @@ def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[News]
         memory = f", {bytes_of(after.memory_bytes)}" if after.memory_bytes else ""
         yield News("joined", f"{who} joined ({after.short}{memory})", fields)
     elif before is None:
-        return  # it went before we came
+        return  # it left before the first report
     if state in _TOLD and _is_news(before, after):
         yield News(state, f"{who} {_TOLD[state]}{reason and f': {reason}'}", fields)
 
 
 def _is_news(before: "NodeStatus | None", after: "NodeStatus") -> bool:
-    """Tell whether a state or its reason is new; a standby's is full of figures that change."""
+    """Return whether the state or reason is new; figures in a standby's reason always change."""
     old = (before.state, before.reason) if before else ("", "")
-    if after.state == "standby":  # once, when a plan has judged it
+    if after.state == "standby":  # once, when a plan gives the reason
         return bool(after.reason) and not (old[0] == "standby" and old[1])
     return old != (after.state, after.reason)
 
@@ -67,7 +67,7 @@ def _facts(ring: "RingStatus") -> dict[str, Field]:
 
 
 def _is_going_on(before: "RingStatus | None", ring: "RingStatus") -> bool:
-    """Tell whether a ring is still to stand again; that a node of it went is news of its own."""
+    """Return whether the same ring is still forming; a lost node is reported separately."""
     return before is not None and (before.state, before.digest) == (ring.state, ring.digest)
 
 
@@ -81,10 +81,10 @@ def _of_ring(before: "RingStatus | None", ring: "RingStatus") -> News:
     why = ring.reason and f": {ring.reason}"
     count = len(ring.stages)
     text = {
-        "serving": f"the ring of {count} serves, epoch {ring.epoch}: {stages}",
-        "forming": f"a ring of {count} forms, epoch {ring.epoch}: {stages}{why}",
+        "serving": f"ring of {count} serving, epoch {ring.epoch}: {stages}",
+        "forming": f"ring of {count} forming, epoch {ring.epoch}: {stages}{why}",
     }.get(ring.state, f"{ring.state}{why}")
     served = before and before.state == "serving" and before.digest == ring.digest
     if served and ring.state == "forming":
-        text = f"the ring of {count} broke, epoch {ring.epoch}"
+        text = f"ring of {count} lost, epoch {ring.epoch}"
     return News(ring.state, text, {**_facts(ring), "stages": stages})

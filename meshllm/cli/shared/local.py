@@ -1,4 +1,4 @@
-"""A ring inside this process, for the commands that answer."""
+"""Opens a ring inside this process."""
 
 import gc
 from collections.abc import AsyncIterator, Callable
@@ -15,10 +15,10 @@ Opener: TypeAlias = Callable[[Settings], AbstractAsyncContextManager[Backend]]
 
 @asynccontextmanager
 async def open_local(settings: Settings) -> AsyncIterator[Backend]:
-    """Form the ring that the settings ask for.
+    """Form the ring of the settings.
 
     Raises:
-        MeshError: the model or the transport is missing, or the ring does not fit.
+        MeshError: the model or the transport is missing, or the model does not fit.
     """
     import asyncio
 
@@ -28,7 +28,7 @@ async def open_local(settings: Settings) -> AsyncIterator[Backend]:
 
 
 def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
-    """Do what takes seconds, imports first, away from the event loop."""
+    """Import and prepare what takes seconds, off the event loop."""
     import_heavy()
     from meshllm.model.files.source import resolve
     from meshllm.node.ring.local_ring import RingOptions, open_local_ring
@@ -44,10 +44,10 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
 
 
 def import_heavy(module: str = "meshllm.node.ring.local_ring") -> None:
-    """Import what takes seconds here and now: Ctrl-C stops it in the main thread only.
+    """Import a module that takes seconds; only in the main thread can Ctrl-C interrupt it.
 
-    Modules stay, so the garbage collector need not look at them: while they are imported that
-    takes half a second, and later a quarter of one, in which no token is computed.
+    Modules are permanent, so they are hidden from the garbage collector: scanning them takes half
+    a second during the import, and later a quarter of a second in which no token is computed.
     """
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Settings as options of a command.
+"""Command-line options made from settings.
 
-A setting is written once, in its dataclass: type, default and help text come from there.
+A setting is defined once, in its dataclass: type, default and help text come from there.
 """
 
 import ast
@@ -40,7 +40,7 @@ _COMPLETERS = {
 
 @cache
 def docs(owner: type) -> dict[str, str]:
-    """Read the string under each field of a dataclass that stands at the top of its module."""
+    """Return the docstring of each field of a dataclass at the top level of its module."""
     classes = [each for each in _parse(owner.__module__).body if isinstance(each, ast.ClassDef)]
     body = next(each.body for each in classes if each.name == owner.__name__)
     return {
@@ -58,47 +58,47 @@ def _parse(module: str) -> ast.Module:
 
 
 def takes(*names: str) -> Callable[[Command], Command]:
-    """Give a command an option for each setting; they arrive as keywords, None when not given."""
+    """Add an option for each setting to a command; each is a keyword, None when not given."""
 
     def decorate(command: Command) -> Command:
         known = keys()
         signature = inspect.signature(command)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         options = [_option(known[name]) for name in names]
-        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]  # what inspect reads first
+        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]  # inspect reads it first
         return command
 
     return decorate
 
 
 def settings(flags: dict[str, Scalar]) -> Settings:
-    """Merge the options of a command with every other origin."""
+    """Merge the options of a command with the other sources of settings."""
     return load(flags).settings
 
 
 def refuse_idle_draft(chosen: Settings) -> None:
-    """Raise `UserError` where a draft is set and nobody may guess."""
+    """Raise `UserError` if a draft model is set and speculation is disabled."""
     if chosen.draft is None or (chosen.speculation == "auto" and not chosen.exact):
         return
     other = "--exact" if chosen.exact else "--speculation off"
     raise UserError(
-        f"`--draft` names who guesses, and with `{other}` nobody does",
-        hint="leave out one of them",
+        f"`--draft` cannot be combined with `{other}`, which disables speculation",
+        hint="omit one of them",
     )
 
 
 def memory_bytes(text: str, chosen: Settings) -> int:
-    """Read `8GiB`, or `50%` of what is free now; raise `UserError` for anything else."""
+    """Parse `8GiB`, or `50%` of the free memory; raise `UserError` for anything else."""
     if not text.endswith("%"):
         return parse_memory(text)
     share = text[:-1].strip()
     if not (share.isdecimal() and 0 < int(share) <= 100):
-        raise UserError(f"`{text}` is no share of the memory", hint="write it as `50%`")
+        raise UserError(f"Invalid memory share `{text}`", hint="write `50%`, from 1% to 100%")
     return _free_bytes(chosen) * int(share) // 100
 
 
 def _free_bytes(chosen: Settings) -> int:
-    """Tell what is free where the chosen device has its weights."""
+    """Return the free memory of the chosen device."""
     if chosen.device != "cpu":
         import torch
 
@@ -115,10 +115,10 @@ def _free_bytes(chosen: Settings) -> int:
 def inference_config(
     chosen: Settings, *, cache: Path | None = None, of_mesh: bool = False
 ) -> "InferenceConfig":
-    """Tell how a model is to be run; ``of_mesh`` leaves the form of the weights to the mesh.
+    """Return how to run a model; ``of_mesh`` leaves the quantisation to the mesh.
 
     Raises:
-        UserError: an amount of memory that cannot be read.
+        UserError: an invalid amount of memory.
     """
     from meshllm.node.options import InferenceConfig
 
@@ -160,7 +160,7 @@ def _option(key: Key) -> inspect.Parameter:
 
 
 def help_of(key: Key) -> str:
-    """Return the text under the field of a setting."""
+    """Return the help text of a setting: the docstring of its field."""
     return docs(key.owner).get(key.name) or docs(Request)[key.name]
 
 

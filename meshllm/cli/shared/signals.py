@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a node: the first lets it leave, the second ends it."""
+"""Graceful shutdown: the first SIGINT or SIGTERM drains, the second exits at once."""
 
 import asyncio
 import os
@@ -16,17 +16,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(slots=True)
 class Drain:
-    """What is to be done when a signal comes."""
+    """The signal handler."""
 
     task: "asyncio.Task[Any] | None"
-    """Cancelled as long as there is nothing that can leave."""
+    """Cancelled by a signal while ``leave`` is not set."""
     leave: Callable[[], None] | None = None
     is_asked: bool = False
 
     def __call__(self) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         if self.is_asked:
-            # No way through the event loop: it may be waiting for a thread that computes.
+            # Not through the event loop: it may be waiting for the compute thread.
             os._exit(INTERRUPTED)
         self.is_asked = True
         if self.leave is not None:
@@ -37,10 +37,10 @@ class Drain:
 
 @contextmanager
 def draining() -> Iterator[Drain]:
-    """Catch SIGINT and SIGTERM inside the context, which is left by the task that entered it.
+    """Handle SIGINT and SIGTERM inside the context; enter and exit it in the same task.
 
     Raises:
-        typer.Exit: a signal came before there was anything that could leave.
+        typer.Exit: a signal arrived before ``leave`` was set.
     """
     drain = Drain(asyncio.current_task())
     loop = asyncio.get_running_loop()

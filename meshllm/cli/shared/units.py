@@ -1,11 +1,11 @@
-"""Amounts as people write them: memory, times, lists."""
+"""Parses amounts in option values: memory sizes, times, lists."""
 
 import re
 
 from meshllm.errors import UserError
 
 MAX_MEMORY = 1 << 50  # bytes of one node: 1 PiB
-MAX_MS = 60_000.0  # of a layer, a head or a link
+MAX_MS = 60_000.0  # time of a layer, a head or a link
 
 _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 _MEMORY = re.compile(rf"{_NUMBER} ?([KMGT]i?|)B")
@@ -19,26 +19,26 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_memory(text: str) -> int:
-    """Read `8GiB` or `800MB` as bytes; raise `UserError` for anything else."""
+    """Parse `8GiB` or `800MB` as bytes; raise `UserError` for anything else."""
     if found := _MEMORY.fullmatch(text):
         size = round(float(found[1]) * _UNITS[found[2]])
         if 0 < size <= MAX_MEMORY:
             return size
-    raise UserError(f"`{text}` is no amount of memory", hint="write it as `8GiB` or `800MB`")
+    raise UserError(f"Invalid memory size `{text}`", hint="write it as `8GiB` or `800MB`")
 
 
 def parse_time(text: str | None) -> float | None:
-    """Read `20ms` or `1s` as seconds; raise `UserError` for anything else. None stays None."""
+    """Parse `20ms` or `1s` as seconds; raise `UserError` for anything else. None stays None."""
     if text is None:
         return None
     if found := _TIME.fullmatch(text):
         seconds = float(found[1]) * _SECONDS[found[2]]
         if seconds <= MAX_MS / 1e3:
             return seconds
-    raise UserError(f"`{text}` is no time up to {MAX_MS / 1e3:.0f} s", hint="write it as `20ms`")
+    raise UserError(f"Invalid time `{text}`", hint=f"write `20ms`, up to {MAX_MS / 1e3:.0f} s")
 
 
 def listed(text: str | None) -> tuple[str, ...] | None:
-    """Split words at commas; None stays None."""
+    """Split a comma-separated list; None stays None."""
     words = (word.strip() for word in (text or "").split(","))
     return None if text is None else tuple(word for word in words if word)

@@ -1,1 +1,1 @@
-"""What goes to a terminal: tables, colours, wrapped text."""
+"""Terminal output: tables, colours, wrapped text."""

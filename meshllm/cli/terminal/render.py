@@ -1,4 +1,4 @@
-"""What the terminal shows: answer on stdout, talk on stderr."""
+"""Output of the commands: data on stdout, messages on stderr."""
 
 import json
 import logging
@@ -15,25 +15,25 @@ from meshllm.errors import MeshError
 from meshllm.request import Answer, HopReport
 
 PER_TOKEN = "per token, times in ms"
-"""What stands above a table of hops."""
+"""Title of a table of hops."""
 
 LONGEST = 16
-"""Characters of a name in a table."""
+"""Maximum characters of a name in a table."""
 
 SCHEMA = 1
-"""Version of every ``--json`` object; a field may be added without changing it."""
+"""Version of every ``--json`` object; adding a field does not change it."""
 
-_BROKEN_PIPE = 141  # what a shell reports for a command that SIGPIPE ended
+_BROKEN_PIPE = 141  # what a shell reports for a command killed by SIGPIPE
 _DIM, _RED, _CYAN, _PLAIN = "\x1b[2m", "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Write data to stdout at once; leave quietly when its reader has gone."""
+    """Write data to stdout and flush it; exit silently if its reader has closed the pipe."""
     try:
         sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as failure:
-        # Python flushes stdout once more at exit; that must find a door that is open.
+        # Python flushes stdout again at exit, which needs an open descriptor.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(failure, BrokenPipeError):
             raise SystemExit(_BROKEN_PIPE) from None
@@ -42,11 +42,11 @@ def out(text: str, end: str = "\n") -> None:
 
 @contextmanager
 def answering() -> Iterator[Callable[[str], None]]:
-    """Yield what writes the pieces of an answer to stdout; end its last line.
+    """Yield a function that writes pieces of an answer to stdout; end the last line on exit.
 
-    A terminal gets whole words and no control characters, anything else the very bytes.
+    A terminal gets whole words and no control characters, any other output the exact bytes.
     """
-    # The last column is left to the space behind a word, which would begin a line of its own.
+    # The last column is reserved for the space after a word, which would start a new line.
     wrap = Wrap(shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else None
     is_begun = False
 
@@ -63,7 +63,7 @@ def answering() -> Iterator[Callable[[str], None]]:
 
 
 def talk(text: str, end: str = "\n") -> None:
-    """Write to stderr, where everything goes that is not the answer."""
+    """Write a message to stderr."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 
@@ -73,12 +73,12 @@ def dump(fields: Mapping[str, object]) -> None:
 
 
 def dim(text: str) -> str:
-    """Set talk back a little."""
+    """Dim a message."""
     return _paint(text, _DIM)
 
 
 def error(failure: MeshError) -> None:
-    """Say what happened and what to do about it; as a line of the log where that is JSON."""
+    """Write an error and its hint to stderr; as a log record if the log is JSON."""
     from meshllm.log import is_json
 
     if is_json():
@@ -90,14 +90,14 @@ def error(failure: MeshError) -> None:
 
 
 def safe(text: str) -> str:
-    """Make text of strangers harmless to a terminal."""
+    """Escape control characters in untrusted text."""
     from meshllm.log import escape
 
     return escape(text)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Align columns: numbers to the right, words to the left."""
+    """Lay out rows in columns, numbers aligned right and words left."""
     cells = [list(header), *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [all(map(_is_number, column[1:])) for column in zip(*cells, strict=True)]
@@ -111,12 +111,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def cut(text: str, most: int = LONGEST) -> str:
-    """Shorten a text so that one can see that it was."""
+    """Truncate a text with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def plain(value: object) -> str:
-    """Write a setting as a file or a person would."""
+    """Format the value of a setting."""
     match value:
         case None:
             return "-"
@@ -129,7 +129,7 @@ def plain(value: object) -> str:
 
 
 def bytes_of(count: float) -> str:
-    """Write a number of bytes as people read it, in powers of 1024."""
+    """Format a number of bytes in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -138,20 +138,20 @@ def bytes_of(count: float) -> str:
 
 
 def statistics(answer: Answer) -> str:
-    """Tell how fast an answer came, and where the time went."""
-    cached = f" ({answer.cached_tokens} known)" if answer.cached_tokens else ""
+    """Format token counts, timings, and a table of hops."""
+    cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
     lines = [
-        f"{answer.prompt_tokens} tokens read{cached}, {len(answer.tokens)} written,"
-        f" ended by {answer.finish_reason}",
+        f"{answer.prompt_tokens} prompt tokens{cached}, {len(answer.tokens)} generated,"
+        f" finish reason: {answer.finish_reason}",
     ]
-    if not answer.ms_per_token:  # the steps after the first token are what is measured
+    if not answer.ms_per_token:  # only steps after the first token are timed
         return "\n".join([*lines, f"first token {answer.ttft_ms:.1f} ms"])
     lines.append(
         f"first token {answer.ttft_ms:.1f} ms, then {answer.ms_per_token:.2f} ms per token,"
         f" {answer.tokens_per_second:.1f} tokens/s"
     )
     if answer.tokens_per_step > 1:
-        lines[-1] += f", {answer.tokens_per_step:.1f} tokens a trip"
+        lines[-1] += f", {answer.tokens_per_step:.1f} tokens per step"
     header = ("rank", "node", "layers", "compute", "serialise", "queue", "wire", "bytes")
     rows = [
         (hop.rank, hop.node, str(hop.span), *parts(hop), round(hop.bytes_per_token))
@@ -161,13 +161,13 @@ def statistics(answer: Answer) -> str:
 
 
 def parts(hop: HopReport) -> tuple[float, float, float, float]:
-    """Return what a hop takes of a token, in ms: compute, serialise, queue, wire."""
+    """Return the ms per token of a hop: compute, serialise, queue, wire."""
     return hop.compute_ms, hop.serialise_ms, hop.queue_ms, hop.wire_ms
 
 
 @dataclass(slots=True)
 class Status:
-    """One line on a terminal's stderr that goes away again; nothing anywhere else."""
+    """A temporary progress line on stderr; shows nothing unless stderr is a terminal."""
 
     stream: TextIO
     shown: bool = False
@@ -179,16 +179,16 @@ class Status:
         self.clear()
 
     def show(self, text: str) -> None:
-        """Replace the line."""
+        """Show a text in place of the current line."""
         if not self.stream.isatty() or os.environ.get("TERM") == "dumb":
             return
-        width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be erased
+        width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be erased
         self.stream.write(f"\r\x1b[K{dim(text[:width])}")
         self.stream.flush()
         self.shown = True
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self.shown:
             self.stream.write("\r\x1b[K")
             self.stream.flush()

@@ -1,12 +1,12 @@
-"""Breaks the lines of a growing text between words."""
+"""Word wrap for streamed text."""
 
 from unicodedata import east_asian_width
 
-LONGEST = 32  # characters that are held back while a word grows; then it is no word
+LONGEST = 32  # characters held back while a word grows; a longer one is shown in pieces
 
 
 class Wrap:
-    """Text comes in pieces and goes out in lines of at most so many columns, where words allow."""
+    """Wraps text that arrives in pieces at ``columns``, as far as word lengths allow."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -14,7 +14,7 @@ class Wrap:
         self.word = ""
 
     def feed(self, piece: str) -> str:
-        """Take a piece and return what can be shown; a word is held back until it has ended."""
+        """Take a piece and return what can be shown; a word is held back until it ends."""
         return "".join(map(self._take, piece))
 
     def flush(self) -> str:
@@ -35,7 +35,7 @@ class Wrap:
             self.column += 1
             return shown
         self.word += char
-        # Scripts without spaces have wide characters, and a line may break before each of them.
+        # Scripts without spaces use wide characters, and a line may break before each of them.
         return self.flush() if len(self.word) > LONGEST or _width(char) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Which ring answers `meshllm chat`; what opens it is replaced, and the node is a fake one."""
+"""The choice of a backend for `meshllm chat`, with fake backends and a fake node."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ Ask = Callable[..., Result]
 
 @pytest.fixture
 def ask() -> Ask:
-    """Run `meshllm chat` as a person does, without a ring of the test."""
+    """Run `meshllm chat` without passing a backend."""
 
     def invoke(*words: str) -> Result:
         return CliRunner().invoke(app, [*words, "hi"], prog_name="meshllm")
@@ -36,7 +36,7 @@ def ask() -> Ask:
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> FakeRing:
-    """Take the place of the ring in this process."""
+    """Replace the ring in this process."""
     ring = FakeRing()
     for module in (chat, backends):
         monkeypatch.setattr(module, "open_local", ring)
@@ -46,7 +46,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> FakeRing:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
-    """A node that runs in a thread of its own, as another process would."""
+    """A fake node that serves in another thread."""
     folder = tmp_path / "s"
     monkeypatch.setenv("MESHLLM_STATE", str(folder))
     door = FakeNode()
@@ -74,7 +74,7 @@ def test_the_running_node_answers(ask: Ask, node: FakeNode, local: FakeRing) -> 
     assert (node.requests[0].max_tokens, local.requests) == (9, [])
 
 
-def test_the_model_that_is_told_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> None:
+def test_the_reported_model_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> None:
     node.served = "mesh/model"
 
     result = ask("chat", "--json")
@@ -82,13 +82,13 @@ def test_the_model_that_is_told_is_that_of_the_mesh(ask: Ask, node: FakeNode) ->
     assert json.loads(result.stdout)["model"] == "mesh/model"
 
 
-def test_which_node_answers_is_news(
+def test_the_node_in_use_is_logged(
     ask: Ask, node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "meshllm"):
         ask("chat")
 
-    assert "asking the node at" in caplog.text
+    assert "using the node at" in caplog.text
 
 
 def test_an_error_of_the_node_keeps_its_exit_code(ask: Ask, node: FakeNode) -> None:
@@ -99,13 +99,11 @@ def test_an_error_of_the_node_keeps_its_exit_code(ask: Ask, node: FakeNode) -> N
     assert (result.exit_code, result.stderr) == (1, "error: It broke\nhint: mend it\n")
 
 
-def test_without_a_node_a_ring_forms_here(ask: Ask, local: FakeRing) -> None:
+def test_without_a_node_a_ring_runs_in_this_process(ask: Ask, local: FakeRing) -> None:
     assert ask("chat").stdout == "You said: hi\n"
 
 
-def test_a_number_of_nodes_is_a_ring_in_this_process(
-    ask: Ask, node: FakeNode, local: FakeRing
-) -> None:
+def test_nodes_runs_a_ring_in_this_process(ask: Ask, node: FakeNode, local: FakeRing) -> None:
     result = ask("chat", "--nodes", "2", "--model", "m")
 
     assert (result.stdout, node.requests) == ("You said: hi\n", [])
@@ -117,27 +115,27 @@ def test_a_number_of_nodes_is_a_ring_in_this_process(
     ("words", "message"),
     [
         (("--model", "other"), "The running node serves `builtin`, not `other`"),
-        (("--threads", "2"), "`--threads` cannot hold: the running node has a ring of its own"),
-        (("--dtype", "auto"), "`--dtype` cannot hold: the running node has a ring of its own"),
-        (("--device", "cpu"), "`--device` cannot hold: the running node has a ring of its own"),
-        (("--draft", "m"), "`--draft` cannot hold: the running node has a ring of its own"),
-        (("--wire", "int8"), "`--wire` cannot hold: the running node has a ring of its own"),
+        (("--threads", "2"), "`--threads` has no effect: the running node already has a ring"),
+        (("--dtype", "auto"), "`--dtype` has no effect: the running node already has a ring"),
+        (("--device", "cpu"), "`--device` has no effect: the running node already has a ring"),
+        (("--draft", "m"), "`--draft` has no effect: the running node already has a ring"),
+        (("--wire", "int8"), "`--wire` has no effect: the running node already has a ring"),
     ],
 )
-def test_what_a_running_node_cannot_be_is_told(
+def test_a_flag_that_contradicts_the_running_node_is_refused(
     ask: Ask, node: FakeNode, words: tuple[str, ...], message: str
 ) -> None:
     result = ask("chat", *words)
 
     assert (result.exit_code, node.requests) == (2, [])
-    assert result.stderr.startswith(f"error: {message}\nhint: leave ")
+    assert result.stderr.startswith(f"error: {message}\nhint: omit ")
 
 
-def test_the_model_of_the_mesh_may_be_named(ask: Ask, node: FakeNode) -> None:
+def test_the_model_of_the_mesh_is_accepted(ask: Ask, node: FakeNode) -> None:
     assert ask("chat", "--model", "builtin").exit_code == 0
 
 
-def test_a_mesh_without_a_model_yet_is_asked_all_the_same(ask: Ask, node: FakeNode) -> None:
+def test_a_mesh_without_a_model_yet_is_used(ask: Ask, node: FakeNode) -> None:
     node.served = None
 
     assert ask("chat", "--model", "builtin").exit_code == 0
@@ -145,7 +143,7 @@ def test_a_mesh_without_a_model_yet_is_asked_all_the_same(ask: Ask, node: FakeNo
 
 @pytest.fixture
 def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
-    """Take the place of the client without weights."""
+    """Replace the client without weights."""
     opened: list[tuple[str, Path]] = []
 
     @asynccontextmanager
@@ -154,7 +152,7 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
         yield FakeRing()
 
     module = ModuleType("meshllm.node.client")
-    module.open_thin = open_thin  # type: ignore[attr-defined]  # a module made here
+    module.open_thin = open_thin  # type: ignore[attr-defined]  # a new module
     monkeypatch.setitem(sys.modules, "meshllm.node.client", module)
     return opened
 
@@ -181,12 +179,12 @@ def test_a_ticket_in_the_environment_is_used_without_a_node(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--nodes", "2"), "`--nodes` is a ring in this process, `--join` a mesh elsewhere"),
-        (("--model", "m"), "`--model` cannot hold: the mesh of the ticket has a ring of its own"),
-        (("--ends", "entry"), "`--ends` cannot hold: the mesh of the ticket has a ring"),
+        (("--nodes", "2"), "`--nodes`, a ring in this process, cannot be combined with `--join`"),
+        (("--model", "m"), "`--model` has no effect: the mesh of the ticket already has a ring"),
+        (("--ends", "entry"), "`--ends` has no effect: the mesh of the ticket already has a ring"),
     ],
 )
-def test_what_a_client_cannot_choose_is_told(
+def test_a_flag_without_effect_for_a_client_is_refused(
     ask: Ask, thin: list[tuple[str, Path]], words: tuple[str, ...], message: str
 ) -> None:
     result = ask("chat", "--join", "meshllm1abc", *words)

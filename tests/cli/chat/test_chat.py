@@ -51,15 +51,15 @@ def test_every_flag_reaches_the_ring(meshllm: Invoke, ring: FakeRing) -> None:
 
 
 @pytest.mark.parametrize("words", ["--exact", "--speculation off"])
-def test_a_draft_that_nobody_would_ask_is_refused(
+def test_a_draft_without_speculation_is_refused(
     meshllm: Invoke, ring: FakeRing, words: str
 ) -> None:
     result = meshllm("chat", "--draft", "builtin", *words.split(), "hi")
 
     assert (result.exit_code, ring.requests) == (2, [])
     assert result.stderr == (
-        f"error: `--draft` names who guesses, and with `{words}` nobody does\n"
-        "hint: leave out one of them\n"
+        f"error: `--draft` cannot be combined with `{words}`, which disables speculation\n"
+        "hint: omit one of them\n"
     )
 
 
@@ -123,12 +123,15 @@ def test_stats_go_to_stderr(meshllm: Invoke) -> None:
     [
         (("chat", ""), "The prompt is empty"),
         (("chat",), "The prompt is empty"),
-        (("chat", "--raw", "--system", "s", "hi"), "`--raw` leaves no place for a system text"),
+        (
+            ("chat", "--raw", "--system", "s", "hi"),
+            "`--raw` cannot be combined with a system prompt",
+        ),
         (("chat", "--nodes", "0", "hi"), "`nodes` is 0, not between 1 and 1024 (--nodes)"),
         (("chat", "--top-p", "1.5", "hi"), "`top_p` is 1.5, not between 0 and 1 (--top-p)"),
     ],
 )
-def test_a_wrong_question_is_refused_before_a_ring_forms(
+def test_an_invalid_request_is_refused_before_a_ring_forms(
     meshllm: Invoke, ring: FakeRing, words: tuple[str, ...], message: str
 ) -> None:
     result = meshllm(*words)
@@ -138,7 +141,7 @@ def test_a_wrong_question_is_refused_before_a_ring_forms(
     assert ring.settings is None
 
 
-def test_stdin_that_is_not_utf8_is_one_clear_line(meshllm: Invoke) -> None:
+def test_stdin_that_is_not_utf8_is_refused(meshllm: Invoke) -> None:
     result = meshllm("chat", stdin=b"caf\xe9 noir")
 
     assert result.exit_code == 2
@@ -161,7 +164,7 @@ def test_a_ring_that_ends_without_an_answer_is_a_bug(
 
 
 def _start(*words: str) -> subprocess.Popen[bytes]:
-    """Run a command line in a process of its own, with the same ring."""
+    """Run a command line in a subprocess, with the same fake ring."""
     return subprocess.Popen(
         [sys.executable, "-c", FAKE, "chat", *words],
         stdout=subprocess.PIPE,
@@ -171,7 +174,7 @@ def _start(*words: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_a_reader_that_leaves_ends_it_quietly() -> None:
+def test_a_closed_pipe_ends_the_command_silently() -> None:
     with _start("loop") as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -183,7 +186,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     assert (first, told, process.returncode) == (b"Y", b"cancelled 1, open False\n", 141)
 
 
-def test_an_interrupt_stops_the_answer_everywhere() -> None:
+def test_an_interrupt_cancels_the_session() -> None:
     with _start("loop") as process:
         assert process.stdout is not None
         process.stdout.read(20)
@@ -202,7 +205,7 @@ def test_pipes_get_no_colour_and_no_status_line() -> None:
     assert process.returncode == 4
 
 
-def test_a_full_disk_is_one_clear_line() -> None:
+def test_a_full_disk_is_reported_on_one_line() -> None:
     with Path("/dev/full").open("wb") as full:
         told = subprocess.run(
             [sys.executable, "-c", FAKE, "chat", "hi"],

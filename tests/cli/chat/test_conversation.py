@@ -14,7 +14,7 @@ def talk() -> Conversation:
     return Conversation(Settings())
 
 
-def test_a_question_carries_what_was_said(talk: Conversation) -> None:
+def test_a_request_contains_the_previous_turns(talk: Conversation) -> None:
     talk.remember("I am Ada", "Hello Ada")
     talk.obey("/system be brief")
 
@@ -28,7 +28,7 @@ def test_a_question_carries_what_was_said(talk: Conversation) -> None:
     ]
 
 
-def test_a_question_without_a_reply_is_forgotten(talk: Conversation) -> None:
+def test_a_question_without_a_reply_is_dropped(talk: Conversation) -> None:
     talk.remember("stopped at once", "")
 
     assert talk.turns == []
@@ -45,7 +45,7 @@ def test_help_lists_every_command(talk: Conversation) -> None:
 def test_everything_settable_can_be_set_and_shown(talk: Conversation, name: str) -> None:
     told = talk.obey(f"/set {name} 1")
 
-    assert told == f"{name} is 1"
+    assert told == f"{name} = 1"
     assert f"{name} " in talk.obey("/show")
 
 
@@ -67,16 +67,16 @@ def test_a_set_value_is_used_for_the_next_answer(talk: Conversation) -> None:
         ("/set", "`/set` needs a name and a value", "`/set temperature 0.8`"),
         ("/set top_p 2", "`top_p` is 2.0, not between 0 and 1 (/set)", ""),
         ("/set top_k many", "`top_k` is 'many', no whole number (/set)", ""),
-        ("/quit", "`/quit` is no command", "`/help` lists them"),
-        ("/shwo", "`/shwo` is no command", "did you mean `/show`? `/help` lists them"),
+        ("/quit", "Unknown command `/quit`", "see `/help`"),
+        ("/shwo", "Unknown command `/shwo`", "did you mean `/show`? see `/help`"),
         ("/save", "`/save` needs a file", "`/save talk.json`"),
         ("/load", "`/load` needs a file", "`/load talk.json`"),
         ("/load gone.json", "`gone.json` cannot be read: No such file or directory", ""),
         ("/save no/such/folder.json", "`no/such/folder.json` cannot be written: No such file", ""),
-        ("/stats", "There is no finished answer yet", ""),
+        ("/stats", "No complete answer yet", ""),
     ],
 )
-def test_a_command_that_cannot_be_obeyed_says_why(
+def test_an_invalid_command_is_explained(
     talk: Conversation, line: str, message: str, hint: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -86,7 +86,7 @@ def test_a_command_that_cannot_be_obeyed_says_why(
     assert (caught.value.hint or "").startswith(hint)
 
 
-def test_a_conversation_goes_on_from_a_file(talk: Conversation, home: Path) -> None:
+def test_a_conversation_continues_from_a_file(talk: Conversation, home: Path) -> None:
     talk.obey("/system be brief")
     talk.obey("/set seed 7")
     talk.remember("Grüße", "🦊")
@@ -110,7 +110,7 @@ def test_a_saved_conversation_may_be_saved_again(talk: Conversation) -> None:
 def test_no_other_file_is_overwritten(talk: Conversation, home: Path) -> None:
     (home / "precious.txt").write_text("precious")
 
-    with pytest.raises(UserError, match="is no saved conversation"):
+    with pytest.raises(UserError, match="is not a saved conversation"):
         talk.obey("/save precious.txt")
 
     assert (home / "precious.txt").read_text() == "precious"
@@ -126,13 +126,13 @@ def test_no_other_file_is_overwritten(talk: Conversation, home: Path) -> None:
         '{"schema": 1, "settings": {}, "turns": [{"role": "root", "content": "x"}]}',
     ],
 )
-def test_a_file_that_is_no_conversation_is_refused(
+def test_a_file_without_a_conversation_is_refused(
     talk: Conversation, home: Path, content: str
 ) -> None:
     (home / "talk.json").write_text(content)
     talk.remember("a", "b")
 
-    with pytest.raises(UserError, match="is no saved conversation"):
+    with pytest.raises(UserError, match="is not a saved conversation"):
         talk.obey("/load talk.json")
 
     assert len(talk.turns) == 2
@@ -146,7 +146,7 @@ def test_a_saved_setting_out_of_range_is_refused(talk: Conversation, home: Path)
         talk.obey("/load talk.json")
 
 
-def test_clear_forgets_turns_and_keeps_settings(talk: Conversation) -> None:
+def test_clear_drops_turns_and_keeps_settings(talk: Conversation) -> None:
     talk.remember("a", "b")
     talk.obey("/set seed 7")
 
@@ -155,7 +155,7 @@ def test_clear_forgets_turns_and_keeps_settings(talk: Conversation) -> None:
     assert (talk.turns, talk.settings.sampling.seed) == ([], 7)
 
 
-def test_system_without_a_text_takes_it_back(talk: Conversation) -> None:
+def test_system_without_a_text_removes_the_system_prompt(talk: Conversation) -> None:
     talk.obey("/system be brief")
 
     talk.obey("/system")
@@ -163,12 +163,12 @@ def test_system_without_a_text_takes_it_back(talk: Conversation) -> None:
     assert talk.settings.system is None
 
 
-def test_stats_tell_about_the_last_answer(talk: Conversation) -> None:
+def test_stats_show_the_last_answer(talk: Conversation) -> None:
     talk.answer = answer_of("hi", 1)
 
     assert "250.0 tokens/s" in talk.obey("/stats")
 
 
-def test_bye_leaves(talk: Conversation) -> None:
+def test_bye_exits(talk: Conversation) -> None:
     with pytest.raises(EOFError):
         talk.obey("/bye")

@@ -7,7 +7,7 @@ from meshllm.errors import UserError
 
 
 class Terminal(io.TextIOWrapper):
-    """Standard input with a person in front of it, or bytes that were piped in."""
+    """Standard input: a terminal, or piped bytes."""
 
     def __init__(self, data: bytes | None = None) -> None:
         super().__init__(io.BytesIO(b"typed later" if data is None else data))
@@ -37,7 +37,7 @@ def test_a_prompt_is_what_was_piped_then_the_argument(
     assert read_prompt(argument, Terminal(piped)) == prompt
 
 
-def test_a_person_without_an_argument_wants_a_conversation() -> None:
+def test_a_terminal_without_an_argument_means_a_conversation() -> None:
     assert read_prompt(None, Terminal()) is None
 
 
@@ -49,16 +49,16 @@ def test_standard_input_may_be_closed(argument: str | None, prompt: str | None) 
 @pytest.mark.parametrize(
     ("argument", "piped"), [("", b""), (None, b"\n\n"), ("-", b""), (" ", None)]
 )
-def test_nothing_is_no_prompt(argument: str | None, piped: bytes | None) -> None:
+def test_an_empty_prompt_is_refused(argument: str | None, piped: bytes | None) -> None:
     with pytest.raises(UserError, match="The prompt is empty"):
         read_prompt(argument, Terminal(piped))
 
 
-def test_bytes_that_are_no_utf8_are_named() -> None:
+def test_invalid_utf8_is_located() -> None:
     with pytest.raises(UserError, match="byte 0x80 at offset 2"):
         read_prompt(None, Terminal(b"ab\x80"))
 
 
-def test_an_argument_that_is_no_utf8_is_named() -> None:
+def test_an_argument_that_is_not_utf8_is_located() -> None:
     with pytest.raises(UserError, match="The prompt is not UTF-8 at character 3"):
         read_prompt("caf\udce9", Terminal())

@@ -19,12 +19,12 @@ from tests.builders.fake_ring import main
 main()
 """
 PROMPT = ">>>"
-NO_CPR = {"PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody here tells where the cursor is
-PATIENCE = 30.0  # s; a test that waits so long fails
+NO_CPR = {"PROMPT_TOOLKIT_NO_CPR": "1"}  # this terminal does not report the cursor position
+PATIENCE = 30.0  # s; a longer wait fails the test
 
 
 class Terminal:
-    """A conversation in a real terminal: keys go in, what a person would read comes out."""
+    """A conversation in a pseudo-terminal."""
 
     def __init__(self, *words: str, **environ: str) -> None:
         self.fd, theirs = pty.openpty()
@@ -58,7 +58,7 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def wait_for(self, text: str) -> str:
-        """Read until a text appears; return what came up to it, without colours and moves."""
+        """Read until a text appears; return everything up to it, without escape sequences."""
         deadline = time.monotonic() + PATIENCE
         while text not in self.seen:
             assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
@@ -87,7 +87,7 @@ def terminal() -> Iterator[Terminal]:
         yield terminal
 
 
-def test_a_conversation_answers_and_leaves(terminal: Terminal) -> None:
+def test_a_conversation_answers_and_exits(terminal: Terminal) -> None:
     terminal.press("hello there\r")
     terminal.wait_for("You said: hello there\r\n")
     terminal.wait_for(PROMPT)
@@ -101,7 +101,7 @@ def test_a_conversation_answers_and_leaves(terminal: Terminal) -> None:
     assert terminal.wait() == 0
 
 
-def test_control_c_stops_the_answer_and_keeps_what_was_said(terminal: Terminal) -> None:
+def test_control_c_stops_the_answer_and_keeps_its_text(terminal: Terminal) -> None:
     terminal.press("loop\r")
     terminal.wait_for("You said: loop on on on")
     terminal.press("\x03")
@@ -118,10 +118,10 @@ def test_control_c_stops_the_answer_and_keeps_what_was_said(terminal: Terminal) 
     assert "cancelled 1, open False" in terminal.seen
 
 
-def test_control_c_at_an_empty_prompt_tells_how_to_leave(terminal: Terminal) -> None:
+def test_control_c_at_an_empty_prompt_says_how_to_exit(terminal: Terminal) -> None:
     terminal.press("\x03")
 
-    assert terminal.wait_for("Ctrl-D or /bye leaves")
+    assert terminal.wait_for("exit with Ctrl-D or /bye")
     terminal.wait_for(PROMPT)
 
 
@@ -147,19 +147,19 @@ def test_tab_completes_commands_and_settings(terminal: Terminal) -> None:
     terminal.wait_for("/set")
     terminal.press(" temp\t 0.5\r")
 
-    assert terminal.wait_for("temperature is 0.5")
+    assert terminal.wait_for("temperature = 0.5")
 
 
 def test_an_error_leaves_the_conversation_open(terminal: Terminal) -> None:
     terminal.press("/nonsense\r")
-    terminal.wait_for("error: `/nonsense` is no command")
+    terminal.wait_for("error: Unknown command `/nonsense`")
     terminal.wait_for(PROMPT)
     terminal.press("hi\r")
 
     assert terminal.wait_for("You said: hi\r\n")
 
 
-def test_lines_are_remembered_for_this_person_alone(terminal: Terminal, home: Path) -> None:
+def test_the_history_file_is_private(terminal: Terminal, home: Path) -> None:
     terminal.press("hello\r")
     terminal.wait_for("You said: hello\r\n")
     terminal.wait_for(PROMPT)
@@ -181,7 +181,7 @@ def test_history_can_be_turned_off(home: Path) -> None:
     assert not (home / "state").exists()
 
 
-def test_the_prompt_is_there_before_the_ring() -> None:
+def test_the_prompt_appears_before_the_ring_forms() -> None:
     with Terminal(SLOW_S="1") as terminal:
         terminal.wait_for(PROMPT)
         terminal.press("early\r")
@@ -189,7 +189,7 @@ def test_the_prompt_is_there_before_the_ring() -> None:
         assert "loading builtin" in terminal.wait_for("You said: early\r\n")
 
 
-def test_leaving_does_not_wait_for_the_ring() -> None:
+def test_exit_does_not_wait_for_the_ring() -> None:
     with Terminal(SLOW_S="60") as terminal:
         terminal.wait_for(PROMPT)
         terminal.press("\x04")

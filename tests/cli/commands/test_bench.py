@@ -24,7 +24,7 @@ EVERY = tuple(Quant)
 
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> list[ring_table.Case]:
-    """What was measured of rings; the figures are always the same."""
+    """The measured cases of rings; the figures are fixed."""
     cases: list[ring_table.Case] = []
 
     def measure(case: ring_table.Case, _: object) -> list[ring_table.Row]:
@@ -37,7 +37,7 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[ring_table.Case]:
 
 @pytest.fixture
 def steps() -> list[engine_table.Row]:
-    """What comes out of an engine; to be changed before it is measured."""
+    """The rows that an engine benchmark returns; tests may change them."""
     return list(STEPS)
 
 
@@ -45,7 +45,7 @@ def steps() -> list[engine_table.Row]:
 def engines(
     monkeypatch: pytest.MonkeyPatch, steps: list[engine_table.Row]
 ) -> list[engine_table.Case]:
-    """What was measured of engines."""
+    """The measured cases of engines."""
     cases: list[engine_table.Case] = []
 
     def measure(case: engine_table.Case, _: object) -> engine_table.Table:
@@ -67,7 +67,7 @@ def test_rings_are_measured_as_asked(meshllm: Invoke, cases: list[ring_table.Cas
     ]  # fmt: skip
 
 
-def test_rings_hold_their_weights_in_several_ways(
+def test_rings_are_measured_with_several_quantisations(
     meshllm: Invoke, cases: list[ring_table.Case]
 ) -> None:
     meshllm("bench", "--processes", "--quant", "int8,none,int8")
@@ -92,33 +92,33 @@ def test_an_engine_is_measured_as_asked(
     assert [line.split() for line in text.splitlines()[1:]] == [
         ["prefill", "32", "none", "1192", "100.00", "90.00", "320.00", "1.25", "-", "same"],
         ["decode", "1", "int8", "600", "40.00", "30.00", "25.00", "2.00", "0.45", "-"],
-        ["memory", "32.5", "GB/s"],
+        ["memory", "bandwidth", "32.5", "GB/s"],
     ]
 
 
 @pytest.mark.usefixtures("engines")
-def test_other_logits_than_those_of_transformers_fail(
+def test_logits_that_differ_from_transformers_fail(
     meshllm: Invoke, steps: list[engine_table.Row]
 ) -> None:
     steps[0] = replace(steps[0], same=False)
 
     result = meshllm("bench", "--engine")
 
-    assert "OTHER" in result.stdout
+    assert "DIFFERENT" in result.stdout
     assert result.exit_code == 1
-    assert "Other logits than those of transformers: `none` at prefill 32" in result.stderr
+    assert "Logits differ from those of transformers: `none` at prefill 32" in result.stderr
 
 
 @pytest.mark.parametrize(
     "words", ["--nodes 2", "--prompt-tokens 8", "--new-tokens 8", "--processes"]
 )
-def test_an_engine_has_no_rings(
+def test_ring_options_are_refused_with_engine(
     meshllm: Invoke, engines: list[engine_table.Case], words: str
 ) -> None:
     result = meshllm("bench", "--engine", *words.split())
 
     assert (result.exit_code, engines) == (2, [])
-    assert result.stderr.startswith(f"error: `{words.split(maxsplit=1)[0]}` is of rings")
+    assert result.stderr.startswith(f"error: `{words.split(maxsplit=1)[0]}` cannot be combined")
 
 
 @pytest.mark.usefixtures("cases", "engines")
@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
 
 
 @pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1"])
-def test_what_is_no_list_of_sizes_is_refused(
+def test_invalid_ring_sizes_are_refused(
     meshllm: Invoke, cases: list[ring_table.Case], nodes: str
 ) -> None:
     result = meshllm("bench", "--nodes", nodes)
@@ -158,13 +158,13 @@ def test_what_is_no_list_of_sizes_is_refused(
 
 
 @pytest.mark.parametrize("quant", ["int9", "none,", "none;int8"])
-def test_unknown_ways_to_hold_weights_are_refused(
+def test_unknown_quantisations_are_refused(
     meshllm: Invoke, cases: list[ring_table.Case], quant: str
 ) -> None:
     result = meshllm("bench", "--quant", quant)
 
     assert (result.exit_code, cases) == (2, [])
-    assert "is no way to hold weights" in result.stderr
+    assert "Unknown quantisation" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_unknown_ways_to_hold_weights_are_refused(
         (["--quant", "int8"], "cpu", (Quant.INT8,)),
     ],
 )
-def test_all_compute_where_a_node_would(
+def test_the_device_supports_every_quantisation(
     meshllm: Invoke,
     monkeypatch: pytest.MonkeyPatch,
     cases: list[ring_table.Case],
@@ -199,7 +199,7 @@ def test_all_compute_where_a_node_would(
     assert told["machine"]["device"] == ("cpu" if device == "cpu" else "cuda:0 Fake 100")
 
 
-def test_a_gpu_that_is_not_there_is_no_bench(
+def test_a_missing_gpu_is_refused(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, cases: list[ring_table.Case]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

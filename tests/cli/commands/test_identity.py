@@ -13,10 +13,10 @@ def test_the_id_is_all_of_stdout_and_stays_the_same(meshllm: Invoke, home: Path)
     node = Keyring.open(home / "state" / "meshllm").key.node
     assert first.stdout == second.stdout == f"{show(node)}\n"
     assert parse_node(first.stdout) == node
-    assert first.stderr.startswith(f"in short {short(node)}, key in ")
+    assert first.stderr.startswith(f"short form {short(node)}, key in ")
 
 
-def test_the_key_is_made_for_its_owner_alone(meshllm: Invoke, home: Path) -> None:
+def test_the_key_is_private(meshllm: Invoke, home: Path) -> None:
     meshllm("id", "--state", "here")
 
     assert stat.S_IMODE((home / "here").stat().st_mode) == 0o700

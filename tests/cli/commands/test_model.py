@@ -19,13 +19,13 @@ HALVES = (Part(Span(0, 4), True, False), Part(Span(4, 8), False, True))
 EQUAL = Report("builtin", "float32", (1, 2), (3,), (Split(HALVES, True, True, 0.0, 0.0),))
 
 
-def test_show_tells_sizes_and_what_fits(meshllm: Invoke) -> None:
+def test_show_prints_sizes_and_what_fits(meshllm: Invoke) -> None:
     text = meshllm("model", "show", "builtin").stdout
 
-    assert "\nlayers        8 of " in text
+    assert "\nlayers        8, " in text
     assert " per token\n" in text
-    assert "\nfits here     all of it in " in text
-    assert "\nsteps on cpu  " in text
+    assert "\nfits here     all layers in " in text
+    assert "\nCPU engine    " in text
 
 
 def test_show_json(meshllm: Invoke) -> None:
@@ -43,7 +43,7 @@ def test_show_counts_the_layers_that_fit(meshllm: Invoke, monkeypatch: pytest.Mo
 
     text = meshllm("model", "show", "builtin").stdout
 
-    assert " of 8 layers in 10.0 MiB free memory" in text
+    assert " of 8 layers in 10.0 MiB of free memory" in text
 
 
 def test_an_unknown_model_exits_4(meshllm: Invoke) -> None:
@@ -61,7 +61,7 @@ def test_verify_prints_a_verdict(meshllm: Invoke, monkeypatch: pytest.MonkeyPatc
 
     assert result.exit_code == 0
     assert "    2  0:4 4:8  equal   equal\n" in result.stdout
-    assert "builtin in float32: equal bit for bit to transformers" in result.stdout
+    assert "builtin in float32: bit-equal to transformers" in result.stdout
 
 
 def test_a_model_that_differs_exits_4(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +74,13 @@ def test_a_model_that_differs_exits_4(meshllm: Invoke, monkeypatch: pytest.Monke
     assert (result.exit_code, as_json.exit_code) == (4, 4)
     assert "differ by 0.25" in result.stdout
     assert "NOT equal to transformers: largest relative difference 3.0e-04" in result.stdout
-    assert result.stderr.startswith("error: `builtin` split is not the whole model\n")
-    assert result.stderr.endswith("hint: use it with `--nodes 1`\n")
+    assert result.stderr.startswith("error: `builtin` computes other logits when split\n")
+    assert result.stderr.endswith("hint: run it with `--nodes 1`\n")
     assert json.loads(as_json.stdout)["outcome"] == "different"
 
 
 @pytest.mark.parametrize("blamed", [False, True])
-def test_rounding_is_told_from_error(
+def test_rounding_is_distinguished_from_error(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, blamed: bool
 ) -> None:
     report = replace(EQUAL, splits=(Split(HALVES, False, True, 2e-6, 2e-7),))
@@ -92,7 +92,7 @@ def test_rounding_is_told_from_error(
 
     assert result.exit_code == 0
     assert "up to rounding, largest relative difference 2.0e-07" in result.stdout
-    assert ("this machine's BLAS rounds by alignment" in result.stdout) is blamed
+    assert ("BLAS depends on memory alignment" in result.stdout) is blamed
     assert (as_json["outcome"], as_json["equal"], as_json["relative"]) == ("rounding", False, 2e-7)
 
 
@@ -104,7 +104,7 @@ def test_rounding_of_16_bits_hides_errors(meshllm: Invoke, monkeypatch: pytest.M
     result = meshllm("model", "verify", "builtin")
 
     assert result.exit_code == 4
-    assert "tell error from rounding with `--dtype float32`" in result.stderr
+    assert "rule out rounding with `--dtype float32`" in result.stderr
 
 
 def test_pull_fetches_the_files_of_a_span(
@@ -124,7 +124,7 @@ def test_pull_fetches_the_files_of_a_span(
     assert asked == ["org/name", {"revision": None, "span": Span(0, 14), "download": True}]
 
 
-def test_pull_refuses_what_is_no_span(meshllm: Invoke) -> None:
+def test_pull_refuses_an_invalid_span(meshllm: Invoke) -> None:
     result = meshllm("model", "pull", "org/name", "--layers", "14")
 
     assert (result.exit_code, result.stderr.splitlines()[0]) == (
@@ -132,7 +132,7 @@ def test_pull_refuses_what_is_no_span(meshllm: Invoke) -> None:
     )  # fmt: skip
 
 
-def test_families_tell_who_is_refused_and_why(
+def test_families_show_refused_types_with_reasons(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {
@@ -145,7 +145,7 @@ def test_families_tell_who_is_refused_and_why(
     as_json = json.loads(meshllm("model", "families", "--json").stdout)
 
     assert result.stdout.splitlines()[1:] == ["llama  checked", "odd    refused  it shares layers"]
-    assert result.stderr == "1 of 2 are bit-equal when split\n"
+    assert result.stderr == "1 of 2 model types are bit-equal when split\n"
     assert as_json["families"]["odd"]["reason"] == "it shares layers"
 
 

@@ -36,7 +36,7 @@ class FakeSocket:
 
 @dataclass
 class FakeRelay:
-    """Takes the place of `open_relay`: remembers how it was called, and ends when it is told."""
+    """Replaces `open_relay`: records its arguments, then sends a signal."""
 
     udp: FakeSocket = field(default_factory=lambda: FakeSocket(8790))
     observer: FakeSocket = field(default_factory=lambda: FakeSocket(8791))
@@ -74,35 +74,33 @@ def test_the_command_for_the_nodes_is_all_of_stdout(meshllm: Invoke, fake: FakeR
     assert result.exit_code == 0
     assert result.stdout == "meshllm node --relay 8.8.8.8:8790\n"
     assert CLOCK.sub("", result.stderr) == (
-        "relay at UDP 8790 and 8791 and TCP 8790, which a firewall must let in\n"
+        "listening on UDP 8790 and 8791 and TCP 8790; allow them in the firewall\n"
     )
     assert fake.place == (None, RELAY_PORT)
     assert not fake.is_open
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_well(meshllm: Invoke, fake: FakeRelay, number: signal.Signals) -> None:
+def test_a_signal_stops_the_relay(meshllm: Invoke, fake: FakeRelay, number: signal.Signals) -> None:
     fake.last = lambda: os.kill(os.getpid(), number)
 
     assert meshllm("relay").exit_code == 0
     assert not fake.is_open
 
 
-def test_an_address_of_ipv6_has_brackets(meshllm: Invoke, fake: FakeRelay) -> None:
+def test_an_ipv6_address_has_brackets(meshllm: Invoke, fake: FakeRelay) -> None:
     fake.udp.host = "2606:4700::1"
 
     assert meshllm("relay").stdout.endswith(" --relay [2606:4700::1]:8790\n")
 
 
 @pytest.mark.parametrize("host", ["192.168.0.7", "127.0.0.1", "fd00::1"])
-def test_an_address_that_is_not_public_is_pointed_out(
-    meshllm: Invoke, fake: FakeRelay, host: str
-) -> None:
+def test_a_private_address_is_reported(meshllm: Invoke, fake: FakeRelay, host: str) -> None:
     fake.udp.host = host
 
     result = meshllm("relay")
 
-    assert f"{host} is no public address" in result.stderr
+    assert f"{host} is not a public address" in result.stderr
 
 
 def test_json_is_one_object(meshllm: Invoke, fake: FakeRelay) -> None:
@@ -143,7 +141,7 @@ def test_the_log_may_be_json(meshllm: Invoke, fake: FakeRelay) -> None:
         ("relay.example.org:65535", ("relay.example.org", 65535)),
     ],
 )
-def test_a_place_is_chosen(
+def test_a_listen_address_is_parsed(
     meshllm: Invoke, fake: FakeRelay, listen: str, place: tuple[str | None, int]
 ) -> None:
     meshllm("relay", "--listen", listen)
@@ -154,15 +152,15 @@ def test_a_place_is_chosen(
 @pytest.mark.parametrize(
     "listen", ["8790", "host", "host:", "h:65536", "::1:8790", "[x]:1", "a b:1"]
 )
-def test_what_is_no_place_is_refused(meshllm: Invoke, fake: FakeRelay, listen: str) -> None:
+def test_an_invalid_address_is_refused(meshllm: Invoke, fake: FakeRelay, listen: str) -> None:
     result = meshllm("relay", "--listen", listen)
 
     assert result.exit_code == 2
-    assert f"error: `{listen}` is no place to listen at\nhint: write it as" in result.stderr
+    assert f"error: Invalid listen address `{listen}`\nhint: write it as" in result.stderr
     assert fake.place is None
 
 
-def test_everybody_is_served_at_a_generous_rate(meshllm: Invoke, fake: FakeRelay) -> None:
+def test_every_node_is_served_by_default(meshllm: Invoke, fake: FakeRelay) -> None:
     meshllm("relay")
 
     assert fake.allow(NODE)
@@ -175,11 +173,11 @@ def test_the_rate_is_chosen(meshllm: Invoke, fake: FakeRelay) -> None:
     assert fake.limits == Limits(rate=500_000)
 
 
-def test_what_is_no_rate_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
+def test_an_invalid_rate_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
     result = meshllm("relay", "--rate", "fast")
 
     assert result.exit_code == 2
-    assert "error: `fast` is no rate\nhint: write it as `500KB`" in result.stderr
+    assert "error: Invalid rate `fast`\nhint: write it as `500KB`" in result.stderr
 
 
 def test_only_some_nodes_are_served(meshllm: Invoke, fake: FakeRelay) -> None:
@@ -190,7 +188,7 @@ def test_only_some_nodes_are_served(meshllm: Invoke, fake: FakeRelay) -> None:
     assert [fake.allow(node) for node in (NODE, OTHER, third)] == [True, True, False]
 
 
-def test_what_is_no_node_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
+def test_an_invalid_node_id_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
     result = meshllm("relay", "--allow", "abc")
 
     assert result.exit_code == 2
@@ -205,7 +203,7 @@ def test_what_is_no_node_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:
         (OSError(-2, "Name or service not known"), "name or service not known"),
     ],
 )
-def test_a_place_that_cannot_be_had_is_an_error_with_a_hint(
+def test_a_listen_error_has_a_hint(
     meshllm: Invoke, fake: FakeRelay, error: OSError, reason: str
 ) -> None:
     fake.error = error
@@ -213,11 +211,11 @@ def test_a_place_that_cannot_be_had_is_an_error_with_a_hint(
     result = meshllm("relay")
 
     assert result.exit_code == 2
-    assert f"`[::]:8790` cannot be listened at: {reason}\nhint: choose another" in result.stderr
+    assert f"Cannot listen on `[::]:8790`: {reason}\nhint: choose another" in result.stderr
     assert result.stdout == ""
 
 
-def test_what_was_done_is_told_once_in_a_while(
+def test_forwarded_bytes_are_logged_periodically(
     meshllm: Invoke, fake: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "REPORT_S", 0.001)
@@ -237,7 +235,7 @@ def test_what_was_done_is_told_once_in_a_while(
     ]
 
 
-def test_what_was_done_is_told_at_the_end(meshllm: Invoke, fake: FakeRelay) -> None:
+def test_forwarded_bytes_are_logged_at_the_end(meshllm: Invoke, fake: FakeRelay) -> None:
     def work() -> None:
         fake.statistics.refused[Refusal.QUOTA] += 1
         os.kill(os.getpid(), signal.SIGINT)
@@ -251,12 +249,12 @@ def test_what_was_done_is_told_at_the_end(meshllm: Invoke, fake: FakeRelay) -> N
     }  # fmt: skip
 
 
-def test_the_default_place_is_the_port_of_the_relay() -> None:
+def test_the_default_port_is_that_of_the_relay() -> None:
     assert "[default: [::]:8790]" in generate()["man/man1/meshllm-relay.1"].replace("\\-", "-")
 
 
 @pytest.mark.socket
-def test_it_runs_without_a_model_and_stops_when_it_is_told() -> None:
+def test_it_runs_without_a_model_and_stops_on_sigterm() -> None:
     code = (
         "import sys\n"
         "from meshllm.cli.app import main\n"

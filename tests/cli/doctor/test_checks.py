@@ -18,7 +18,7 @@ from meshllm.transport.registry import Registry
 from tests.builders.status import status_of, waiting, with_link, with_node
 
 
-def test_a_state_folder_that_is_missing_is_no_fault(home: Path) -> None:
+def test_a_missing_state_folder_is_ok(home: Path) -> None:
     assert [each.verdict for each in checks.check_state(home / "none")] == ["ok"]
     assert not (home / "none").exists()
 
@@ -34,7 +34,7 @@ def test_a_private_state_folder_shows_its_id(home: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "advice"), [(".", 0o750, "700"), ("node.key", 0o640, "600")]
 )
-def test_what_others_can_read_fails_and_is_not_mended(
+def test_wrong_permissions_fail_and_are_not_repaired(
     home: Path, name: str, mode: int, advice: str
 ) -> None:
     Keyring.open(home / "state")
@@ -43,7 +43,10 @@ def test_what_others_can_read_fails_and_is_not_mended(
 
     (found,) = checks.check_state(home / "state")
 
-    assert (found.verdict, found.advice) == ("fail", f"chmod {advice} {home / 'state' / name}")
+    assert (found.verdict, found.advice) == (
+        "fail",
+        f"run `chmod {advice} {home / 'state' / name}`",
+    )
     assert path.stat().st_mode & 0o777 == mode
 
 
@@ -54,14 +57,14 @@ def test_a_folder_that_cannot_be_written_fails(home: Path, monkeypatch: pytest.M
     assert [each.verdict for each in checks.check_state(home)] == ["fail"]
 
 
-def test_a_folder_without_a_key_is_no_fault(home: Path) -> None:
+def test_a_folder_without_a_key_is_ok(home: Path) -> None:
     home.chmod(0o700)
 
     assert [each.verdict for each in checks.check_state(home)] == ["ok", "ok"]
     assert not (home / "node.key").exists()
 
 
-def test_a_key_that_is_none_fails(home: Path) -> None:
+def test_an_invalid_key_fails(home: Path) -> None:
     home.chmod(0o700)
     (home / "node.key").write_text("nonsense")
     (home / "node.key").chmod(0o600)
@@ -72,7 +75,7 @@ def test_a_key_that_is_none_fails(home: Path) -> None:
     assert key.advice
 
 
-def test_a_clock_behind_the_last_run_is_told(home: Path) -> None:
+def test_a_clock_behind_the_last_run_is_reported(home: Path) -> None:
     (home / "mesh.json").touch()
     written = (home / "mesh.json").stat().st_mtime
 
@@ -87,12 +90,12 @@ def clocks(*differ_s: float | None) -> list[Finding]:
     return list(checks.check_clocks(status.nodes))
 
 
-def test_clocks_that_agree_are_in_order() -> None:
+def test_clocks_that_agree_are_ok() -> None:
     assert clocks(0.02, -4.9) == [Finding("ok", "clocks", "within 4.9 s of 2 other nodes")]
     assert clocks(0.02) == [Finding("ok", "clocks", "within 0.0 s of 1 other node")]
 
 
-def test_nothing_is_said_of_clocks_that_nobody_told() -> None:
+def test_unknown_clocks_are_not_reported() -> None:
     assert clocks() == []
     assert clocks(None) == []
 
@@ -100,14 +103,14 @@ def test_nothing_is_said_of_clocks_that_nobody_told() -> None:
 @pytest.mark.parametrize(
     ("differ_s", "found", "where"),
     [
-        ((7, 0.1), "desk is 7 s ahead", "where it is wrong"),
-        ((-200, 0.1), "desk is 3 min behind", "where it is wrong"),
-        ((60,), "desk is 1 min ahead", "where it is wrong"),
-        ((90000, 90000), "desk is 1 d ahead, laptop is 1 d ahead", "here"),
-        ((253_402_300_799.0, None), "desk is 2932897 d ahead", "where it is wrong"),
+        ((7, 0.1), "desk is 7 s ahead", "that is wrong"),
+        ((-200, 0.1), "desk is 3 min behind", "that is wrong"),
+        ((60,), "desk is 1 min ahead", "that is wrong"),
+        ((90000, 90000), "desk is 1 d ahead, laptop is 1 d ahead", "on this machine"),
+        ((253_402_300_799.0, None), "desk is 2932897 d ahead", "that is wrong"),
     ],
 )
-def test_a_clock_that_differs_is_told_with_what_to_do(
+def test_clock_skew_is_reported_with_a_hint(
     differ_s: tuple[float | None, ...], found: str, where: str
 ) -> None:
     (told,) = clocks(*differ_s)
@@ -125,19 +128,19 @@ def test_no_running_node_is_a_warning(home: Path) -> None:
     assert (killed.verdict, "was killed" in killed.advice) == ("warn", True)
 
 
-def test_a_node_that_answers_nonsense_fails(home: Path) -> None:
+def test_an_invalid_response_of_the_node_fails(home: Path) -> None:
     found = checks.check_silence(home / "door.sock", PeerFault("No JSON", hint="update it"))
 
-    assert found == Finding("fail", "door", "No JSON", "update it")
+    assert found == Finding("fail", "node", "No JSON", "update it")
 
 
-def test_a_door_for_others_fails(home: Path) -> None:
+def test_a_socket_open_to_other_users_fails(home: Path) -> None:
     path = home / "door.sock"
     path.touch(0o600)
 
     assert checks.check_door(path, status_of(2)).verdict == "ok"
     assert checks.check_door(path, waiting("alone")) == Finding(
-        "warn", "door", "node attic answers, ring waiting: alone"
+        "warn", "node", "node attic is running, ring waiting: alone"
     )
     path.chmod(0o666)
     assert checks.check_door(path, status_of(2)).verdict == "fail"
@@ -153,19 +156,19 @@ def test_a_door_for_others_fails(home: Path) -> None:
             "ok",
             "desk desk1bc relay, 1.84 ms: no answer to 64 probes",
         ),
-        ({}, {"round_trip_ms": None}, "ok", "desk desk1bc direct, no round trip yet"),
+        ({}, {"round_trip_ms": None}, "ok", "desk desk1bc direct, round trip not measured yet"),
         ({}, {"round_trip_ms": 250.0}, "warn", "desk desk1bc direct, 250 ms"),
         ({}, {"heard_s": 9.0}, "fail", "desk desk1bc direct, 1.84 ms, silent for 9 s"),
         ({"version": "9"}, {}, "warn", "desk desk1bc direct, 1.84 ms, meshllm 9"),
-        ({"state": NodeState.LEFT}, {}, "warn", "desk desk1bc is left"),
+        ({"state": NodeState.LEFT}, {}, "warn", "desk desk1bc left"),
         ({"state": NodeState.REFUSED, "reason": "layer 3 differs"}, {}, "fail",
-         "desk desk1bc is refused: layer 3 differs"),
-        ({"link": None}, {}, "fail", "desk desk1bc is not reached at ws://192.168.1.11:7700"),
+         "desk desk1bc refused: layer 3 differs"),
+        ({"link": None}, {}, "fail", "desk desk1bc is unreachable at ws://192.168.1.11:7700"),
         ({"link": None, "addresses": ()}, {}, "fail",
-         "desk desk1bc is not reached at an address nobody told"),
+         "desk desk1bc is unreachable at an unknown address"),
     ],
 )  # fmt: skip
-def test_the_way_to_a_peer_is_judged(
+def test_the_link_to_a_peer_is_checked(
     node: dict[str, Any], link: dict[str, Any], verdict: str, found: str
 ) -> None:
     peer = with_node(with_link(status_of(2), 1, **link), 1, **node).nodes[1]
@@ -175,14 +178,14 @@ def test_the_way_to_a_peer_is_judged(
     assert (told.verdict, told.found) == (verdict, found)
 
 
-def test_little_memory_and_much_load_are_warnings() -> None:
+def test_low_memory_and_high_load_are_warnings() -> None:
     assert checks.check_memory(1 << 20).verdict == "warn"
     assert checks.check_memory(8 << 30).verdict == "ok"
     assert checks.check_load(3.5, 2).verdict == "warn"
     assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
 
 
-def test_the_device_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_device_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(checks, "DRIVER", tmp_path)
@@ -193,11 +196,11 @@ def test_the_device_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(checks, "DRIVER", tmp_path / "nothing")
     assert checks.check_device("auto") == Finding("ok", "device", "cpu")
     assert (idle.verdict, idle.found) == (
-        "warn", f"cpu: torch {torch.__version__} cannot use the GPU that is here"
+        "warn", f"cpu: torch {torch.__version__} cannot use the GPU of this machine"
     )  # fmt: skip
 
 
-def test_a_gpu_is_told_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_reported_with_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 1))
     monkeypatch.setattr(device, "name_of", lambda found: f"{found} Fake 100")
     monkeypatch.setattr(device, "free_bytes", lambda _: 3 << 30)
@@ -210,14 +213,14 @@ def test_a_gpu_is_told_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_the_model_is_here_and_splits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.check_model("builtin").found == "builtin: `qwen3` splits bit for bit"
+def test_the_model_is_found_and_can_be_split(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.check_model("builtin").found == "builtin: `qwen3` is bit-equal when split"
     assert checks.check_model("missing").verdict == "fail"
     monkeypatch.setattr(checks, "known_verdicts", dict)
     assert checks.check_model("builtin").verdict == "warn"
 
 
-def test_the_weights_are_hashed_and_what_is_absent_is_counted(
+def test_the_weights_are_hashed_and_missing_parts_counted(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = checks.check_weights("builtin", home / "cache")
@@ -226,11 +229,11 @@ def test_the_weights_are_hashed_and_what_is_absent_is_counted(
     missing = checks.check_weights("no/model", home / "cache")
 
     assert (whole.verdict, whole.found[12:]) == ("ok", ", 11 parts hashed")
-    assert (part.verdict, part.found[12:]) == ("warn", ", and 1 of 2 parts are not on this machine")
+    assert (part.verdict, part.found[12:]) == ("warn", ", 1 of 2 parts are missing on this machine")
     assert missing.verdict == "fail"
 
 
-def test_how_steps_would_be_run_is_told() -> None:
+def test_the_execution_strategy_is_reported() -> None:
     told = checks.check_execution(Settings(model="builtin"))
     wide = checks.check_execution(Settings(model="builtin", dtype="float32"))
     exact = checks.check_execution(Settings(model="builtin", exact=True))
@@ -238,12 +241,12 @@ def test_how_steps_would_be_run_is_told() -> None:
 
     assert (told.verdict, wide.verdict, exact.verdict) == ("ok", "warn", "ok")
     assert "row-invariant" in told.found or "replayed" in told.found
-    assert wide.advice == "choose `--dtype bfloat16`"
+    assert wide.advice == "use `--dtype bfloat16`"
     assert exact.found.startswith("stock")
     assert missing.verdict == "fail"
 
 
-def test_kernels_that_cannot_be_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiled_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "meshllm.model.kernels.jit.limits", lambda: ("no compiled kernels: forbidden",)
     )

@@ -20,44 +20,42 @@ def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     return door
 
 
-def test_a_finding_is_a_line_and_one_for_what_to_do() -> None:
-    findings = [Finding("ok", "model", "builtin"), Finding("warn", "door", "\x1b[2J", "start one")]
+def test_a_finding_is_a_line_and_one_for_its_hint() -> None:
+    findings = [Finding("ok", "model", "builtin"), Finding("warn", "node", "\x1b[2J", "start one")]
 
     assert lay_out(findings, 80).splitlines() == [
         "ok    model      builtin",
-        "warn  door       \\x1b[2J",
-        "                 do: start one",
+        "warn  node       \\x1b[2J",
+        "                 hint: start one",
     ]
 
 
-def test_what_is_long_is_wrapped_between_words() -> None:
-    (finding,) = [Finding("warn", "door", f"/{'x' * 30} is open", "chmod 600 it, and be quick")]
+def test_long_lines_are_wrapped_between_words() -> None:
+    (finding,) = [Finding("warn", "node", f"/{'x' * 30} is open", "chmod 600 it, and be quick")]
 
     assert lay_out([finding], 36).splitlines() == [
-        "warn  door       /" + "x" * 30,
+        "warn  node       /" + "x" * 30,
         "                 is open",
-        "                 do: chmod 600 it,",
-        "                     and be quick",
+        "                 hint: chmod 600 it,",
+        "                       and be quick",
     ]
 
 
-def test_a_machine_without_a_node_is_examined(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_machine_without_a_node_is_checked(meshllm: Invoke, door: FakeClient) -> None:
     door.statuses = [LinkLost("No node is running")]
 
     result = meshllm("doctor")
 
     found = {line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")}
     assert found == {
-        "state", "clock", "door", "port", "memory", "threads", "device", "model", "weights",
+        "state", "clock", "node", "port", "memory", "threads", "device", "model", "weights",
         "execution", "transport", "versions",
     }  # fmt: skip
-    assert "ok    model      builtin: `qwen3` splits bit for bit" in result.stdout
-    assert "websocket is chosen and loads" in result.stdout
+    assert "ok    model      builtin: `qwen3` is bit-equal when split" in result.stdout
+    assert "websocket is selected and loads" in result.stdout
 
 
-def test_a_machine_with_a_node_is_examined_with_its_peers(
-    meshllm: Invoke, door: FakeClient
-) -> None:
+def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, door: FakeClient) -> None:
     result = meshllm("doctor", "--json")
 
     found = {each["what"]: each["found"] for each in json.loads(result.stdout)["findings"]}

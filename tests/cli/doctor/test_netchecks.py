@@ -10,15 +10,13 @@ from meshllm.status import NetworkStatus
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port where something listens."""
+    """A port that is listened on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @pytest.mark.socket
-def test_a_port_that_was_asked_for_and_is_taken_fails(
-    taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chosen_port_that_is_taken_fails(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netchecks, "PORT", taken)
 
     assert netchecks.check_free_port(f"ws://127.0.0.1:{taken}").verdict == "fail"
@@ -27,22 +25,22 @@ def test_a_port_that_was_asked_for_and_is_taken_fails(
 
 
 @pytest.mark.socket
-def test_our_own_address_answers_or_not(taken: int) -> None:
+def test_an_own_address_is_dialled(taken: int) -> None:
     assert netchecks.check_listening(f"ws://0.0.0.0:{taken}").verdict == "ok"
     assert netchecks.check_listening("loopback:3").verdict == "ok"
     assert netchecks.check_listening("ws://127.0.0.1:99999").verdict == "ok"
-    with socket.socket() as bound:  # it does not listen
+    with socket.socket() as bound:  # bound, not listening
         bound.bind(("127.0.0.1", 0))
         deaf = netchecks.check_listening(f"ws://127.0.0.1:{bound.getsockname()[1]}")
     assert (deaf.verdict, "firewall" in deaf.advice) == ("warn", True)
 
 
-def test_what_listens_over_udp_is_not_dialled() -> None:
+def test_udp_addresses_are_not_dialled() -> None:
     assert netchecks.check_listening("quic://127.0.0.1:9").verdict == "ok"
 
 
 @pytest.mark.socket
-def test_each_transport_gets_the_port_that_is_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_port_of_each_transport_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         bound.bind(("0.0.0.0", 0))
         taken = bound.getsockname()[1]
@@ -55,10 +53,10 @@ def test_each_transport_gets_the_port_that_is_for_it(monkeypatch: pytest.MonkeyP
         )
 
     assert [each.verdict for each in found] == ["ok", "fail"]
-    assert found[1].found.startswith(f"UDP port {taken} cannot be used")
+    assert found[1].found.startswith(f"UDP port {taken} is not available")
 
 
-def test_what_the_network_is_like_is_told() -> None:
+def test_the_network_is_reported() -> None:
     network = NetworkStatus(
         nat="endpoint-independent",
         line="behind a NAT that others can be let through",
@@ -73,7 +71,7 @@ def test_what_the_network_is_like_is_told() -> None:
             "warn",
             "relay",
             "192.0.2.10:8790 silent",
-            "let UDP through the firewall, or name another with `--relay`",
+            "allow UDP in the firewall, or use another `--relay`",
         ),
     ]
 

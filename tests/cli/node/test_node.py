@@ -37,7 +37,7 @@ TICKET = Ticket(NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
 
 @dataclass
 class FakeNode:
-    """Takes the place of `open_node`: goes through its statuses, then does its last deed."""
+    """Replaces `open_node`: reports its statuses in order, then calls ``last``."""
 
     statuses: list[MeshStatus] = field(default_factory=lambda: [status_of(2)])
     last: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGINT)
@@ -104,7 +104,7 @@ def test_stdout_is_a_ticket_and_the_command_for_the_next_machine(
     assert not node.is_open
 
 
-def test_only_the_process_of_a_node_lets_threads_take_turns_sooner(
+def test_a_node_shortens_the_switch_interval_of_its_process(
     meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[float] = []
@@ -115,22 +115,22 @@ def test_only_the_process_of_a_node_lets_threads_take_turns_sooner(
     assert chosen == [SWITCH_S]
 
 
-def test_what_happens_is_told_with_the_time(meshllm: Invoke, node: FakeNode) -> None:
+def test_events_are_logged_with_the_time(meshllm: Invoke, node: FakeNode) -> None:
     node.statuses = [waiting("alone"), status_of(2)]
 
     lines = meshllm("node").stderr.splitlines()
 
     assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
-        "a ticket, and what to type on the next machine:",
+        "ticket, and the command for the next machine:",
         "waiting: alone",
         "desk joined (desk1bc, 8.0 GiB)",
-        "the ring of 2 serves, epoch 3: attic 0:10, desk 10:20",
-        "leaving when all is answered; once more ends it at once",
+        "ring of 2 serving, epoch 3: attic 0:10, desk 10:20",
+        "finishing requests, then leaving; Ctrl-C again exits at once",
     ]
     assert re.match(r"\d\d:\d\d:\d\d ", lines[1])
 
 
-def test_a_log_for_tools_is_json(meshllm: Invoke, node: FakeNode) -> None:
+def test_the_log_can_be_json(meshllm: Invoke, node: FakeNode) -> None:
     result = meshllm("node", "--log-format", "json")
     setup(0)
 
@@ -142,7 +142,7 @@ def test_a_log_for_tools_is_json(meshllm: Invoke, node: FakeNode) -> None:
 
 
 @pytest.mark.parametrize("words", [("--join", "meshllm1x"), ("--state", "/dev/null")])
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
+def test_an_invalid_ticket_or_state_is_refused_before_loading(
     meshllm: Invoke, node: FakeNode, words: tuple[str, str]
 ) -> None:
     result = meshllm("node", *words)
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_lets_the_node_leave(
+def test_the_first_signal_makes_the_node_leave(
     meshllm: Invoke, node: FakeNode, number: signal.Signals
 ) -> None:
     node.last = lambda: os.kill(os.getpid(), number)
@@ -161,7 +161,7 @@ def test_the_first_signal_lets_the_node_leave(
     assert node.asked == 1
 
 
-def test_a_signal_before_there_is_a_node_ends_the_command(meshllm: Invoke, node: FakeNode) -> None:
+def test_a_signal_before_the_node_is_open_ends_the_command(meshllm: Invoke, node: FakeNode) -> None:
     node.opening = lambda: os.kill(os.getpid(), signal.SIGINT)
 
     result = meshllm("node")
@@ -169,7 +169,7 @@ def test_a_signal_before_there_is_a_node_ends_the_command(meshllm: Invoke, node:
     assert (result.exit_code, result.output, node.asked) == (130, "", 0)
 
 
-def test_what_ends_a_node_is_the_error_of_the_command(meshllm: Invoke, node: FakeNode) -> None:
+def test_the_error_of_the_node_is_the_error_of_the_command(meshllm: Invoke, node: FakeNode) -> None:
     node.last = lambda: node.fail(NotAuthorised("This node was shut out of the mesh"))
 
     result = meshllm("node")
@@ -178,7 +178,7 @@ def test_what_ends_a_node_is_the_error_of_the_command(meshllm: Invoke, node: Fak
     assert result.stderr.endswith("error: This node was shut out of the mesh\n")
 
 
-def test_the_last_error_is_a_line_of_a_log_for_tools(meshllm: Invoke, node: FakeNode) -> None:
+def test_errors_are_records_of_a_json_log(meshllm: Invoke, node: FakeNode) -> None:
     error = NotAuthorised("This node was shut out of the mesh", hint="ask for a ticket")
     node.last = lambda: node.fail(error)
 
@@ -199,20 +199,18 @@ def test_the_last_error_is_a_line_of_a_log_for_tools(meshllm: Invoke, node: Fake
     assert json.loads(early.stderr)["level"] == "error"
 
 
-def test_an_address_that_nobody_could_use_is_refused(meshllm: Invoke, node: FakeNode) -> None:
+def test_an_address_no_transport_can_dial_is_refused(meshllm: Invoke, node: FakeNode) -> None:
     result = meshllm("node", "--advertise", "192.0.2.7:7700")
 
     assert (result.exit_code, node.options) == (2, None)
     assert result.stderr == (
-        "error: `192.0.2.7:7700` is no address of `websocket` or `quic`\n"
-        "hint: `--advertise` begins with `ws:` or `wss:` or `quic:`\n"
+        "error: Invalid address `192.0.2.7:7700` for `websocket` or `quic`\n"
+        "hint: start `--advertise` with `ws:` or `wss:` or `quic:`\n"
     )
     assert meshllm("node", "--advertise", "ws://192.0.2.7:7700").exit_code == 0
 
 
-def test_the_ticket_is_written_where_only_the_owner_reads(
-    meshllm: Invoke, node: FakeNode, home: Path
-) -> None:
+def test_the_ticket_file_is_private(meshllm: Invoke, node: FakeNode, home: Path) -> None:
     path = home / "ticket"
     path.write_text("old")
     path.chmod(0o644)
@@ -230,7 +228,7 @@ def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
     assert "error: `nowhere/ticket` cannot be written: No such file" in result.stderr
 
 
-def test_what_is_not_set_is_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
+def test_unset_options_are_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
     meshllm("node", "--state", "here", "--dtype", "auto")
 
     assert node.options == NodeOptions(
@@ -238,7 +236,7 @@ def test_what_is_not_set_is_left_to_the_mesh(meshllm: Invoke, node: FakeNode) ->
     )
 
 
-def test_what_is_set_is_passed_on(
+def test_set_options_are_passed_on(
     meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_NAME", "attic")
@@ -270,13 +268,13 @@ def test_what_is_set_is_passed_on(
     )
 
 
-def test_a_draft_that_nobody_would_ask_is_refused(meshllm: Invoke, node: FakeNode) -> None:
+def test_a_draft_without_speculation_is_refused(meshllm: Invoke, node: FakeNode) -> None:
     result = meshllm("node", "--draft", "builtin", "--exact", "--log-format", "json")
     setup(0)
 
     assert (result.exit_code, node.options) == (2, None)
     told = json.loads(result.stderr)
-    assert told["message"] == "`--draft` names who guesses, and with `--exact` nobody does"
+    assert told["message"].startswith("`--draft` cannot be combined with `--exact`")
 
 
 def test_memory_may_be_a_share(
@@ -294,7 +292,7 @@ def test_memory_may_be_a_share(
 @pytest.mark.parametrize(
     ("words", "expected"), [((), None), (("0",), 0), (("2MiB",), 2 << 20), (("10%",), 100)]
 )
-def test_memory_for_earlier_texts_may_be_none_a_size_or_a_share(
+def test_the_prefix_cache_may_be_off_a_size_or_a_share(
     meshllm: Invoke,
     node: FakeNode,
     monkeypatch: pytest.MonkeyPatch,
@@ -334,15 +332,15 @@ def test_a_share_is_of_the_memory_of_the_device(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--memory", "0%"), "`0%` is no share of the memory"),
-        (("--memory", "101%"), "`101%` is no share of the memory"),
-        (("--prefix-cache", "much"), "`much` is no amount of memory"),
-        (("--memory", "much"), "`much` is no amount of memory"),
+        (("--memory", "0%"), "Invalid memory share `0%`"),
+        (("--memory", "101%"), "Invalid memory share `101%`"),
+        (("--prefix-cache", "much"), "Invalid memory size `much`"),
+        (("--memory", "much"), "Invalid memory size `much`"),
         (("--layers", "3"), "`3` is no span of layers"),
         (("--policy", "best"), "Invalid value for '--policy'"),
     ],
 )
-def test_a_wrong_option_ends_it_before_anything_is_loaded(
+def test_an_invalid_option_is_refused_before_loading(
     meshllm: Invoke, node: FakeNode, words: tuple[str, ...], message: str
 ) -> None:
     result = meshllm("node", *words)
@@ -352,12 +350,12 @@ def test_a_wrong_option_ends_it_before_anything_is_loaded(
     assert node.options is None
 
 
-def test_a_service_is_printed_without_the_ticket(meshllm: Invoke, node: FakeNode) -> None:
+def test_the_printed_unit_omits_the_ticket(meshllm: Invoke, node: FakeNode) -> None:
     result = meshllm("node", "--print-service", "--name", "attic", "--join", "meshllm1secret")
 
     assert " node --name attic\n" in result.stdout
     assert "meshllm1secret" not in result.output
-    assert result.stderr.startswith("a unit holds no ticket")
+    assert result.stderr.startswith("the unit contains no ticket")
     assert node.options is None
 
 
@@ -367,12 +365,12 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize(("status", "shown"), [(waiting("it waits"), True), (status_of(2), False)])
-def test_a_terminal_shows_what_is_waited_for_and_for_how_long(
+def test_a_terminal_shows_the_reason_and_duration_of_waiting(
     status: MeshStatus, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Node(FakeNode):
         async def events(self) -> AsyncGenerator[MeshStatus, None]:
-            for _ in range(2):  # an event without news begins no new count
+            for _ in range(2):  # an event without a change does not restart the count
                 yield status
                 await asyncio.sleep(2.5)
 
@@ -386,7 +384,7 @@ def test_a_terminal_shows_what_is_waited_for_and_for_how_long(
     assert not screen.getvalue() or screen.getvalue().endswith("\r\x1b[K")
 
 
-def test_a_record_takes_the_place_of_a_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_record_erases_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     setup(0)

@@ -17,11 +17,11 @@ def test_a_unit_starts_the_command(meshllm: Invoke) -> None:
     assert "\nWantedBy=default.target\n" in text
 
 
-def test_what_systemd_would_expand_is_doubled() -> None:
+def test_systemd_specifiers_are_escaped() -> None:
     assert '\nExecStart=x 50%% $$HOME "a\\"b" ""\n' in unit(["x", "50%", "$HOME", 'a"b', ""])
 
 
-def test_the_command_has_what_a_service_would_not_find(
+def test_the_command_contains_settings_a_service_would_not_find(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "config" / "meshllm").mkdir(parents=True)
@@ -39,7 +39,7 @@ def test_the_command_has_what_a_service_would_not_find(
     ]  # fmt: skip
 
 
-def test_a_folder_of_a_model_is_absolute_and_a_name_is_not(home: Path) -> None:
+def test_the_folder_of_a_model_is_made_absolute(home: Path) -> None:
     (home / "mine").mkdir()
 
     assert command(load({"model": "mine"}), ("model",))[-1] == str(home / "mine")
@@ -54,7 +54,7 @@ def test_a_module_is_started_by_its_python(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
-def test_systemd_finds_no_fault(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     path = tmp_path / "meshllm.service"
     path.write_text(unit([sys.executable, "-m", "meshllm", "node"]))
 

@@ -15,18 +15,18 @@ def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     return FakeClient(monkeypatch)
 
 
-def test_a_ticket_is_all_of_stdout(meshllm: Invoke, door: FakeClient) -> None:
+def test_stdout_is_only_the_ticket(meshllm: Invoke, door: FakeClient) -> None:
     result = meshllm("ring", "ticket")
 
     assert result.stdout == "meshllm1abc\n"
-    assert result.stderr == "good once within 1h; there: meshllm node --join meshllm1abc\n"
+    assert result.stderr == "valid once within 1h; to use it: meshllm node --join meshllm1abc\n"
     assert door.posted == [("node", 3600, 1)]
 
 
-def test_a_client_is_told_another_command(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_client_ticket_shows_the_chat_command(meshllm: Invoke, door: FakeClient) -> None:
     result = meshllm("ring", "ticket", "--role", "client", "--expires", "7d", "--uses", "5")
 
-    assert result.stderr == "good 5 times within 7d; there: meshllm chat --join meshllm1abc\n"
+    assert result.stderr == "valid 5 times within 7d; to use it: meshllm chat --join meshllm1abc\n"
     assert door.posted == [("client", 604_800, 5)]
 
 
@@ -43,28 +43,28 @@ def test_a_time_is_a_number_and_a_unit(meshllm: Invoke, door: FakeClient, text: 
     result = meshllm("ring", "ticket", "--expires", text)
 
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: `{text}` is no time\n")
+    assert result.stderr.startswith(f"error: Invalid duration `{text}`\n")
     assert door.posted == []
 
 
-def test_members_are_listed_with_their_whole_id(meshllm: Invoke, door: FakeClient) -> None:
+def test_members_are_listed_with_full_ids(meshllm: Invoke, door: FakeClient) -> None:
     client = member(2, role="client", name="", state="linked", hosts=("3" * 63,))
     door.there.append(client)
 
     assert meshllm("ring", "members").stdout.splitlines() == [
-        "   name   role    state    let in by   id",
-        f"*  attic  node    serving  (began it)  {node_id(0)}",
+        "   name   role    state    invited by  id",
+        f"*  attic  node    serving  (founder)   {node_id(0)}",
         f"   desk   node    serving  attic       {node_id(1)}",
         f"   -      client  linked   3333333     {node_id(2)}",
     ]
 
 
-def test_on_a_terminal_a_line_is_not_wrapped() -> None:
+def test_on_a_terminal_a_line_is_truncated() -> None:
     members = [member(0), member(1, name="x" * 17)]
 
     first, *lines = lay_out(members, 80).split("\n")
 
-    assert first == "   name              role  state    let in by   id"
+    assert first == "   name              role  state    invited by  id"
     assert [len(line) for line in lines] == [80, 80]
     assert f"{'x' * 15}…  node" in lines[1]
     shown = lines[1].rpartition("  ")[2]
@@ -72,7 +72,7 @@ def test_on_a_terminal_a_line_is_not_wrapped() -> None:
     assert find(members, shown) == members[1]
 
 
-def test_who_was_removed_is_listed_and_cannot_be_removed_again(
+def test_a_removed_member_is_listed_and_cannot_be_removed_again(
     meshllm: Invoke, door: FakeClient
 ) -> None:
     door.there[1] = member(1, role="", state="removed", hosts=())
@@ -89,17 +89,17 @@ def test_members_as_json(meshllm: Invoke, door: FakeClient) -> None:
     assert told == {"schema": 1, "members": [to_json(member(0)), to_json(member(1))]}
 
 
-def test_the_name_of_a_member_commands_no_terminal(meshllm: Invoke, door: FakeClient) -> None:
+def test_control_characters_in_a_name_are_escaped(meshllm: Invoke, door: FakeClient) -> None:
     door.there[0] = member(0, name="\x1b[2J\n")
 
     assert "*  \\x1b[2J\\n  node" in meshllm("ring", "members").stdout
 
 
-def test_a_member_is_removed_by_the_beginning_of_its_id(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_member_is_removed_by_a_prefix_of_its_id(meshllm: Invoke, door: FakeClient) -> None:
     result = meshllm("ring", "remove", "DESK1BCD", "--yes")
 
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"desk {node_id(1)} is shut out\n"
+    assert result.stderr == f"desk {node_id(1)} was removed\n"
     assert door.posted == [(node_id(1),)]
 
 
@@ -111,7 +111,7 @@ def test_a_removal_as_json(meshllm: Invoke, door: FakeClient) -> None:
     }  # fmt: skip
 
 
-def test_the_guests_of_who_is_removed_stay_and_are_named(meshllm: Invoke, door: FakeClient) -> None:
+def test_guests_stay_and_are_listed(meshllm: Invoke, door: FakeClient) -> None:
     door.there = [member(each) for each in range(4)]
     spared = tuple(Named(node_id(each), "") for each in (2, 3))
     door.removed = Removed(node_id(1), "desk", spared)
@@ -119,15 +119,13 @@ def test_the_guests_of_who_is_removed_stay_and_are_named(meshllm: Invoke, door: 
     result = meshllm("ring", "remove", node_id(1), "--yes")
 
     assert result.stderr.splitlines() == [
-        f"desk {node_id(1)} is shut out",
-        "laptop, cellar stay, let in by desk",
+        f"desk {node_id(1)} was removed",
+        "laptop, cellar, invited by desk, stay",
     ]
     assert len(door.posted) == 1
 
 
-def test_the_guests_of_who_is_removed_go_first_where_that_is_wanted(
-    meshllm: Invoke, door: FakeClient
-) -> None:
+def test_with_guests_removes_the_guests_first(meshllm: Invoke, door: FakeClient) -> None:
     client = member(4, role="client")
     door.there = [*(member(each) for each in range(4)), client]
 
@@ -135,11 +133,11 @@ def test_the_guests_of_who_is_removed_go_first_where_that_is_wanted(
 
     assert door.posted == [(node_id(each),) for each in (2, 3, 1)]
     assert result.stderr.splitlines() == [
-        f"{NAMES[each]} {node_id(each)} is shut out" for each in (2, 3, 1)
+        f"{NAMES[each]} {node_id(each)} was removed" for each in (2, 3, 1)
     ]
 
 
-def test_a_removal_with_guests_never_shuts_out_this_node(meshllm: Invoke, door: FakeClient) -> None:
+def test_with_guests_never_removes_this_node(meshllm: Invoke, door: FakeClient) -> None:
     door.there = [member(1), member(2, is_self=True), member(3)]
     door.removed = Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),))
 
@@ -149,7 +147,7 @@ def test_a_removal_with_guests_never_shuts_out_this_node(meshllm: Invoke, door: 
     assert "stay" not in result.stderr
 
 
-def test_nobody_is_removed_unasked(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_removal_needs_a_confirmation(meshllm: Invoke, door: FakeClient) -> None:
     result = meshllm("ring", "remove", node_id(1))
 
     assert result.exit_code == 2
@@ -158,7 +156,7 @@ def test_nobody_is_removed_unasked(meshllm: Invoke, door: FakeClient) -> None:
 
 
 @pytest.mark.parametrize(("answer", "code", "count"), [("y\n", 0, 1), ("n\n", 1, 0), ("\n", 1, 0)])
-def test_a_person_is_shown_the_whole_id_and_asked(
+def test_the_confirmation_shows_the_full_id(
     meshllm: Invoke,
     door: FakeClient,
     monkeypatch: pytest.MonkeyPatch,
@@ -170,18 +168,18 @@ def test_a_person_is_shown_the_whole_id_and_asked(
 
     result = meshllm("ring", "remove", node_id(1), stdin=answer)
 
-    assert f"Shut out desk {node_id(1)} for ever? [y/N]:" in result.stderr
+    assert f"Permanently remove desk {node_id(1)}? [y/N]:" in result.stderr
     assert (result.exit_code, len(door.posted)) == (code, count)
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ((), "laptop stays, let in by desk, unless `--with-guests` is given\n"),
-        (("--with-guests",), f"laptop {node_id(2)} goes too: it came in by a ticket of desk\n"),
+        ((), "laptop, invited by desk, stays, unless `--with-guests` is given\n"),
+        (("--with-guests",), f"laptop {node_id(2)} will be removed, too: it was invited by desk\n"),
     ],
 )
-def test_a_person_is_told_what_becomes_of_the_guests(
+def test_the_confirmation_lists_the_guests(
     meshllm: Invoke,
     door: FakeClient,
     monkeypatch: pytest.MonkeyPatch,
@@ -194,7 +192,7 @@ def test_a_person_is_told_what_becomes_of_the_guests(
 
     result = meshllm("ring", "remove", node_id(1), *options, stdin="n\n")
 
-    assert result.stderr.startswith(f"{line}Shut out desk {node_id(1)} for ever? [y/N]:")
+    assert result.stderr.startswith(f"{line}Permanently remove desk {node_id(1)}? [y/N]:")
     assert door.posted == []
 
 
@@ -206,14 +204,14 @@ def test_a_person_is_told_what_becomes_of_the_guests(
         ("kitc4bc-d", "No member has the id `kitc4bc-d`"),
     ],
 )
-def test_an_id_must_name_a_member(text: str, message: str) -> None:
+def test_an_id_must_match_a_member(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find([member(0), member(1)], text)
 
 
-def test_an_id_must_name_one_member() -> None:
+def test_an_id_must_match_one_member() -> None:
     twin = member(1, node=f"{node_id(1)[:-1]}k", name="twin")
 
-    with pytest.raises(UserError, match="`desk1bcd` begins 2 ids"):
+    with pytest.raises(UserError, match="`desk1bcd` matches 2 ids"):
         find([member(1), twin], "desk1bcd")
     assert find([member(1), twin], node_id(1)) == member(1)

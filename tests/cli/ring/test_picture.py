@@ -11,7 +11,7 @@ def places(count: int, name: str = "n{}") -> list[Place]:
     ]
 
 
-def test_a_ring_of_two_is_boxes_and_a_way_back() -> None:
+def test_a_ring_of_two_is_boxes_and_a_return_arrow() -> None:
     assert picture(places(2), 80).splitlines() == [
         "┌─────────┐         ┌─────────┐",
         "│ n0      │ 0.25 ms │ n1      │",
@@ -31,7 +31,7 @@ def test_one_node_is_a_box() -> None:
     assert "▲" not in text
 
 
-def test_a_ring_too_wide_for_one_row_runs_back_below() -> None:
+def test_a_wide_ring_takes_two_rows() -> None:
     rows = picture(places(6), 60).splitlines()
 
     assert rows[2] == "│ 0:1     │────────▶│ 1:2     │────────▶│ 2:3     │"
@@ -40,7 +40,7 @@ def test_a_ring_too_wide_for_one_row_runs_back_below() -> None:
     assert rows[9] == "│ 5:6     │◀────────│ 4:5     │◀────────│ 3:4     │"
 
 
-def test_an_odd_ring_leads_round_its_empty_place() -> None:
+def test_the_arrow_of_an_odd_ring_goes_around_the_empty_slot() -> None:
     rows = picture(places(5), 60).splitlines()
 
     assert rows[7] == "     │              ┌─────────┐         ┌─────────┐"
@@ -92,9 +92,9 @@ def test_a_line_needs_no_times() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", None])
-def test_where_there_are_no_boxes_they_are_ascii(encoding: str | None) -> None:
+def test_an_encoding_without_boxes_gets_ascii(encoding: str | None) -> None:
     assert drawable(picture(places(2), 80), encoding).isascii()
 
 
-def test_where_there_are_boxes_they_stay() -> None:
+def test_an_encoding_with_boxes_keeps_them() -> None:
     assert drawable("─▶", "utf-8") == "─▶"

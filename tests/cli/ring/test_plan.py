@@ -13,7 +13,7 @@ def test_without_nodes_the_plan_is_for_this_machine(meshllm: Invoke) -> None:
     assert plan["stages"][0]["room_tokens"] >= plan["context"]
 
 
-def test_a_plan_says_who_holds_what_and_why(meshllm: Invoke) -> None:
+def test_a_plan_shows_layers_and_reasons(meshllm: Invoke) -> None:
     text = meshllm("ring", "plan", "--spec", "8GiB,4GiB@20ms").stdout
 
     assert "   0  n1    0:8 " in text
@@ -35,7 +35,7 @@ def test_a_policy_may_be_chosen(meshllm: Invoke) -> None:
     }  # fmt: skip
 
 
-def test_each_policy_tells_the_time_with_guesses_and_to_the_first_token(meshllm: Invoke) -> None:
+def test_each_policy_predicts_speculation_and_time_to_first_token(meshllm: Invoke) -> None:
     words = ("ring", "plan", "--spec", "2x1GiB:2ms@5ms", "--json", "--acceptance")
 
     good, useless = (json.loads(meshllm(*words, share).stdout) for share in ("0.9", "0"))
@@ -49,15 +49,17 @@ def test_each_policy_tells_the_time_with_guesses_and_to_the_first_token(meshllm:
         assert (plan["prompt_tokens"], plan["chunk"] <= 256) == (256, True)
 
 
-def test_what_is_assumed_of_guesses_is_told(meshllm: Invoke) -> None:
+def test_the_assumed_acceptance_rate_is_shown(meshllm: Invoke) -> None:
     text = meshllm("ring", "plan", "--spec", "2x1GiB:2ms@5ms").stdout
 
-    assert " guesses a trip\n" in text
-    assert "  guessing  first token ms  " in text
-    assert text.endswith("assumed: a guess is right with probability 0.5 if those before it are\n")
+    assert " drafts per step\n" in text
+    assert "  with drafts  first token ms  " in text
+    assert text.endswith(
+        "assumed: a draft is accepted with probability 0.5 if those before it are\n"
+    )
 
 
-def test_nobody_is_right_more_often_than_always(meshllm: Invoke) -> None:
+def test_an_acceptance_rate_above_one_is_refused(meshllm: Invoke) -> None:
     assert meshllm("ring", "plan", "--acceptance", "1.1").exit_code == 2
 
 
@@ -69,11 +71,11 @@ def test_nodes_may_be_in_a_file(meshllm: Invoke, home: Path) -> None:
     assert "   0  attic  0:8 " in text
 
 
-def test_nodes_are_named_once(meshllm: Invoke) -> None:
+def test_nodes_and_spec_exclude_each_other(meshllm: Invoke) -> None:
     result = meshllm("ring", "plan", "--nodes", "x.toml", "--spec", "8GiB")
 
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: `--nodes` and `--spec` both name nodes\n")
+    assert result.stderr.startswith("error: `--nodes` cannot be combined with `--spec`\n")
 
 
 def test_a_model_that_does_not_fit_exits_4(meshllm: Invoke) -> None:

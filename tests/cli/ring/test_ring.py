@@ -41,14 +41,14 @@ def test_status_shows_the_ring(meshllm: Invoke, door: FakeClient) -> None:
     assert door.path == Path.cwd() / "here" / "door.sock"
 
 
-def test_status_as_json_is_what_the_node_says(meshllm: Invoke, door: FakeClient) -> None:
+def test_status_as_json_is_the_report_of_the_node(meshllm: Invoke, door: FakeClient) -> None:
     told = json.loads(meshllm("ring", "status", "--json").stdout)
 
     assert told == {"schema": 1, **to_json(status_of(3))}
     assert from_json(MeshStatus, told) == status_of(3)
 
 
-def test_without_a_node_there_is_no_status(meshllm: Invoke, door: FakeClient) -> None:
+def test_status_without_a_node_fails(meshllm: Invoke, door: FakeClient) -> None:
     door.statuses = [LinkLost("No node is running", hint="start one with `meshllm node`")]
 
     result = meshllm("ring", "status")
@@ -85,7 +85,7 @@ def test_a_watched_pipe_gets_text_without_control_characters(
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
-    """Both ends of a terminal: the one to read what is shown, and the one to run on."""
+    """The master and slave descriptors of a pseudo-terminal."""
     ours, theirs = pty.openpty()
     yield ours, theirs
     os.close(ours)
@@ -100,7 +100,7 @@ main()
 """
 
 
-def test_a_watched_terminal_is_redrawn_in_place_and_given_back(terminal: tuple[int, int]) -> None:
+def test_a_watched_terminal_is_redrawn_in_place_and_restored(terminal: tuple[int, int]) -> None:
     ours, theirs = terminal
     words = [sys.executable, "-c", _WATCH, "ring", "status", "--watch"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
@@ -110,7 +110,7 @@ def test_a_watched_terminal_is_redrawn_in_place_and_given_back(terminal: tuple[i
         words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     ) as process:
         os.close(theirs)
-        shown = _read_until(ours, b"faster")
+        shown = _read_until(ours, b"advice")
         process.send_signal(signal.SIGINT)
         shown += _read_until(ours, b"\x1b[?1049l")
 

@@ -8,14 +8,14 @@ from meshllm.status import NodeState
 from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
 
 
-def test_a_ring_is_told_at_length() -> None:
+def test_the_layout_of_a_ring() -> None:
     text = lay_out(status_of(3), 80)
 
     assert text.startswith(
         "ring    serving\n"
         "model   Qwen/Qwen3-0.6B, 30 layers, bfloat16\n"
         "policy  auto, epoch 3, plan 4f2a91c0d3e1\n"
-        "mesh    4fa1c09b2d7e, seen by attic for 13 min\n"
+        "mesh    4fa1c09b2d7e, reported by attic, up 13 min\n"
     )
     assert "│ * attic │ 0.42 ms │ desk    │" in text
     assert "\n   desk1bc  desk    serving  10:20   8.0 GiB  ws://192.168.1.11:7700\n" in text
@@ -32,11 +32,11 @@ def test_a_ring_is_told_at_length() -> None:
     assert "\nplanned   45.3 ms per token, 22.1 tokens/s, first token 240 ms\n" in text
     assert "\nsessions  1 active, 0 waiting, 12 served, 0 failed, 4711 tokens\n" in text
     assert text.endswith(
-        "\nfaster    `studio` is the slowest: 3 of its layers on `attic` would save 4 ms"
+        "\nadvice    `studio` is the slowest: 3 of its layers on `attic` would save 4 ms"
     )
 
 
-def test_a_clock_that_differs_is_told_at_the_end() -> None:
+def test_clock_skew_is_shown_at_the_end() -> None:
     status = with_link(with_link(status_of(3), 1, clock_s=-6.0), 2, clock_s=7200.4)
     status = with_node(status, 2, name="")
 
@@ -48,13 +48,13 @@ def test_a_clock_that_differs_is_told_at_the_end() -> None:
     assert "clock" not in lay_out(status_of(3), 80)
 
 
-def test_a_clock_that_nobody_told_is_no_trouble() -> None:
+def test_an_unknown_clock_is_not_shown() -> None:
     status = with_link(status_of(2), 1, clock_s=None)
 
     assert lay_out(status, 80) == lay_out(status_of(2), 80)
 
 
-def test_a_node_is_shown_where_it_was_reached() -> None:
+def test_the_reached_address_of_a_node_is_shown() -> None:
     status = with_link(status_of(3), 1, address="ws://203.0.113.5:1")
     status = with_link(status, 2, address="")
 
@@ -90,10 +90,10 @@ def test_before_a_measurement_the_picture_shows_the_plan() -> None:
 
     assert "~0.4 ms" in text
     assert "│ ~12 ms  │" in text
-    assert "\nmeasured  nothing yet: `meshllm ring trace` times an answer\n" in text
+    assert "\nmeasured  nothing yet: run `meshllm ring trace`\n" in text
 
 
-def test_the_room_of_the_ring_is_that_of_its_fullest_rank() -> None:
+def test_the_capacity_of_the_ring_is_that_of_its_fullest_rank() -> None:
     status = status_of(3)
     rooms = (9000, 4711, None)
     stages = (
@@ -103,11 +103,11 @@ def test_the_room_of_the_ring_is_that_of_its_fullest_rank() -> None:
 
     text = lay_out(with_ring(status, stages=tuple(stages)), 80)
 
-    assert "\nroom      4711 tokens of KV cache for all sessions\n" in text
-    assert "\nroom" not in lay_out(status, 80)
+    assert "\ncapacity  4711 tokens of KV cache for all sessions\n" in text
+    assert "\ncapacity" not in lay_out(status, 80)
 
 
-def test_what_was_measured_on_another_ring_is_not_shown() -> None:
+def test_measurements_of_another_ring_are_not_shown() -> None:
     status = with_ring(status_of(3), measured=status_of(2).ring.measured)
 
     text = lay_out(status, 80)
@@ -116,17 +116,17 @@ def test_what_was_measured_on_another_ring_is_not_shown() -> None:
     assert "\nmeasured  nothing yet" in text
 
 
-def test_on_a_low_terminal_tables_go_first() -> None:
+def test_on_a_low_terminal_tables_are_dropped_first() -> None:
     heights = [len(lay_out(status_of(8), 80, rows).splitlines()) for rows in (60, 45, 40, 25)]
 
     assert heights == sorted(heights, reverse=True)
     assert all(height <= rows for height, rows in zip(heights, (60, 45, 40, 25), strict=True))
     for rows in (60, 25):
         assert "▲" in lay_out(status_of(8), 80, rows)
-        assert "\nfaster " in lay_out(status_of(8), 80, rows)
+        assert "\nadvice " in lay_out(status_of(8), 80, rows)
 
 
-def test_a_ring_that_waits_says_why() -> None:
+def test_a_waiting_ring_shows_its_reason() -> None:
     reason = "2 nodes are here, and the model needs 1.4 GiB more than both of them have together"
 
     text = lay_out(waiting(reason), 80)
@@ -134,7 +134,7 @@ def test_a_ring_that_waits_says_why() -> None:
     assert text.startswith("ring    waiting: 2 nodes are here, and the model needs")
     assert "┌" not in text
     assert "hop" not in text
-    assert "faster" not in text
+    assert "advice" not in text
 
 
 def test_a_ring_without_figures_is_still_drawn() -> None:
@@ -152,10 +152,10 @@ def test_the_reason_of_a_node_is_a_line_of_its_own() -> None:
         status_of(3), 2, state=NodeState.STANDBY, reason="its link adds 40 ms", layers=None
     )
 
-    assert "\n   laptop is standby: its link adds 40 ms\n" in lay_out(status, 80)
+    assert "\n   laptop (standby): its link adds 40 ms\n" in lay_out(status, 80)
 
 
-def test_weights_of_fewer_bits_are_told() -> None:
+def test_quantisation_is_shown() -> None:
     status = status_of(1)
     assert status.model
     status = replace(status, model=replace(status.model, quant="int8"))
@@ -163,7 +163,7 @@ def test_weights_of_fewer_bits_are_told() -> None:
     assert " layers, bfloat16, int8\n" in lay_out(status, 80)
 
 
-def test_how_the_engine_of_this_node_runs_is_told() -> None:
+def test_the_engine_of_this_node_is_shown() -> None:
     why = "stock (float32 on the CPU); attention: torch; linears: 42 torch"
 
     text = lay_out(with_node(status_of(2), 0, execution=why), 80)
@@ -172,11 +172,11 @@ def test_how_the_engine_of_this_node_runs_is_told() -> None:
     assert "engine" not in lay_out(status_of(2), 80)
 
 
-def test_a_node_without_a_model_says_so() -> None:
+def test_a_node_without_a_model_is_shown() -> None:
     assert "\nmodel   no model\n" in lay_out(replace(waiting(""), model=None), 80)
 
 
-def test_a_client_is_named_as_one() -> None:
+def test_a_client_is_shown_as_client() -> None:
     status = with_node(
         status_of(2), 1, role="client", memory_bytes=0, layers=None, addresses=(), link=None
     )
@@ -196,7 +196,7 @@ def test_a_long_name_is_cut() -> None:
     assert max(map(len, lay_out(status, 80).splitlines())) <= 80
 
 
-def test_strangers_command_no_terminal_and_forge_no_line() -> None:
+def test_texts_of_other_nodes_cannot_forge_lines() -> None:
     status = with_node(status_of(2), 1, name="\x1b[2Jevil\nring serving\t")
 
     text = lay_out(clean(status), 200)
@@ -205,14 +205,14 @@ def test_strangers_command_no_terminal_and_forge_no_line() -> None:
     assert "\\x1b[2Jevil\\nri…" in text
 
 
-def test_cleaning_keeps_what_is_no_text() -> None:
+def test_cleaning_keeps_other_values() -> None:
     same = (1, 2.5, None, True, NodeState.DOWN, Span(0, 4))
 
     assert clean((*same, ("\x07",))) == (*same, ("\\x07",))
     assert clean(status_of(3)) == status_of(3)
 
 
-def test_a_warning_is_told_at_the_end() -> None:
+def test_a_warning_is_shown_at_the_end() -> None:
     status = replace(status_of(2), warnings=("the disk is full",))
 
     assert lay_out(status, 80).endswith("\nwarning   the disk is full")
@@ -228,5 +228,5 @@ def test_times_have_three_figures(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200_000, "2 d")]
 )
-def test_a_duration_is_told_in_one_unit(seconds: float, text: str) -> None:
+def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
     assert span_of(seconds) == text

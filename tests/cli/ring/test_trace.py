@@ -29,19 +29,19 @@ def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
 def test_a_trace_is_a_bar_for_each_hop_and_one_for_the_rest() -> None:
     assert lay_out(traced(), 80).splitlines() == [
         "per token, times in ms:",
-        "hop  node     layers  compute  serialise  queue   wire  of a token",
-        "  0  attic    0:10      18.00       1.00   1.00   0.00   40 %  ███████████████▓·",
-        "  1  desk     10:20      8.00       1.00   1.00  10.00   40 %  ███████▓▒▒▒▒▒▒▒▒▒",
-        "  -  between  -             -          -      -      -   20 %  ░░░░░░░░",
-        "█ compute  ▓ serialise  · queue  ▒ wire  ░ the rest",
+        "hop  node   layers  compute  serialise  queue   wire  share",
+        "  0  attic  0:10      18.00       1.00   1.00   0.00   40 %  █████████████████▓·",
+        "  1  desk   10:20      8.00       1.00   1.00  10.00   40 %  ████████▓·▒▒▒▒▒▒▒▒▒",
+        "  -  other  -             -          -      -      -   20 %  ░░░░░░░░░░",
+        "█ compute  ▓ serialise  · queue  ▒ wire  ░ other",
         "",
-        "9 tokens read, 32 written, ended by length",
+        "9 prompt tokens, 32 generated, finish reason: length",
         "first token 240.0 ms, then 50.00 ms per token, 20.0 tokens/s",
     ]
 
 
-def test_hops_that_explain_all_of_a_token_leave_no_rest() -> None:
-    assert "between" not in lay_out(traced(ms_per_token=39.0), 80)
+def test_hops_that_account_for_all_time_leave_no_other_row() -> None:
+    assert "-  other" not in lay_out(traced(ms_per_token=39.0), 80)
 
 
 @pytest.mark.parametrize("name", ["desk", "a-name-that-is-as-long-as-names-may-be"])
@@ -86,7 +86,7 @@ def test_a_trace_as_json_has_every_hop(meshllm: Invoke, door: FakeClient) -> Non
     assert "text" not in told
 
 
-def test_a_node_that_ends_without_an_answer_broke_the_rules(
+def test_a_node_that_ends_without_an_answer_is_a_peer_fault(
     meshllm: Invoke, door: FakeClient
 ) -> None:
     door.answers = [Prefilled(1, 1)]
@@ -94,7 +94,7 @@ def test_a_node_that_ends_without_an_answer_broke_the_rules(
     assert meshllm("ring", "trace").exit_code == PeerFault.exit_code
 
 
-def test_a_name_commands_no_terminal() -> None:
+def test_a_name_is_escaped() -> None:
     text = lay_out(traced(name="\x1b[2J\nhop"), 80)
 
     assert "\\x1b[2J hop" in text

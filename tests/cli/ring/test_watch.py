@@ -11,7 +11,7 @@ from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_link, with_node
 
 
-async def test_an_event_is_a_look_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_causes_an_early_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     door = FakeClient(monkeypatch)
     door.statuses = [waiting("alone"), status_of(2)]
     monkeypatch.setattr(watch, "EVERY_S", 3600)
@@ -54,4 +54,4 @@ def test_clocks_and_counters_are_no_change() -> None:
 
 
 def client(door: FakeClient) -> NodeClient:
-    return door  # type: ignore[return-value]  # the half of it that is used
+    return door  # type: ignore[return-value]  # implements what is used

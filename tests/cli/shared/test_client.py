@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 async def client(node: FakeNode, path: Path) -> AsyncIterator[NodeClient]:
     task = asyncio.ensure_future(serve(node, path))
-    while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
+    while not is_answered(path):  # noqa: ASYNC110  # polls for the socket
         await asyncio.sleep(0.01)
     yield NodeClient(path)
     task.cancel()
@@ -45,7 +45,7 @@ async def client(node: FakeNode, path: Path) -> AsyncIterator[NodeClient]:
 
 @pytest.fixture
 def liar(path: Path) -> Iterator[list[bytes]]:
-    """A server that answers every request with what is put into the list."""
+    """A server that responds to every request with the bytes in the list."""
     path.parent.mkdir()
     lies: list[bytes] = []
 
@@ -78,12 +78,12 @@ def test_the_socket_is_in_the_state_folder(tmp_path: Path) -> None:
     assert door_path(Settings(state=str(tmp_path))) == tmp_path / "door.sock"
 
 
-async def test_what_a_node_reports_is_fetched_as_it_was(client: NodeClient, node: FakeNode) -> None:
+async def test_reports_are_fetched_unchanged(client: NodeClient, node: FakeNode) -> None:
     assert await client.status() == node.status()
     assert await client.members() == node.members()
 
 
-async def test_a_node_does_what_it_is_told(client: NodeClient, node: FakeNode) -> None:
+async def test_requests_reach_the_node(client: NodeClient, node: FakeNode) -> None:
     assert await client.invite("node", 3600, 2) == "meshllm1abc"
     assert await client.remove("abc") == node.remove("abc")
 
@@ -100,7 +100,7 @@ async def test_changes_come_one_by_one(client: NodeClient, node: FakeNode) -> No
     assert (first, second) == (CHANGE, replace(CHANGE, epoch=8))
 
 
-async def test_an_answer_is_what_the_node_made(client: NodeClient, node: FakeNode) -> None:
+async def test_events_are_yielded_unchanged(client: NodeClient, node: FakeNode) -> None:
     events = await _events(client)
 
     assert events == [Prefilled(2, 2), Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5)]
@@ -117,7 +117,7 @@ async def test_closing_an_answer_cancels_it_on_the_node(client: NodeClient, node
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
-async def test_an_error_of_the_node_stays_what_it_is(
+async def test_an_error_of_the_node_keeps_its_type(
     client: NodeClient, node: FakeNode, fails_at: int
 ) -> None:
     node.fails_at, node.error = fails_at, ModelError("no such model", hint="pull it")
@@ -128,7 +128,7 @@ async def test_an_error_of_the_node_stays_what_it_is(
     assert (raised.value.hint, raised.value.exit_code) == ("pull it", 4)
 
 
-async def test_without_a_node_it_says_how_to_start_one(path: Path) -> None:
+async def test_without_a_node_the_hint_is_to_start_one(path: Path) -> None:
     with pytest.raises(LinkLost, match="No node is running at") as raised:
         await NodeClient(path).status()
 
@@ -138,14 +138,14 @@ async def test_without_a_node_it_says_how_to_start_one(path: Path) -> None:
 async def test_a_node_that_stops_in_the_middle_is_a_lost_link(node: FakeNode, path: Path) -> None:
     node.waits_at = 2
     task = asyncio.ensure_future(serve(node, path))
-    while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
+    while not is_answered(path):  # noqa: ASYNC110  # polls for the socket
         await asyncio.sleep(0.01)
     asking = asyncio.ensure_future(_events(NodeClient(path)))
     await node.begun.wait()
 
     task.cancel()
 
-    with pytest.raises(LinkLost, match="The node went away"):
+    with pytest.raises(LinkLost, match="The connection to the node"):
         await asking
     await asyncio.wait({task})
 
@@ -156,16 +156,16 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
 @pytest.mark.parametrize(
     ("lie", "error", "message"),
     [
-        (b"HTTP/1.1 503 X\r\ncontent-length: 4\r\n\r\nBusy", PeerFault, "answered with status 503"),
-        (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", PeerFault, "answered with status 500"),
-        (HEAD % 2 + b"[]", PeerFault, "no JSON object"),
+        (b"HTTP/1.1 503 X\r\ncontent-length: 4\r\n\r\nBusy", PeerFault, "HTTP status 503"),
+        (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", PeerFault, "HTTP status 500"),
+        (HEAD % 2 + b"[]", PeerFault, "not a JSON object"),
         (HEAD % 2 + b"{}", PeerFault, "cannot be read: `.*` is missing"),
-        (HEAD % 1 + b"x", PeerFault, "no JSON object"),
-        (HEAD % 9 + b"{}", LinkLost, "The node went away"),
-        (b"what\r\n\r\n", LinkLost, "The node went away"),
+        (HEAD % 1 + b"x", PeerFault, "not a JSON object"),
+        (HEAD % 9 + b"{}", LinkLost, "The connection to the node"),
+        (b"what\r\n\r\n", LinkLost, "The connection to the node"),
     ],
 )
-async def test_nonsense_is_one_clear_line(
+async def test_an_invalid_response_is_a_clear_error(
     path: Path, liar: list[bytes], lie: bytes, error: type[MeshError], message: str
 ) -> None:
     liar.append(lie)
@@ -177,11 +177,11 @@ async def test_nonsense_is_one_clear_line(
 async def test_an_answer_without_an_end_is_a_lost_link(path: Path, liar: list[bytes]) -> None:
     liar.append(HEAD % 15 + b'{"piece":"a"}\n\n')
 
-    with pytest.raises(LinkLost, match="before its answer was complete"):
+    with pytest.raises(LinkLost, match="before the answer was complete"):
         await _events(NodeClient(path))
 
 
-async def test_a_node_that_does_not_answer_is_given_up(
+async def test_a_node_that_does_not_respond_times_out(
     path: Path, liar: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liar += [b"", b"wait"]
@@ -191,12 +191,12 @@ async def test_a_node_that_does_not_answer_is_given_up(
         await NodeClient(path).status()
 
 
-async def test_running_tells_whether_a_node_answers(client: NodeClient, tmp_path: Path) -> None:
+async def test_is_running_checks_for_a_node(client: NodeClient, tmp_path: Path) -> None:
     assert running(Settings(state=str(client.socket.parent)))
     assert not running(Settings(state=str(tmp_path / "other")))
     assert not running(Settings(state="x" * 300))
 
 
-async def test_the_door_of_the_settings_is_opened(client: NodeClient) -> None:
+async def test_the_client_uses_the_state_folder_of_the_settings(client: NodeClient) -> None:
     async with open_door(Settings(state=str(client.socket.parent))) as ring:
         assert ring == client

@@ -9,45 +9,45 @@ def texts(before: MeshStatus | None, after: MeshStatus) -> list[str]:
     return [each.text for each in news(before, after)]
 
 
-def test_at_first_everything_is_new() -> None:
+def test_without_a_previous_report_everything_is_new() -> None:
     assert texts(None, status_of(2)) == [
         "desk joined (desk1bc, 8.0 GiB)",
-        "the ring of 2 serves, epoch 3: attic 0:10, desk 10:20",
+        "ring of 2 serving, epoch 3: attic 0:10, desk 10:20",
     ]
 
 
-def test_nothing_new_is_no_news() -> None:
+def test_an_unchanged_report_yields_nothing() -> None:
     assert texts(status_of(2), with_link(status_of(2), 1, heard_s=2.0)) == []
 
 
-def test_a_reason_to_wait_is_told_once() -> None:
+def test_a_reason_to_wait_is_reported_once() -> None:
     assert texts(None, waiting("alone")) == ["waiting: alone"]
     assert texts(waiting("alone"), waiting("alone")) == []
     assert texts(waiting("alone"), waiting("still alone")) == ["waiting: still alone"]
 
 
-def test_a_ring_that_forms_is_told_with_who_holds_what() -> None:
+def test_a_forming_ring_is_reported_with_its_layers() -> None:
     forming = with_ring(status_of(2), state=RingState.FORMING, reason="desk loads 10:20")
 
     assert texts(waiting("alone"), forming)[-1:] == [
-        "a ring of 2 forms, epoch 3: attic 0:10, desk 10:20: desk loads 10:20"
+        "ring of 2 forming, epoch 3: attic 0:10, desk 10:20: desk loads 10:20"
     ]
 
 
-def test_a_ring_that_broke_is_told_until_the_next_one_forms() -> None:
+def test_a_lost_ring_is_reported_once() -> None:
     broken = with_ring(status_of(2), state=RingState.FORMING, reason="its nodes link up")
     gone = with_ring(status_of(2), state=RingState.FORMING, reason="desk is gone")
     gone = with_node(gone, 1, state=NodeState.DOWN, reason="no link")
     forming = with_ring(status_of(2), state=RingState.FORMING, digest="another", epoch=4)
 
-    assert texts(status_of(2), broken) == ["the ring of 2 broke, epoch 3"]
-    assert texts(broken, gone) == ["desk is gone: no link"]
-    assert texts(status_of(2), gone) == ["desk is gone: no link", "the ring of 2 broke, epoch 3"]
-    assert texts(gone, forming)[-1] == "a ring of 2 forms, epoch 4: attic 0:10, desk 10:20"
+    assert texts(status_of(2), broken) == ["ring of 2 lost, epoch 3"]
+    assert texts(broken, gone) == ["desk is down: no link"]
+    assert texts(status_of(2), gone) == ["desk is down: no link", "ring of 2 lost, epoch 3"]
+    assert texts(gone, forming)[-1] == "ring of 2 forming, epoch 4: attic 0:10, desk 10:20"
     assert texts(status_of(2), forming) == texts(broken, forming)
 
 
-def test_what_keeps_a_ring_from_forming_is_told() -> None:
+def test_the_reason_a_ring_does_not_form_is_reported() -> None:
     before = with_ring(status_of(2), state=RingState.FORMING, reason="its nodes load")
     after = with_ring(before, reason="no memory is left")
 
@@ -56,59 +56,59 @@ def test_what_keeps_a_ring_from_forming_is_told() -> None:
     assert told.endswith(": no memory is left")
 
 
-def test_who_left_and_who_is_gone_are_told_apart() -> None:
+def test_leaving_and_failing_nodes_are_distinguished() -> None:
     later = with_node(status_of(3), 1, state=NodeState.LEFT)
     later = with_node(later, 2, state=NodeState.DOWN, reason="silent for 3 s")
 
-    assert texts(status_of(3), later) == ["desk left", "laptop is gone: silent for 3 s"]
+    assert texts(status_of(3), later) == ["desk left", "laptop is down: silent for 3 s"]
 
 
-def test_a_standby_is_told_once_though_its_figures_change() -> None:
+def test_a_standby_is_reported_once_although_its_figures_change() -> None:
     before = with_node(status_of(2), 1, state=NodeState.STANDBY, reason="its link adds 40 ms")
     after = with_node(before, 1, reason="its link adds 41 ms")
 
     assert texts(before, after) == []
 
 
-def test_who_was_removed_is_told() -> None:
+def test_a_removed_node_is_reported() -> None:
     after = replace(status_of(2), ring=status_of(3).ring)
 
-    assert texts(status_of(3), after) == ["laptop is no member any more"]
+    assert texts(status_of(3), after) == ["laptop was removed from the mesh"]
 
 
-def test_who_comes_back_joined() -> None:
+def test_a_returning_node_has_joined() -> None:
     before = with_node(status_of(2), 1, state=NodeState.DOWN)
 
     assert texts(before, status_of(2)) == ["desk joined (desk1bc, 8.0 GiB)"]
 
 
-def test_who_went_before_we_came_is_no_news() -> None:
+def test_a_node_that_left_before_the_first_report_is_not_reported() -> None:
     after = with_node(status_of(2), 1, state=NodeState.LEFT)
 
     assert "left" not in " ".join(texts(None, after))
 
 
-def test_a_node_that_is_refused_or_stands_by_is_told_with_the_reason() -> None:
+def test_refused_and_standby_nodes_are_reported_with_the_reason() -> None:
     refused = with_node(status_of(2), 1, state=NodeState.REFUSED, reason="layer 3 differs")
     standby = with_node(status_of(2), 1, state=NodeState.STANDBY, reason="its link adds 40 ms")
 
     assert texts(status_of(2), refused) == ["desk is refused: layer 3 differs"]
-    assert texts(refused, standby) == ["desk stands by: its link adds 40 ms"]
+    assert texts(refused, standby) == ["desk is on standby: its link adds 40 ms"]
 
 
-def test_a_node_that_no_plan_has_judged_yet_is_no_news() -> None:
+def test_a_standby_without_a_reason_is_not_reported() -> None:
     after = with_node(status_of(2), 1, state=NodeState.STANDBY)
 
     assert texts(status_of(2), after) == []
 
 
-def test_a_node_without_a_name_has_its_id() -> None:
+def test_a_node_without_a_name_is_reported_by_id() -> None:
     after = with_node(status_of(2), 1, name="", memory_bytes=0)
 
     assert texts(None, after)[0] == "desk1bc joined (desk1bc)"
 
 
-def test_news_for_tools_are_fields() -> None:
+def test_notices_have_fields() -> None:
     joined, serving = news(None, status_of(2))
 
     assert (joined.event, joined.fields["name"]) == ("joined", "desk")

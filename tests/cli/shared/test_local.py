@@ -1,11 +1,11 @@
-"""What is done once for every ring inside a process."""
+"""Imports of heavy modules."""
 
 import gc
 
 from meshllm.cli.shared.local import import_heavy
 
 
-def test_modules_are_no_business_of_the_collector() -> None:
+def test_modules_are_hidden_from_the_garbage_collector() -> None:
     before = gc.get_freeze_count()
     try:
         import_heavy("json")

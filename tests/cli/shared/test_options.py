@@ -21,7 +21,7 @@ class Example:
     second: int = 2
 
 
-def test_the_string_under_a_field_is_its_text() -> None:
+def test_the_docstring_of_a_field_is_its_help_text() -> None:
     assert docs(Example) == {"first": "What the first\nis for."}
 
 
@@ -48,7 +48,7 @@ def test_devices_are_completed_by_kind() -> None:
     assert complete.devices("gpu") == []
 
 
-def test_transports_are_completed_from_what_is_installed() -> None:
+def test_installed_transports_are_completed() -> None:
     assert "loopback" in complete.transports("loop")
     assert complete.transports("no-such") == []
 
@@ -56,7 +56,7 @@ def test_transports_are_completed_from_what_is_installed() -> None:
 @pytest.mark.parametrize(
     ("words", "offer"), [("meshllm mod", "model"), ("meshllm chat --transport loop", "loopback")]
 )
-def test_tab_asks_the_command(words: str, offer: str) -> None:
+def test_tab_runs_the_command(words: str, offer: str) -> None:
     code = "import sys; sys.argv = ['meshllm']; from meshllm.cli.app import main; main()"
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
 

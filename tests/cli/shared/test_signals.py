@@ -9,7 +9,7 @@ from meshllm.cli.shared.signals import Drain, draining
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_the_first_signal_lets_it_leave(number: signal.Signals) -> None:
+async def test_the_first_signal_starts_leaving(number: signal.Signals) -> None:
     left = asyncio.Event()
 
     with draining() as drain:
@@ -31,7 +31,7 @@ def test_the_second_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert codes == [130]
 
 
-async def test_a_signal_before_there_is_anything_ends_the_command() -> None:
+async def test_a_signal_before_leave_is_set_ends_the_command() -> None:
     async def command() -> None:
         with draining():
             os.kill(os.getpid(), signal.SIGINT)
@@ -43,7 +43,7 @@ async def test_a_signal_before_there_is_anything_ends_the_command() -> None:
     assert left.value.exit_code == 130
 
 
-async def test_a_cancellation_of_another_is_passed_on() -> None:
+async def test_another_cancellation_is_passed_on() -> None:
     async def command() -> None:
         with draining():
             await asyncio.Event().wait()
@@ -56,7 +56,7 @@ async def test_a_cancellation_of_another_is_passed_on() -> None:
         await task
 
 
-async def test_signals_are_given_back() -> None:
+async def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     with draining():

@@ -17,13 +17,13 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal that knows colours."""
+    """A terminal with colours."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return Terminal()
 
 
-def test_columns_of_numbers_go_right_and_words_left() -> None:
+def test_numbers_are_aligned_right_and_words_left() -> None:
     rows = [("ring of 1", 12.345, 9, None), ("two", 0.5, 1234, -1)]
 
     assert render.table(("name", "ms", "count", "gap"), rows).splitlines() == [
@@ -62,20 +62,20 @@ def test_settings_are_written_plainly(value: object, text: str) -> None:
 def test_an_answer_of_one_token_has_no_time_per_token() -> None:
     told = render.statistics(replace(answer_of("Hi", 1), ms_per_token=0.0, tokens_per_second=0.0))
 
-    assert told == "2 tokens read, 1 written, ended by stop\nfirst token 20.0 ms"
+    assert told == "2 prompt tokens, 1 generated, finish reason: stop\nfirst token 20.0 ms"
 
 
-def test_guesses_that_were_right_are_told() -> None:
-    assert "tokens a trip" not in render.statistics(answer_of("Hi", 2))
+def test_tokens_per_step_are_shown() -> None:
+    assert "tokens per step" not in render.statistics(answer_of("Hi", 2))
     told = render.statistics(replace(answer_of("Hi", 2), tokens_per_step=2.54))
 
-    assert "250.0 tokens/s, 2.5 tokens a trip" in told
+    assert "250.0 tokens/s, 2.5 tokens per step" in told
 
 
-def test_what_was_known_of_a_prompt_is_told() -> None:
+def test_cached_prompt_tokens_are_shown() -> None:
     told = render.statistics(replace(answer_of("Hi", 2), cached_tokens=1))
 
-    assert told.startswith("2 tokens read (1 known), 2 written")
+    assert told.startswith("2 prompt tokens (1 cached), 2 generated")
 
 
 def test_json_carries_its_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def test_a_word_is_held_back_until_it_ends() -> None:
     assert [*shown, wrap.flush()] == ["", "hello ", "", "", "world"]
 
 
-def test_a_long_word_is_not_held_back_for_ever() -> None:
+def test_a_long_word_is_shown_in_pieces() -> None:
     assert Wrap(20).feed("x" * (LONGEST + 1)) == "x" * (LONGEST + 1)
 
 
