@@ -45,7 +45,7 @@ Each setting can be a flag, a variable MESHLLM_NAME or a line of config.toml;
 """
 
 
-RESTS = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
+SPIN_LIMITS = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
 """How long idle OpenMP threads (GNU's, LLVM's) spin before they sleep: at most one millisecond.
 
 That is longer than the pauses within a token. The defaults, 10 to 200 ms, take cores away from
@@ -53,11 +53,11 @@ other processes. GNU's value counts spins, whose duration is known for x86-64 on
 """
 
 
-def rest_soon() -> None:
+def limit_spinning() -> None:
     """Set these variables unless they are set; torch reads them when it is imported."""
     if "OMP_WAIT_POLICY" in os.environ:
         return
-    for name, value in RESTS.items():
+    for name, value in SPIN_LIMITS.items():
         if name != "GOMP_SPINCOUNT" or platform.machine() in ("x86_64", "AMD64"):
             os.environ.setdefault(name, value)
 
@@ -70,7 +70,7 @@ class Boundary(TyperGroup):
         words = sys.argv[1:] if args is None else list(args)
         extra["standalone_mode"] = False
         completion_init()  # typer does this only with its own install-completion options
-        rest_soon()
+        limit_spinning()
         try:
             status = super().main(words, *rest, **extra)
         except Exception as error:  # the boundary: no traceback without --debug

@@ -9,7 +9,7 @@ import pytest
 
 import meshllm as package
 from meshllm.cli import app
-from meshllm.cli.app import RESTS, rest_soon
+from meshllm.cli.app import SPIN_LIMITS, limit_spinning
 from meshllm.cli.chat import chat
 from meshllm.errors import IntegrityFault, LinkLost, MeshError, ModelError, TimedOut
 from tests.builders.fake_ring import FakeRing
@@ -34,8 +34,8 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 def test_idle_threads_stop_spinning() -> None:
     code = """
         import time
-        from meshllm.cli.app import rest_soon
-        rest_soon()
+        from meshllm.cli.app import limit_spinning
+        limit_spinning()
         import torch
         torch.set_num_threads(2)
         torch.ones(1024, 1024) @ torch.ones(1024, 1024)
@@ -52,17 +52,17 @@ def test_idle_threads_stop_spinning() -> None:
 
 
 def test_environment_variables_for_spinning_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*RESTS, "OMP_WAIT_POLICY"):
+    for name in (*SPIN_LIMITS, "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
 
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    rest_soon()
+    limit_spinning()
     assert os.environ["GOMP_SPINCOUNT"] == "7"
-    assert os.environ["KMP_BLOCKTIME"] == RESTS["KMP_BLOCKTIME"]
+    assert os.environ["KMP_BLOCKTIME"] == SPIN_LIMITS["KMP_BLOCKTIME"]
 
-    del os.environ["KMP_BLOCKTIME"]  # set by `rest_soon`
+    del os.environ["KMP_BLOCKTIME"]  # set by `limit_spinning`
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    rest_soon()
+    limit_spinning()
     assert "KMP_BLOCKTIME" not in os.environ
 
 

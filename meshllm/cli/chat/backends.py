@@ -3,13 +3,13 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from meshllm.cli.shared.client import NodeClient, door_path, open_door, running
+from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
 from meshllm.cli.shared.local import Opener, open_local
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import UserError
 from meshllm.request import Backend
 
-_OF_A_RING = (
+_RING_SETTINGS = (
     "transport", "ends", "dtype", "quant", "device", "threads", "speculation", "draft",
     "exact", "wire", "prefix_cache",
 )  # fmt: skip
@@ -30,17 +30,17 @@ def choose(
         if flags["join"] is not None:
             raise UserError("`--nodes`, a ring in this process, cannot be combined with `--join`")
         return open_local, chosen
-    if flags["join"] is None and running(chosen):
+    if flags["join"] is None and is_running(chosen):
         import logging
 
-        logging.getLogger(__name__).info("using the node at %s", door_path(chosen))
-        _refuse(flags, _OF_A_RING, "the running node already has a ring")
+        logging.getLogger(__name__).info("using the node at %s", socket_path(chosen))
+        _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
         if shows_model or flags["model"] is not None:
-            return open_door, _as_served(chosen, flags)
-        return open_door, change(chosen, {"model": "the running node"})
+            return open_client, _as_served(chosen, flags)
+        return open_client, change(chosen, {"model": "the running node"})
     if chosen.join is None:
         return open_local, chosen
-    _refuse(flags, ("model", *_OF_A_RING), "the mesh of the ticket already has a ring")
+    _refuse(flags, ("model", *_RING_SETTINGS), "the mesh of the ticket already has a ring")
     return open_ticket, change(chosen, {"model": "the mesh"})
 
 
@@ -57,7 +57,7 @@ def _as_served(chosen: Settings, flags: Mapping[str, Scalar]) -> Settings:
     """Fetch model and number of nodes from the running node."""
     import asyncio
 
-    status = asyncio.run(NodeClient(door_path(chosen)).status())
+    status = asyncio.run(NodeClient(socket_path(chosen)).status())
     if status.model is None:
         return chosen
     served = status.model.name

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from meshllm.cli.chat.backends import choose
-from meshllm.cli.chat.conversation import turns_of
+from meshllm.cli.chat.conversation import with_system
 from meshllm.cli.chat.prompt import read_prompt
 from meshllm.cli.shared.answer import as_fields, stream
 from meshllm.cli.shared.local import Opener, import_heavy, open_local
-from meshllm.cli.shared.options import Json, refuse_idle_draft, settings, takes
+from meshllm.cli.shared.options import Json, check_draft, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
 from meshllm.errors import UserError
@@ -61,7 +61,7 @@ def chat(
     before PROMPT. On a terminal without PROMPT it opens a conversation.
     """
     chosen = settings(flags)
-    refuse_idle_draft(chosen)
+    check_draft(chosen)
     text = read_prompt(prompt, sys.stdin)
     ends = tuple(stop or ())
     opener: Opener
@@ -88,7 +88,7 @@ def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -
     if raw and chosen.system:
         raise UserError("`--raw` cannot be combined with a system prompt", hint="omit one of them")
     return Request(
-        turns=() if raw else turns_of(chosen, Turn(role="user", content=text)),
+        turns=() if raw else with_system(chosen, Turn(role="user", content=text)),
         raw=text if raw else None,
         sampling=chosen.sampling,
         max_tokens=chosen.max_tokens,

@@ -29,13 +29,13 @@ class Conversation:
     def request(self, text: str) -> Request:
         """Return the request that continues the conversation with a question."""
         return Request(
-            turns=turns_of(self.settings, *self.turns, Turn(role="user", content=text)),
+            turns=with_system(self.settings, *self.turns, Turn(role="user", content=text)),
             sampling=self.settings.sampling,
             max_tokens=self.settings.max_tokens,
             stop=self.stop,
         )
 
-    def remember(self, question: str, reply: str) -> None:
+    def append(self, question: str, reply: str) -> None:
         """Append a question and its reply; drop a question without a reply."""
         if reply:
             self.turns += [
@@ -43,7 +43,7 @@ class Conversation:
                 Turn(role="assistant", content=reply),
             ]
 
-    def obey(self, line: str) -> str:
+    def execute(self, line: str) -> str:
         """Run a line ``/name argument`` and return its output."""
         name, _, argument = line.partition(" ")
         command = COMMANDS.get(name)
@@ -52,7 +52,7 @@ class Conversation:
             meant = f"did you mean `{close[0]}`? " if close else ""
             hint = f"{meant}see `/help`; start with a space to send the line as a message"
             raise UserError(f"Unknown command `{name}`", hint=hint)
-        return command.do(self, argument.strip())
+        return command.run(self, argument.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Command:
 
     usage: str
     meaning: str
-    do: Callable[[Conversation, str], str]
+    run: Callable[[Conversation, str], str]
 
 
-def turns_of(settings: Settings, *turns: Turn) -> tuple[Turn, ...]:
+def with_system(settings: Settings, *turns: Turn) -> tuple[Turn, ...]:
     """Put the system prompt before the turns."""
     system = [Turn(role="system", content=settings.system)] if settings.system else []
     return (*system, *turns)

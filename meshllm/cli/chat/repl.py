@@ -47,7 +47,7 @@ class _Repl:
         """Show the prompt while the ring forms; raise what makes the ring fail."""
         self.ring: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
         settings = self.conversation.settings
-        _tell(f"{settings.model}, ring of {settings.nodes}; /help lists commands, Ctrl-D exits")
+        _note(f"{settings.model}, ring of {settings.nodes}; /help lists commands, Ctrl-D exits")
         async with asyncio.TaskGroup() as group:
             host = group.create_task(self._host())
             while await self._turn():
@@ -67,12 +67,12 @@ class _Repl:
         try:
             line = await self.session.prompt_async()
             if line.startswith("/"):
-                _tell(self.conversation.obey(line))
+                _note(self.conversation.execute(line))
             elif question := _unquoted(line):
                 await self._ask(question)
         except KeyboardInterrupt:
             if not self.session.default_buffer.text:
-                _tell("exit with Ctrl-D or /bye")
+                _note("exit with Ctrl-D or /bye")
         except EOFError:
             return False
         except MeshError as error:
@@ -83,15 +83,15 @@ class _Repl:
         """Show an answer; Ctrl-C stops it and keeps the text so far."""
         pieces: list[str] = []
         asking = asyncio.ensure_future(self._answer(question, pieces))
-        with _listening(asking):
+        with _cancelled_by_sigint(asking):
             await asyncio.wait({asking})
-        self.conversation.remember(question, "".join(pieces))
+        self.conversation.append(question, "".join(pieces))
         if asking.cancelled():
-            _tell("stopped")
+            _note("stopped")
             return
         self.conversation.answer = asking.result()
         if self.stats:
-            _tell(render.statistics(asking.result()))
+            _note(render.statistics(asking.result()))
 
     async def _answer(self, question: str, pieces: list[str]) -> Answer:
         with render.Status(sys.stderr) as status, render.answering() as write:
@@ -163,7 +163,7 @@ def _unquoted(line: str) -> str:
 
 
 @contextmanager
-def _listening(asking: asyncio.Task[Answer]) -> Iterator[None]:
+def _cancelled_by_sigint(asking: asyncio.Task[Answer]) -> Iterator[None]:
     """Cancel the answer on Ctrl-C, and turn off echo while it is printed."""
     loop = asyncio.get_running_loop()
     before = termios.tcgetattr(sys.stdin)
@@ -178,5 +178,5 @@ def _listening(asking: asyncio.Task[Answer]) -> Iterator[None]:
         asking.cancel()
 
 
-def _tell(text: str) -> None:
+def _note(text: str) -> None:
     render.talk(render.dim(text))

@@ -25,7 +25,7 @@ Examples:
   meshllm bench --engine --model llama-3.2-1b --json engine.json
 """
 
-_OF_RINGS = ("nodes", "prompt_tokens", "new_tokens", "processes")
+_RING_OPTIONS = ("nodes", "prompt_tokens", "new_tokens", "processes")
 
 
 @takes("threads", "device")
@@ -84,7 +84,7 @@ def bench(
     quants = _quants(quant or Quant.NONE)
     about: dict[str, Any] = {"model": model, "rounds": rounds}
     if engine:
-        _refuse(invocation, _OF_RINGS)
+        _refuse(invocation, _RING_OPTIONS)
         with render.Status(sys.stderr) as status:
             status.show("loading torch")
             from meshllm.bench import engine_table
@@ -149,8 +149,8 @@ def _quants(text: str) -> tuple[Quant, ...]:
 def _facts(case: "ring_table.Case | engine_table.Case", rows: Sequence[Any]) -> dict[str, Any]:
     from meshllm.bench.machine import machine
 
-    told = machine(case.threads, case.device)
-    return {"machine": told, "rows": [asdict(row) for row in rows]}
+    about = machine(case.threads, case.device)
+    return {"machine": about, "rows": [asdict(row) for row in rows]}
 
 
 def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:

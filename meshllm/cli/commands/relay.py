@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshllm.cli.shared.events import News
+from meshllm.cli.shared.events import Notice
 from meshllm.cli.shared.options import Json, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, load
@@ -33,7 +33,7 @@ Examples:
 
 REPORT_S = 600.0
 """Interval of the log line about forwarded bytes; skipped if nothing changed."""
-_PLACE = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]*)):(\d{1,5})")
+_LISTEN = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]*)):(\d{1,5})")
 
 
 @takes("log_format")
@@ -68,8 +68,8 @@ def relay(
     is_json = load(flags).settings.log_format == "json"
     verbosity = invocation.find_root().params.get("verbose") or 0
     setup(max(verbosity, 1) if is_json else verbosity, json=is_json)
-    host, port = _place(listen)
-    allowed, limits = _judge(allow), _limits(rate)
+    host, port = _parse_listen(listen)
+    allowed, limits = _admission(allow), _limits(rate)
     import asyncio
 
     from meshllm_quic.net.udp import UdpNetwork
@@ -82,7 +82,7 @@ def relay(
 async def _run(
     opening: AbstractAsyncContextManager["RelayServer"],
     listen: str,
-    tell: Callable[[News], None],
+    notify: Callable[[Notice], None],
     *,
     as_json: bool,
 ) -> None:
@@ -96,21 +96,21 @@ async def _run(
             try:
                 server = await stack.enter_async_context(opening)
             except OSError as error:
-                raise _unusable(listen, error) from None
+                raise _listen_error(listen, error) from None
             drain.leave = stopped.set
-            _announce(server, tell, as_json=as_json)
-            await _report(server, stopped, tell)
+            _announce(server, notify, as_json=as_json)
+            await _report(server, stopped, notify)
 
 
-def _announce(server: "RelayServer", tell: Callable[[News], None], *, as_json: bool) -> None:
+def _announce(server: "RelayServer", notify: Callable[[Notice], None], *, as_json: bool) -> None:
     port, observer = server.udp.port, server.observer.port
     host = server.udp.hosts()[0]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     text = f"listening on UDP {port} and {observer} and TCP {port}; allow them in the firewall"
-    tell(News("ready", text, {"port": port, "observer_port": observer}))
+    notify(Notice("ready", text, {"port": port, "observer_port": observer}))
     if not ip_address(host).is_global:
         text = f"{host} is not a public address: nodes on other networks need one that is"
-        tell(News("private", text, {"host": host}))
+        notify(Notice("private", text, {"host": host}))
     command = f"meshllm node --relay {place}"
     if as_json:
         render.dump(
@@ -121,33 +121,33 @@ def _announce(server: "RelayServer", tell: Callable[[News], None], *, as_json: b
 
 
 async def _report(
-    server: "RelayServer", stopped: "asyncio.Event", tell: Callable[[News], None]
+    server: "RelayServer", stopped: "asyncio.Event", notify: Callable[[Notice], None]
 ) -> None:
     """Log what was forwarded, every `REPORT_S` and at the end."""
     import asyncio
 
-    before = _figures(server.statistics)
+    before = _summary(server.statistics)
     while not stopped.is_set():
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_S):
                 await stopped.wait()
-        after = _figures(server.statistics)
+        after = _summary(server.statistics)
         if after != before:
-            tell(after)
+            notify(after)
         before = after
 
 
-def _figures(done: "Statistics") -> News:
+def _summary(done: "Statistics") -> Notice:
     refused = done.refused.total()
     forwarded = render.bytes_of(done.forwarded_bytes)
     text = f"{done.registered} nodes registered, {forwarded} forwarded, {refused} refused"
     fields = {"registered": done.registered, "bytes": done.forwarded_bytes, "refused": refused}
-    return News("figures", text, {**fields})
+    return Notice("figures", text, {**fields})
 
 
-def _place(text: str) -> tuple[str | None, int]:
+def _parse_listen(text: str) -> tuple[str | None, int]:
     """Parse ``HOST:PORT``; without a host it is every address, IPv4 and IPv6."""
-    found = _PLACE.fullmatch(text)
+    found = _LISTEN.fullmatch(text)
     if found is None or int(found[3]) > 65535:
         hint = f"write it as `HOST:PORT`, `[IPV6]:PORT`, or `:{PORT}` for every address"
         raise UserError(f"Invalid listen address `{text}`", hint=hint)
@@ -155,7 +155,7 @@ def _place(text: str) -> tuple[str | None, int]:
     return (None if host in {"", "::"} else host), int(found[3])
 
 
-def _judge(nodes: list[str] | None) -> Callable[[bytes], bool]:
+def _admission(nodes: list[str] | None) -> Callable[[bytes], bool]:
     from meshllm.protocol.trust.identity import parse_node
 
     if not nodes:
@@ -174,7 +174,7 @@ def _limits(rate: str) -> "Limits":
         raise UserError(f"Invalid rate `{rate}`", hint=hint) from None
 
 
-def _unusable(listen: str, error: OSError) -> UserError:
+def _listen_error(listen: str, error: OSError) -> UserError:
     code = error.errno or 0  # resolver errors are negative
     reason = os.strerror(code) if code > 0 else str(error.strerror)
     return UserError(
@@ -183,9 +183,9 @@ def _unusable(listen: str, error: OSError) -> UserError:
     )
 
 
-def _say(happened: News) -> None:
-    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {happened.text}")
+def _say(notice: Notice) -> None:
+    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {notice.text}")
 
 
-def _log(happened: News) -> None:
-    event("relay", event=happened.event, **happened.fields)
+def _log(notice: Notice) -> None:
+    event("relay", event=notice.event, **notice.fields)

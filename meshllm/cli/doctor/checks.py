@@ -15,8 +15,8 @@ from blake3 import blake3
 import meshllm
 from meshllm.cli.doctor.finding import Finding, Verdict
 from meshllm.cli.doctor.netchecks import check_listening, check_network, check_ports
-from meshllm.cli.ring.status import ASTRAY_S, astray, clean, ms
-from meshllm.cli.shared.client import START, door_path
+from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
+from meshllm.cli.shared.client import START, socket_path
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.config import Settings, cache_path, state_path
@@ -32,9 +32,9 @@ from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
 
 SLOW_MS = 100.0  # a longer round trip takes more time than a token of a small model
-QUIET_S = 3.0  # s of silence after which a peer counts as lost
+SILENCE_S = 3.0  # s of silence after which a peer counts as lost
 DRIVER = Path("/proc/driver/nvidia")  # exists with a GPU, whether torch can use it or not
-SCARCE_BYTES = 1 << 30  # with less free memory no useful span fits
+LOW_MEMORY_BYTES = 1 << 30  # with less free memory no useful span fits
 
 
 def examine(
@@ -44,15 +44,15 @@ def examine(
     yield from check_state(state_path(chosen))
     yield check_clock(state_path(chosen), time.time())
     if isinstance(status, MeshError):
-        yield check_silence(door_path(chosen), status)
+        yield check_no_node(socket_path(chosen), status)
         yield from check_ports(transports, listed(chosen.listen) or ())
     else:
-        told = clean(status)
-        yield check_door(door_path(chosen), told)
-        yield from (check_listening(address) for address in told.listening)
-        yield from (finding for each in told.networks for finding in check_network(each))
-        yield from check_clocks(told.nodes)
-        yield from (check_peer(each, told.version) for each in told.nodes if not each.is_self)
+        report = clean(status)
+        yield check_node(socket_path(chosen), report)
+        yield from (check_listening(address) for address in report.listening)
+        yield from (finding for each in report.networks for finding in check_network(each))
+        yield from check_clocks(report.nodes)
+        yield from (check_peer(each, report.version) for each in report.nodes if not each.is_self)
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
     yield check_device(chosen.device)
@@ -99,23 +99,23 @@ def check_clock(folder: Path, now_s: float) -> Finding:
 def check_clocks(nodes: Sequence[NodeStatus]) -> Iterator[Finding]:
     """Compare the clock with the clocks that linked nodes report."""
     linked = [each.link for each in nodes if each.link]
-    told = [link.clock_s for link in linked if link.clock_s is not None]
-    if not told:
+    skews = [link.clock_s for link in linked if link.clock_s is not None]
+    if not skews:
         return
-    if not (wrong := astray(nodes)):
-        of = f"{len(told)} other node{'s' * (len(told) > 1)}"
-        yield Finding("ok", "clocks", f"within {max(map(abs, told)):.1f} s of {of}")
+    if not (wrong := skewed_clocks(nodes)):
+        of = f"{len(skews)} other node{'s' * (len(skews) > 1)}"
+        yield Finding("ok", "clocks", f"within {max(map(abs, skews)):.1f} s of {of}")
         return
-    where = "on this machine" if len(wrong) == len(told) > 1 else "that is wrong"
+    where = "on this machine" if len(wrong) == len(skews) > 1 else "that is wrong"
     yield Finding(
         "warn",
         "clocks",
-        f"more than {ASTRAY_S:.0f} s apart: {', '.join(wrong)}",
+        f"more than {MAX_SKEW_S:.0f} s apart: {', '.join(wrong)}",
         f"set the clock {where}: `timedatectl set-ntp true`; tickets expire by it",
     )
 
 
-def check_silence(path: Path, error: MeshError) -> Finding:
+def check_no_node(path: Path, error: MeshError) -> Finding:
     """Report why the node did not respond; a node that is not running is only a warning."""
     if not isinstance(error, LinkLost):
         return Finding("fail", "node", str(error), error.hint or "")
@@ -125,7 +125,7 @@ def check_silence(path: Path, error: MeshError) -> Finding:
     return Finding("warn", "node", "no node is running", START)
 
 
-def check_door(path: Path, status: MeshStatus) -> Finding:
+def check_node(path: Path, status: MeshStatus) -> Finding:
     """Report the state of the ring, and check the permissions of the socket."""
     ring = status.ring
     why = f": {ring.reason}" if ring.reason else ""
@@ -148,7 +148,7 @@ def check_peer(node: NodeStatus, own_version: str) -> Finding:
     trip = link.round_trip_ms
     found = f"{who} {link.path}, {'round trip not measured yet' if trip is None else ms(trip)}"
     found += f": {link.path_reason}" if link.path_reason else ""
-    if link.heard_s > QUIET_S:
+    if link.heard_s > SILENCE_S:
         return Finding("fail", "peer", f"{found}, silent for {link.heard_s:.0f} s")
     if node.version != own_version:
         advice = f"install the same version on both; this machine has {own_version}"
@@ -161,7 +161,7 @@ def check_peer(node: NodeStatus, own_version: str) -> Finding:
 def check_memory(free: int) -> Finding:
     """Check the free memory."""
     found = f"{bytes_of(free)} of {bytes_of(psutil.virtual_memory().total)} free"
-    if free < SCARCE_BYTES:
+    if free < LOW_MEMORY_BYTES:
         return Finding("warn", "memory", found, "close programs that use memory")
     return Finding("ok", "memory", found)
 
@@ -183,10 +183,10 @@ def check_device(wanted: str) -> Finding:
     except MeshError as error:
         return Finding("fail", "device", str(error), error.hint or "")
     if found != device.CPU:
-        told = f"{device.name_of(found)}, {bytes_of(device.free_bytes(found))} free"
+        gpu = f"{device.name_of(found)}, {bytes_of(device.free_bytes(found))} free"
         if lacking := device.lacks():
-            return Finding("warn", "device", f"{told}, slow without {lacking}", "install it")
-        return Finding("ok", "device", told)
+            return Finding("warn", "device", f"{gpu}, slow without {lacking}", "install it")
+        return Finding("ok", "device", gpu)
     if wanted == "auto" and DRIVER.exists():
         idle = f"cpu: torch {torch.__version__} cannot use the GPU of this machine"
         return Finding("warn", "device", idle, "install a build of torch for it from pytorch.org")

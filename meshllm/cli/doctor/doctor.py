@@ -7,7 +7,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from meshllm.cli.node.node import Carrier, transports_of
+from meshllm.cli.node.node import Transports, transports_of
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, takes
 from meshllm.cli.terminal import render
@@ -26,7 +26,7 @@ Examples:
 
 
 @takes("model", "device", "listen", "relay", "state")
-def doctor(transport: Carrier = None, as_json: Json = False, **flags: Scalar) -> None:
+def doctor(transport: Transports = None, as_json: Json = False, **flags: Scalar) -> None:
     """Check this machine, its node and the links to its peers.
 
     It changes nothing, contacts no other machine, works with and without a running node, and exits
@@ -75,9 +75,9 @@ def _wrap(head: str, text: str, columns: int) -> list[str]:
 def _mesh_status(chosen: Settings) -> "MeshStatus | MeshError":
     import asyncio
 
-    from meshllm.cli.shared.client import NodeClient, door_path
+    from meshllm.cli.shared.client import NodeClient, socket_path
 
     try:
-        return asyncio.run(NodeClient(door_path(chosen)).status())
+        return asyncio.run(NodeClient(socket_path(chosen)).status())
     except MeshError as error:
         return error

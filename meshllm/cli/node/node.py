@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshllm.cli.shared import complete
-from meshllm.cli.shared.events import News, news
+from meshllm.cli.shared.events import Notice, notices
 from meshllm.cli.shared.local import import_heavy
-from meshllm.cli.shared.options import inference_config, refuse_idle_draft, takes
+from meshllm.cli.shared.options import check_draft, inference_config, takes
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
@@ -37,7 +37,7 @@ Examples:
 
 TRANSPORTS = ("websocket", "quic")  # of a node; a ring inside one process uses loopback
 
-Carrier = Annotated[
+Transports = Annotated[
     str | None,
     typer.Option(
         "--transport",
@@ -51,8 +51,8 @@ Carrier = Annotated[
 
 SWITCH_S = 0.0005  # s a thread may hold the GIL; the default delays a beat or a token by 5 ms
 
-_SOON_S = 0.02
-_AS_GIVEN = ("model", "join", "name", "policy", "members", "discovery", "context")
+_POLL_S = 0.02
+_PASSED_ON = ("model", "join", "name", "policy", "members", "discovery", "context")
 _SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
     "members", "exclude", "prefer", "dtype", "quant", "device", "threads", "speculation", "draft",
@@ -63,7 +63,7 @@ _SETTINGS = (
 @takes(*_SETTINGS)
 def node(
     invocation: typer.Context,
-    transport: Carrier = None,
+    transport: Transports = None,
     no_discovery: Annotated[
         bool, typer.Option("--no-discovery", help="Disable discovery on the local network.")
     ] = False,
@@ -91,7 +91,7 @@ def node(
     verbosity = invocation.find_root().params.get("verbose") or 0
     setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: errors are records
     options = _options(config)
-    _refuse_early(options)
+    _check_early(options)
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
         import_heavy("meshllm.node.node")
@@ -101,7 +101,7 @@ def node(
     asyncio.run(_run(options, _log if is_json else _say, ticket_file))
 
 
-def _refuse_early(options: "NodeOptions") -> None:
+def _check_early(options: "NodeOptions") -> None:
     """Raise errors that can be found without torch; the node checks again."""
     from meshllm.node.membership.state_store import Keyring
     from meshllm.protocol.trust.ticket import parse_ticket
@@ -109,12 +109,12 @@ def _refuse_early(options: "NodeOptions") -> None:
     if options.join is not None:
         parse_ticket(options.join)
     for address in options.advertise:
-        _refuse_undialable(address, options.transports)
+        _check_dialable(address, options.transports)
     with Keyring.open(options.state).locked():
         return
 
 
-def _refuse_undialable(address: str, transports: Sequence[str]) -> None:
+def _check_dialable(address: str, transports: Sequence[str]) -> None:
     """Raise `UserError` for an address no transport can dial: it would end up in tickets."""
     from meshllm.transport.registry import Registry
 
@@ -135,7 +135,7 @@ def _log_all() -> None:
     library.propagate = True
 
 
-async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path | None) -> None:
+async def _run(options: "NodeOptions", notify: Callable[[Notice], None], file: Path | None) -> None:
     import asyncio
 
     from meshllm.api.serve import serve
@@ -145,7 +145,7 @@ async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path 
     from meshllm.node.node import open_node
 
     def leave() -> None:
-        tell(News("leaving", "finishing requests, then leaving; Ctrl-C again exits at once"))
+        notify(Notice("leaving", "finishing requests, then leaving; Ctrl-C again exits at once"))
         opened.leave()
 
     sys.setswitchinterval(SWITCH_S)  # process-wide: only the node runs here
@@ -155,15 +155,15 @@ async def _run(options: "NodeOptions", tell: Callable[[News], None], file: Path 
             control, socket = control_of(opened), options.state / SOCKET
             tasks = [group.create_task(serve(control, socket))]
             while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
-                await asyncio.sleep(_SOON_S)
-            _invite(opened.ticket, tell, file)
-            tasks.append(group.create_task(_report(control, tell)))
+                await asyncio.sleep(_POLL_S)
+            _print_ticket(opened.ticket, notify, file)
+            tasks.append(group.create_task(_report(control, notify)))
             await opened.stopped
             for task in tasks:
                 task.cancel()
 
 
-async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
+async def _report(node: "NodePort", notify: Callable[[Notice], None]) -> None:
     """Report changes until the events end; on a terminal, show what the ring waits for."""
     import asyncio
 
@@ -177,12 +177,12 @@ async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
             while True:
                 after = clean(node.status())
                 line.clear()
-                for each in news(before, after):
-                    tell(each)
+                for each in notices(before, after):
+                    notify(each)
                 before = after
                 if after.ring.reason != reason:
                     reason, since = after.ring.reason, loop.time()
-                waiting = asyncio.ensure_future(_count(line, after.ring, since))
+                waiting = asyncio.ensure_future(_show_waiting(line, after.ring, since))
                 try:
                     if await anext(events, None) is None:
                         return
@@ -191,7 +191,7 @@ async def _report(node: "NodePort", tell: Callable[[News], None]) -> None:
                     await asyncio.wait([waiting])
 
 
-async def _count(line: render.Status, ring: "RingStatus", since: float) -> None:
+async def _show_waiting(line: render.Status, ring: "RingStatus", since: float) -> None:
     """Show every second what the ring waits for, and for how long, until it serves."""
     import asyncio
 
@@ -201,10 +201,10 @@ async def _count(line: render.Status, ring: "RingStatus", since: float) -> None:
         line.show(f"{ring.reason or ring.state}, {waited} s")
 
 
-def _invite(ticket: str, tell: Callable[[News], None], file: Path | None) -> None:
+def _print_ticket(ticket: str, notify: Callable[[Notice], None], file: Path | None) -> None:
     if file is not None:
         _write_private(file, f"{ticket}\n")
-    tell(News("ready", "ticket, and the command for the next machine:"))
+    notify(Notice("ready", "ticket, and the command for the next machine:"))
     render.out(f"{ticket}\nmeshllm node --join {ticket}")  # one write: a reader may stop early
 
 
@@ -218,12 +218,12 @@ def _write_private(path: Path, text: str) -> None:
         raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
 
 
-def _say(happened: News) -> None:
-    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {happened.text}")
+def _say(notice: Notice) -> None:
+    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {notice.text}")
 
 
-def _log(happened: News) -> None:
-    event("mesh", event=happened.event, **happened.fields)
+def _log(notice: Notice) -> None:
+    event("mesh", event=notice.event, **notice.fields)
 
 
 def _options(config: Config) -> "NodeOptions":
@@ -231,9 +231,9 @@ def _options(config: Config) -> "NodeOptions":
     from meshllm.node.options import NodeOptions
 
     chosen = config.settings
-    refuse_idle_draft(chosen)
+    check_draft(chosen)
     given: dict[str, Any] = {
-        name: current(chosen, name) for name in _AS_GIVEN if config.origins[name] != DEFAULT
+        name: current(chosen, name) for name in _PASSED_ON if config.origins[name] != DEFAULT
     }
     return NodeOptions(
         state=state_path(chosen),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 RoleName = Literal["node", "client"]
 
-SHORTEST = 7  # characters that identify a member: the short form of an id
-_AWAY = {"down", "left"}
+MIN_PREFIX = 7  # characters that identify a member: the short form of an id
+_OFFLINE = {"down", "left"}
 _DURATION = re.compile(r"(\d{1,9})(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -105,7 +105,7 @@ def remove(
     found = find(there, member)
     going = [*(guests(there, found) if with_guests else ()), found]
     if not yes:
-        here = [each for each in guests(there, found) if each.state not in _AWAY]
+        here = [each for each in guests(there, found) if each.state not in _OFFLINE]
         _confirm(going, [] if with_guests else here)
     # Guests first: one that is already removed is not spared because of its own guests.
     done = [asyncio.run(_node(chosen).remove(each.node)) for each in going]
@@ -131,7 +131,7 @@ def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> st
             render.cut(each.name) or None,
             each.role or None,
             each.state,
-            _host(each, names),
+            _inviter(each, names),
             each.node,
         )
         for each in members
@@ -153,13 +153,13 @@ def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[Mem
 
 def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
     """Return the member whose id starts with a text; raise `UserError` for none or several."""
-    wanted = _letters(text)
-    if len(wanted) < SHORTEST:
+    wanted = _normalise(text)
+    if len(wanted) < MIN_PREFIX:
         raise UserError(
-            f"`{text}` is too short for an id", hint=f"use {SHORTEST} or more characters of it"
+            f"`{text}` is too short for an id", hint=f"use {MIN_PREFIX} or more characters of it"
         )
     there = [each for each in members if each.state != "removed"]
-    found = [each for each in there if _letters(each.node).startswith(wanted)]
+    found = [each for each in there if _normalise(each.node).startswith(wanted)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -169,7 +169,7 @@ def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
 
 def _confirm(going: "list[MemberStatus]", staying: "list[MemberStatus]") -> None:
     *others, found = map(_title, going)
-    if not _is_person():
+    if not _is_interactive():
         raise UserError("Cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
     if staying:
         render.talk(f"{_stay(staying, going[-1])}, unless `--with-guests` is given")
@@ -179,9 +179,9 @@ def _confirm(going: "list[MemberStatus]", staying: "list[MemberStatus]") -> None
         raise typer.Exit(1)
 
 
-def _host(member: "MemberStatus", names: dict[str, str]) -> str | None:
+def _inviter(member: "MemberStatus", names: dict[str, str]) -> str | None:
     if member.hosts:
-        return render.cut(names.get(member.hosts[-1], member.hosts[-1][:SHORTEST]))
+        return render.cut(names.get(member.hosts[-1], member.hosts[-1][:MIN_PREFIX]))
     return "(founder)" if member.role == "node" else None
 
 
@@ -195,14 +195,14 @@ def _title(member: "MemberStatus") -> str:
 
 
 def _name(member: "MemberStatus") -> str:
-    return member.name or member.node[:SHORTEST]
+    return member.name or member.node[:MIN_PREFIX]
 
 
-def _is_person() -> bool:
+def _is_interactive() -> bool:
     return sys.stdin.isatty()
 
 
-def _letters(text: str) -> str:
+def _normalise(text: str) -> str:
     return text.replace("-", "").rstrip("…").lower()
 
 
@@ -222,6 +222,6 @@ def _members(chosen: Settings) -> "Members":
 
 
 def _node(chosen: Settings) -> "NodeClient":
-    from meshllm.cli.shared.client import NodeClient, door_path
+    from meshllm.cli.shared.client import NodeClient, socket_path
 
-    return NodeClient(door_path(chosen))
+    return NodeClient(socket_path(chosen))

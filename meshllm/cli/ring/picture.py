@@ -16,7 +16,7 @@ _ASCII = str.maketrans("┌┐└┘─│▶◀▼▲█▓▒░·…", "++++-
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Box:
     """The texts of one rank."""
 
     name: str
@@ -32,21 +32,21 @@ class Place:
         return max(map(cell_len, (self.name, self.layers, self.compute))) + FRAME
 
 
-def picture(places: Sequence[Place], columns: int) -> str:
+def picture(boxes: Sequence[Box], columns: int) -> str:
     """Draw a ring in one row, in two rows of opposite direction, or as a line."""
     for rows in (1, 2):
-        count = -(-len(places) // rows)
-        width = min(max(each.width for each in places), WIDEST, (columns + GAP) // count - GAP)
-        if width >= min(NARROWEST, max(each.width for each in places)):
-            return _draw(places, rows, count, width)
-    return line(places, columns)
+        count = -(-len(boxes) // rows)
+        width = min(max(each.width for each in boxes), WIDEST, (columns + GAP) // count - GAP)
+        if width >= min(NARROWEST, max(each.width for each in boxes)):
+            return _draw(boxes, rows, count, width)
+    return line(boxes, columns)
 
 
-def line(places: Sequence[Place], columns: int) -> str:
+def line(boxes: Sequence[Box], columns: int) -> str:
     """Draw a ring as ``a 0:4 ─1 ms─▶ b 4:8 ─2 ms─▶ a``, wrapped at ``columns``."""
-    words = [f"{each.name} {each.layers} ─{each.wire and f'{each.wire}─'}▶" for each in places]
+    words = [f"{each.name} {each.layers} ─{each.wire and f'{each.wire}─'}▶" for each in boxes]
     lines = [""]
-    for word in [*words, places[0].name]:
+    for word in [*words, boxes[0].name]:
         if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(word) > columns:
             lines.append("  ")
         lines[-1] += f" {word}" if lines[-1].strip() else word
@@ -62,25 +62,25 @@ def drawable(text: str, encoding: str | None) -> str:
     return text
 
 
-def _draw(places: Sequence[Place], rows: int, count: int, width: int) -> str:
-    height = ROWS if len(places) == 1 else (ROWS + 2) * rows - (2 if rows == 2 else 0)
+def _draw(boxes: Sequence[Box], rows: int, count: int, width: int) -> str:
+    height = ROWS if len(boxes) == 1 else (ROWS + 2) * rows - (2 if rows == 2 else 0)
     canvas = _Canvas(count * (width + GAP) - GAP, height)
-    spots = list(_spots(len(places), count, width))
-    for place, (x, y) in zip(places, spots, strict=True):
-        canvas.box(x, y, width, place)
-    for place, (a, b) in zip(places, pairwise(spots), strict=False):
+    spots = list(_spots(len(boxes), count, width))
+    for box, (x, y) in zip(boxes, spots, strict=True):
+        canvas.box(x, y, width, box)
+    for box, (a, b) in zip(boxes, pairwise(spots), strict=False):
         if a[1] == b[1]:
-            canvas.arrow(a, b, width, place.wire)
+            canvas.arrow(a, b, width, box.wire)
         else:
-            canvas.down(a, width, place.wire)
-    if len(places) > 1:
-        canvas.close(spots[-1], width, places[-1].wire)
+            canvas.down(a, width, box.wire)
+    if len(boxes) > 1:
+        canvas.close(spots[-1], width, boxes[-1].wire)
     return canvas.text()
 
 
-def _spots(places: int, count: int, width: int) -> Iterator[tuple[int, int]]:
+def _spots(boxes: int, count: int, width: int) -> Iterator[tuple[int, int]]:
     """Yield the top left corner of each box: left to right above, right to left below."""
-    for index in range(places):
+    for index in range(boxes):
         row, column = divmod(index, count)
         yield (count - 1 - column if row else column) * (width + GAP), row * (ROWS + 2)
 
@@ -104,10 +104,10 @@ class _Canvas:
     def text(self) -> str:
         return "\n".join("".join(row).rstrip() for row in self.cells)
 
-    def box(self, x: int, y: int, width: int, place: Place) -> None:
+    def box(self, x: int, y: int, width: int, box: Box) -> None:
         bar = "─" * (width - 2)
         self.put(x, y, f"┌{bar}┐")
-        for row, text in enumerate((place.name, place.layers, place.compute), start=1):
+        for row, text in enumerate((box.name, box.layers, box.compute), start=1):
             self.put(x, y + row, f"│ {_cut(text, width - FRAME)} │")
         self.put(x, y + ROWS - 1, f"└{bar}┘")
 

@@ -68,20 +68,20 @@ def plan(
 
         chosen = settings(flags)
         shape = _shape(chosen, context)
-        there = _nodes(nodes, spec, shape)
-        found = make_plan(there.offers, there.links, shape, policy=chosen.policy)
-        outlook = _Outlook(
+        given = _nodes(nodes, spec, shape)
+        found = make_plan(given.offers, given.links, shape, policy=chosen.policy)
+        report = _PlanReport(
             plan=found,
-            prediction=predict(found, there.offers, there.links, shape, prompt_tokens=PROMPT),
-            others=compare(there.offers, there.links, shape),
-            spec=there,
+            prediction=predict(found, given.offers, given.links, shape, prompt_tokens=PROMPT),
+            others=compare(given.offers, given.links, shape),
+            spec=given,
             shape=shape,
             acceptance=acceptance,
         )
     if as_json:
-        render.dump(outlook.fields())
+        render.dump(report.fields())
     else:
-        render.out(outlook.text())
+        render.out(report.text())
 
 
 def _shape(chosen: Settings, context: int) -> "Shape":
@@ -110,7 +110,7 @@ def _nodes(path: Path | None, text: str | None, shape: "Shape") -> "Spec":
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlook:
+class _PlanReport:
     """A plan and its predictions."""
 
     plan: "Plan"
@@ -151,14 +151,14 @@ class _Outlook:
                 {
                     "policy": each.policy,
                     "nodes": len(each.plan.stages) if each.plan else None,
-                    "ms_per_token": told and told.seconds_per_token * 1e3,
-                    "speculation": told and _speculation(told.guessing(self.acceptance)),
-                    "ttft_ms": told and told.ttft_s * 1e3,
-                    "slowest_stage_ms": told and told.slowest_stage_s * 1e3,
+                    "ms_per_token": forecast and forecast.seconds_per_token * 1e3,
+                    "speculation": forecast and _speculation(forecast.guessing(self.acceptance)),
+                    "ttft_ms": forecast and forecast.ttft_s * 1e3,
+                    "slowest_stage_ms": forecast and forecast.slowest_stage_s * 1e3,
                     "reason": each.reason,
                 }
                 for each in self.others
-                for told in [each.prediction]
+                for forecast in [each.prediction]
             ],
             "assumed": self._assumed(),
         }
@@ -222,13 +222,13 @@ class _Outlook:
             (
                 each.policy,
                 len(each.plan.stages) if each.plan else None,
-                told and told.seconds_per_token * 1e3,
-                told and told.guessing(self.acceptance).seconds_per_token * 1e3,
-                told and told.ttft_s * 1e3,
-                told and told.slowest_stage_s * 1e3,
+                forecast and forecast.seconds_per_token * 1e3,
+                forecast and forecast.guessing(self.acceptance).seconds_per_token * 1e3,
+                forecast and forecast.ttft_s * 1e3,
+                forecast and forecast.slowest_stage_s * 1e3,
             )
             for each in self.others
-            for told in [each.prediction]
+            for forecast in [each.prediction]
         ]
 
 

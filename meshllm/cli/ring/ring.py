@@ -42,9 +42,9 @@ def status(
     """
     import asyncio
 
-    from meshllm.cli.shared.client import NodeClient, door_path
+    from meshllm.cli.shared.client import NodeClient, socket_path
 
-    client = NodeClient(door_path(settings(flags)))
+    client = NodeClient(socket_path(settings(flags)))
     if not watch:
         found = asyncio.run(client.status())
         if as_json:

@@ -63,16 +63,16 @@ class _Node:
     memory: int
     layer_s: float | None
     head_s: float | None = None
-    away_s: float | None = None
+    latency_s: float | None = None
 
 
 def parse_spec(text: str, shape: Shape) -> Spec:
     """Parse the value of ``--spec``; raise `UserError` if it is invalid."""
     nodes: list[_Node] = []
     for part in text.split(","):
-        nodes += _repeated(part.strip(), len(nodes) + 1)
+        nodes += _expand(part.strip(), len(nodes) + 1)
         _check_count(len(nodes))
-    pairs = ((a.name, b.name, _away(a, b)) for a, b in combinations(nodes, 2))
+    pairs = ((a.name, b.name, _wire(a, b)) for a, b in combinations(nodes, 2))
     wires = {(a, b): wire for a, b, wire in pairs if wire is not None}
     return _spec(nodes, wires, shape)
 
@@ -89,7 +89,7 @@ def read_spec(path: Path, shape: Shape) -> Spec:
         raise UserError(f"Invalid TOML in `{path}`: {error}", hint=_FILE_HINT) from None
     if len(text) > MAX_BYTES:
         raise UserError(f"`{path}` is longer than {MAX_BYTES} bytes", hint=_FILE_HINT)
-    _only(tables, "file", ("node", "link"))
+    _check_keys(tables, "file", ("node", "link"))
     nodes = [_node(table) for table in _tables(tables, "node")]
     _check_count(len(nodes))
     names = [node.name for node in nodes]
@@ -122,7 +122,7 @@ def _offer(node: _Node, node_id: NodeId, shape: Shape) -> Offer:
     return Offer(node_id, node.memory, table, head_s)
 
 
-def _repeated(part: str, number: int) -> list[_Node]:
+def _expand(part: str, number: int) -> list[_Node]:
     found = _NODE.fullmatch(part)
     if found is None:
         raise UserError(
@@ -130,15 +130,15 @@ def _repeated(part: str, number: int) -> list[_Node]:
             hint="write `8GiB`, `3x8GiB` or `8GiB:2.5ms@20ms`: memory, time per layer, latency",
         )
     count, memory, layer, away = found.groups()
-    size, layer_s, away_s = parse_memory(memory), parse_time(layer), parse_time(away)
+    size, layer_s, latency_s = parse_memory(memory), parse_time(layer), parse_time(away)
     if layer_s == 0:
         raise UserError(f"Time per layer of `{part}` is zero", hint="write it as `:2.5ms`")
     numbers = range(number, number + int(count or 1))
-    return [_Node(f"n{at}", size, layer_s, away_s=away_s) for at in numbers]
+    return [_Node(f"n{at}", size, layer_s, latency_s=latency_s) for at in numbers]
 
 
-def _away(a: _Node, b: _Node) -> Wire | None:
-    given = [node.away_s for node in (a, b) if node.away_s is not None]
+def _wire(a: _Node, b: _Node) -> Wire | None:
+    given = [node.latency_s for node in (a, b) if node.latency_s is not None]
     return Wire(max(given)) if given else None
 
 
@@ -155,7 +155,7 @@ def _tables(tables: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _node(table: Mapping[str, Any]) -> _Node:
-    _only(table, "node", ("name", "memory", "ms_per_layer", "head_ms"))
+    _check_keys(table, "node", ("name", "memory", "ms_per_layer", "head_ms"))
     return _Node(
         name=_text(table, "name"),
         memory=parse_memory(_text(table, "memory")),
@@ -169,7 +169,7 @@ def _links(
 ) -> dict[tuple[str, str], Wire]:
     wires: dict[tuple[str, str], Wire] = {}
     for table in tables:
-        _only(table, "link", ("a", "b", "latency_ms", "mbit_s"))
+        _check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
         a, b = _text(table, "a"), _text(table, "b")
         if a == b or a not in names or b not in names or (a, b) in wires:
             raise UserError(f"Invalid link `{a}` to `{b}`", hint="link two nodes, each pair once")
@@ -181,7 +181,7 @@ def _links(
     return wires
 
 
-def _only(table: Mapping[str, Any], kind: str, known: Collection[str]) -> None:
+def _check_keys(table: Mapping[str, Any], kind: str, known: Collection[str]) -> None:
     if unknown := sorted(set(table).difference(known)):
         raise UserError(
             f"Unknown key `{unknown[0][:64]}` in a {kind}",

@@ -6,14 +6,14 @@ from enum import StrEnum
 from textwrap import wrap
 from typing import Any, TypeVar, cast
 
-from meshllm.cli.ring.picture import Place, picture
+from meshllm.cli.ring.picture import Box, picture
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, safe, table
 from meshllm.names import Span
 from meshllm.status import Measured, MeshStatus, NodeStatus, RingStatus, to_json
 
 T = TypeVar("T")
 
-ASTRAY_S = 5.0  # tolerated clock skew; beats, which carry the time, arrive up to 3 s late
+MAX_SKEW_S = 5.0  # tolerated clock skew; beats, which carry the time, arrive up to 3 s late
 _SHORT = 12  # characters of a name in the widest table
 _NODES, _LINKS, _HOPS = 2, 3, 4  # positions in the layout
 
@@ -57,7 +57,7 @@ def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
     return _join(parts)
 
 
-def span_of(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format a duration in the largest fitting unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
@@ -70,14 +70,14 @@ def ms(value: float, figures: int = 3) -> str:
     return f"{value:.{max(figures - len(f'{value:.0f}'), 0)}f} ms"
 
 
-def astray(nodes: Iterable[NodeStatus]) -> list[str]:
+def skewed_clocks(nodes: Iterable[NodeStatus]) -> list[str]:
     """Describe the clock skew of each linked node that exceeds the tolerance."""
-    told = ((each, each.link.clock_s) for each in nodes if each.link)
+    clocks = ((each, each.link.clock_s) for each in nodes if each.link)
     return [
-        f"{cut(node.name or node.short)} is {span_of(abs(ahead_s))}"
+        f"{cut(node.name or node.short)} is {duration(abs(ahead_s))}"
         f" {'ahead' if ahead_s > 0 else 'behind'}"
-        for node, ahead_s in told
-        if ahead_s is not None and abs(ahead_s) > ASTRAY_S
+        for node, ahead_s in clocks
+        if ahead_s is not None and abs(ahead_s) > MAX_SKEW_S
     ]
 
 
@@ -92,7 +92,7 @@ def _head(status: MeshStatus, columns: int) -> str:
     if model and model.quant != "none":
         what += f", {model.quant}"
     plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
-    seen = f"{status.mesh[:12]}, reported by {status.name}, up {span_of(status.since_s)}"
+    seen = f"{status.mesh[:12]}, reported by {status.name}, up {duration(status.since_s)}"
     runs = next((each.execution for each in status.nodes if each.is_self), "")
     facts = (
         ("ring", state),
@@ -115,8 +115,8 @@ def _ring(status: MeshStatus, columns: int) -> str:
     figures, about, digits = (measured, "", 3) if measured else (ring.predicted, "~", 2)
     here = {each.node for each in status.nodes if each.is_self}
     hops = {hop.rank: hop for hop in figures.hops} if figures else {}
-    places = [
-        Place(
+    boxes = [
+        Box(
             name=("* " if stage.node in here else "") + stage.name,
             layers=str(stage.layers),
             compute=about + ms(hop.compute_ms, digits) if hop else "",
@@ -125,7 +125,7 @@ def _ring(status: MeshStatus, columns: int) -> str:
         for stage in ring.stages
         for hop in [hops.get(stage.rank)]
     ]
-    return picture(places, columns)
+    return picture(boxes, columns)
 
 
 def _nodes(status: MeshStatus, columns: int) -> str:
@@ -183,7 +183,7 @@ def _hops(ring: RingStatus) -> str:
     measured, predicted = _measured(ring), ring.predicted
     if not measured:  # the picture shows the planned times
         return ""
-    told = {hop.rank: hop for hop in predicted.hops} if predicted else {}
+    planned = {hop.rank: hop for hop in predicted.hops} if predicted else {}
     rows = [
         (
             stage.rank,
@@ -197,7 +197,7 @@ def _hops(ring: RingStatus) -> str:
             round(real.bytes_per_token),
         )
         for stage, real in zip(ring.stages, measured.hops, strict=True)
-        for plan in [told.get(stage.rank)]
+        for plan in [planned.get(stage.rank)]
     ]
     parts = ("compute", "planned", "serialise", "queue", "wire", "planned")
     return f"{PER_TOKEN}:\n{table(('hop', 'node', *parts, 'bytes'), rows)}"
@@ -223,13 +223,13 @@ def _totals(ring: RingStatus) -> Iterator[str]:
 def _foot(status: MeshStatus, columns: int) -> str:
     counts = ", ".join(f"{count} {word}" for word, count in to_json(status.sessions).items())
     lines = [*_totals(status.ring), f"sessions  {counts}"]
-    told = [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
-    for word, text in (*told, *(("warning", each) for each in status.warnings)):
+    notes = [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
+    for word, text in (*notes, *(("warning", each) for each in status.warnings)):
         if text:
             lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)
     return "\n".join(lines)
 
 
 def _clock(nodes: Iterable[NodeStatus]) -> str:
-    wrong = astray(nodes)
+    wrong = skewed_clocks(nodes)
     return f"{', '.join(wrong)}: see `meshllm doctor`" if wrong else ""

@@ -47,13 +47,13 @@ def trace(
     """
     import asyncio
 
-    from meshllm.cli.shared.client import NodeClient, door_path
+    from meshllm.cli.shared.client import NodeClient, socket_path
 
     turn: Turn = {"role": "user", "content": prompt}
     request = Request(turns=(turn,), max_tokens=tokens)
     with render.Status(sys.stderr) as status:
         status.show(f"timing an answer of {tokens} tokens")
-        answer = asyncio.run(_ask(NodeClient(door_path(settings(flags))), request))
+        answer = asyncio.run(_ask(NodeClient(socket_path(settings(flags))), request))
     if as_json:
         fields = as_fields(answer)
         render.dump({name: fields[name] for name in fields if name not in {"text", "tokens"}})

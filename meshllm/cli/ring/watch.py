@@ -8,8 +8,8 @@ from dataclasses import replace
 from meshllm.cli.shared.client import NodeClient
 from meshllm.status import MeshStatus
 
-EVERY_S = 1.0  # figures change without an event
-PACE_S = 0.1  # events within this time cause one refresh
+REFRESH_S = 1.0  # figures change without an event
+DEBOUNCE_S = 0.1  # events within this time cause one refresh
 
 
 async def follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> None:
@@ -18,16 +18,16 @@ async def follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> None
     Raises:
         LinkLost: no node is running, or, in an exception group, its connection was lost.
     """
-    news = asyncio.Event()
+    changed = asyncio.Event()
     show(await client.status())
     async with asyncio.TaskGroup() as group:
-        group.create_task(_listen(client, news))
+        group.create_task(_listen(client, changed))
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(EVERY_S):
-                    await news.wait()
-            await asyncio.sleep(PACE_S)
-            news.clear()
+                async with asyncio.timeout(REFRESH_S):
+                    await changed.wait()
+            await asyncio.sleep(DEBOUNCE_S)
+            changed.clear()
             show(await client.status())
 
 
@@ -37,7 +37,7 @@ def changes(show: Callable[[MeshStatus], None]) -> Callable[[MeshStatus], None]:
 
     def look(status: MeshStatus) -> None:
         nonlocal before
-        after = _lasting(status)
+        after = _without_counters(status)
         if after != before:
             before = after
             show(status)
@@ -45,13 +45,13 @@ def changes(show: Callable[[MeshStatus], None]) -> Callable[[MeshStatus], None]:
     return look
 
 
-def _lasting(status: MeshStatus) -> object:
+def _without_counters(status: MeshStatus) -> object:
     nodes = tuple(replace(each, link=None, memory_bytes=0) for each in status.nodes)
     paths = [each.link and each.link.path for each in status.nodes]
     return replace(status, nodes=nodes, since_s=0), paths
 
 
-async def _listen(client: NodeClient, news: asyncio.Event) -> None:
+async def _listen(client: NodeClient, changed: asyncio.Event) -> None:
     async with aclosing(client.events()) as events:
         async for _ in events:
-            news.set()
+            changed.set()

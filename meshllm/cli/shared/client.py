@@ -22,24 +22,24 @@ START = "start one with `meshllm node`"
 REPLY_S = 30.0  # s; these requests need no inference, and the event loop runs none
 
 
-def door_path(settings: Settings) -> Path:
+def socket_path(settings: Settings) -> Path:
     """Return the path of the node's socket in the state folder."""
     from meshllm.api.unix import SOCKET
 
     return state_path(settings) / SOCKET
 
 
-def running(settings: Settings) -> bool:
+def is_running(settings: Settings) -> bool:
     """Return whether a node of the state folder accepts connections."""
     from meshllm.api.unix import is_answered
 
-    return is_answered(door_path(settings))
+    return is_answered(socket_path(settings))
 
 
 @asynccontextmanager
-async def open_door(settings: Settings) -> AsyncIterator["NodeClient"]:
+async def open_client(settings: Settings) -> AsyncIterator["NodeClient"]:
     """Yield the client of the running node as a backend."""
-    yield NodeClient(door_path(settings))
+    yield NodeClient(socket_path(settings))
 
 
 @dataclass(frozen=True, slots=True)

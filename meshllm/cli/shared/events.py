@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from meshllm.status import MeshStatus, NodeStatus, RingStatus
 
 _ABSENT = {"left", "down"}
-_TOLD = {"left": "left", "down": "is down", "refused": "is refused", "standby": "is on standby"}
+_VERBS = {"left": "left", "down": "is down", "refused": "is refused", "standby": "is on standby"}
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Notice:
     """One event for the log."""
 
     event: str
@@ -23,7 +23,7 @@ class News:
     fields: dict[str, Field] = field(default_factory=dict)
 
 
-def news(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[News]:
+def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice]:
     """Yield the changes in a cleaned ``/mesh/status``; without ``before``, everything is new."""
     known = {each.node: each for each in (before.nodes if before else ())}
     for each in after.nodes:
@@ -32,27 +32,27 @@ def news(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[News]:
             yield from _of_node(was, each)
     for gone in known.values():
         fields: dict[str, Field] = {"node": gone.node, "name": gone.name}
-        yield News("removed", f"{gone.name or gone.short} was removed from the mesh", fields)
+        yield Notice("removed", f"{gone.name or gone.short} was removed from the mesh", fields)
     old, new = before.ring if before else None, after.ring
     is_other = old is None or _facts(old) != _facts(new)
     if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
         yield _of_ring(old, new)
 
 
-def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[News]:
+def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[Notice]:
     was, state, reason = before.state if before else "left", after.state, after.reason
     who = after.name or after.short
     fields: dict[str, Field] = {"node": after.node, "name": after.name, "reason": reason}
     if was in _ABSENT and state not in _ABSENT:
         memory = f", {bytes_of(after.memory_bytes)}" if after.memory_bytes else ""
-        yield News("joined", f"{who} joined ({after.short}{memory})", fields)
+        yield Notice("joined", f"{who} joined ({after.short}{memory})", fields)
     elif before is None:
         return  # it left before the first report
-    if state in _TOLD and _is_news(before, after):
-        yield News(state, f"{who} {_TOLD[state]}{reason and f': {reason}'}", fields)
+    if state in _VERBS and _is_new(before, after):
+        yield Notice(state, f"{who} {_VERBS[state]}{reason and f': {reason}'}", fields)
 
 
-def _is_news(before: "NodeStatus | None", after: "NodeStatus") -> bool:
+def _is_new(before: "NodeStatus | None", after: "NodeStatus") -> bool:
     """Return whether the state or reason is new; figures in a standby's reason always change."""
     old = (before.state, before.reason) if before else ("", "")
     if after.state == "standby":  # once, when a plan gives the reason
@@ -76,7 +76,7 @@ def _lacks_one(status: "MeshStatus") -> bool:
     return any(each.node in away for each in status.ring.stages)
 
 
-def _of_ring(before: "RingStatus | None", ring: "RingStatus") -> News:
+def _of_ring(before: "RingStatus | None", ring: "RingStatus") -> Notice:
     stages = ", ".join(f"{each.name or each.node[:7]} {each.layers}" for each in ring.stages)
     why = ring.reason and f": {ring.reason}"
     count = len(ring.stages)
@@ -87,4 +87,4 @@ def _of_ring(before: "RingStatus | None", ring: "RingStatus") -> News:
     served = before and before.state == "serving" and before.digest == ring.digest
     if served and ring.state == "forming":
         text = f"ring of {count} lost, epoch {ring.epoch}"
-    return News(ring.state, text, {**_facts(ring), "stages": stages})
+    return Notice(ring.state, text, {**_facts(ring), "stages": stages})

@@ -76,7 +76,7 @@ def settings(flags: dict[str, Scalar]) -> Settings:
     return load(flags).settings
 
 
-def refuse_idle_draft(chosen: Settings) -> None:
+def check_draft(chosen: Settings) -> None:
     """Raise `UserError` if a draft model is set and speculation is disabled."""
     if chosen.draft is None or (chosen.speculation == "auto" and not chosen.exact):
         return

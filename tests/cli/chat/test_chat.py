@@ -12,7 +12,7 @@ from meshllm.request import Event, Sampling
 from tests.builders.fake_ring import FakeRing
 from tests.cli.conftest import Invoke
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 FAKE = "import sys; from tests.builders.fake_ring import main; main()"
 
 

@@ -10,15 +10,15 @@ from tests.builders.fake_ring import answer_of
 
 
 @pytest.fixture
-def talk() -> Conversation:
+def conversation() -> Conversation:
     return Conversation(Settings())
 
 
-def test_a_request_contains_the_previous_turns(talk: Conversation) -> None:
-    talk.remember("I am Ada", "Hello Ada")
-    talk.obey("/system be brief")
+def test_a_request_contains_the_previous_turns(conversation: Conversation) -> None:
+    conversation.append("I am Ada", "Hello Ada")
+    conversation.execute("/system be brief")
 
-    request = talk.request("Who am I?")
+    request = conversation.request("Who am I?")
 
     assert [(turn["role"], turn["content"]) for turn in request.turns] == [
         ("system", "be brief"),
@@ -28,32 +28,32 @@ def test_a_request_contains_the_previous_turns(talk: Conversation) -> None:
     ]
 
 
-def test_a_question_without_a_reply_is_dropped(talk: Conversation) -> None:
-    talk.remember("stopped at once", "")
+def test_a_question_without_a_reply_is_dropped(conversation: Conversation) -> None:
+    conversation.append("stopped at once", "")
 
-    assert talk.turns == []
+    assert conversation.turns == []
 
 
-def test_help_lists_every_command(talk: Conversation) -> None:
-    text = talk.obey("/help")
+def test_help_lists_every_command(conversation: Conversation) -> None:
+    text = conversation.execute("/help")
 
     assert all(name in text for name in COMMANDS)
     assert "Ctrl-C" in text
 
 
 @pytest.mark.parametrize("name", SETTABLE)
-def test_everything_settable_can_be_set_and_shown(talk: Conversation, name: str) -> None:
-    told = talk.obey(f"/set {name} 1")
+def test_everything_settable_can_be_set_and_shown(conversation: Conversation, name: str) -> None:
+    told = conversation.execute(f"/set {name} 1")
 
     assert told == f"{name} = 1"
-    assert f"{name} " in talk.obey("/show")
+    assert f"{name} " in conversation.execute("/show")
 
 
-def test_a_set_value_is_used_for_the_next_answer(talk: Conversation) -> None:
-    talk.obey("/set top-p 0.5")
-    talk.obey("/set max_tokens 7")
+def test_a_set_value_is_used_for_the_next_answer(conversation: Conversation) -> None:
+    conversation.execute("/set top-p 0.5")
+    conversation.execute("/set max_tokens 7")
 
-    request = talk.request("hi")
+    request = conversation.request("hi")
 
     assert (request.sampling.top_p, request.max_tokens) == (0.5, 7)
 
@@ -77,41 +77,41 @@ def test_a_set_value_is_used_for_the_next_answer(talk: Conversation) -> None:
     ],
 )
 def test_an_invalid_command_is_explained(
-    talk: Conversation, line: str, message: str, hint: str
+    conversation: Conversation, line: str, message: str, hint: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        talk.obey(line)
+        conversation.execute(line)
 
     assert str(caught.value).startswith(message)
     assert (caught.value.hint or "").startswith(hint)
 
 
-def test_a_conversation_continues_from_a_file(talk: Conversation, home: Path) -> None:
-    talk.obey("/system be brief")
-    talk.obey("/set seed 7")
-    talk.remember("Grüße", "🦊")
+def test_a_conversation_continues_from_a_file(conversation: Conversation, home: Path) -> None:
+    conversation.execute("/system be brief")
+    conversation.execute("/set seed 7")
+    conversation.append("Grüße", "🦊")
     other = Conversation(Settings(system="something else"))
 
-    told = [talk.obey("/save talk.json"), other.obey("/load talk.json")]
+    told = [conversation.execute("/save talk.json"), other.execute("/load talk.json")]
 
     assert told == ["saved 2 turns in `talk.json`", "loaded 2 turns from `talk.json`"]
-    assert other.turns == talk.turns
+    assert other.turns == conversation.turns
     assert (other.settings.system, other.settings.sampling.seed) == ("be brief", 7)
     assert (home / "talk.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_saved_conversation_may_be_saved_again(talk: Conversation) -> None:
-    talk.obey("/save talk.json")
-    talk.remember("a", "b")
+def test_a_saved_conversation_may_be_saved_again(conversation: Conversation) -> None:
+    conversation.execute("/save talk.json")
+    conversation.append("a", "b")
 
-    assert talk.obey("/save talk.json") == "saved 2 turns in `talk.json`"
+    assert conversation.execute("/save talk.json") == "saved 2 turns in `talk.json`"
 
 
-def test_no_other_file_is_overwritten(talk: Conversation, home: Path) -> None:
+def test_no_other_file_is_overwritten(conversation: Conversation, home: Path) -> None:
     (home / "precious.txt").write_text("precious")
 
     with pytest.raises(UserError, match="is not a saved conversation"):
-        talk.obey("/save precious.txt")
+        conversation.execute("/save precious.txt")
 
     assert (home / "precious.txt").read_text() == "precious"
 
@@ -127,48 +127,48 @@ def test_no_other_file_is_overwritten(talk: Conversation, home: Path) -> None:
     ],
 )
 def test_a_file_without_a_conversation_is_refused(
-    talk: Conversation, home: Path, content: str
+    conversation: Conversation, home: Path, content: str
 ) -> None:
     (home / "talk.json").write_text(content)
-    talk.remember("a", "b")
+    conversation.append("a", "b")
 
     with pytest.raises(UserError, match="is not a saved conversation"):
-        talk.obey("/load talk.json")
+        conversation.execute("/load talk.json")
 
-    assert len(talk.turns) == 2
+    assert len(conversation.turns) == 2
 
 
-def test_a_saved_setting_out_of_range_is_refused(talk: Conversation, home: Path) -> None:
+def test_a_saved_setting_out_of_range_is_refused(conversation: Conversation, home: Path) -> None:
     content = {"schema": 1, "settings": {"top_p": 9}, "turns": []}
     (home / "talk.json").write_text(json.dumps(content))
 
     with pytest.raises(UserError, match="not between 0 and 1"):
-        talk.obey("/load talk.json")
+        conversation.execute("/load talk.json")
 
 
-def test_clear_drops_turns_and_keeps_settings(talk: Conversation) -> None:
-    talk.remember("a", "b")
-    talk.obey("/set seed 7")
+def test_clear_drops_turns_and_keeps_settings(conversation: Conversation) -> None:
+    conversation.append("a", "b")
+    conversation.execute("/set seed 7")
 
-    talk.obey("/clear")
+    conversation.execute("/clear")
 
-    assert (talk.turns, talk.settings.sampling.seed) == ([], 7)
-
-
-def test_system_without_a_text_removes_the_system_prompt(talk: Conversation) -> None:
-    talk.obey("/system be brief")
-
-    talk.obey("/system")
-
-    assert talk.settings.system is None
+    assert (conversation.turns, conversation.settings.sampling.seed) == ([], 7)
 
 
-def test_stats_show_the_last_answer(talk: Conversation) -> None:
-    talk.answer = answer_of("hi", 1)
+def test_system_without_a_text_removes_the_system_prompt(conversation: Conversation) -> None:
+    conversation.execute("/system be brief")
 
-    assert "250.0 tokens/s" in talk.obey("/stats")
+    conversation.execute("/system")
+
+    assert conversation.settings.system is None
 
 
-def test_bye_exits(talk: Conversation) -> None:
+def test_stats_show_the_last_answer(conversation: Conversation) -> None:
+    conversation.answer = answer_of("hi", 1)
+
+    assert "250.0 tokens/s" in conversation.execute("/stats")
+
+
+def test_bye_exits(conversation: Conversation) -> None:
     with pytest.raises(EOFError):
-        talk.obey("/bye")
+        conversation.execute("/bye")

@@ -120,16 +120,16 @@ def test_clock_skew_is_reported_with_a_hint(
 
 
 def test_no_running_node_is_a_warning(home: Path) -> None:
-    never = checks.check_silence(home / "door.sock", LinkLost("No node is running"))
+    never = checks.check_no_node(home / "door.sock", LinkLost("No node is running"))
     (home / "door.sock").touch()
-    killed = checks.check_silence(home / "door.sock", LinkLost("No node is running"))
+    killed = checks.check_no_node(home / "door.sock", LinkLost("No node is running"))
 
     assert (never.verdict, never.advice) == ("warn", "start one with `meshllm node`")
     assert (killed.verdict, "was killed" in killed.advice) == ("warn", True)
 
 
 def test_an_invalid_response_of_the_node_fails(home: Path) -> None:
-    found = checks.check_silence(home / "door.sock", PeerFault("No JSON", hint="update it"))
+    found = checks.check_no_node(home / "door.sock", PeerFault("No JSON", hint="update it"))
 
     assert found == Finding("fail", "node", "No JSON", "update it")
 
@@ -138,12 +138,12 @@ def test_a_socket_open_to_other_users_fails(home: Path) -> None:
     path = home / "door.sock"
     path.touch(0o600)
 
-    assert checks.check_door(path, status_of(2)).verdict == "ok"
-    assert checks.check_door(path, waiting("alone")) == Finding(
+    assert checks.check_node(path, status_of(2)).verdict == "ok"
+    assert checks.check_node(path, waiting("alone")) == Finding(
         "warn", "node", "node attic is running, ring waiting: alone"
     )
     path.chmod(0o666)
-    assert checks.check_door(path, status_of(2)).verdict == "fail"
+    assert checks.check_node(path, status_of(2)).verdict == "fail"
 
 
 @pytest.mark.parametrize(

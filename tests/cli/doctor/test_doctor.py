@@ -14,10 +14,10 @@ from tests.cli.conftest import Invoke
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    door = FakeClient(monkeypatch)
-    door.statuses = [replace(status_of(2), listening=("loopback:1",))]
-    return door
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    node = FakeClient(monkeypatch)
+    node.statuses = [replace(status_of(2), listening=("loopback:1",))]
+    return node
 
 
 def test_a_finding_is_a_line_and_one_for_its_hint() -> None:
@@ -41,8 +41,8 @@ def test_long_lines_are_wrapped_between_words() -> None:
     ]
 
 
-def test_a_machine_without_a_node_is_checked(meshllm: Invoke, door: FakeClient) -> None:
-    door.statuses = [LinkLost("No node is running")]
+def test_a_machine_without_a_node_is_checked(meshllm: Invoke, node: FakeClient) -> None:
+    node.statuses = [LinkLost("No node is running")]
 
     result = meshllm("doctor")
 
@@ -55,7 +55,7 @@ def test_a_machine_without_a_node_is_checked(meshllm: Invoke, door: FakeClient) 
     assert "websocket is selected and loads" in result.stdout
 
 
-def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("doctor", "--json")
 
     found = {each["what"]: each["found"] for each in json.loads(result.stdout)["findings"]}
@@ -66,7 +66,7 @@ def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, door: 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failed_check_fails_the_command(
-    meshllm: Invoke, door: FakeClient, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
+    meshllm: Invoke, node: FakeClient, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
 ) -> None:
     def examine(_: object, status: object, transports: object) -> Iterator[Finding]:
         assert not isinstance(status, MeshError)

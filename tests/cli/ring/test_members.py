@@ -11,26 +11,26 @@ from tests.cli.conftest import Invoke
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     return FakeClient(monkeypatch)
 
 
-def test_stdout_is_only_the_ticket(meshllm: Invoke, door: FakeClient) -> None:
+def test_stdout_is_only_the_ticket(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "ticket")
 
     assert result.stdout == "meshllm1abc\n"
     assert result.stderr == "valid once within 1h; to use it: meshllm node --join meshllm1abc\n"
-    assert door.posted == [("node", 3600, 1)]
+    assert node.posted == [("node", 3600, 1)]
 
 
-def test_a_client_ticket_shows_the_chat_command(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_client_ticket_shows_the_chat_command(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "ticket", "--role", "client", "--expires", "7d", "--uses", "5")
 
     assert result.stderr == "valid 5 times within 7d; to use it: meshllm chat --join meshllm1abc\n"
-    assert door.posted == [("client", 604_800, 5)]
+    assert node.posted == [("client", 604_800, 5)]
 
 
-def test_a_ticket_as_json(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_ticket_as_json(meshllm: Invoke, node: FakeClient) -> None:
     told = json.loads(meshllm("ring", "ticket", "--expires", "90s", "--json").stdout)
 
     assert told == {
@@ -39,17 +39,17 @@ def test_a_ticket_as_json(meshllm: Invoke, door: FakeClient) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1", "1w", "0h", "-1h", "1.5h", "1h "])
-def test_a_time_is_a_number_and_a_unit(meshllm: Invoke, door: FakeClient, text: str) -> None:
+def test_a_time_is_a_number_and_a_unit(meshllm: Invoke, node: FakeClient, text: str) -> None:
     result = meshllm("ring", "ticket", "--expires", text)
 
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: Invalid duration `{text}`\n")
-    assert door.posted == []
+    assert node.posted == []
 
 
-def test_members_are_listed_with_full_ids(meshllm: Invoke, door: FakeClient) -> None:
+def test_members_are_listed_with_full_ids(meshllm: Invoke, node: FakeClient) -> None:
     client = member(2, role="client", name="", state="linked", hosts=("3" * 63,))
-    door.there.append(client)
+    node.there.append(client)
 
     assert meshllm("ring", "members").stdout.splitlines() == [
         "   name   role    state    invited by  id",
@@ -73,9 +73,9 @@ def test_on_a_terminal_a_line_is_truncated() -> None:
 
 
 def test_a_removed_member_is_listed_and_cannot_be_removed_again(
-    meshllm: Invoke, door: FakeClient
+    meshllm: Invoke, node: FakeClient
 ) -> None:
-    door.there[1] = member(1, role="", state="removed", hosts=())
+    node.there[1] = member(1, role="", state="removed", hosts=())
 
     assert (
         f"   desk   -     removed  -           {node_id(1)}\n" in meshllm("ring", "members").stdout
@@ -83,27 +83,27 @@ def test_a_removed_member_is_listed_and_cannot_be_removed_again(
     assert meshllm("ring", "remove", node_id(1), "--yes").exit_code == 2
 
 
-def test_members_as_json(meshllm: Invoke, door: FakeClient) -> None:
+def test_members_as_json(meshllm: Invoke, node: FakeClient) -> None:
     told = json.loads(meshllm("ring", "members", "--json").stdout)
 
     assert told == {"schema": 1, "members": [to_json(member(0)), to_json(member(1))]}
 
 
-def test_control_characters_in_a_name_are_escaped(meshllm: Invoke, door: FakeClient) -> None:
-    door.there[0] = member(0, name="\x1b[2J\n")
+def test_control_characters_in_a_name_are_escaped(meshllm: Invoke, node: FakeClient) -> None:
+    node.there[0] = member(0, name="\x1b[2J\n")
 
     assert "*  \\x1b[2J\\n  node" in meshllm("ring", "members").stdout
 
 
-def test_a_member_is_removed_by_a_prefix_of_its_id(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_member_is_removed_by_a_prefix_of_its_id(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "remove", "DESK1BCD", "--yes")
 
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"desk {node_id(1)} was removed\n"
-    assert door.posted == [(node_id(1),)]
+    assert node.posted == [(node_id(1),)]
 
 
-def test_a_removal_as_json(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_removal_as_json(meshllm: Invoke, node: FakeClient) -> None:
     told = json.loads(meshllm("ring", "remove", node_id(1), "-y", "--json").stdout)
 
     assert told == {
@@ -111,10 +111,10 @@ def test_a_removal_as_json(meshllm: Invoke, door: FakeClient) -> None:
     }  # fmt: skip
 
 
-def test_guests_stay_and_are_listed(meshllm: Invoke, door: FakeClient) -> None:
-    door.there = [member(each) for each in range(4)]
+def test_guests_stay_and_are_listed(meshllm: Invoke, node: FakeClient) -> None:
+    node.there = [member(each) for each in range(4)]
     spared = tuple(Named(node_id(each), "") for each in (2, 3))
-    door.removed = Removed(node_id(1), "desk", spared)
+    node.removed = Removed(node_id(1), "desk", spared)
 
     result = meshllm("ring", "remove", node_id(1), "--yes")
 
@@ -122,54 +122,54 @@ def test_guests_stay_and_are_listed(meshllm: Invoke, door: FakeClient) -> None:
         f"desk {node_id(1)} was removed",
         "laptop, cellar, invited by desk, stay",
     ]
-    assert len(door.posted) == 1
+    assert len(node.posted) == 1
 
 
-def test_with_guests_removes_the_guests_first(meshllm: Invoke, door: FakeClient) -> None:
+def test_with_guests_removes_the_guests_first(meshllm: Invoke, node: FakeClient) -> None:
     client = member(4, role="client")
-    door.there = [*(member(each) for each in range(4)), client]
+    node.there = [*(member(each) for each in range(4)), client]
 
     result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
 
-    assert door.posted == [(node_id(each),) for each in (2, 3, 1)]
+    assert node.posted == [(node_id(each),) for each in (2, 3, 1)]
     assert result.stderr.splitlines() == [
         f"{NAMES[each]} {node_id(each)} was removed" for each in (2, 3, 1)
     ]
 
 
-def test_with_guests_never_removes_this_node(meshllm: Invoke, door: FakeClient) -> None:
-    door.there = [member(1), member(2, is_self=True), member(3)]
-    door.removed = Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),))
+def test_with_guests_never_removes_this_node(meshllm: Invoke, node: FakeClient) -> None:
+    node.there = [member(1), member(2, is_self=True), member(3)]
+    node.removed = Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),))
 
     result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
 
-    assert door.posted == [(node_id(each),) for each in (3, 1)]
+    assert node.posted == [(node_id(each),) for each in (3, 1)]
     assert "stay" not in result.stderr
 
 
-def test_a_removal_needs_a_confirmation(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_removal_needs_a_confirmation(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "remove", node_id(1))
 
     assert result.exit_code == 2
     assert result.stderr.endswith("hint: add `--yes`\n")
-    assert door.posted == []
+    assert node.posted == []
 
 
 @pytest.mark.parametrize(("answer", "code", "count"), [("y\n", 0, 1), ("n\n", 1, 0), ("\n", 1, 0)])
 def test_the_confirmation_shows_the_full_id(
     meshllm: Invoke,
-    door: FakeClient,
+    node: FakeClient,
     monkeypatch: pytest.MonkeyPatch,
     answer: str,
     code: int,
     count: int,
 ) -> None:
-    monkeypatch.setattr("meshllm.cli.ring.members._is_person", lambda: True)
+    monkeypatch.setattr("meshllm.cli.ring.members._is_interactive", lambda: True)
 
     result = meshllm("ring", "remove", node_id(1), stdin=answer)
 
     assert f"Permanently remove desk {node_id(1)}? [y/N]:" in result.stderr
-    assert (result.exit_code, len(door.posted)) == (code, count)
+    assert (result.exit_code, len(node.posted)) == (code, count)
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,19 @@ def test_the_confirmation_shows_the_full_id(
 )
 def test_the_confirmation_lists_the_guests(
     meshllm: Invoke,
-    door: FakeClient,
+    node: FakeClient,
     monkeypatch: pytest.MonkeyPatch,
     options: tuple[str, ...],
     line: str,
 ) -> None:
-    monkeypatch.setattr("meshllm.cli.ring.members._is_person", lambda: True)
+    monkeypatch.setattr("meshllm.cli.ring.members._is_interactive", lambda: True)
     away = member(3, state="down", hosts=(node_id(1),))
-    door.there = [member(0), member(1), member(2), *([] if options else [away])]
+    node.there = [member(0), member(1), member(2), *([] if options else [away])]
 
     result = meshllm("ring", "remove", node_id(1), *options, stdin="n\n")
 
     assert result.stderr.startswith(f"{line}Permanently remove desk {node_id(1)}? [y/N]:")
-    assert door.posted == []
+    assert node.posted == []
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,17 @@
 import pytest
 from rich.cells import cell_len
 
-from meshllm.cli.ring.picture import Place, drawable, line, picture
+from meshllm.cli.ring.picture import Box, drawable, line, picture
 
 
-def places(count: int, name: str = "n{}") -> list[Place]:
+def boxes(count: int, name: str = "n{}") -> list[Box]:
     return [
-        Place(name.format(at), f"{at}:{at + 1}", f"{at}.50 ms", f"{at}.25 ms")
-        for at in range(count)
+        Box(name.format(at), f"{at}:{at + 1}", f"{at}.50 ms", f"{at}.25 ms") for at in range(count)
     ]
 
 
 def test_a_ring_of_two_is_boxes_and_a_return_arrow() -> None:
-    assert picture(places(2), 80).splitlines() == [
+    assert picture(boxes(2), 80).splitlines() == [
         "┌─────────┐         ┌─────────┐",
         "│ n0      │ 0.25 ms │ n1      │",
         "│ 0:1     │────────▶│ 1:2     │",
@@ -24,7 +23,7 @@ def test_a_ring_of_two_is_boxes_and_a_return_arrow() -> None:
 
 
 def test_one_node_is_a_box() -> None:
-    text = picture(places(1), 80)
+    text = picture(boxes(1), 80)
 
     assert text.count("┌") == 1
     assert "▶" not in text
@@ -32,7 +31,7 @@ def test_one_node_is_a_box() -> None:
 
 
 def test_a_wide_ring_takes_two_rows() -> None:
-    rows = picture(places(6), 60).splitlines()
+    rows = picture(boxes(6), 60).splitlines()
 
     assert rows[2] == "│ 0:1     │────────▶│ 1:2     │────────▶│ 2:3     │"
     assert rows[5] == "     ▲ 5.25 ms                       2.25 ms │"
@@ -41,7 +40,7 @@ def test_a_wide_ring_takes_two_rows() -> None:
 
 
 def test_the_arrow_of_an_odd_ring_goes_around_the_empty_slot() -> None:
-    rows = picture(places(5), 60).splitlines()
+    rows = picture(boxes(5), 60).splitlines()
 
     assert rows[7] == "     │              ┌─────────┐         ┌─────────┐"
     assert rows[9] == "     └──────────────│ 4:5     │◀────────│ 3:4     │"
@@ -51,49 +50,47 @@ def test_the_arrow_of_an_odd_ring_goes_around_the_empty_slot() -> None:
 @pytest.mark.parametrize("columns", [30, 80, 132])
 @pytest.mark.parametrize("name", ["n{}", "a-very-long-name-of-a-node-{}", "東京{}"])
 def test_no_line_is_wider_than_the_terminal(count: int, columns: int, name: str) -> None:
-    text = picture(places(count, name[: columns // 3]), columns)
+    text = picture(boxes(count, name[: columns // 3]), columns)
 
     assert max(map(cell_len, text.splitlines())) <= columns
 
 
 def test_every_node_is_in_the_picture() -> None:
     for count in range(1, 20):
-        text = picture(places(count), 80)
+        text = picture(boxes(count), 80)
 
         assert all(f"n{at} " in text for at in range(count))
 
 
 def test_a_long_name_is_cut_and_a_wide_one_stays_aligned() -> None:
-    rows = picture(
-        [*places(3, "a-very-long-name-{}"), *places(1, "東京都千代田区")], 80
-    ).splitlines()
+    rows = picture([*boxes(3, "a-very-long-name-{}"), *boxes(1, "東京都千代田区")], 80).splitlines()
 
     assert rows[1].startswith("│ a-very-l… │")
     assert len({cell_len(row) for row in rows[:5]}) == 1
 
 
 def test_a_combining_character_takes_no_cell() -> None:
-    rows = picture(places(1, "e\u0301te"), 80).splitlines()
+    rows = picture(boxes(1, "e\u0301te"), 80).splitlines()
 
     assert len({cell_len(row) for row in rows}) == 1
     assert "e\u0301te" in rows[1]
 
 
 def test_many_nodes_are_a_line() -> None:
-    assert line(places(3), 40).splitlines() == [
+    assert line(boxes(3), 40).splitlines() == [
         "n0 0:1 ─0.25 ms─▶ n1 1:2 ─1.25 ms─▶",
         "  n2 2:3 ─2.25 ms─▶ n0",
     ]
-    assert picture(places(9), 80) == line(places(9), 80)
+    assert picture(boxes(9), 80) == line(boxes(9), 80)
 
 
 def test_a_line_needs_no_times() -> None:
-    assert line([Place("a", "0:1", "", ""), Place("b", "1:2", "", "")], 80) == "a 0:1 ─▶ b 1:2 ─▶ a"
+    assert line([Box("a", "0:1", "", ""), Box("b", "1:2", "", "")], 80) == "a 0:1 ─▶ b 1:2 ─▶ a"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", None])
 def test_an_encoding_without_boxes_gets_ascii(encoding: str | None) -> None:
-    assert drawable(picture(places(2), 80), encoding).isascii()
+    assert drawable(picture(boxes(2), 80), encoding).isascii()
 
 
 def test_an_encoding_with_boxes_keeps_them() -> None:

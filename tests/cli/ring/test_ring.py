@@ -20,9 +20,9 @@ from tests.cli.conftest import Invoke
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    monkeypatch.setattr(watch, "PACE_S", 0)
-    monkeypatch.setattr(watch, "EVERY_S", 0.01)
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    monkeypatch.setattr(watch, "DEBOUNCE_S", 0)
+    monkeypatch.setattr(watch, "REFRESH_S", 0.01)
     return FakeClient(monkeypatch)
 
 
@@ -33,23 +33,23 @@ def test_the_group_names_its_commands(meshllm: Invoke) -> None:
         assert f"\n  {name} " in text
 
 
-def test_status_shows_the_ring(meshllm: Invoke, door: FakeClient) -> None:
+def test_status_shows_the_ring(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "status", "--state", "here")
 
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("ring    serving\n")
-    assert door.path == Path.cwd() / "here" / "door.sock"
+    assert node.path == Path.cwd() / "here" / "door.sock"
 
 
-def test_status_as_json_is_the_report_of_the_node(meshllm: Invoke, door: FakeClient) -> None:
+def test_status_as_json_is_the_report_of_the_node(meshllm: Invoke, node: FakeClient) -> None:
     told = json.loads(meshllm("ring", "status", "--json").stdout)
 
     assert told == {"schema": 1, **to_json(status_of(3))}
     assert from_json(MeshStatus, told) == status_of(3)
 
 
-def test_status_without_a_node_fails(meshllm: Invoke, door: FakeClient) -> None:
-    door.statuses = [LinkLost("No node is running", hint="start one with `meshllm node`")]
+def test_status_without_a_node_fails(meshllm: Invoke, node: FakeClient) -> None:
+    node.statuses = [LinkLost("No node is running", hint="start one with `meshllm node`")]
 
     result = meshllm("ring", "status")
 
@@ -57,9 +57,9 @@ def test_status_without_a_node_fails(meshllm: Invoke, door: FakeClient) -> None:
     assert result.stderr.endswith("hint: start one with `meshllm node`\n")
 
 
-def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, node: FakeClient) -> None:
     later = replace(with_link(status_of(2), 1, heard_s=0.9, bytes_sent=1), since_s=755.0)
-    door.statuses = [waiting("alone"), status_of(2), later, LinkLost("The node is gone")]
+    node.statuses = [waiting("alone"), status_of(2), later, LinkLost("The node is gone")]
 
     result = meshllm("ring", "status", "--watch", "--json")
 
@@ -72,9 +72,9 @@ def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, door: FakeC
 
 
 def test_a_watched_pipe_gets_text_without_control_characters(
-    meshllm: Invoke, door: FakeClient
+    meshllm: Invoke, node: FakeClient
 ) -> None:
-    door.statuses = [waiting("alone"), status_of(2), LinkLost("The node is gone")]
+    node.statuses = [waiting("alone"), status_of(2), LinkLost("The node is gone")]
 
     result = meshllm("ring", "status", "--watch")
 

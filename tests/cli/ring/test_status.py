@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.cli.ring.status import clean, lay_out, ms, span_of
+from meshllm.cli.ring.status import clean, duration, lay_out, ms
 from meshllm.names import Span
 from meshllm.status import NodeState
 from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
@@ -229,4 +229,4 @@ def test_times_have_three_figures(value: float, text: str) -> None:
     ("seconds", "text"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200_000, "2 d")]
 )
 def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
-    assert span_of(seconds) == text
+    assert duration(seconds) == text

@@ -20,10 +20,10 @@ def traced(*, ms_per_token: float = 50.0, name: str = "desk") -> Answer:
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    door = FakeClient(monkeypatch)
-    door.answers = [Prefilled(1, 1), Piece("x"), traced()]
-    return door
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    node = FakeClient(monkeypatch)
+    node.answers = [Prefilled(1, 1), Piece("x"), traced()]
+    return node
 
 
 def test_a_trace_is_a_bar_for_each_hop_and_one_for_the_rest() -> None:
@@ -53,32 +53,32 @@ def test_a_single_token_has_no_hops_to_time() -> None:
     assert lay_out(traced(ms_per_token=0), 80).endswith("\nfirst token 240.0 ms")
 
 
-def test_the_answer_is_timed_and_not_shown(meshllm: Invoke, door: FakeClient) -> None:
+def test_the_answer_is_timed_and_not_shown(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "trace", "What is a ring?", "--tokens", "32")
 
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("per token, times in ms:\nhop  node ")
     assert "secret" not in result.stdout
-    assert [(each.turns[0]["content"], each.max_tokens) for each in door.requests] == [
+    assert [(each.turns[0]["content"], each.max_tokens) for each in node.requests] == [
         ("What is a ring?", 32)
     ]
 
 
-def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, door: FakeClient) -> None:
-    door.answers = [traced(name="lapt2bc")]
+def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, node: FakeClient) -> None:
+    node.answers = [traced(name="lapt2bc")]
 
     told = json.loads(meshllm("ring", "trace", "--json").stdout)
 
     assert [hop["node"] for hop in told["hops"]] == ["attic", "laptop"]
 
 
-def test_a_trace_needs_no_prompt(meshllm: Invoke, door: FakeClient) -> None:
+def test_a_trace_needs_no_prompt(meshllm: Invoke, node: FakeClient) -> None:
     assert meshllm("ring", "trace").exit_code == 0
-    assert door.requests[0].turns[0]["content"]
+    assert node.requests[0].turns[0]["content"]
 
 
-def test_a_trace_as_json_has_every_hop(meshllm: Invoke, door: FakeClient) -> None:
-    door.answers = [answer_of("x", 4)]
+def test_a_trace_as_json_has_every_hop(meshllm: Invoke, node: FakeClient) -> None:
+    node.answers = [answer_of("x", 4)]
 
     told = json.loads(meshllm("ring", "trace", "--json").stdout)
 
@@ -87,9 +87,9 @@ def test_a_trace_as_json_has_every_hop(meshllm: Invoke, door: FakeClient) -> Non
 
 
 def test_a_node_that_ends_without_an_answer_is_a_peer_fault(
-    meshllm: Invoke, door: FakeClient
+    meshllm: Invoke, node: FakeClient
 ) -> None:
-    door.answers = [Prefilled(1, 1)]
+    node.answers = [Prefilled(1, 1)]
 
     assert meshllm("ring", "trace").exit_code == PeerFault.exit_code
 

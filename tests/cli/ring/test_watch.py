@@ -12,9 +12,9 @@ from tests.builders.status import status_of, waiting, with_link, with_node
 
 
 async def test_an_event_causes_an_early_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = FakeClient(monkeypatch)
-    door.statuses = [waiting("alone"), status_of(2)]
-    monkeypatch.setattr(watch, "EVERY_S", 3600)
+    node = FakeClient(monkeypatch)
+    node.statuses = [waiting("alone"), status_of(2)]
+    monkeypatch.setattr(watch, "REFRESH_S", 3600)
     seen: list[str] = []
     both = asyncio.Event()
 
@@ -23,7 +23,7 @@ async def test_an_event_causes_an_early_refresh(monkeypatch: pytest.MonkeyPatch)
         if len(seen) == 2:
             both.set()
 
-    watching = asyncio.create_task(watch.follow(client(door), show))
+    watching = asyncio.create_task(watch.follow(client(node), show))
     await both.wait()
     watching.cancel()
 
@@ -31,12 +31,12 @@ async def test_an_event_causes_an_early_refresh(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_it_ends_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = FakeClient(monkeypatch)
-    door.statuses = [status_of(1), LinkLost("The node is gone")]
-    monkeypatch.setattr(watch, "EVERY_S", 0.01)
+    node = FakeClient(monkeypatch)
+    node.statuses = [status_of(1), LinkLost("The node is gone")]
+    monkeypatch.setattr(watch, "REFRESH_S", 0.01)
 
     with pytest.raises(ExceptionGroup) as ended:
-        await watch.follow(client(door), lambda _: None)
+        await watch.follow(client(node), lambda _: None)
 
     assert ended.value.subgroup(LinkLost)
 
@@ -53,5 +53,5 @@ def test_clocks_and_counters_are_no_change() -> None:
     assert seen == [status_of(2), third]
 
 
-def client(door: FakeClient) -> NodeClient:
-    return door  # type: ignore[return-value]  # implements what is used
+def client(node: FakeClient) -> NodeClient:
+    return node  # type: ignore[return-value]  # implements what is used

@@ -10,7 +10,7 @@ import pytest
 from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.cli.shared import client as module
-from meshllm.cli.shared.client import NodeClient, door_path, open_door, running
+from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
 from meshllm.request import Event, Piece, Prefilled, Request
@@ -75,7 +75,7 @@ async def _events(client: NodeClient) -> list[Event]:
 
 
 def test_the_socket_is_in_the_state_folder(tmp_path: Path) -> None:
-    assert door_path(Settings(state=str(tmp_path))) == tmp_path / "door.sock"
+    assert socket_path(Settings(state=str(tmp_path))) == tmp_path / "door.sock"
 
 
 async def test_reports_are_fetched_unchanged(client: NodeClient, node: FakeNode) -> None:
@@ -192,11 +192,11 @@ async def test_a_node_that_does_not_respond_times_out(
 
 
 async def test_is_running_checks_for_a_node(client: NodeClient, tmp_path: Path) -> None:
-    assert running(Settings(state=str(client.socket.parent)))
-    assert not running(Settings(state=str(tmp_path / "other")))
-    assert not running(Settings(state="x" * 300))
+    assert is_running(Settings(state=str(client.socket.parent)))
+    assert not is_running(Settings(state=str(tmp_path / "other")))
+    assert not is_running(Settings(state="x" * 300))
 
 
 async def test_the_client_uses_the_state_folder_of_the_settings(client: NodeClient) -> None:
-    async with open_door(Settings(state=str(client.socket.parent))) as ring:
+    async with open_client(Settings(state=str(client.socket.parent))) as ring:
         assert ring == client

@@ -1,12 +1,12 @@
 from dataclasses import replace
 
-from meshllm.cli.shared.events import news
+from meshllm.cli.shared.events import notices
 from meshllm.status import MeshStatus, NodeState, RingState
 from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
 
 
 def texts(before: MeshStatus | None, after: MeshStatus) -> list[str]:
-    return [each.text for each in news(before, after)]
+    return [each.text for each in notices(before, after)]
 
 
 def test_without_a_previous_report_everything_is_new() -> None:
@@ -109,7 +109,7 @@ def test_a_node_without_a_name_is_reported_by_id() -> None:
 
 
 def test_notices_have_fields() -> None:
-    joined, serving = news(None, status_of(2))
+    joined, serving = notices(None, status_of(2))
 
     assert (joined.event, joined.fields["name"]) == ("joined", "desk")
     assert serving.event == "serving"
