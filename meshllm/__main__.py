@@ -1,4 +1,4 @@
-"""The door for `python -m meshllm` and the console script."""
+"""Entry point of `python -m meshllm` and of the console script."""
 
 from meshllm.cli.app import main
 

@@ -1,7 +1,7 @@
-"""What is set, and where it was set.
+"""Settings, merged from files, environment and flags, with the origin of each value.
 
-A later origin wins: default, user file, project file, environment, flag. The project file is
-`meshllm.toml` in the working directory only: one further up may belong to somebody else.
+Precedence, lowest first: default, user file, project file, environment, flag. The project file is
+`meshllm.toml` in the working directory only: one in a parent may belong to another user.
 """
 
 import os
@@ -43,7 +43,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 10_000_000),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),  # it divides, so never 0
+    "repetition_penalty": (0.01, 100),  # a divisor, so never 0
     "frequency_penalty": (-100, 100),
     "presence_penalty": (-100, 100),
     "seed": (0, 2**63 - 1),
@@ -55,77 +55,77 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that can be set; the names are those of flags, variables and file keys."""
+    """All settings; a field name gives the flag, the environment variable and the file key."""
 
     model: str = "builtin"
     """Model: `builtin`, a folder, or a Hugging Face name."""
     nodes: int = 1
-    """Nodes of the ring, all in this process."""
+    """Number of ring nodes, all in this process."""
     transport: str = "loopback"
     """Transport between the nodes."""
     ends: Ends = "entry"
-    """Who holds embedding and head."""
+    """Which side holds the embedding and the LM head."""
     dtype: Dtype = "auto"
-    """Number format of the weights; `auto` is as stored."""
+    """Data type of the weights; `auto` is as stored."""
     quant: QuantName = "none"
-    """Hold weights in 8 or 4 bits: smaller, faster, not the same."""
+    """Quantise the weights to 8 or 4 bits: smaller, faster, lossy."""
     device: str = "auto"
-    """Where to compute: `auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Compute device: `auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: int | None = None
-    """Processor threads; torch decides when not set."""
+    """CPU threads; chosen by torch when not set."""
     speculation: Speculation = "auto"
-    """Guess at the next tokens and check several in one trip."""
+    """Speculative decoding: draft tokens, verify them together."""
     draft: str | None = None
-    """Let a small model, named as `--model` is, guess too."""
+    """Draft model for speculative decoding, named as `--model`."""
     exact: bool = False
-    """Compute each token as transformers does, to the last bit."""
+    """Compute each token bit-identically to transformers."""
     wire: WireName = "exact"
-    """How hidden states travel; `int8`: smaller, not the same."""
+    """Encoding of hidden states; `int8` is smaller but lossy."""
     prefix_cache: str | None = None
-    """Memory for earlier texts: `2GiB`, `10%` of what is free, 0."""
+    """Memory for the prefix cache: `2GiB`, `10%` of free, or 0."""
     system: str | None = None
-    """What the model is told before the conversation."""
+    """System prompt of the conversation."""
     state: str | None = None
-    """Folder of the node's key, mesh and door."""
+    """Folder of the node's key, membership and socket."""
     listen: str | None = None
-    """Where others reach this node; port 7700 when not set."""
+    """Address to listen on; port 7700 when not set."""
     advertise: str | None = None
-    """Other addresses of this node, as of a reverse proxy."""
+    """More addresses of this node, such as a reverse proxy."""
     relay: str | None = None
-    """Relays through which others reach this node, with commas."""
+    """Relays to register with, separated by commas."""
     join: str | None = None
     """Ticket of the mesh to join."""
     name: str | None = None
-    """Name of this node; that of the machine when not set."""
+    """Name of this node; the host name when not set."""
     memory: str | None = None
-    """Memory of the process: `8GiB`, or `50%` of what is free."""
+    """Memory limit of the process: `8GiB`, or `50%` of free."""
     layers: str | None = None
     """Hold exactly the layers A:B."""
     policy: PolicyName = "auto"
-    """What the ring is to be good at."""
+    """Objective by which the ring is planned."""
     members: int | None = None
-    """Nodes of the ring; the policy chooses when not set."""
+    """Number of ring nodes; the policy chooses when not set."""
     exclude: str | None = None
-    """Nodes without layers: names or ids, with commas."""
+    """Nodes to give no layers: names or ids, with commas."""
     prefer: str | None = None
     """Nodes to use if a layer fits: names or ids, with commas."""
     context: int = 4096
-    """Tokens of one session for which the ring has room."""
+    """Context length of one session that the ring must hold."""
     discovery: bool = True
-    """Look for nodes of the mesh on the local network."""
+    """Discover nodes of the mesh on the local network."""
     log_format: LogFormat = "text"
-    """Form of the log on stderr."""
+    """Format of the log on stderr."""
     history: bool = True
-    """Remember the lines typed in a conversation."""
+    """Save the lines typed in a conversation."""
     debug: bool = False
-    """Show where in the code an error was raised."""
+    """Show the traceback of an error."""
     max_tokens: int = Request().max_tokens
     sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting by its name."""
+    """The description of one setting."""
 
     name: str
     owner: type
@@ -136,22 +136,22 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """Name its environment variable."""
+        """The environment variable."""
         return PREFIX + self.name.upper()
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings in force and the origin of each."""
+    """The effective settings and the origin of each."""
 
     settings: Settings
     origins: Mapping[str, str]
-    """Setting to `default`, a file, a variable or a flag."""
+    """By setting: `default`, a file, a variable or a flag."""
 
 
 @cache
 def keys() -> Mapping[str, Key]:
-    """Name every setting, in the order of the dataclasses."""
+    """Return every setting by name, in the order of the dataclasses."""
     return {key.name: key for owner in (Settings, Sampling) for key in _keys_of(owner)}
 
 
@@ -161,10 +161,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Config:
-    """Merge every origin; a flag that is None was not given.
+    """Merge the settings of every origin; a flag that is None was not given.
 
     Raises:
-        UserError: a file that is no TOML, a key nobody knows, a value of the wrong type or range.
+        UserError: a file is invalid, a key unknown, or a value of the wrong type or out of range.
     """
     values: dict[str, Scalar] = {}
     origins = dict.fromkeys(keys(), DEFAULT)
@@ -174,7 +174,7 @@ def load(
 
 
 def change(settings: Settings, values: Mapping[str, Scalar]) -> Settings:
-    """Replace the settings of these names."""
+    """Return the settings with these values replaced."""
     inner: dict[str, Any] = {name: values[name] for name in values.keys() & _names(Sampling)}
     outer: dict[str, Any] = {name: values[name] for name in values.keys() - inner.keys()}
     return replace(settings, **outer, sampling=replace(settings.sampling, **inner))
@@ -188,15 +188,16 @@ def current(settings: Settings, name: str) -> Scalar:
 
 
 def check(name: str, value: object, origin: str) -> Scalar:
-    """Return the value of a setting, or say what is wrong with it and where it was set."""
+    """Return the validated value of a setting; raise `UserError` that names its ``origin``."""
     key = _known(name, origin)
     if key.kind is float and type(value) is int:
         value = float(value)
     choices = get_args(key.kind)
     if choices and value not in choices:
-        raise UserError(f"`{name}` is {value!r} ({origin})", hint=f"one of {_list(choices)}")
+        hint = f"one of {_list(choices)}"
+        raise UserError(f"Invalid value {value!r} for `{name}` ({origin})", hint=hint)
     if not choices and type(value) is not key.kind:
-        raise UserError(f"`{name}` is {value!r}, no {_WORDS[key.kind]} ({origin})")
+        raise UserError(f"`{name}` is {value!r}, not {_WORDS[key.kind]} ({origin})")
     low, high = _RANGES.get(name, (-inf, inf))
     if isinstance(value, int | float) and not low <= value <= high:
         raise UserError(f"`{name}` is {value}, not between {low:g} and {high:g} ({origin})")
@@ -204,7 +205,7 @@ def check(name: str, value: object, origin: str) -> Scalar:
 
 
 def parse(name: str, text: str, origin: str) -> Scalar:
-    """Read a setting from text, as the environment and ``/set`` give it."""
+    """Parse the text of a setting from the environment or ``/set``."""
     key = _known(name, origin)
     if key.kind is bool:
         return check(name, _BOOLEANS.get(text.lower(), text), origin)
@@ -217,24 +218,24 @@ def parse(name: str, text: str, origin: str) -> Scalar:
 
 
 def files(folder: Path | None = None) -> list[Path]:
-    """List the files that are read when they exist, the strongest last."""
+    """List the files that are read if they exist, the highest precedence last."""
     user = user_config_path("meshllm", appauthor=False) / "config.toml"
     return [user, (folder or Path.cwd()) / PROJECT_FILE]
 
 
 def state_path(settings: Settings) -> Path:
-    """Name the folder of the node's key, mesh and door."""
+    """Return the folder of the node's key, membership and socket."""
     if settings.state is not None:
         return Path(settings.state).expanduser().absolute()
     return user_state_path("meshllm", appauthor=False)
 
 
 def cache_path() -> Path:
-    """Name the folder of what can be made again, for all nodes of this user on this machine."""
+    """Return the folder of reproducible data, shared by all nodes of this user."""
     return user_cache_path("meshllm", appauthor=False)
 
 
-_WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _given(
@@ -258,7 +259,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"`{path}` is not readable: {error}") from None
+        raise UserError(f"Cannot read `{path}`: {error}") from None
 
 
 def _known(name: str, origin: str) -> Key:
@@ -267,7 +268,7 @@ def _known(name: str, origin: str) -> Key:
         return known[name]
     close = get_close_matches(name, known, n=1)
     hint = f"did you mean `{close[0]}`?" if close else f"one of {_list(known)}"
-    raise UserError(f"No setting is named `{name}` ({origin})", hint=hint)
+    raise UserError(f"Unknown setting `{name}` ({origin})", hint=hint)
 
 
 def _keys_of(owner: type) -> Iterator[Key]:

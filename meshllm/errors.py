@@ -4,24 +4,24 @@
 
     MeshError            1  something expected went wrong
       UserError          2  you can fix it
-      LinkLost           3  a peer is gone, nobody's fault
-      ModelError         4  the model is not found, not supported or does not fit
+      LinkLost           3  the connection to a peer is lost; retry
+      ModelError         4  the model is not found, not supported or too large
         OutOfMemory      4  an allocation failed
-      NotAuthorised      5  the other side refuses who you are
+      NotAuthorised      5  the peer rejects this node's credential
       TimedOut           6  a deadline passed
-      PeerFault          7  a peer broke the rules
-        IntegrityFault   7  bytes are not what their hash says
+      PeerFault          7  a peer violated the protocol
+        IntegrityFault   7  bytes do not match their hash
       PluginError        1  a transport plugin is missing or broken
-      Busy               8  there is no room now: ask again later
+      Busy               8  no capacity now; retry later
 
-The number is the exit code of the command. A bug is no ``MeshError`` and keeps its traceback.
+The number is the exit code of the command. A bug is not a ``MeshError`` and keeps its traceback.
 """
 
 from typing import ClassVar
 
 
 class MeshError(Exception):
-    """An expected failure: what happened, to which thing, and what to do about it."""
+    """An expected failure; the message says what happened, the hint what to do about it."""
 
     exit_code: ClassVar[int] = 1
 
@@ -31,34 +31,34 @@ class MeshError(Exception):
 
 
 class UserError(MeshError):
-    """A request that its author can correct."""
+    """Invalid input that the user can correct."""
 
     exit_code = 2
 
 
 class LinkLost(MeshError):
-    """The other side of a link is gone and everything it sent was read."""
+    """The peer closed the link or is unreachable, and everything it sent was read."""
 
     exit_code = 3
 
 
 class ModelError(MeshError):
-    """A model that is not found, not supported, damaged, or too large."""
+    """A model is not found, not supported, corrupt, or too large."""
 
     exit_code = 4
 
 
 class OutOfMemory(ModelError):
-    """The memory that is free here does not hold what was to be loaded."""
+    """Not enough free memory for what was to be loaded."""
 
     def __init__(self, message: str, *, hint: str | None = None, needed_bytes: int = 0) -> None:
         super().__init__(message, hint=hint)
         self.needed_bytes = needed_bytes
-        """At least."""
+        """Lower bound; 0 if unknown."""
 
 
 class NotAuthorised(MeshError):
-    """The other side does not accept who we are."""
+    """The peer does not accept this node's credential."""
 
     exit_code = 5
 
@@ -70,20 +70,20 @@ class TimedOut(MeshError):
 
 
 class PeerFault(MeshError):
-    """A peer sent what the rules forbid; its link is to be dropped."""
+    """A peer violated the protocol; its link must be dropped."""
 
     exit_code = 7
 
 
 class IntegrityFault(PeerFault):
-    """Bytes that are not what their hash says."""
+    """Bytes do not match their hash."""
 
 
 class PluginError(MeshError):
-    """A transport plugin that is missing, broken or named twice."""
+    """A transport plugin is missing, broken or ambiguous."""
 
 
 class Busy(MeshError):
-    """There is no room for a request now; the same one may be served later."""
+    """No capacity for a request now; a retry may succeed."""
 
     exit_code = 8

@@ -1,4 +1,4 @@
-"""What goes to stderr: one handler, event loggers, text made safe."""
+"""Logging to stderr: one handler, structured events, and escaping of untrusted text."""
 
 import json
 import logging
@@ -7,18 +7,18 @@ import sys
 from datetime import UTC, datetime
 
 Field = str | int | float | bool | None
-"""What an event may carry; never prompt text, never keys."""
+"""The value of an event field; never prompt text or keys."""
 
-# What a terminal obeys instead of showing: C0 without \t and \n, DEL, C1, the bidirectional
-# overrides and isolates (CVE-2021-42574), and lone surrogates, which no encoding can write.
+# Control characters of terminals: C0 without \t and \n, DEL, C1, the bidirectional overrides
+# and isolates (CVE-2021-42574); and lone surrogates, which cannot be encoded.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 def setup(verbosity: int, *, json: bool = False) -> None:
-    """Send log records to stderr: warnings, with 1 also news, with 2 every message.
+    """Send log records to stderr: warnings; with 1 also info, with 2 also debug records.
 
-    A second call replaces the first. Other libraries keep to warnings.
+    A second call replaces the first. The level of other libraries' loggers stays at WARNING.
     """
     handler = _Handler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if json else _TextFormatter())
@@ -30,19 +30,19 @@ def setup(verbosity: int, *, json: bool = False) -> None:
 
 
 def event(subject: str, /, **fields: Field) -> None:
-    """Tell tools what happened: fields only, on the logger ``meshllm.events.<subject>``."""
+    """Log a structured event, fields only, to the logger ``meshllm.events.<subject>``."""
     logging.getLogger(f"meshllm.events.{subject}").info(_Fields(fields))
 
 
 def is_json() -> bool:
-    """Tell whether `setup` chose JSON."""
+    """Return whether `setup` chose JSON."""
     return any(isinstance(each.formatter, _JsonFormatter) for each in logging.getLogger().handlers)
 
 
 def escape(text: str) -> str:
-    r"""Make control characters visible as ``\x1b`` or ``\u202e``; keep newline, tab and the rest.
+    r"""Replace control characters by ``\x1b`` or ``\u202e``; keep newline and tab.
 
-    Works character by character, so pieces of a text may be escaped one at a time.
+    Each character is escaped on its own, so a text may be escaped in pieces.
     """
     return _UNSAFE.sub(_visible, text)
 
@@ -53,7 +53,7 @@ def _visible(match: re.Match[str]) -> str:
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in 3.11
-    """Ours, so that `setup` replaces no one else's; a line of progress makes way for a record."""
+    """A class of its own, so `setup` replaces no other handler; clears a progress line first."""
 
     def format(self, record: logging.LogRecord) -> str:
         return ("\r\x1b[K" if self.stream.isatty() else "") + super().format(record)
@@ -67,7 +67,7 @@ class _Fields(dict[str, Field]):
 
 
 class _TextFormatter(logging.Formatter):
-    """``12:03:04 info meshllm.node joined``; further lines are indented, so none can be forged."""
+    """``12:03:04 info meshllm.node joined``; later lines are indented against log forging."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).astimezone()
@@ -76,9 +76,9 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; an event has ``fields`` in place of ``message``.
+    """One JSON object per line; an event has ``fields`` instead of ``message``.
 
-    What was logged with ``extra={"hint": ...}`` has that too.
+    A record logged with ``extra={"hint": ...}`` also has ``hint``.
     """
 
     def format(self, record: logging.LogRecord) -> str:

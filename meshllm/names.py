@@ -1,36 +1,36 @@
-"""The words of the house: identifiers and spans.
+"""The glossary, and the types of identifiers and spans.
 
 node
     one process with an identity.
 ring
     the nodes that together hold every layer of one model, in rank order.
 rank
-    place in the ring; rank 0 is the **entry**, where text becomes tokens and back.
+    position in the ring; rank 0 is the **entry**, which tokenises, samples and detokenises.
 span
     contiguous layers ``[start, stop)``.
 ends
-    embedding, final norm and head: what stands before and after the layers.
+    embedding, final norm and LM head: what comes before and after the layers.
 session
-    one generation; **step** one trip round the ring; **hop** one link of it.
+    one generation; a **step** is one trip round the ring, a **hop** one link of it.
 blob
-    a tensor's bytes with a header and a keyed hash.
+    the bytes of a tensor with a header and a keyed hash.
 plan
-    who holds which span, in which order, for one **epoch**.
+    which node holds which span, in which order, for one **epoch**.
 standby
-    a node to which the plan gives no span.
+    a node without a span in the current plan.
 mesh
     the nodes that share a mesh id; a **member** holds a credential for it, in the **role** of a
-    node, which serves, or of a client, which only asks.
+    node, which serves, or of a client, which only sends requests.
 ingress
-    the node that took a request; any node of the mesh can be it.
+    the node that received a request; any node of the mesh can be the ingress.
 charter
-    what the whole mesh agreed on: the model and how its ring is to be chosen.
+    the configuration of the whole mesh: the model and how its ring is chosen.
 door
-    the HTTP application of a node, on a unix socket of its owner.
+    the local HTTP API of a node, on a unix socket that only its owner can open.
 relay
-    a server, or a node, that forwards datagrams for nodes that no other can dial; it reads none.
+    a server or node that forwards encrypted datagrams for nodes that cannot be dialled directly.
 path
-    how the bytes of a link travel: **direct**, or through a relay.
+    how the bytes of a link travel: **direct** or through a relay.
 """
 
 from dataclasses import dataclass
@@ -40,16 +40,16 @@ from typing import NewType, Self
 from meshllm.errors import UserError
 
 NodeId = NewType("NodeId", bytes)
-"""32 bytes that name a node."""
+"""32 bytes, the public key of a node."""
 
 SessionId = NewType("SessionId", bytes)
-"""16 random bytes that name a session."""
+"""16 random bytes."""
 
 MeshId = NewType("MeshId", bytes)
-"""16 bytes that name a mesh; only its members and who was invited know them."""
+"""16 bytes, a shared secret of the members of a mesh and the holders of a ticket."""
 
 Digest = NewType("Digest", bytes)
-"""32 bytes of blake3."""
+"""32 bytes, a BLAKE3 hash."""
 
 NODE_ID_BYTES = 32
 SESSION_ID_BYTES = 16
@@ -66,7 +66,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise UserError(f"`{self.start}:{self.stop}` is no span of layers")
+            raise UserError(f"Invalid layer span `{self.start}:{self.stop}`")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -79,32 +79,32 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``a:b``; raise `UserError` for anything else."""
+        """Parse ``start:stop``; raise `UserError` for anything else."""
         start, colon, stop = text.partition(":")
         if not (colon and start.isdecimal() and stop.isdecimal()):
-            raise UserError(f"`{text}` is no span of layers", hint="write it as `0:14`")
+            raise UserError(f"Invalid layer span `{text}`", hint="write it as `0:14`")
         return cls(int(start), int(stop))
 
 
 class Quant(StrEnum):
-    """How the weights of linear modules are held."""
+    """Quantisation of the weights of linear layers."""
 
     NONE = "none"
-    """As stored; the same bits as transformers."""
+    """As stored; bit-identical to transformers."""
     INT8 = "int8"
-    """8 bits with a scale per output: half the memory of bfloat16, and about twice as fast."""
+    """8 bits with a scale per output row: half the memory of bfloat16, about twice as fast."""
     INT4 = "int4"
-    """4 bits with a scale and a zero per 64 inputs: 3.5 times less memory than bfloat16."""
+    """4 bits with a scale and a zero point per group of 64 inputs: 3.5 times less memory."""
 
 
 class WireMode(StrEnum):
-    """How hidden states travel to the next rank."""
+    """Encoding of the hidden states sent to the next rank."""
 
     EXACT = "exact"
-    """As the model computes them; packed without loss where a link is slow enough for that."""
+    """As computed; losslessly compressed on links slow enough for that to pay."""
     PLAIN = "plain"
-    """As the model computes them, packed nowhere."""
+    """As computed, never compressed."""
     INT8 = "int8"
-    """In 8 bits with a scale per 32 values: half the bytes of bfloat16, not quite the same."""
+    """8 bits with a scale per 32 values: half the bytes of bfloat16, lossy."""
     AUTO = "auto"
-    """In 8 bits where a link is slow enough for that to matter, and the model no mixture."""
+    """`INT8` on links slow enough for that to pay, unless the model is a mixture of experts."""

@@ -1,4 +1,4 @@
-"""What a user asks for, what comes back, and the port of whatever computes it.
+"""Requests for a generation, the events it yields, and the interface of a backend.
 
 The string under each field is its help text: the command line and the man page show it.
 """
@@ -20,42 +20,42 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen; a pure function of (logits, seed, position, history)."""
+    """Sampling parameters; the next token depends on (logits, seed, position, history) only."""
 
     temperature: float = 0.0
-    """Randomness: 0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int = 0
-    """Keep the K likeliest tokens; 0 keeps all."""
+    """Keep the K most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens that sum to P."""
+    """Keep the most likely tokens up to probability P."""
     min_p: float = 0.0
-    """Drop tokens below P times the likeliest."""
+    """Drop tokens below P times the highest probability."""
     repetition_penalty: float = 1.0
     """Divide the logits of tokens already seen; 1 is off."""
     frequency_penalty: float = 0.0
-    """Subtract this per earlier use in the answer."""
+    """Subtract this per earlier occurrence in the answer."""
     presence_penalty: float = 0.0
-    """Subtract this once a token was used in the answer."""
+    """Subtract this once for a token that is in the answer."""
     seed: int = 0
-    """Same seed, same text, on any ring."""
+    """Random seed: the same seed gives the same text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation: the prompt, how to sample, when to stop."""
+    """One generation: prompt, sampling parameters, stop conditions."""
 
     turns: tuple[Turn, ...] = ()
     """The chat so far, oldest first; empty when `raw` is given."""
     raw: str | None = None
-    """A prompt that is used as it is, without the chat template."""
+    """A prompt that is used verbatim, without the chat template."""
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 512
-    """Longest answer, in tokens."""
+    """Most tokens of an answer."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; they are not part of it."""
+    """Stop strings: they end the answer and are not part of it."""
     given: tuple[int, ...] = ()
-    """Tokens of the answer that an earlier ring sampled. The answer continues behind them: they
-    count against `max_tokens`, for penalties and stop texts, and are not repeated."""
+    """Tokens of the answer sampled by an earlier ring. The answer continues after them: they count
+    for `max_tokens`, penalties and stop strings, and are not yielded again."""
 
 
 class FinishReason(StrEnum):
@@ -68,21 +68,21 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HopReport:
-    """What one rank did for a session, as means per token behind the first."""
+    """Times of one rank in a session: means per token after the first."""
 
     rank: int
     node: str
     span: Span
     compute_ms: float
-    """Time in the model."""
+    """Time of the forward pass."""
     serialise_ms: float
-    """Time between bytes and tensors, the keyed hash included."""
+    """Time to convert between bytes and tensors, the keyed hash included."""
     queue_ms: float
-    """Time that work which had arrived here waited for its turn."""
+    """Time that received work waited for the compute thread."""
     wire_ms: float
     """Time from this rank to the next."""
     bytes_per_token: float
-    """What this rank sent to the next."""
+    """Sent by this rank to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,15 @@ class Answer:
     """Mean time of every later token; 0 with fewer than two."""
     tokens_per_second: float
     tokens_per_step: float
-    """Mean of the trips round the ring behind the first token: more than 1 where guesses at the
-    next tokens were right."""
+    """Mean over the decode steps; more than 1 if drafted tokens were accepted."""
     hops: tuple[HopReport, ...]
     cached_tokens: int = 0
-    """Tokens of the prompt that were kept from an earlier answer, and not computed again."""
+    """Tokens of the prompt taken from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Progress: so many prompt tokens went round the ring."""
+    """Prefill progress, in prompt tokens."""
 
     done: int
     total: int
@@ -117,27 +116,27 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of the answer, whole characters only, and the new tokens."""
+    """New text of the answer, complete characters only, and its new tokens."""
 
     text: str
-    """Empty while it depends on tokens to come."""
+    """Empty while it depends on the next tokens."""
     tokens: tuple[int, ...] = ()
-    """None for text that was held back until the end."""
+    """Empty for text that was held back until the end."""
 
 
 Event = Prefilled | Piece | Answer
-"""What a generation yields: progress, pieces, and the answer last."""
+"""An item of a generation: progress, pieces of text, and the answer last."""
 
 
 class Backend(Protocol):
-    """Answers requests: a local ring, the entry of a ring, another node, a mesh, a provider."""
+    """Serves requests: a local ring, the entry of a ring, another node, a mesh, a provider."""
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield progress, pieces of text, and the `Answer` last.
 
         Raises:
-            UserError: the request cannot be served as it is.
-            MeshError: the generation failed; nothing of it is left on any node.
+            UserError: the request is invalid.
+            MeshError: the generation failed; no node holds state of it any more.
 
         Closing the generator cancels the generation on every node.
         """

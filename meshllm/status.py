@@ -1,8 +1,8 @@
-"""What a node reports of itself, its ring and its mesh, as values and as JSON.
+"""The status that a node reports of itself, its ring and its mesh, as dataclasses and as JSON.
 
-`/mesh/*` sends it, the command line and the metrics read it. A field may be added without another
-`SCHEMA` when it has a default: a reader ignores fields that it does not know, and takes an unknown
-state for the first one.
+`/mesh/*` sends it; the command line and the metrics read it. A field with a default may be added
+without a new `SCHEMA`: a reader ignores unknown fields and reads an unknown state as the first
+member of its enumeration.
 """
 
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ from meshllm.strict_json import build, lay_out
 T = TypeVar("T")
 
 SCHEMA = 1
-"""Version of the JSON; another one where a field goes or changes its meaning."""
+"""Version of the JSON; incremented when a field is removed or changes its meaning."""
 
 
 class RingState(StrEnum):
-    """How far the ring is."""
+    """The state of the ring."""
 
     WAITING = "waiting"
-    """There is no plan."""
+    """No plan yet."""
     FORMING = "forming"
     SERVING = "serving"
 
 
 class NodeState(StrEnum):
-    """What a node of the mesh does."""
+    """The state of a node of the mesh."""
 
     STANDBY = "standby"
     LOADING = "loading"
@@ -49,24 +49,24 @@ class ModelStatus:
     hidden_size: int
     dtype: str
     quant: str
-    """How the weights are held: `none` is as stored."""
+    """Quantisation of the weights; `none` is as stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """A rank of the ring and the layers it holds."""
+    """A rank of the ring and its layers."""
 
     rank: int
     node: str
     name: str
     layers: Span
     room_tokens: int | None = None
-    """Tokens of all sessions for which it has memory; None where it did not tell."""
+    """KV cache capacity in tokens, over all sessions; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTimes:
-    """What one rank should take of a token."""
+    """Predicted times of one rank per token."""
 
     rank: int
     compute_ms: float
@@ -76,7 +76,7 @@ class PlannedTimes:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """How fast the ring should be, from what its nodes measured alone."""
+    """Predicted speed of the ring, from the measurements of its nodes."""
 
     ms_per_token: float
     ttft_ms: float
@@ -87,16 +87,16 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimes:
-    """What one rank took of a token of the latest answer; the mean of those after the first."""
+    """Measured times of one rank in the latest answer: means per token after the first."""
 
     rank: int
     node: str
     layers: Span
     compute_ms: float
     serialise_ms: float
-    """Time between bytes and tensors."""
+    """Time to convert between bytes and tensors."""
     queue_ms: float
-    """Time in wait for the compute thread."""
+    """Time waiting for the compute thread."""
     wire_ms: float
     """Time to the next rank."""
     bytes_per_token: float
@@ -104,7 +104,7 @@ class MeasuredTimes:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How fast the latest answer was."""
+    """Speed of the latest answer."""
 
     ms_per_token: float
     ttft_ms: float
@@ -115,7 +115,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A node, and what people call it."""
+    """A node id and the node's name."""
 
     node: str
     name: str
@@ -123,18 +123,18 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced(Named):
-    """A node without a stage."""
+    """A node without a span, and why."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RingStatus:
-    """The ring: who holds what, and how fast that is."""
+    """The ring: the span of each rank, and its speed."""
 
     state: RingState
     reason: str
-    """Why it does not serve; of a plan, why it is this one."""
+    """Why it does not serve; in `/mesh/plan`, why this plan was chosen."""
     epoch: int
     digest: str
     """The first 12 hexadecimal digits of the plan's digest; empty without a plan."""
@@ -144,32 +144,32 @@ class RingStatus:
     predicted: Planned | None
     measured: Measured | None
     advice: str
-    """What would make it faster; may be empty."""
+    """A change that would make the ring faster; may be empty."""
     standbys: tuple[Unplaced, ...] = ()
     refused: tuple[Unplaced, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """The link from the node that reports to another."""
+    """The link from the reporting node to another."""
 
     round_trip_ms: float | None
-    """None until it was measured."""
+    """None until measured."""
     path: str
     path_reason: str
-    """Why it is that path; may be empty."""
+    """Why this path is used; may be empty."""
     address: str
     bytes_sent: int
     bytes_received: int
     heard_s: float
-    """Seconds since the other was heard."""
+    """Seconds since the last message from the peer."""
     clock_s: float | None
-    """By how much the other's clock is ahead; None where it did not tell the time."""
+    """Offset of the peer's clock, positive if ahead; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node of the mesh, as the node that reports knows it."""
+    """One node of the mesh, as known to the reporting node."""
 
     node: str
     short: str
@@ -179,65 +179,65 @@ class NodeStatus:
     reason: str
     addresses: tuple[str, ...]
     memory_bytes: int
-    """What it offers."""
+    """Offered to the ring."""
     layers: Span | None
     rank: int | None
     is_self: bool = field(metadata={"json": "self"})
-    """It is the one that reports."""
+    """Whether it is the reporting node."""
     incarnation: int
     version: str
     link: LinkStatus | None
     execution: str = ""
-    """How its engine runs, and why; empty where that is not known."""
+    """The execution mode of its model, and why; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCounts:
-    """What became of requests that were made at this node."""
+    """Counts of the requests received by this node."""
 
     active: int
     waiting: int
     served: int
     failed: int
     tokens: int
-    """Of all answers."""
+    """Generated, over all answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkStatus:
-    """What a transport found out about the networks around the node."""
+    """What a transport detected about the node's network."""
 
     nat: str
     line: str
-    """The kind of NAT in one line for people."""
+    """The kind of NAT, described in one line."""
     observed: tuple[str, ...]
-    """The addresses under which others see this node."""
+    """The external addresses of this node as seen by peers."""
     relays: tuple[tuple[str, str], ...]
-    """Each relay, and the state of the registration with it."""
+    """Each relay, and the state of this node's registration."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """What the process of a node holds in memory, in bytes."""
+    """Memory use of the node's process, in bytes."""
 
     process: int = 0
-    """Resident, as the system counts it."""
+    """Resident set size."""
     weights: int = 0
     kv_cache: int = 0
-    """Reserved by sessions that run."""
+    """Reserved by running sessions."""
     prefix_cache: int = 0
-    """Held for prompts that begin alike."""
+    """Cached prompt prefixes."""
     kv_room: int = 0
-    """For the last two, at most."""
+    """Limit of `kv_cache` and `prefix_cache` together."""
     drafter: int = 0
-    """Texts in which guesses are looked up."""
+    """Index of past texts for speculative decoding."""
     recorded_steps: int = 0
-    """Working memory of steps that are replayed."""
+    """Arenas of traced steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshStatus:
-    """All that a node reports: `/mesh/status`."""
+    """The whole status of a node: `/mesh/status`."""
 
     mesh: str
     node: str
@@ -246,36 +246,36 @@ class MeshStatus:
     model: ModelStatus | None
     ring: RingStatus
     nodes: tuple[NodeStatus, ...]
-    """Those of the mesh, the one that reports first."""
+    """All nodes of the mesh, the reporting node first."""
     sessions: SessionCounts
     listening: tuple[str, ...]
     networks: tuple[NetworkStatus, ...]
     since_s: float
-    """Seconds that the node runs."""
+    """Uptime of the node in seconds."""
     memory: MemoryStatus = MemoryStatus()
     warnings: tuple[str, ...] = ()
-    """What its owner should look after."""
+    """Conditions that need the owner's attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One that may take part in the mesh, or may no more."""
+    """A present or removed member of the mesh."""
 
     node: str
     short: str
     name: str
     role: str
-    """Empty of a removed one."""
+    """Empty for a removed member."""
     state: str
-    """What a node does, `linked` of a client that is here, or `removed`."""
+    """A `NodeState`, `linked` for a connected client, or `removed`."""
     is_self: bool = field(metadata={"json": "self"})
     hosts: tuple[str, ...]
-    """Those by whose word it is here: the founder first, the one that let it in last."""
+    """The chain of inviters: the founder first, the direct inviter last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who may take part: `/mesh/members`."""
+    """The members of the mesh: `/mesh/members`."""
 
     members: tuple[MemberStatus, ...]
 
@@ -289,43 +289,43 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Removed(Named):
-    """A member that was removed: `/mesh/remove`."""
+    """The removed member: `/mesh/remove`."""
 
     spared: tuple[Named, ...]
-    """Those it let in, which stay."""
+    """Members it had invited, which stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something may have changed: a line of `/mesh/events`."""
+    """A possible change of state: a line of `/mesh/events`."""
 
     event: str
     ring: RingState
     epoch: int
     digest: str
     nodes: dict[str, NodeState]
-    """What each node does, by its id."""
+    """The state of each node, by id."""
 
 
 def to_json(value: object) -> dict[str, Any]:
-    """Lay one of these out as a JSON object; its sender adds the `SCHEMA`."""
+    """Convert one of these to a JSON object; the sender adds the `SCHEMA`."""
     fields: dict[str, Any] = lay_out(value)
     return fields
 
 
 def from_json(kind: type[T], found: object) -> T:
-    """Read what `to_json` made, here or in a later version of the same schema.
+    """Read the output of `to_json`, of this or a later version with the same schema.
 
     Raises:
-        PeerFault: a field is missing or of a wrong type, or the schema is another.
+        PeerFault: a field is missing or of a wrong type, or the schema differs.
     """
     schema = found.get("schema", SCHEMA) if isinstance(found, dict) else SCHEMA
     if schema != SCHEMA:
         raise PeerFault(
-            f"The node answers in schema {schema}, and this command reads {SCHEMA}",
+            f"The node reports status schema {schema}; this command reads {SCHEMA}",
             hint="use the same version of meshllm as the node",
         )
     try:
         return build(kind, found, strict=False)
     except UserError as error:
-        raise PeerFault(f"The node's answer cannot be read: {error}") from None
+        raise PeerFault(f"Invalid status from the node: {error}") from None

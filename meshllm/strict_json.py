@@ -1,10 +1,10 @@
-"""JSON of strangers to frozen dataclasses and back, strictly.
+"""Strict decoding of untrusted JSON into frozen dataclasses, and back.
 
-What a field may hold is its annotation, and what may be left out has a default: nothing is written
-twice, and nothing is accepted that nobody declared, but for a null, which asks for nothing (clients
-send our own messages back with `"refusal": null`). A field whose metadata has a `json` is called
-that in JSON. What may come from a later version is read with ``strict=False``: unknown fields are
-ignored, and an unknown word of an enumeration becomes its first member.
+The annotation of a field is its schema, and a field with a default is optional. Undeclared fields
+are rejected unless they are null (clients send our own messages back with `"refusal": null`). A
+field whose metadata has a `json` has that name in JSON. Data of a later version is read with
+``strict=False``: unknown fields are ignored, and an unknown member of an enumeration becomes the
+first one.
 """
 
 import json
@@ -30,8 +30,8 @@ from meshllm.names import Span
 
 T = TypeVar("T")
 
-MAX_ITEMS = 4096  # of a list, token ids aside: each takes microseconds of an event loop
-MAX_DIGITS = 20  # of a whole number; 64 bits have no more
+MAX_ITEMS = 4096  # of a list, except of integers: each item takes microseconds of an event loop
+MAX_DIGITS = 20  # of an integer; 64 bits have no more
 
 _WORDS: dict[type, str] = {
     str: "text", bool: "true or false", int: "a whole number", float: "a number",
@@ -40,19 +40,19 @@ _WORDS: dict[type, str] = {
 
 
 class WrongField(UserError):
-    """A field that is unknown, missing or of the wrong type."""
+    """A field is unknown, missing or of the wrong type."""
 
     def __init__(self, name: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.name = name
-        """Where it stands, as `messages[0].role`."""
+        """The path of the field, such as `messages[0].role`."""
 
 
 def parse(data: bytes) -> object:
-    """Read JSON in UTF-8: no name twice, no infinity, no lone surrogate, no endless nesting.
+    """Parse UTF-8 JSON, without duplicate names, non-finite numbers or lone surrogates.
 
     Raises:
-        UserError: the bytes are anything else.
+        UserError: the bytes are anything else, or nested too deeply.
     """
     try:
         found: object = json.loads(
@@ -62,22 +62,22 @@ def parse(data: bytes) -> object:
             parse_float=_finite,
             parse_constant=_finite,
         )
-        if b"\\u" in data:  # `"\ud800"` is read by every decoder and written by no encoder
+        if b"\\u" in data:  # `"\ud800"` can be decoded but not encoded
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise UserError("The JSON is nested too deeply") from None
     except ValueError as error:
-        raise UserError(f"This is no JSON: {error}") from None
+        raise UserError(f"Invalid JSON: {error}") from None
     return found
 
 
 def build(kind: type[T], value: object, name: str = "", *, strict: bool = True) -> T:
-    """Make a dataclass of what `parse` found; raise `WrongField` for whatever does not fit."""
+    """Build a dataclass from the output of `parse`; raise `WrongField` if it does not match."""
     return cast("T", _Builder(strict).build(kind, value, name))
 
 
 def lay_out(value: object) -> Any:
-    """Turn a dataclass into what `build` takes; floats stay exact."""
+    """Convert a dataclass to what `build` takes; floats are not rounded."""
     match value:
         case Span() | StrEnum():
             return str(value)
@@ -157,7 +157,7 @@ class _Builder:
 
 
 def _alternative(kind: Any, value: object, name: str) -> Any:
-    """Choose the first of a union that the value looks like."""
+    """Return the first member of a union whose JSON type matches the value."""
     for each in get_args(kind):
         if _fits(each, value):
             return each
@@ -165,7 +165,7 @@ def _alternative(kind: Any, value: object, name: str) -> Any:
 
 
 def _word(kind: Any, value: object, name: str, *, strict: bool) -> object:
-    """Read what is one of a few words, or a span."""
+    """Read a `Literal`, an enumeration or a span."""
     if not isinstance(value, str):
         raise _wrong(name, value, "text")
     if kind is Span:
@@ -175,13 +175,13 @@ def _word(kind: Any, value: object, name: str, *, strict: bool) -> object:
         if not strict and get_origin(kind) is not Literal:
             return words[0]
         hint = f"one of {_list(words)}"
-        raise WrongField(name, f"`{name}` is `{value[:40]}`", hint=hint)
+        raise WrongField(name, f"Invalid value `{value[:40]}` for `{name}`", hint=hint)
     return value if get_origin(kind) is Literal else kind(value)
 
 
 @cache
 def _members(kind: Any) -> dict[str, _Member]:
-    """Name the members of a dataclass or a TypedDict."""
+    """Return the members of a dataclass or a TypedDict by their names in JSON."""
     hints = get_type_hints(kind)
     if is_typeddict(kind):
         return {name: _Member(name, hint, is_needed=True) for name, hint in hints.items()}
@@ -198,12 +198,12 @@ def _called_in_json(field: Field[Any]) -> str:
 
 
 def _fits(kind: Any, value: object) -> bool:
-    """Tell whether a value looks like a type, seen from outside."""
+    """Return whether the JSON type of a value matches; nested values are not checked."""
     return type(value) is _form(kind) or (kind is float and type(value) is int)
 
 
 def _form(kind: Any) -> type:
-    """Tell what JSON makes of a type."""
+    """Return the type that `json` decodes for an annotation."""
     if kind is Span or (isinstance(kind, type) and issubclass(kind, StrEnum)):
         return str
     if get_origin(kind) is tuple:
@@ -228,7 +228,7 @@ def _list(names: Any) -> str:
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands twice in an object")
+        raise ValueError("duplicate name in an object")
     return found
 
 

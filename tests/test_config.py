@@ -75,20 +75,20 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("node = 3", "No setting is named `node`", "did you mean `nodes`?"),
-        ("xyzzy = 3", "No setting is named `xyzzy`", "one of `model`"),
-        ('nodes = "3"', "`nodes` is '3', no whole number", None),
-        ("nodes = true", "`nodes` is True, no whole number", None),
-        ("nodes = 1.5", "`nodes` is 1.5, no whole number", None),
+        ("node = 3", "Unknown setting `node`", "did you mean `nodes`?"),
+        ("xyzzy = 3", "Unknown setting `xyzzy`", "one of `model`"),
+        ('nodes = "3"', "`nodes` is '3', not a whole number", None),
+        ("nodes = true", "`nodes` is True, not a whole number", None),
+        ("nodes = 1.5", "`nodes` is 1.5, not a whole number", None),
         ("nodes = 0", "`nodes` is 0, not between 1 and 1024", None),
         ("top_p = nan", "`top_p` is nan, not between 0 and 1", None),
-        ('ends = "last"', "`ends` is 'last'", "one of `entry`, `client`"),
-        ("history = 1", "`history` is 1, no true or false", None),
-        ("[model]\nname = 1", "`model` is {'name': 1}, no text", None),
-        ("nodes = ", "is not readable", None),
+        ('ends = "last"', "Invalid value 'last' for `ends`", "one of `entry`, `client`"),
+        ("history = 1", "`history` is 1, not true or false", None),
+        ("[model]\nname = 1", "`model` is {'name': 1}, not text", None),
+        ("nodes = ", "Cannot read", None),
     ],
 )
-def test_a_wrong_file_is_named_with_what_is_wrong(
+def test_an_invalid_file_is_reported(
     folder: Path, text: str, message: str, hint: str | None
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -99,24 +99,24 @@ def test_a_wrong_file_is_named_with_what_is_wrong(
     assert (caught.value.hint or "").startswith(hint or "")
 
 
-def test_a_file_that_is_no_text_is_named(folder: Path) -> None:
+def test_a_binary_file_is_reported(folder: Path) -> None:
     (folder / "meshllm.toml").write_bytes(b"model = '\xff'")
 
-    with pytest.raises(UserError, match=r"meshllm\.toml` is not readable"):
+    with pytest.raises(UserError, match=r"Cannot read `.*meshllm\.toml`"):
         load({}, environ={}, folder=folder)
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("MESHLLM_NODE", "3", "No setting is named `node`"),
-        ("MESHLLM_NODES", "three", "`nodes` is 'three', no whole number"),
+        ("MESHLLM_NODE", "3", "Unknown setting `node`"),
+        ("MESHLLM_NODES", "three", "`nodes` is 'three', not a whole number"),
         ("MESHLLM_SEED", "-1", "`seed` is -1, not between 0"),
-        ("MESHLLM_HISTORY", "perhaps", "`history` is 'perhaps', no true or false"),
+        ("MESHLLM_HISTORY", "perhaps", "`history` is 'perhaps', not true or false"),
         ("MESHLLM_TEMPERATURE", "inf", "`temperature` is inf, not between"),
     ],
 )
-def test_a_wrong_variable_is_named_with_what_is_wrong(
+def test_an_invalid_variable_is_reported(
     folder: Path, variable: str, text: str, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -142,7 +142,7 @@ def test_only_the_working_directory_has_a_project_file(folder: Path) -> None:
     assert files(inside)[-1] == inside / "meshllm.toml"
 
 
-def test_every_setting_has_a_text_and_can_be_read_and_changed() -> None:
+def test_every_setting_has_a_help_text_and_can_be_read_and_changed() -> None:
     for name, key in keys().items():
         assert current(Settings(), name) == key.default
         assert 10 < len(help_of(key)) <= 60, name

@@ -1,4 +1,4 @@
-"""The import contracts hold, and each of them fails when it is broken."""
+"""The import contracts hold, and each of them fails on a violation."""
 
 import shutil
 import subprocess
@@ -73,7 +73,7 @@ def test_a_planted_violation_is_caught(copy: Path, contract: str) -> None:
 
 
 def test_no_imports_go_in_a_circle() -> None:
-    """Not even where one of them is for annotations alone."""
+    """Not even with an import for annotations only."""
     plugins = (each.name for each in (ROOT / "plugins").glob("meshllm_*"))
     graph = grimp.build_graph("meshllm", *plugins, cache_dir=None)
     imports = {each: graph.find_modules_directly_imported_by(each) for each in graph.modules}

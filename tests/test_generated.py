@@ -13,7 +13,7 @@ def test_pages_and_completions_are_up_to_date() -> None:
     assert manual.stale(ROOT) == [], "run `python -m meshllm.cli.manual write`"
 
 
-def test_drift_is_found_and_mended(tmp_path: Path) -> None:
+def test_drift_is_found_and_repaired(tmp_path: Path) -> None:
     manual.write(tmp_path)
     (tmp_path / "man" / "man1" / "meshllm-chat.1").write_text("old")
     (tmp_path / "man" / "man1" / "meshllm-gone.1").write_text("no such command any more")
@@ -59,7 +59,7 @@ def test_the_first_page_tells_the_exit_codes_of_the_error_tree() -> None:
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
 @pytest.mark.parametrize("page", sorted(manual.generate()))
-def test_groff_has_nothing_to_say_about_a_page(page: str) -> None:
+def test_groff_does_not_warn_about_a_page(page: str) -> None:
     if not page.startswith("man/"):
         return
 

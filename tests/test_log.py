@@ -1,4 +1,4 @@
-"""What reaches stderr, and in what shape."""
+"""Log records on stderr, and their format."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def test_other_libraries_keep_to_warnings(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_is_said_twice_after_a_second_setup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_setup_does_not_duplicate_records(capsys: pytest.CaptureFixture[str]) -> None:
     setup(1)
     setup(1)
 
@@ -98,7 +98,7 @@ def test_json_has_the_hint_of_an_error(capsys: pytest.CaptureFixture[str]) -> No
     assert "hint" not in second
 
 
-def test_the_last_setup_tells_whether_it_is_json() -> None:
+def test_is_json_follows_the_last_setup() -> None:
     setup(0)
     assert not is_json()
 

@@ -36,7 +36,7 @@ def test_every_room_is_on_the_map(floor: str) -> None:
     assert set(rooms()[floor]) == packages(ROOT / floor)
 
 
-def test_rooms_stand_in_the_order_in_which_they_import() -> None:
+def test_rooms_are_in_import_order() -> None:
     contracts = (ROOT / "pyproject.toml").read_text("utf-8")
     for floor in FLOORS:
         container = floor.replace("/", ".")

@@ -1,4 +1,4 @@
-"""What the README says about itself is true."""
+"""The README is true."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a node reports keeps its names in JSON, and is read as strictly as it has to be."""
+"""The status keeps its JSON names, and tolerates other versions."""
 
 import json
 from dataclasses import replace
@@ -54,11 +54,11 @@ def sent(value: object) -> Any:
         Change("changed", RingState.FORMING, 3, "4f2a", {node_id(0): NodeState.LOADING}),
     ],
 )
-def test_what_is_sent_is_read_again(value: object) -> None:
+def test_the_status_round_trips(value: object) -> None:
     assert from_json(type(value), {"schema": 1, **sent(value)}) == value
 
 
-def test_the_names_in_json_stay_what_they_are() -> None:
+def test_the_names_in_json_are_stable() -> None:
     status = sent(FULL)
 
     assert status.keys() == STATUS
@@ -85,7 +85,7 @@ def test_the_names_in_json_stay_what_they_are() -> None:
     assert sent(member(0)).keys() == {"node", "short", "name", "role", "state", "self", "hosts"}
 
 
-def test_what_a_newer_node_adds_is_ignored() -> None:
+def test_fields_of_a_newer_node_are_ignored() -> None:
     status = sent(FULL)
     status["ring"]["stages"][0]["heat_c"] = 70
     status["nodes"][1]["state"] = "dancing"
@@ -93,7 +93,7 @@ def test_what_a_newer_node_adds_is_ignored() -> None:
     assert from_json(MeshStatus, status) == with_node(FULL, 1, state=NodeState.STANDBY)
 
 
-def test_what_an_older_node_does_not_tell_has_a_default() -> None:
+def test_fields_missing_in_an_older_node_have_a_default() -> None:
     status = sent(FULL)
     del status["warnings"], status["ring"]["stages"][0]["room_tokens"]
 
@@ -110,10 +110,10 @@ def test_what_an_older_node_does_not_tell_has_a_default() -> None:
         (("model", "layers"), "28", "`model.layers` is text, not a whole number"),
         (("since_s",), "long", "`since_s` is text, not a number"),
         (("networks",), [{**to_json(NETWORK), "relays": [["a"]]}], "has 1 items, not 2"),
-        (("schema",), 2, "answers in schema 2"),
+        (("schema",), 2, "reports status schema 2"),
     ],
 )
-def test_what_cannot_be_read_is_named(place: tuple[str, ...], value: object, message: str) -> None:
+def test_invalid_fields_are_named(place: tuple[str, ...], value: object, message: str) -> None:
     status = at = sent(FULL)
     *way, last = place
     for name in way:

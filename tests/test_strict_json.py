@@ -41,11 +41,11 @@ class Tree:
 FULL = Tree("t", (Leaf(Span(0, 4)),), 0.1, 3, "elm", (Pair(left="l"),), ("a", "b"), is_old=True)
 
 
-def test_what_is_laid_out_is_built_again() -> None:
+def test_lay_out_and_build_round_trip() -> None:
     assert build(Tree, lay_out(FULL)) == FULL
 
 
-def test_a_field_that_is_null_asks_for_nothing() -> None:
+def test_an_undeclared_null_field_is_ignored() -> None:
     assert build(Tree, {"name": "t", "colour": None}) == Tree("t")
 
 
@@ -81,7 +81,7 @@ def test_a_whole_number_is_a_number() -> None:
          f"`label` has {MAX_ITEMS + 1} items, not at most {MAX_ITEMS}"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(value: Any, name: str, message: str) -> None:
+def test_a_mismatch_is_named(value: Any, name: str, message: str) -> None:
     with pytest.raises(WrongField) as wrong:
         build(Tree, value)
 
@@ -104,7 +104,7 @@ def test_token_ids_may_be_many() -> None:
     [
         (b"", "no JSON"),
         (b"\xff", "can't decode byte 0xff"),
-        (b'{"a": 1, "a": 2}', "a name stands twice"),
+        (b'{"a": 1, "a": 2}', "duplicate name"),
         (b'"\\ud800"', "surrogates not allowed"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
@@ -114,7 +114,7 @@ def test_token_ids_may_be_many() -> None:
         (b"1" * 21, "a whole number of 21 digits"),
     ],
 )
-def test_what_is_no_plain_json_is_refused(data: bytes, message: str) -> None:
+def test_invalid_json_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(data)
 

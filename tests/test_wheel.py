@@ -17,7 +17,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
     return ZipFile(built)
 
 
-def test_the_packages_stand_at_the_top(wheel: ZipFile) -> None:
+def test_the_packages_are_at_the_top(wheel: ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
 
     packages = {top for top in tops if not top.startswith("meshllm-")}

@@ -1,4 +1,4 @@
-"""The routes of a node as one ASGI application."""
+"""The ASGI application of a node."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ from meshllm.errors import MeshError
 
 
 def application(node: NodePort, *, hosts: Sequence[str] = ()) -> Starlette:
-    """Make the application over a node.
+    """Build the application of a node.
 
-    ``hosts`` are the names under which it may be called. A unix socket needs none; on TCP a web
-    page could call it under a name of its own that leads here (DNS rebinding).
+    ``hosts`` are the allowed Host headers, against DNS rebinding by web pages on TCP; a unix
+    socket needs none.
     """
     guards = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)]
     return Starlette(

@@ -1,4 +1,4 @@
-"""`/mesh/*`: what the owner's own tools ask of a node."""
+"""`/mesh/*` and `/metrics`: the owner's API of a node."""
 
 import json
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ METRICS = "text/plain; version=0.0.4"  # Prometheus, exposition formats
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _TicketRequest:
     role: Literal["node", "client"] = "node"
     expires_s: int = 3600
     uses: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Removal:
+class _RemoveRequest:
     node: str
 
 
 def routes(node: NodePort) -> list[Route]:
-    """List the routes over a node."""
+    """Return the routes of a node."""
     mesh = _Mesh(node)
     return [
         Route("/mesh/status", mesh.status),
@@ -63,11 +63,11 @@ class _Mesh:
         return PlainTextResponse(exposition(self.node.status()), media_type=METRICS)
 
     async def ticket(self, request: Request) -> Response:
-        asked = await read(request, _Wish)
+        asked = await read(request, _TicketRequest)
         return _object(Invitation(self.node.invite(asked.role, asked.expires_s, asked.uses)))
 
     async def remove(self, request: Request) -> Response:
-        asked = await read(request, _Removal)
+        asked = await read(request, _RemoveRequest)
         return _object(self.node.remove(asked.node))
 
     async def events(self, _: Request) -> Response:

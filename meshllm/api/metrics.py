@@ -1,4 +1,4 @@
-"""What a node knows as Prometheus text.
+"""The metrics of a node in the Prometheus text format.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/ (text format 0.0.4)
 """
@@ -11,9 +11,9 @@ from typing import NamedTuple
 from meshllm.status import LinkStatus, MeshStatus, NodeState, NodeStatus, RingState, RingStatus
 
 _PARTS = (
-    ("compute", "Time in the model"),
-    ("serialise", "Time between bytes and tensors"),
-    ("queue", "Time in wait for the compute thread"),
+    ("compute", "Time of the forward pass"),
+    ("serialise", "Time to convert between bytes and tensors"),
+    ("queue", "Time waiting for the compute thread"),
     ("wire", "Time to the next rank"),
 )
 
@@ -21,7 +21,7 @@ _PARTS = (
 class _Sample(NamedTuple):
     labels: Mapping[str, object]
     value: float | None
-    """None: not known, so not said."""
+    """None if unknown: the sample is left out."""
 
 
 class _Family(NamedTuple):
@@ -32,7 +32,7 @@ class _Family(NamedTuple):
 
 
 def exposition(status: MeshStatus) -> str:
-    """Write a status as Prometheus text: figures and names of nodes, never a word of a prompt."""
+    """Write a status as Prometheus text: numbers and node names, never prompt text."""
     lines = [line for family in _families(status) for line in _write(family)]
     return "\n".join(lines) + "\n"
 
@@ -51,20 +51,20 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
     counts = status.sessions
     yield _gauge(
         "sessions",
-        "Answers that are being made or wait for their turn.",
+        "Sessions that run or wait.",
         _one(counts.active, state="active") + _one(counts.waiting, state="waiting"),
     )
     yield _counter(
         "sessions_total",
-        "Answers that ended, by how.",
+        "Sessions that ended, by result.",
         _one(counts.served, result="served") + _one(counts.failed, result="failed"),
     )
     yield _gauge(
         "memory_bytes",
-        "Memory of this process: all of it, and what it is for.",
+        "Memory of this process, in total and by use.",
         [_Sample({"part": part}, size) for part, size in asdict(status.memory).items()],
     )
-    yield _counter("tokens_total", "Tokens of the answers.", _one(counts.tokens))
+    yield _counter("tokens_total", "Generated tokens.", _one(counts.tokens))
 
 
 def _ring(ring: RingStatus) -> Iterator[_Family]:
@@ -77,7 +77,7 @@ def _ring(ring: RingStatus) -> Iterator[_Family]:
     measured, predicted = ring.measured, ring.predicted
     yield _gauge(
         "token_seconds",
-        "Time of one token after the first.",
+        "Time per token after the first.",
         [
             *_one(measured.ms_per_token / 1e3 if measured else None, source="measured"),
             *_one(predicted.ms_per_token / 1e3 if predicted else None, source="predicted"),
@@ -104,11 +104,11 @@ def _links(nodes: Iterable[NodeStatus]) -> Iterator[_Family]:
 
     yield _gauge(
         "link_round_trip_seconds",
-        "Round trip to a neighbour.",
+        "Round-trip time to a peer.",
         samples(lambda link: link.round_trip_ms and link.round_trip_ms / 1e3),
     )
     heard = samples(lambda link: link.heard_s)
-    yield _gauge("link_heard_seconds", "Time since a neighbour was heard.", heard)
+    yield _gauge("link_heard_seconds", "Time since the last message from a peer.", heard)
     sent, received = (samples(lambda it: it.bytes_sent), samples(lambda it: it.bytes_received))
     yield _counter("link_sent_bytes_total", "Bytes sent.", sent)
     yield _counter("link_received_bytes_total", "Bytes received.", received)
@@ -136,5 +136,5 @@ def _write(family: _Family) -> Iterator[str]:
 
 
 def _escape(label: object) -> str:
-    """Write a name that a peer chose so that it stays one."""
+    """Escape a label value, which a peer may have chosen."""
     return str(label).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

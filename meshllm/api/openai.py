@@ -1,6 +1,6 @@
-"""`/v1/*`: chat completions as OpenAI's clients expect them.
+"""`/v1/*`: OpenAI-compatible chat completions.
 
-What is not supported is refused by name: a client is never left to believe that it was heard.
+Unsupported fields are rejected by name, never silently ignored.
 """
 
 import json
@@ -14,20 +14,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.port import NodePort
-from meshllm.api.respond import Stream, patiently, read
+from meshllm.api.respond import Stream, read, with_keep_alive
 from meshllm.errors import MeshError, ModelError
 from meshllm.node.requests.request_json import error_to_json
 from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Sampling, Turn
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
-KEEP_ALIVE_S = 10.0  # proxies hang up after 30 to 60 s of silence
+KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
 MAX_STOPS = 4  # OpenAI API reference
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a message."""
+    """A content part of a message."""
 
     type: Literal["text"]
     text: str
@@ -41,7 +41,7 @@ class Message:
     content: str | tuple[Part, ...]
 
     def turn(self) -> Turn:
-        """Return it as text."""
+        """Return the message with its parts joined."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
         return Turn(role=self.role, content=text)
@@ -49,14 +49,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What a stream holds."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The body of a request; a null is as good as nothing."""
+    """The body of a request; null is the same as absent."""
 
     model: str
     messages: tuple[Message, ...]
@@ -76,11 +76,11 @@ class Chat:
     repetition_penalty: float | None = None
 
     def request(self) -> Asked:
-        """Return what is asked of the mesh; raise `WrongField` for what cannot be done."""
+        """Convert to a request of the mesh; raise `WrongField` for what is not supported."""
         if self.n not in {None, 1}:
             raise WrongField("n", f"`n` is {self.n}, not 1")
         if self.stream_options is not None and not self.stream:
-            raise WrongField("stream_options", "`stream_options` is for a stream")
+            raise WrongField("stream_options", "`stream_options` requires `stream`")
         return Asked(
             turns=tuple(each.turn() for each in self.messages),
             sampling=self._sampling(),
@@ -104,11 +104,11 @@ class Chat:
     def _stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if len(stops) > MAX_STOPS or "" in stops:
-            raise WrongField("stop", f"`stop` is not 1 to {MAX_STOPS} texts")
+            raise WrongField("stop", f"`stop` must have 1 to {MAX_STOPS} non-empty texts")
         return stops
 
     def _sampling(self) -> Sampling:
-        """Draw a seed where none is given: two answers to one question may differ."""
+        """Return the sampling parameters, with a random seed unless one is given."""
         given: dict[str, Any] = {
             each.name: value
             for each in fields(Sampling)
@@ -121,17 +121,17 @@ class Chat:
 
 @dataclass(slots=True)
 class _Reply:
-    """Writes the objects of one answer."""
+    """Writes the JSON objects of one answer."""
 
     model: str
     has_usage: bool
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(16)}")
     created: int = field(default_factory=lambda: int(time.time()))
     is_begun: bool = False
-    """The first chunk, which names the role, is written."""
+    """The first chunk, with the role, is written."""
 
-    def whole(self, answer: Event) -> bytes:
-        """Write a completion; nothing of what comes before it."""
+    def completion(self, answer: Event) -> bytes:
+        """Write the completion; no bytes for other events."""
         if not isinstance(answer, Answer):
             return b""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -140,8 +140,8 @@ class _Reply:
         }  # fmt: skip
         return self._write("chat.completion", [choice], usage=_usage(answer))
 
-    def news(self, event: Event | None) -> bytes:
-        """Write what came as server-sent events: a comment for silence, nothing for progress."""
+    def chunks(self, event: Event | None) -> bytes:
+        """Write server-sent events: a keep-alive comment for None, nothing for progress."""
         if event is None:
             return b": patience\n\n"
         if isinstance(event, Prefilled) or (isinstance(event, Piece) and not event.text):
@@ -167,7 +167,7 @@ class _Reply:
 
 
 def routes(node: NodePort) -> list[Route]:
-    """List the routes over a node."""
+    """Return the routes of a node."""
 
     async def models(_: Request) -> Response:
         listed = [
@@ -180,14 +180,14 @@ def routes(node: NodePort) -> list[Route]:
         body = await read(request, Chat)
         asked = body.request()
         if body.model not in (served := node.models()):
-            there = ", ".join(f"`{name}`" for name in served) or "nothing yet"
-            raise ModelError(f"`{body.model[:100]}` is not served here", hint=f"there is {there}")
+            listed = ", ".join(f"`{name}`" for name in served) or "nothing yet"
+            raise ModelError(f"`{body.model[:100]}` is not served here", hint=f"served: {listed}")
         options = body.stream_options or StreamOptions()
         reply = _Reply(body.model, options.include_usage)
         if body.stream:
-            events = patiently(node.generate(asked), KEEP_ALIVE_S)
-            return Stream(events, "text/event-stream", reply.news, _failure)
-        return Stream(node.generate(asked), "application/json", reply.whole, error_to_json)
+            events = with_keep_alive(node.generate(asked), KEEP_ALIVE_S)
+            return Stream(events, "text/event-stream", reply.chunks, _failure)
+        return Stream(node.generate(asked), "application/json", reply.completion, error_to_json)
 
     return [
         Route("/v1/models", models),
@@ -204,7 +204,7 @@ def _event(data: bytes) -> bytes:
 
 
 def _reason(answer: Answer) -> str:
-    """Name the end of an answer in OpenAI's words."""
+    """Return OpenAI's finish reason of an answer."""
     return "length" if answer.finish_reason is FinishReason.LENGTH else "stop"
 
 

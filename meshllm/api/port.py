@@ -1,4 +1,4 @@
-"""What the HTTP application needs of a node."""
+"""The interface of a node that the HTTP application uses."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol
@@ -8,28 +8,28 @@ from meshllm.status import Change, Members, MeshStatus, Removed, RingStatus
 
 
 class NodePort(Backend, Protocol):
-    """A node as its owner sees it.
+    """A node, as its owner controls it.
 
-    What is not a stream is a snapshot: it answers at once, from what the node knows now.
+    All methods but the streams return at once, a snapshot of the node's own records.
     """
 
     def status(self) -> MeshStatus:
-        """Tell how the node, its ring and its mesh are."""
+        """Return the status of the node, its ring and its mesh."""
 
     def plan(self) -> RingStatus:
-        """Tell who holds what, and why."""
+        """Return the ring, with the reason for its plan."""
 
     def members(self) -> Members:
-        """List who holds a credential of the mesh."""
+        """List the members of the mesh."""
 
     def models(self) -> list[str]:
-        """List the models that answer here."""
+        """List the models that this node serves."""
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
-        """Make a ticket for so many joiners in that time; raise `UserError` for a wrong one."""
+        """Create a ticket; 0 seconds or uses is no limit. Raise `UserError` if out of range."""
 
     def remove(self, node: str) -> Removed:
-        """Permanently remove a member; raise `UserError` when nobody has that id."""
+        """Permanently remove a member; raise `UserError` if the id is unknown."""
 
     def events(self) -> AsyncGenerator[Change, None]:
-        """Yield where the mesh stands, at once and after each change; those missed become one."""
+        """Yield the state at once and after each change; missed changes are merged into one."""

@@ -1,4 +1,4 @@
-"""Bodies in, errors and streams out."""
+"""Request bodies, error responses and streamed responses."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -25,7 +25,7 @@ from meshllm.strict_json import build, parse
 
 T = TypeVar("T")
 
-BODY_S = 30.0  # for a body; 4 MiB at 1.2 Mbit/s
+BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
 
 _STATUSES: dict[type[MeshError], int] = {
     UserError: 400,
@@ -40,10 +40,10 @@ _STATUSES: dict[type[MeshError], int] = {
 
 
 class Stream(Response, Generic[T]):
-    """Sends what a generator yields, and closes it when that is done or the client is gone.
+    """Streams the items of a generator; closes it at its end or when the client disconnects.
 
-    ``write`` may return no bytes: that item is not sent. The status waits for the first bytes: an
-    error before them has a status of its own, one after them is what ``fail`` makes of it.
+    An item for which ``write`` returns no bytes is not sent. The status line is sent with the
+    first bytes: an earlier error sets its own status, a later one is written by ``fail``.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Stream(Response, Generic[T]):
         self.items, self.write, self.fail = items, write, fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all, or stop in the middle."""
+        """Send the items until their end or until the client disconnects."""
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_leave(receive))
+        leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -93,16 +93,16 @@ class Stream(Response, Generic[T]):
         await put(b"", is_last=True)
 
 
-async def _leave(receive: Receive) -> None:
-    """Wait until the client is gone."""
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def patiently(
+async def with_keep_alive(
     items: AsyncGenerator[T, None], every_s: float
 ) -> AsyncGenerator[T | None, None]:
-    """Yield the items, and None each time so long passed without one; close them at the end."""
+    """Yield the items, and None after each ``every_s`` without one; close them at the end."""
     upcoming = asyncio.ensure_future(anext(items, None))
     try:
         while True:
@@ -125,7 +125,7 @@ async def read_body(request: Request) -> bytes:
 
     Raises:
         UserError: it is too long.
-        TimedOut: it comes too slowly.
+        TimedOut: it takes longer than `BODY_S`.
     """
     body = bytearray()
     try:
@@ -135,17 +135,17 @@ async def read_body(request: Request) -> bytes:
                 if len(body) > REQUEST_BYTES:
                     raise UserError(f"The body is longer than {REQUEST_BYTES} bytes")
     except TimeoutError:
-        raise TimedOut(f"The body did not come within {BODY_S:.0f} s") from None
+        raise TimedOut(f"The body did not arrive within {BODY_S:.0f} s") from None
     return bytes(body)
 
 
 async def read(request: Request, kind: type[T]) -> T:
-    """Read a body into a dataclass; raise `UserError` for whatever does not fit."""
+    """Read a body into a dataclass; raise `UserError` if it does not match."""
     return build(kind, parse(await read_body(request)))
 
 
 async def on_error(_: Request, error: Exception) -> Response:
-    """Answer with what went wrong."""
+    """Respond with the error."""
     match error:
         case MeshError():
             status = next(_STATUSES[each] for each in type(error).__mro__ if each in _STATUSES)
@@ -153,7 +153,7 @@ async def on_error(_: Request, error: Exception) -> Response:
         case HTTPException(status_code=status, detail=detail):
             return _failure(UserError(detail), status)
         case ClientDisconnect():
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # never read
         case _:
             return _failure(MeshError(f"This is a bug in meshllm: {type(error).__name__}"), 500)
 

@@ -1,4 +1,4 @@
-"""The application on a private unix socket, in the event loop of its node."""
+"""An HTTP server on a private unix socket, in the event loop of its node."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from meshllm.api.port import NodePort
 from meshllm.api.unix import listening
 
 HEADER_BYTES = 16 << 10
-CONNECTIONS = 256  # of one owner; the rest is told 503
-ACCEPT_TURNS = 3  # of the event loop, from a connection that is accepted to one that is known
-GOODBYE_S = 5  # until answers that were cancelled are gone from every node
+CONNECTIONS = 256  # of one owner; further ones get 503
+ACCEPT_TURNS = 3  # of the event loop, from accepting a connection to registering it
+GOODBYE_S = 5  # s until cancelled generations have ended on every node
 
 
 async def serve(node: NodePort, path: Path) -> None:
-    """Serve a node until cancelled; the socket is gone afterwards.
+    """Serve a node until cancelled, then remove the socket.
 
     Raises:
-        UserError: a node is already running there, or the place is too long or not private.
+        UserError: a node is already running there, or the path is too long or not private.
     """
     config = Config(
         application(node),
@@ -41,24 +41,25 @@ async def serve(node: NodePort, path: Path) -> None:
     with listening(path) as bound:
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         try:
-            await asyncio.shield(serving)  # whoever knocked while it starts is hung up on, too
+            await asyncio.shield(serving)  # `stop` closes connections made during startup, too
         finally:
             await server.stop(serving, bound)
 
 
 class _Server(Server):
-    """Leaves the signals to the node."""
+    """A server without signal handlers: the node has its own."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def stop(self, serving: asyncio.Task[None], bound: socket) -> None:
-        """Hang up, so that every answer that still runs is cancelled as if its reader had gone."""
+        """Close all connections, so running generations are cancelled as on a disconnect."""
         while not self.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event
             await asyncio.sleep(0)
         serving.cancel()
-        # A server that closes forgets whom it has accepted and not met: first nobody new.
+        # Closing the server would leak connections accepted but not yet registered: first stop
+        # accepting, then wait until all are registered.
         asyncio.get_running_loop().remove_reader(bound)
         for _ in range(ACCEPT_TURNS):
             await asyncio.sleep(0)

@@ -1,9 +1,9 @@
-"""How fast engines compute, each step beside transformers'.
+"""Benchmark of the inference engines, step by step against transformers.
 
-In every round each contestant takes one step, in any order, so that a busy machine slows all of
-them; what is compared are the medians over rounds of ratios inside a round. So is the fraction of
-the limit: the time that a probe of the memory takes, in the same round and with the same threads,
-for as many bytes as the weights have.
+In every round each contestant runs one step, in random order, so that load on the machine slows
+all of them; results are medians over rounds of ratios within a round. So is the fraction of the
+memory bandwidth limit: the time a probe takes, in the same round and with the same threads, to
+read as many bytes as the weights have.
 """
 
 import random
@@ -22,13 +22,13 @@ from meshllm.model.device import CPU, fetch
 from meshllm.names import Quant
 
 PROMPTS = (32, 256, 1024)
-"""Tokens that are read at once."""
+"""Prefill lengths in tokens."""
 SESSIONS = (1, 2, 4, 8, 16, 32)
-"""That go on by one token each, in one step."""
-OFTEN = 4  # times as many rounds of a short step
-LONG = 512  # rows of a step that is no short one
-PROBE_BYTES = 256 << 20  # eight times the last cache of a large core complex
-PROBE_BYTES_OF_GPU = 1 << 30  # or to begin would be most of it
+"""Batch sizes of a decode step."""
+OFTEN = 4  # factor on the rounds of a short step
+LONG = 512  # rows from which a step is long
+PROBE_BYTES = 256 << 20  # eight times the last-level cache of a large core complex
+PROBE_BYTES_OF_GPU = 1 << 30  # a smaller one would measure the launch overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Case:
     model: str
     quants: tuple[Quant, ...]
     rounds: int
-    """Of the longest steps; up to four times as many of short ones."""
+    """Rounds of the longest steps; up to four times as many for short ones."""
     threads: int | None
-    """As many as torch wants when None."""
+    """None is torch's default."""
     device: str = "cpu"
-    """Where everyone computes: ``cpu`` or ``cuda:N``."""
+    """Device of all contestants: ``cpu`` or ``cuda:N``."""
 
 
 TASKS = (
@@ -53,23 +53,23 @@ TASKS = (
 
 @dataclass(slots=True)
 class Rounds:
-    """What was measured of a task, one value per round."""
+    """Measurements of a task, one value per round."""
 
     ms: dict[str, list[float]]
     """By contestant."""
     same: dict[str, bool]
-    """Whether all logits were those of transformers, of those who are to give the same."""
+    """By exact contestant: whether all logits were bit-identical to transformers'."""
     gb_per_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant at one task over all rounds."""
+    """Results of one contestant in one task."""
 
     task: str
     name: str
     megabytes: float
-    """That a step reads."""
+    """Read by a step."""
     ms: float
     """Median."""
     best_ms: float
@@ -77,22 +77,22 @@ class Row:
     ratio: float
     """Speed against transformers in the same round, median."""
     fraction: float | None
-    """Of the speed that memory allows, where tokens are decoded; median."""
+    """Fraction of the memory bandwidth limit in decode, median; None in prefill."""
     same: bool | None
-    """Whether every bit was that of transformers; None where it need not be."""
+    """Whether the logits were bit-identical to transformers'; None if not required."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of all tasks."""
+    """The results of all tasks."""
 
     gb_per_s: float
-    """What the probe of the memory read, median."""
+    """Memory bandwidth measured by the probe, median."""
     rows: tuple[Row, ...]
 
 
 def measure(case: Case, told: Callable[[str], None]) -> Table:
-    """Make the model, and let all contestants do every task."""
+    """Create the model and run every task with all contestants."""
     with random_model(case.model, torch.bfloat16) as folder, _computing(case.threads):
         device = torch.device(case.device)
         contestants = line_up(folder, case.quants, told, device)
@@ -113,14 +113,14 @@ def take_turns(
     told: Callable[[str], None],
     device: torch.device = CPU,
 ) -> Rounds:
-    """Let all contestants take the same steps in turn, after a round that does not count."""
+    """Run the same steps with all contestants in turn, after a warm-up round."""
     first = contestants[0].name
     exact = [each.name for each in contestants if task.kind in each.exact]
     result = Rounds({each.name: [] for each in contestants}, dict.fromkeys(exact, True))
     size = PROBE_BYTES if device == CPU else PROBE_BYTES_OF_GPU
     memory = torch.ones(size // 8, dtype=torch.int64, device=device)
     steps: dict[str, Forward] = {}
-    first_round = 1 if task.rows > LONG else 0  # the longest have tried theirs in shorter ones
+    first_round = 1 if task.rows > LONG else 0  # long steps are warmed up by the shorter ones
     for number in range(first_round, rounds + 1):
         told(f"{task.name}, round {number} of {rounds}" if number else f"{task.name}, warming up")
         if task.kind == "prefill" or not steps:
@@ -140,14 +140,14 @@ def take_turns(
 
 
 def read_memory(memory: Tensor) -> float:
-    """Read all of it once; return GB/s."""
+    """Read the whole tensor once; return GB/s."""
     begin = time.perf_counter()
     fetch(memory.sum())
     return memory.nbytes / (time.perf_counter() - begin) / 1e9
 
 
 def summarise(contestants: Sequence[Contestant], task: Task, rounds: Rounds) -> list[Row]:
-    """Take medians."""
+    """Reduce the rounds to medians."""
     theirs = rounds.ms[contestants[0].name]
 
     def row(one: Contestant) -> Row:
@@ -169,7 +169,7 @@ def summarise(contestants: Sequence[Contestant], task: Task, rounds: Rounds) -> 
 
 
 def _repeats(task: Task, rounds: int) -> int:
-    """Tell how often the step is measured."""
+    """Return the number of rounds of a step."""
     return rounds * max(1, min(OFTEN, LONG // task.rows))
 
 
@@ -179,7 +179,7 @@ def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 @contextmanager
 def _computing(threads: int | None) -> Iterator[None]:
-    """Let torch use so many threads, and make no gradients."""
+    """Set the number of threads of torch, in inference mode."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -1,9 +1,9 @@
-"""Who runs a model for the table of engines.
+"""The contestants of the engine benchmark.
 
-Transformers runs it in a loop as ``generate`` has it; one shard, for each way to hold the weights,
-as a node does, with its steps replayed and ``eager``; one by ``stock`` steps, a row at a time; and
-two shards as ``exact`` nodes do, whose logits are to be those of transformers. So the table shows
-what kernels gain, and what replay does.
+Transformers, called as by ``generate``; for each quantisation one shard as in a node, with traced
+(replayed) and with ``eager`` steps; one shard with ``stock`` steps, a row at a time; and two
+shards as in ``exact`` nodes, whose logits must be bit-identical to transformers'. So the table
+shows the gain of the kernels and of the replay.
 """
 
 import copy
@@ -30,22 +30,22 @@ from meshllm.model.steps.strategies import InvariantSteps, ReplayedSteps, Steps
 from meshllm.names import Quant, Span
 from meshllm.protocol.drafting.window import STEPS
 
-CONTEXT = 128  # tokens of each session before the first one that is decoded
-LAST = (
-    8  # rows of a prompt whose logits are wanted; of fewer a node, or torch, may add up as of one
-)
+CONTEXT = 128  # prefilled tokens of each session before the first decode step
+# Rows of a prompt whose logits are computed; with fewer, a node or torch may use the summation
+# order of a single row.
+LAST = 8
 
 Forward = Callable[[Tensor], Tensor]
-"""From token ids [B, T] to logits [B, R, V]: of a prompt behind the last of them, of R tokens."""
+"""Token ids [B, T] to logits [B, R, V] of the last R tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a step is."""
+    """The shape of a step."""
 
     kind: Literal["prefill", "decode"]
     rows: int
-    """Tokens of one prompt, or one token of each of so many sessions."""
+    """Tokens of the prompt, or number of sessions with one token each."""
 
     @property
     def name(self) -> str:
@@ -54,26 +54,26 @@ class Task:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the token ids [B, T]."""
+        """Shape [B, T] of the token ids."""
         return (1, self.rows) if self.kind == "prefill" else (self.rows, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Somebody who runs the model."""
+    """An engine that runs the model."""
 
     name: str
     bytes: int
-    """That a step reads: every matrix, but no look-up table."""
+    """Read by a step: all matrices, no embedding table."""
     begin: Callable[[Task], Forward]
-    """Make sessions ready for the steps of a task; a prefill begins a session each time."""
+    """Prepare the sessions of a task; each prefill starts a new session."""
     exact: tuple[str, ...] = ()
-    """Kinds of tasks at which each bit must be that of transformers."""
+    """Kinds of tasks whose logits must be bit-identical to transformers'."""
     is_single: bool = False
-    """Whether it is not asked to run several sessions."""
+    """Whether it is excluded from tasks with several sessions."""
 
     def takes(self, task: Task) -> bool:
-        """Whether it runs steps of this kind."""
+        """Return whether it takes part in a task."""
         return task.shape[0] == 1 or not self.is_single
 
 
@@ -83,23 +83,23 @@ def line_up(
     told: Callable[[str], None],
     device: torch.device = CPU,
 ) -> list[Contestant]:
-    """Load the model once for each contestant, transformers first."""
+    """Load the model for each contestant, transformers first."""
     source = open_folder(folder.name, folder)
-    told(f"{TRANSFORMERS} loads")
+    told(f"loading {TRANSFORMERS}")
     contestants = [_stock(source, device)]
     size = contestants[0].bytes
     for quant in quants:
-        told(f"{quant} loads")
+        told(f"loading {quant}")
         contestants += _node(source, quant, device)
-    told("stock steps load")
+    told("loading stock steps")
     shard = load_shard(source, _all(source), embed=True, head=True, device=device)
     stock = Contestant("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
-    told("two shards load")
+    told("loading two shards")
     return [*contestants, stock, _exact(source, size, device)]
 
 
 def _stock(source: Source, device: torch.device) -> Contestant:
-    """Run the stock model with the arguments that ``generate`` gives it."""
+    """Run the stock model with the arguments that ``generate`` passes."""
     with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto").eval()
         model.to(device)
@@ -129,7 +129,7 @@ def _stock(source: Source, device: torch.device) -> Contestant:
 
 
 def _node(source: Source, quant: Quant, device: torch.device) -> Iterator[Contestant]:
-    """Run one shard as a node does that is alone; where steps can be replayed, both ways."""
+    """Run one shard as in a ring of one; if steps can be replayed, also eagerly."""
     shard = load_shard(source, _all(source), embed=True, head=True, quant=quant, device=device)
     size, steps = matrix_bytes(shard.model, quant), Runner(shard, STEPS).steps
     eager = steps.inner if isinstance(steps, ReplayedSteps) else steps
@@ -141,7 +141,7 @@ def _node(source: Source, quant: Quant, device: torch.device) -> Iterator[Contes
 
 
 def _begin(steps: Steps, shard: Shard) -> Callable[[Task], Forward]:
-    """Begin as a node does: prompts whole, sessions together."""
+    """Begin as a node does: whole prompts, batched sessions."""
 
     def begin(task: Task) -> Forward:
         cache = shard.new_cache()
@@ -153,7 +153,7 @@ def _begin(steps: Steps, shard: Shard) -> Callable[[Task], Forward]:
         def step(ids: Tensor) -> Tensor:
             return torch.cat(steps.step_many(torch.split(ids, 1), caches))
 
-        for _ in range(SETTLED):  # as a node that has been at it for a while
+        for _ in range(SETTLED):  # warm up
             step(torch.zeros(task.rows, 1, dtype=torch.int64))
         return step
 
@@ -161,7 +161,7 @@ def _begin(steps: Steps, shard: Shard) -> Callable[[Task], Forward]:
 
 
 def _exact(source: Source, size: int, device: torch.device) -> Contestant:
-    """Run two shards one after the other, each token as transformers does."""
+    """Run two shards in sequence, bit-identically to transformers."""
     shards = [
         load_shard(source, part.span, embed=part.embed, head=part.head, device=device)
         for part in divide(source.config.num_hidden_layers, 2)
@@ -188,7 +188,7 @@ def _all(source: Source) -> Span:
 
 
 def _context() -> Tensor:
-    """Make token ids [1, T] that come before what is decoded."""
+    """Return the token ids [1, T] of the prefill before a decode task."""
     return torch.tensor([[(7 * place + 3) % 500 for place in range(CONTEXT)]])
 
 

@@ -1,4 +1,4 @@
-"""Rings of real nodes, each a process of its own, for benchmarks."""
+"""Rings of real nodes in separate processes, for benchmarks."""
 
 import asyncio
 import sys
@@ -17,8 +17,8 @@ from meshllm.node.requests.request_json import event_from_json, request_to_json
 from meshllm.request import Answer, Request
 from meshllm.status import MeshStatus, RingState, from_json
 
-START_S = 120.0  # s until a ring stands; importing torch takes seconds, on a busy machine many
-POLL_S = 0.1  # s between two looks while it does not
+START_S = 120.0  # s until a ring serves; importing torch takes seconds, many on a busy machine
+POLL_S = 0.1  # s between two polls of the status
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Site:
     """Where a node runs."""
 
     listen: str = "127.0.0.1:0"
-    """Where the other nodes reach it."""
+    """The address it listens on."""
     prefix: tuple[str, ...] = ()
-    """The command that runs its command, as in another network; nothing runs it right here."""
+    """A command that runs the node's command, such as in a network namespace; empty for none."""
 
 
 LOCAL = Site()
@@ -36,23 +36,23 @@ LOCAL = Site()
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A ring of processes that is ready to answer."""
+    """A ring of processes that is serving."""
 
     entry: httpx2.AsyncClient
-    """To the door of the entry."""
+    """Connected to the socket of the entry."""
 
     async def answer(self, request: Request) -> Answer:
-        """Ask the entry, and return the answer with its times.
+        """Send the request to the entry; return the answer with its times.
 
         Raises:
-            MeshError: there is none, or it is not as long as it may be: its times are of others.
+            MeshError: no answer, or one shorter than `max_tokens`: times would not be comparable.
         """
         content = request_to_json(request)
         async with self.entry.stream("POST", "/mesh/ask", content=content) as reply:
             async for line in reply.aiter_lines():
                 if line and isinstance(event := event_from_json(line.encode()), Answer):
                     return _whole(event, request)
-        raise MeshError("The node gave no answer")
+        raise MeshError("The node sent no answer")
 
 
 @asynccontextmanager
@@ -64,10 +64,10 @@ async def open_fleet(
     transport: str = "websocket",
     device: str = "cpu",
 ) -> AsyncIterator[Fleet]:
-    """Start nodes on this machine that form one ring, encrypted as any; so many, or one a site.
+    """Start nodes on this machine that form one ring; ``nodes`` is their number or their sites.
 
     Raises:
-        TimedOut: the ring did not stand in time.
+        TimedOut: the ring did not serve within `START_S`.
     """
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory(prefix="meshllm-")))
@@ -78,22 +78,22 @@ async def open_fleet(
         shared += ["--transport", transport, "--device", device]
         found = ["--members", str(members), "--ticket-file", str(ticket)]
         await _start(stack, first, home / "0", [*shared, *found])
-        async with _patience():
+        async with _start_timeout():
             while not (ticket.exists() and ticket.read_text()):  # noqa: ASYNC110  # another process writes it
                 await asyncio.sleep(POLL_S)
         for number, site in enumerate(others, start=1):
             join = ["--join", ticket.read_text().strip()]
             await _start(stack, site, home / str(number), [*shared, *join])
-        doors = [
-            await stack.enter_async_context(_door(home / str(number) / SOCKET))
+        clients = [
+            await stack.enter_async_context(_client(home / str(number) / SOCKET))
             for number in range(members)
         ]
-        yield Fleet(await _entry(doors))
+        yield Fleet(await _entry(clients))
 
 
 def _whole(answer: Answer, request: Request) -> Answer:
     if (tokens := len(answer.tokens)) != request.max_tokens:
-        raise MeshError(f"An answer of {tokens} tokens, not {request.max_tokens}")
+        raise MeshError(f"The answer has {tokens} tokens, not {request.max_tokens}")
     return answer
 
 
@@ -116,7 +116,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _door(socket: Path) -> httpx2.AsyncClient:
+def _client(socket: Path) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         transport=httpx2.AsyncHTTPTransport(uds=str(socket)),
         base_url="http://node",
@@ -124,31 +124,31 @@ def _door(socket: Path) -> httpx2.AsyncClient:
     )
 
 
-async def _entry(doors: list[httpx2.AsyncClient]) -> httpx2.AsyncClient:
-    """Wait until all nodes see the ring stand; return the door of its entry."""
-    async with _patience():
+async def _entry(clients: list[httpx2.AsyncClient]) -> httpx2.AsyncClient:
+    """Wait until all nodes report the ring as serving; return the client of its entry."""
+    async with _start_timeout():
         while True:
-            seen = [status for door in doors if (status := await _status(door))]
-            if len(seen) == len(doors) and all(
-                each.ring.state is RingState.SERVING and len(each.ring.stages) == len(doors)
+            seen = [status for client in clients if (status := await _status(client))]
+            if len(seen) == len(clients) and all(
+                each.ring.state is RingState.SERVING and len(each.ring.stages) == len(clients)
                 for each in seen
             ):
                 ids = [each.node for each in seen]
-                return doors[ids.index(seen[0].ring.entry or "")]
+                return clients[ids.index(seen[0].ring.entry or "")]
             await asyncio.sleep(POLL_S)
 
 
-async def _status(door: httpx2.AsyncClient) -> MeshStatus | None:
+async def _status(client: httpx2.AsyncClient) -> MeshStatus | None:
     try:
-        return from_json(MeshStatus, (await door.get("/mesh/status")).json())
+        return from_json(MeshStatus, (await client.get("/mesh/status")).json())
     except httpx2.TransportError:
         return None
 
 
 @asynccontextmanager
-async def _patience() -> AsyncIterator[None]:
+async def _start_timeout() -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(START_S):
             yield
     except TimeoutError:
-        raise TimedOut(f"The nodes formed no ring in {START_S:.0f} s") from None
+        raise TimedOut(f"The nodes did not form a ring within {START_S:.0f} s") from None

@@ -1,4 +1,4 @@
-"""What stands beside figures: the machine and the versions that they are of."""
+"""A description of the machine and the versions, stored with benchmark results."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ _PACKAGES = ("meshllm", "torch", "transformers")
 
 
 def machine(threads: int | None = None, device: str = "cpu") -> dict[str, str | int | None]:
-    """Describe this machine, on which torch used so many ``threads``, or as many as it wants."""
+    """Describe this machine; ``threads`` is the number torch used, None its default."""
     return {
         "processor": platform.machine(),
         "cores": os.cpu_count(),

@@ -1,8 +1,8 @@
-"""Table 1 of the HyperCluster paper again: rings of 1, 2, 3 nodes beside plain transformers.
+"""Table 1 of the HyperCluster paper: rings of 1, 2, 3 nodes against plain transformers.
 
 The weights are random with the published dimensions: speed is real, text is noise. Every round
-measures each contestant once, one after the other, so that a busy machine slows all of them; the
-ratios are medians over rounds of ratios inside a round. Knows nothing about printing.
+measures each contestant once, in sequence, so that load on the machine slows all of them; the
+ratios are medians over rounds of ratios within a round.
 """
 
 import asyncio
@@ -48,24 +48,24 @@ class Case:
     threads: int | None
     dtype: torch.dtype = torch.bfloat16
     quants: tuple[Quant, ...] = (Quant.NONE,)
-    """Rings of each size, one for each way to hold the weights."""
+    """Quantisations; each is measured with each ring size."""
     processes: bool = False
-    """Every node is a process of its own, linked over WebSocket, encrypted."""
+    """Run every node in its own process, over encrypted WebSocket links."""
     device: str = "cpu"
-    """Where everyone computes, as `model.device.choose` reads it."""
+    """Device of all contestants, see `model.device.choose`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Who runs the model."""
+    """A ring, or transformers."""
 
     nodes: int = 0
-    """Of its ring; 0 is transformers."""
+    """Nodes of the ring; 0 is transformers."""
     quant: Quant = Quant.NONE
 
     @property
     def name(self) -> str:
-        """Name it as in the table."""
+        """Its name in the table."""
         if not self.nodes:
             return TRANSFORMERS
         ring = f"ring of {self.nodes}"
@@ -74,21 +74,21 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One generation, measured from outside."""
+    """One generation, measured by the client."""
 
     ttft_ms: float
     ms_per_token: float
     hop_ms: float = 0.0
-    """Time of a token that no rank computes, divided by the hops: messages, wires and waiting."""
+    """Time of a token outside of the ranks' forward passes, per hop: messages, network, queues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant over all rounds."""
+    """Results of one contestant."""
 
     name: str
     nodes: int
-    """Of its ring; 0 is transformers."""
+    """Nodes of the ring; 0 is transformers."""
     quant: Quant
     ttft_ms: float
     ms_per_token: float
@@ -96,11 +96,11 @@ class Row:
     decode_ratio: float
     """Speed against transformers in the same round, median."""
     decode_ratio_one: float
-    """Speed against the ring of the fewest nodes with such weights in the same round, median."""
+    """Speed against the smallest ring of the same quantisation in the same round, median."""
     ttft_ratio: float
     """Time to first token against transformers in the same round, median."""
     hop_ms: float
-    """Milliseconds per hop and token beside the computing, median; 0 where it is not measured."""
+    """Overhead in milliseconds per hop and token, median; 0 if not measured."""
 
 
 def _qwen3() -> PretrainedConfig:
@@ -140,30 +140,30 @@ DIMENSIONS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-8b-4-layers": _qwen3_8b,
     "tiny": _small,
 }
-"""Published dimensions by name, of the largest a few layers; `tiny` shows the table in a second."""
+"""Published dimensions by name, the largest with fewer layers; `tiny` runs in a second."""
 
 
 Turn: TypeAlias = Callable[[int], Awaitable[Run]]
-"""Runs the prompt of a round; each has its own, for nodes remember what they have read."""
+"""Runs the prompt of a round; prompts differ, so that no prefix cache hits."""
 
-PACKED = "packed"  # folder of quantised matrices: rings of the same weights pack them once
+PACKED = "packed"  # folder of quantised matrices, shared by the rings of a quantisation
 
 WORD = "ring "
-"""A token of the builtin model's tokenizer, which the random models borrow; text begins with one
-more."""
+"""One token of the builtin model's tokenizer, which the random models use; a text begins with one
+more token."""
 NUMBER_TOKENS = 4
-"""Of a number of two digits, with the spaces around it."""
+"""Tokens of a two-digit number with the surrounding spaces."""
 
 
 @contextmanager
 def random_model(name: str, dtype: torch.dtype, layers: int | None = None) -> Iterator[Path]:
-    """Write a model of published dimensions and random weights; gone afterwards.
+    """Write a model of published dimensions and random weights; remove it at the end.
 
-    With fewer ``layers`` its rows are as wide and take less to compute, as on a faster machine.
+    Fewer ``layers`` give rows of the same width with less compute, as on a faster machine.
     """
     if name not in DIMENSIONS:
         known = ", ".join(f"`{known}`" for known in DIMENSIONS)
-        raise UserError(f"no dimensions for `{name}`", hint=f"one of {known}")
+        raise UserError(f"Unknown model dimensions `{name}`", hint=f"one of {known}")
     with TemporaryDirectory(prefix="meshllm-bench-") as folder:
         torch.manual_seed(0)
         config = DIMENSIONS[name]()
@@ -182,11 +182,11 @@ def random_model(name: str, dtype: torch.dtype, layers: int | None = None) -> It
 
 
 def _plain(model: Any, prompt: Sequence[int], new_tokens: int) -> Run:
-    """Run ``transformers.generate`` greedily and stamp every token as it comes."""
+    """Run ``transformers.generate`` greedily and record the time of every token."""
     stamps: list[float] = []
 
     class Stamps:
-        """What `generate` calls with the prompt, then with each token."""
+        """The streamer of `generate`: called with the prompt, then with each token."""
 
         def put(self, _: object) -> None:
             stamps.append(time.perf_counter())
@@ -221,7 +221,7 @@ async def _ring(ring: LocalRing, prompts: Sequence[list[int]], new_tokens: int, 
 async def _measure(
     case: Case, source: Source, told: Callable[[str], None]
 ) -> dict[Contestant, list[Run]]:
-    threads = case.threads or torch.get_num_threads()  # the same for everyone
+    threads = case.threads or torch.get_num_threads()  # the same for all
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(compute_thread(threads))
         with quiet():
@@ -238,7 +238,7 @@ async def _measure(
         runs: dict[Contestant, list[Run]] = {each: [] for each in order}
         for round_ in range(case.rounds + 1):
             told(f"round {round_} of {case.rounds}" if round_ else "warming up")
-            first = round_ % len(order)  # nobody always runs after the same one
+            first = round_ % len(order)  # rotate, so that each runs first in some rounds
             lap = {each: await turns[each](round_) for each in order[first:] + order[:first]}
             if round_:
                 for each, run in lap.items():
@@ -253,14 +253,14 @@ def _line_up(case: Case) -> list[Contestant]:
 async def _rings(
     stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
 ) -> tuple[list[list[int]], dict[Contestant, Turn]]:
-    """Form rings inside this process."""
+    """Open rings in this process."""
     prompts = [
         [(7 * place + 11 * number + 3) % 500 for place in range(case.prompt_tokens)]
         for number in range(case.rounds + 1)
     ]
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
-        told(f"a {each.name} loads")
+        told(f"loading a {each.name}")
         inference = InferenceConfig(
             dtype=str(case.dtype).removeprefix("torch."),
             quant=each.quant,
@@ -278,25 +278,25 @@ async def _rings(
 async def _fleets(
     stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
 ) -> tuple[list[list[int]], dict[Contestant, Turn]]:
-    """Form rings of processes; they get the prompts as text, and transformers the same tokens."""
+    """Open rings of processes, which get the prompts as text; transformers gets their tokens."""
     text = Text.load(source.folder)
     words = WORD * (case.prompt_tokens - NUMBER_TOKENS)
     raws = [f"{number % 100:02} {words}" for number in range(case.rounds + 1)]
     prompts = [text.encode(raw) for raw in raws]
     if len(prompts[0]) != case.prompt_tokens:
         hint = f"choose {NUMBER_TOKENS} or more"
-        raise UserError(f"No prompt has {case.prompt_tokens} tokens", hint=hint)
+        raise UserError(f"Cannot make a prompt of {case.prompt_tokens} tokens", hint=hint)
     requests = [Request(raw=raw, max_tokens=case.new_tokens) for raw in raws]
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
-        told(f"a {each.name} starts, each node a process")
+        told(f"starting a {each.name}, one process per node")
         fleet = open_fleet(source.folder, each.nodes, threads, each.quant, device=case.device)
         rings[each] = partial(_asked, await stack.enter_async_context(fleet), requests)
     return prompts, rings
 
 
 async def _asked(fleet: Fleet, requests: Sequence[Request], number: int) -> Run:
-    """Take the figures of the entry."""
+    """Send a request to the entry; take the times from its answer."""
     answer = await fleet.answer(requests[number])
     computed = sum(hop.compute_ms for hop in answer.hops)
     rest = (answer.ms_per_token - computed) / len(answer.hops)
@@ -332,6 +332,6 @@ def _paired(base: list[Run], mine: list[Run], figure: Callable[[Run], float]) ->
 
 
 def measure(case: Case, told: Callable[[str], None]) -> list[Row]:
-    """Make the model, run every contestant ``case.rounds`` times, and reduce."""
+    """Create the model, run every contestant ``case.rounds`` times, and reduce the runs."""
     with random_model(case.model, case.dtype) as folder:
         return table(asyncio.run(_measure(case, resolve(str(folder)), told)))

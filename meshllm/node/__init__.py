@@ -1,1 +1,1 @@
-"""Nodes at work: asyncio around the machines, the compute thread around the model."""
+"""Nodes: asyncio drivers of the protocol machines, and a compute thread for the model."""

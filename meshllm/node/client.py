@@ -1,4 +1,4 @@
-"""A client of a mesh: it asks and holds nothing, no weights and no tokenizer."""
+"""A client of a mesh: sends requests, holds neither weights nor a tokenizer."""
 
 import asyncio
 import time
@@ -35,11 +35,11 @@ from meshllm.request import Backend, Event, Request
 from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 
-SEEK_S = 1.0  # s between two looks for the inviter, and to make sure that nobody is linked
+SEEK_S = 1.0  # s between two checks for a linked node, and two dials of the inviter without one
 
 
 class Thin:
-    """A client at work; made by `open_thin`."""
+    """A running client; created by `open_thin`."""
 
     def __init__(self, keyring: Keyring, credential: Credential, caller: Caller) -> None:
         self._me = keyring.key.node
@@ -56,22 +56,22 @@ class Thin:
         self.desk = Desk(self._me, self, self.links.post, asks_ingress=True)
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Let the mesh answer a request, see `Backend`."""
+        """Send a request to a node of the mesh; see `Backend`."""
         return self.desk.generate(request)
 
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
-        """Be a client until cancelled, by a link to the inviter where there is one."""
+        """Run the client until cancelled, over the ``link`` to the inviter if there is one."""
         async with asyncio.TaskGroup() as group:
             for job in (self.links.run([]), self.desk.run(), self._seek(ticket)):
                 group.create_task(job)
-            await asyncio.sleep(0)  # the links take work from now on
+            await asyncio.sleep(0)  # let the links start
             if link is not None:
                 self.links.adopt(link)
             else:
                 self.links.hint(ticket.inviter, ticket.addresses)
 
     def ended(self, running: asyncio.Future[None]) -> None:
-        """Let a bug that ended the client end its requests, too."""
+        """Fail the pending requests if a bug ended the client."""
         if not running.cancelled() and (error := running.exception()):
             self._bug = error
             self._linked.set()
@@ -79,14 +79,14 @@ class Thin:
                 self.desk.lost(peer)
 
     async def _seek(self, ticket: Ticket) -> None:
-        """Look for the inviter whenever nobody is linked, until cancelled."""
+        """Dial the inviter whenever no node is linked, until cancelled."""
         while True:
             await asyncio.sleep(SEEK_S)
             if not self.links.lines:
                 self.links.hint(ticket.inviter, ticket.addresses)
 
     async def entry(self) -> NodeId:
-        """Wait for a node to ask: any can be the ingress."""
+        """Wait for a linked node; any can be the ingress."""
         while True:
             if self._bug is not None:
                 raise self._bug
@@ -96,55 +96,55 @@ class Thin:
             await self._linked.wait()
 
     def reason(self) -> str:
-        """Say why nobody can be asked."""
+        """Return why no node can serve a request."""
         return "no node of the mesh answers"
 
     def backend(self) -> AbstractAsyncContextManager[Backend]:
-        """Refuse: a client holds no model."""
-        raise LinkLost("A client answers no requests")
+        """Raise `LinkLost`: a client holds no model."""
+        raise LinkLost("A client does not serve requests")
 
     def changed(self) -> None:
-        """Hear that there may be somebody to ask."""
+        """Wake requests that wait for a linked node."""
         self._linked.set()
 
     async def ring(self, link: SecureLink) -> None:
-        """Refuse a link for a ring."""
+        """Close a ring link: a client is in no ring."""
         await link.close()
 
     def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
-        """Take what a node said."""
+        """Handle a message of a node about a request."""
         _ = is_client
         self.desk.receive(peer, message, is_client=False)
 
     def lost(self, peer: NodeId) -> None:
-        """Hear that a node is not linked any more."""
+        """Fail the requests that the node served."""
         self.desk.lost(peer)
 
     def dropped(self, peer: NodeId, why: Why) -> None:
-        """Hear why a node closed the link; the loss itself is told apart."""
+        """Do nothing: the loss itself is reported by `lost`."""
 
 
 class _Closed:
-    """The gate of a client: nobody dials it."""
+    """The admission of a client: none."""
 
     def guests(self) -> tuple[bytes, ...]:
-        """Invite nobody."""
+        """Return no tickets."""
         return ()
 
     async def judge(self, *_: object) -> Credential:
-        """Refuse."""
-        raise UserError("A client takes no links")
+        """Reject the peer."""
+        raise UserError("A client does not accept links")
 
 
 @asynccontextmanager
 async def open_thin(
     text: str, state: Path, transport: Transport | None = None
 ) -> AsyncIterator[Thin]:
-    """Be a client of a mesh inside the context; several at once in one folder have a key each.
+    """Run a client of a mesh inside the context; concurrent ones in a folder use different keys.
 
     Raises:
-        UserError: the ticket is mistyped, or lets in fewer clients than are at work here.
-        NotAuthorised: it has expired, or is refused.
+        UserError: the ticket is invalid, or admits no more clients than run here already.
+        NotAuthorised: it has expired, or is rejected.
     """
     ticket = parse_ticket(text)
     if ticket.role is not Role.CLIENT:
@@ -180,9 +180,9 @@ async def open_thin(
 
 @contextmanager
 def _keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]:
-    """Hold a key that no other process has in use, and tell whether it is the first of the ticket.
+    """Lock a key that no other process uses; yield it, and whether it is the ticket's first.
 
-    A mesh takes one link of each key, and the node of this folder may be at work as well.
+    A mesh accepts one link per key, and the node of this folder may run at the same time.
     """
     name = blake3(ticket.psk).hexdigest(8)
     with ExitStack() as stack:
@@ -199,8 +199,8 @@ def _keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]:
 
 def _too_many() -> UserError:
     return UserError(
-        "The ticket lets in no more clients than are at work here already",
-        hint="wait for them, or ask for another one: `meshllm ring ticket --role client --uses 9`",
+        "The ticket admits no more clients than already run here",
+        hint="wait for them, or get another one: `meshllm ring ticket --role client --uses 9`",
     )
 
 
@@ -210,13 +210,13 @@ async def _ended(running: asyncio.Future[None]) -> None:
 
 
 def _transports_for(ticket: Ticket) -> tuple[Transport, ...]:
-    """Choose the transports that dial the addresses of a ticket."""
+    """Load the transports that dial the addresses of a ticket."""
     registry = Registry.discover()
     schemes = {address.partition(":")[0] for address in ticket.addresses}
     if found := registry.dialing(schemes):
         return found
     listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
     raise UserError(
-        f"No transport here dials an address of the ticket ({listed})",
-        hint=f"installed are {', '.join(registry.names())}; the inviter may need `--advertise`",
+        f"No installed transport dials an address of the ticket ({listed})",
+        hint=f"installed: {', '.join(registry.names())}; the inviter may need `--advertise`",
     )

@@ -1,4 +1,4 @@
-"""A node as its owner controls it: its status, from its own records, and what it may be told."""
+"""The owner's control of a node: its status, from a snapshot, and the commands to it."""
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -43,28 +43,28 @@ from meshllm.status import (
     Unplaced,
 )
 
-MAX_LASTS_S = 100 * 365 * 24 * 3600  # s of a ticket: a century
+MAX_LASTS_S = 100 * 365 * 24 * 3600  # s of validity of a ticket: a century
 
-_NOBODY = Profile("", "", (), 0)
+_UNKNOWN = Profile("", "", (), 0)
 
 
 @dataclass(slots=True)
 class NodeControl:
-    """What the HTTP application shows of a node, and lets its owner do."""
+    """The implementation of `NodePort` over a node."""
 
     look: Callable[[], NodeView]
     key: NodeKey
     make_ticket: Callable[[Role, float | None, int | None], str]
-    """For a role, for so many seconds and so many uses; None is without a limit."""
+    """Takes role, seconds of validity, and uses; None is no limit."""
     expel: Callable[[Removal], None]
     changes: Callable[[], AsyncGenerator[None, None]]
-    """Yields once at first, then whenever something may have changed."""
+    """Yields once at first, then after each possible change."""
     answer: Callable[[Request], AsyncGenerator[Event, None]]
     measure: Callable[[], MemoryStatus]
-    """Tells what the process holds."""
+    """Measures the memory of the process."""
 
     def status(self) -> MeshStatus:
-        """Tell how the node, its ring and its mesh are."""
+        """Return the status of the node, its ring and its mesh."""
         view = self.look()
         counts = view.counts
         return MeshStatus(
@@ -90,13 +90,13 @@ class NodeControl:
         )
 
     def plan(self) -> RingStatus:
-        """Tell who holds what, and why."""
+        """Return the ring, with the reason for its plan."""
         view = self.look()
         ring = self._ring(view)
         return replace(ring, reason=view.agreement.reason) if view.agreement else ring
 
     def members(self) -> Members:
-        """List who holds a credential of the mesh, as far as this node has heard."""
+        """List the members of the mesh, as far as known to this node."""
         view = self.look()
         known = [
             _member(view, each, str(Role.NODE), _state(view, each)[0], view.hosts.get(each, ()))
@@ -111,38 +111,38 @@ class NodeControl:
         return Members((*known, *clients, *removed))
 
     def models(self) -> list[str]:
-        """List the models that answer here."""
+        """List the models that this node serves."""
         charter = self.look().charter
         return [charter.shape.name] if charter else []
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
-        """Make a ticket; 0 seconds or uses are without a limit."""
+        """Create a ticket; 0 seconds or uses is no limit."""
         if role not in tuple(Role):
             raise UserError(f"Invalid role `{role}`", hint="`node` or `client`")
         if not (0 <= expires_s <= MAX_LASTS_S and uses >= 0):
             raise UserError(
-                f"A ticket cannot last {expires_s} s and {uses} uses",
-                hint=f"at most {MAX_LASTS_S} s; 0 is without a limit",
+                f"Invalid limits of a ticket: {expires_s} s, {uses} uses",
+                hint=f"at most {MAX_LASTS_S} s; 0 is no limit",
             )
         return self.make_ticket(Role(role), expires_s or None, uses or None)
 
     def remove(self, node: str) -> Removed:
-        """Permanently remove a member, and those it invited except nodes that are here now."""
+        """Permanently remove a member, and those it invited except connected nodes."""
         view = self.look()
         gone = find_node(node, view.profiles)
         if gone == view.me:
-            raise UserError("A node does not remove itself", hint="stop it with Ctrl-C")
+            raise UserError("A node cannot remove itself", hint="stop it with Ctrl-C")
         paths = ((*view.hosts.get(each, ()), each) for each in sorted(view.alive))
         guests = {path[-1]: path[path.index(gone) + 1] for path in paths if gone in path[:-1]}
-        spared = tuple(sorted(set(guests.values())))  # who invited a guest, where it did not
+        spared = tuple(sorted(set(guests.values())))  # next in each guest's chain
         self.expel(remove(self.key, view.mesh, gone, int(time.time()), spared))
         if gone not in self.look().removed:
-            raise MeshError("The mesh remembers no more removals", hint="begin a new mesh")
+            raise MeshError("The mesh cannot store more removals", hint="begin a new mesh")
         spared_guests = tuple(Named(*_named(view, each)) for each in guests)
         return Removed(*_named(view, gone), spared_guests)
 
     async def events(self) -> AsyncGenerator[Change, None]:
-        """Yield once at first, then whenever something may have changed."""
+        """Yield once at first, then after each possible change."""
         async with aclosing(self.changes()) as changes:
             async for _ in changes:
                 view = self.look()
@@ -155,7 +155,7 @@ class NodeControl:
                 )
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request; see `desk.Desk.generate`."""
+        """Yield the events of a request; see `router.Desk.generate`."""
         if self.look().is_leaving:
             raise UserError("This node is leaving the mesh", hint="ask another node")
         return self.answer(request)
@@ -190,7 +190,7 @@ class NodeControl:
 
 
 def control_of(node: MeshNode) -> NodeControl:
-    """Give the owner control of a node."""
+    """Build the control of a node."""
     return NodeControl(
         node.view,
         node.keyring.key,
@@ -207,7 +207,7 @@ def _named(view: NodeView, node: NodeId) -> tuple[str, str]:
 
 
 def _name(view: NodeView, node: NodeId) -> str:
-    return view.profiles.get(node, _NOBODY).name
+    return view.profiles.get(node, _UNKNOWN).name
 
 
 def _known(view: NodeView) -> list[NodeId]:
@@ -250,7 +250,7 @@ def _digest(view: NodeView) -> str:
 
 
 def _node(view: NodeView, node: NodeId) -> NodeStatus:
-    profile, plan, link = view.profiles.get(node, _NOBODY), view.plan, view.links.get(node)
+    profile, plan, link = view.profiles.get(node, _UNKNOWN), view.plan, view.links.get(node)
     rank = plan.rank(node) if plan else None
     state, reason = _state(view, node)
     is_self = node == view.me
@@ -274,15 +274,15 @@ def _node(view: NodeView, node: NodeId) -> NodeStatus:
 
 
 def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
-    """Say what a node does, and why."""
+    """Return the state of a node, and why."""
     agreement, state = view.agreement, view.states.get(node, State())
     if node not in view.alive:
         left = state.lifecycle is Lifecycle.LEFT
-        return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it stands")
+        return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it")
     if agreement and (why := agreement.refused.get(node)):
         return NodeState.REFUSED, why
     if state.lifecycle is Lifecycle.JOIN:
-        return NodeState.JOINING, "it looks at its model"
+        return NodeState.JOINING, "loading and benchmarking the model"
     if view.plan and view.plan.rank(node) is not None:
         if state.is_loaded:
             return NodeState.SERVING, ""
@@ -305,11 +305,11 @@ def _link(link: LinkView) -> LinkStatus:
 
 
 def _rooms(view: NodeView, plan: Plan) -> Sequence[int | None]:
-    """Tell the tokens for which each rank has room; None where it is not known."""
+    """Return the KV cache capacity of each rank in tokens; None if unknown."""
     if view.agreement and view.charter:
         try:
             return room_tokens(plan, view.agreement.offers, view.charter.shape)
-        except UserError:  # a member has gone, and another plan is on its way
+        except UserError:  # a member has left, and a new plan will follow
             pass
     return [None] * len(plan.stages)
 
@@ -320,7 +320,7 @@ def _predicted(view: NodeView) -> Planned | None:
         return None
     offered = {offer.node for offer in agreement.offers}
     if not offered.issuperset(stage.node for stage in plan.stages):
-        return None  # a member has gone, and another plan is on its way
+        return None  # a member has left, and a new plan will follow
     found = predict(plan, agreement.offers, agreement.links, charter.shape)
     return Planned(
         ms_per_token=found.seconds_per_token * 1e3,

@@ -1,4 +1,4 @@
-"""What the mesh agrees on, from what the owner of one node wants."""
+"""Creating and amending the charter of a mesh from the options of a node."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from meshllm.protocol.planning.policies import find_policy
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.identity import parse_node, show
 
-SHORT_LETTERS = 7  # of an id, as it is shown in short
+SHORT_LETTERS = 7  # of an id in its short form
 
 
 def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest) -> Charter:
-    """Write the first charter of a mesh, for a model."""
+    """Create the first charter of a mesh, for a model."""
     return Charter(
         version=1,
         shape=plan_shape(shape, options.context or CONTEXT),
@@ -30,22 +30,22 @@ def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the names of nodes stand for."""
+    """Node names resolved to ids."""
 
     resolved: tuple[NodeId, ...]
     unknown: tuple[str, ...]
-    """Nobody has them yet."""
+    """Names of no known node."""
     ambiguous: tuple[str, ...]
-    """Several nodes have them, and may have chosen them: they stand for none."""
+    """Names of several nodes; not resolved, since any node can choose any name."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether each name stands for one node."""
+        """Whether every name is resolved."""
         return not self.unknown and not self.ambiguous
 
 
 def resolve_names(texts: Iterable[str], profiles: Mapping[NodeId, Profile]) -> Names:
-    """Find what each name, id, or beginning of an id stands for, whatever nodes call themselves."""
+    """Resolve names, ids, and prefixes of ids; never raise, whatever names nodes have chosen."""
     resolved, unknown, ambiguous = set[NodeId](), list[str](), list[str]()
     for text in texts:
         match _find(text, profiles):
@@ -59,20 +59,20 @@ def resolve_names(texts: Iterable[str], profiles: Mapping[NodeId, Profile]) -> N
 
 
 def names_in(options: NodeOptions) -> tuple[str, ...]:
-    """List the names of nodes in the options."""
+    """Return the names of nodes in the options."""
     return *(options.exclude or ()), *(options.prefer or ())
 
 
 def amend(
     charter: Charter, options: NodeOptions, profiles: Mapping[NodeId, Profile], longest: int
 ) -> Charter:
-    """Change what the options ask for; the same charter when they ask for nothing new.
+    """Apply the options to the charter; return the same charter if nothing changes.
 
-    A session has at most ``longest`` tokens, as the model takes. While a name stands for no node
-    or for several, those that were named before may be it, and stay.
+    The context is capped at ``longest`` tokens, the limit of the model. While a name is unknown or
+    ambiguous, the nodes excluded or preferred before are kept, since one of them may be meant.
 
     Raises:
-        UserError: no policy has that name.
+        UserError: the policy is unknown.
     """
     changes: dict[str, object] = {}
     if options.policy is not None:
@@ -93,24 +93,24 @@ def amend(
 def refuse_other(
     charter: Charter, model: str, config_digest: Digest, quant: Quant | None = None
 ) -> None:
-    """Raise `ModelError` when a model is not the one of the mesh, or to be held otherwise."""
+    """Raise `ModelError` if the model or its quantisation differs from the mesh's."""
     if quant is not None and quant != charter.quant:
         raise ModelError(
-            f"The mesh holds weights as `--quant {charter.quant}`, not `{quant}`",
+            f"The mesh uses `--quant {charter.quant}`, not `{quant}`",
             hint="leave out `--quant`, or begin another mesh with it",
         )
     if config_digest != charter.config_digest:
         raise ModelError(
-            f"The mesh serves `{charter.shape.name}`, and `{model}` has another configuration",
+            f"The mesh serves `{charter.shape.name}`; `{model}` has a different configuration",
             hint="leave out `--model`, or give the folder with the same model",
         )
 
 
 def find_node(text: str, profiles: Mapping[NodeId, Profile]) -> NodeId:
-    """Find a node by its id, the beginning of its id, or its name.
+    """Find a node by its id, a prefix of its id, or its name.
 
     Raises:
-        UserError: none or several fit.
+        UserError: no node or several nodes match.
     """
     match _find(text, profiles):
         case (node,):
@@ -118,7 +118,7 @@ def find_node(text: str, profiles: Mapping[NodeId, Profile]) -> NodeId:
         case ():
             return parse_node(text)
         case nodes:
-            raise UserError(f"{len(nodes)} nodes are called `{text}`", hint="give the whole id")
+            raise UserError(f"{len(nodes)} nodes match `{text}`", hint="give the whole id")
 
 
 def _nodes(
@@ -129,7 +129,7 @@ def _nodes(
 
 
 def _find(text: str, profiles: Mapping[NodeId, Profile]) -> tuple[NodeId, ...]:
-    """Find the nodes that a text may stand for; a whole id stands for its node only."""
+    """Return the nodes that match a text; a whole id matches its node only."""
     try:
         return (parse_node(text),)
     except UserError:

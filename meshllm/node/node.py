@@ -1,11 +1,11 @@
-"""A node of a mesh at work: who is here, and which ring that makes.
+"""A node of a mesh: the driver that connects membership, planning and the ring.
 
 Theory of operation
 -------------------
-The links feed the machine of the mesh; whenever what it knows changes, the node computes the
-agreement anew, off the event loop, and its service follows the plan. The service loads, links and
-serves, and says how far it is, which the node publishes. Requests go to the desk, which finds the
-entry. Nobody decides for another: every node does this alone, from the same records.
+The mesh links feed the membership machine. Whenever its records change, the node recomputes the
+agreement off the event loop, and the ring runtime follows the resulting plan: it loads its span,
+connects to its neighbours and serves. The node publishes the progress. Requests go to the router,
+which finds the entry. There is no leader: every node computes the same plan from the same records.
 """
 
 import asyncio
@@ -57,16 +57,16 @@ from meshllm.transport.contract import Transport
 
 __all__ = ["MeshNode", "NodeOptions", "open_node"]
 
-SETTLE_S = 0.5  # s; a beat: in that time both ends of a link say that it stands, or is gone
-GATHER_S = 30.0  # s that the first ring waits for the members that are wanted
-REMEMBER_S = 1.0  # s; what changes at once is written down once
-SEEK_S = 2.0  # s between two looks for a mesh that was lost
-SEEK_LINKED_S = 30.0  # s between two looks for members that are not linked
-FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before a failed span is offered for again
-SMALLER = 0.9  # of the weights of a span for which there was no memory
-WATCH_S = 1.0  # s between two looks at the compute thread
-DRAIN_S = 60.0  # s that requests under way are given when the node is told to leave
-TICKET_S = 24 * 3600.0  # s that the ticket of the start lasts
+SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
+GATHER_S = 30.0  # s that the first ring waits for the requested number of members
+REMEMBER_S = 1.0  # s; changes within it are written to disk together
+SEEK_S = 2.0  # s between two dials of known addresses while no node is linked
+SEEK_LINKED_S = 30.0  # s between two dials of members that are not linked
+FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is published again
+SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
+WATCH_S = 1.0  # s between two checks of the compute thread
+DRAIN_S = 60.0  # s to finish running requests before the node leaves
+TICKET_S = 24 * 3600.0  # s of validity of the ticket shown at startup
 
 Ts = TypeVarTuple("Ts")
 
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 
 class MeshNode:
-    """One node; made by `open_node`."""
+    """A running node; created by `open_node`."""
 
     def __init__(
         self,
@@ -121,31 +121,31 @@ class MeshNode:
         self._twin = Twin()
         self._charter_known = asyncio.Event()
         self._beacon: Beacon | None = None
-        self._context = copy_context()  # of the supervisor, whoever stirs the node
+        self._context = copy_context()  # of the supervisor, for callbacks from other contexts
         self._jobs = asyncio.TaskGroup()
 
     @property
     def agreement(self) -> Agreement | None:
-        """The latest; None while there is none."""
+        """The latest; None before the first."""
         return self.planner.agreement
 
     @property
     def trouble(self) -> str:
-        """What its owner should look at; empty when nothing is wrong."""
+        """A condition that needs the owner's attention; empty if there is none."""
         return self._hang or self._ambiguous
 
     @property
     def ticket(self) -> str:
-        """A fresh invitation for another node."""
+        """A new ticket for another node."""
         return self.invite(Role.NODE, TICKET_S, None)
 
     @property
     def mesh(self) -> MeshId:
-        """The mesh that it is a member of."""
+        """The mesh of which this node is a member."""
         return self._own.credential.mesh
 
     def view(self) -> NodeView:
-        """Take a snapshot of what the owner may be shown."""
+        """Take a snapshot for the status."""
         machine, standing, lines = self.machine, self.standing, self.links.lines
         return NodeView(
             self.me,
@@ -190,23 +190,23 @@ class MeshNode:
         )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
-        """Make a ticket."""
+        """Create a ticket; None is no limit."""
         addresses = self.place.addresses
         return self.keyring.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
 
     def expel(self, removal: Removal) -> None:
-        """Tell that a member is removed, for good, and cut the link to it."""
+        """Publish the removal of a member, and close the link to it."""
         self.links.act(self.machine.remove(removal, self.now()))
-        write_down(self.keyring, Memory.of(self.machine))  # who asked is told that it is done
+        write_down(self.keyring, Memory.of(self.machine))  # on disk before the caller returns
 
     def leave(self) -> None:
-        """Finish what is under way, tell the others, and stop."""
+        """Finish running requests, announce that this node leaves, and stop."""
         if not self.is_leaving:
             self.is_leaving = True
             self._jobs.create_task(self._drain())
 
     async def run(self) -> None:
-        """Be a node until cancelled."""
+        """Run the node until cancelled."""
         async with self._jobs, AsyncExitStack() as stack:
             for part in (
                 self._carry,
@@ -218,7 +218,7 @@ class MeshNode:
                 self._watch,
             ):
                 self._jobs.create_task(self._guarded(part))
-            await asyncio.sleep(0)  # the links take work from now on
+            await asyncio.sleep(0)  # let the links start
             self._tell(profile=self._profile)
             self.standing.publish()
             if self._own.link is not None:
@@ -232,44 +232,44 @@ class MeshNode:
                 self._jobs.create_task(beacon.run())
             self.place.on_change(lambda: self._later(0, self._moved))
             self._moved()  # in case they changed before
-            await asyncio.Event().wait()  # nobody sets it
+            await asyncio.Event().wait()  # never set: wait until cancelled
 
     def close(self) -> None:
-        """Write down what was to be written soon."""
+        """Write records to disk that are not written yet."""
         if self._unwritten.is_set():
             with self._warned():
                 write_down(self.keyring, Memory.of(self.machine))
 
     def ended(self, running: asyncio.Future[None]) -> None:
-        """Let a bug that ended the node be seen by whoever waits for its end."""
+        """Pass a bug that ended the node on to `stopped`."""
         if not running.cancelled() and (error := running.exception()):
             self._stop(error)
 
-    # What the links bring.
+    # Callbacks of the mesh links, see `LinkHost`.
 
     def changed(self) -> None:
-        """Compute the agreement anew, once for all that changed by now."""
+        """Schedule planning, once for all changes in this turn of the event loop."""
         if not self._is_stirred:
             self._is_stirred = True
             self._later(0, self._stir)
 
     async def ring(self, link: SecureLink) -> None:
-        """Take a link of the rank before."""
+        """Accept a ring link of the previous rank."""
         if self.standing.runtime is None:
             await link.close()
         else:
             await self.standing.runtime.arrive(link, link.peer)
 
     def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
-        """Take a message about a request."""
+        """Handle a message about a request."""
         self.desk.receive(peer, message, is_client=is_client)
 
     def lost(self, peer: NodeId) -> None:
-        """Hear that a peer is not linked any more."""
+        """Fail requests that depend on the lost peer."""
         self.desk.lost(peer)
 
     def dropped(self, peer: NodeId, why: Why) -> None:
-        """Hear why a peer closed the link; find out that the key runs elsewhere too."""
+        """Log why a peer closed the link; stop if another process uses the same key."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
         is_twin, heard = why is Why.TWIN and not self.links.lines, self.machine.heard
         if error := self._twin.dropped(peer, is_twin=is_twin, now=self.now(), heard=heard):
@@ -283,12 +283,12 @@ class MeshNode:
         if self._is_member():
             if self.machine.charter is not None:
                 self._charter_known.set()
-            self.planner.stir()
+            self.planner.invalidate()
             self._withdraw()
             self.standing.publish()
 
     def _view(self) -> View | None:
-        """Take a snapshot of what the node knows."""
+        """Take a snapshot of the records for planning; None before there is a charter."""
         machine = self.machine
         if machine.charter is None or machine.author is None:
             return None
@@ -304,10 +304,10 @@ class MeshNode:
         self.standing.publish()
 
     def _consider(self) -> None:
-        """Follow the plan when nothing else was agreed on for a while.
+        """Schedule following the plan once it has been stable for a while.
 
-        When a node comes or goes, its links do so one by one, and each would make a plan of a
-        moment, for which layers are loaded.
+        When a node joins or leaves, its links change one by one, and each change could give a
+        short-lived plan, for which layers would be loaded.
         """
         plan = self.agreement.plan if self.agreement else None
         is_whole = not (self.agreement and self.agreement.lacking)
@@ -321,12 +321,12 @@ class MeshNode:
         if considered != self._considered or not (runtime := self.standing.runtime):
             return
         if plan and runtime.plan and plan.precedence < runtime.plan.precedence:
-            return  # it was agreed on before this node followed its plan, and there will be another
+            return  # older than the plan that this node follows; a newer one will come
         runtime.follow(plan)
         self.standing.publish()
 
     def _amend(self) -> None:
-        """Change the charter when another node has a name that the options call."""
+        """Amend the charter if the names in the options resolve to other nodes now."""
         charter, model = self.machine.charter, self.standing.model
         if self._names.is_complete or charter is None or model is None:
             return
@@ -336,29 +336,29 @@ class MeshNode:
                 self._tell(charter=amended)
 
     def _look_up(self) -> bool:
-        """Find whom the options name, say who is missing; tell whether that changed."""
+        """Resolve the names in the options, warn of ambiguous ones; return whether any changed."""
         before, names = self._names, resolve_names(names_in(self._options), self.machine.profiles)
         self._names = names
         for name in names.ambiguous:
             if name not in before.ambiguous:
-                logger.warning("several nodes are called `%s`: give the whole id of one", name)
+                logger.warning("several nodes match `%s`: give the whole id of one", name)
         several = ", ".join(f"`{name}`" for name in names.ambiguous)
-        self._ambiguous = several and f"several nodes are called {several}: give whole ids"
+        self._ambiguous = several and f"several nodes match {several}: give whole ids"
         return names != before
 
     def _why(self) -> str:
-        """Say why there is no plan."""
+        """Return why there is no plan."""
         if self._hang:
             return self._hang
         if self.agreement is not None and self.agreement.plan is not None:
             if lacking := self.agreement.lacking:
-                return f"it waits up to {GATHER_S:.0f} s for {lacking} more members"
-            return "its nodes agree on a plan"
+                return f"waiting up to {GATHER_S:.0f} s for {lacking} more members"
+            return "the nodes are agreeing on a plan"
         if self.agreement is not None:
             is_early = not self.agreement.offers and not self.agreement.refused
-            return "its nodes look at the model" if is_early else self.agreement.reason
+            return "the nodes are loading the model" if is_early else self.agreement.reason
         is_known = self.machine.charter or self._own.is_founder
-        return "the node looks at its model" if is_known else "the mesh is not heard"
+        return "this node is loading the model" if is_known else "no contact with the mesh yet"
 
     def _is_member(self) -> bool:
         credential = self._own.credential
@@ -370,9 +370,9 @@ class MeshNode:
         return True
 
     def _withdraw(self) -> None:
-        """Take the offer back where the span cannot be loaded, and offer again later.
+        """Retract the offer if the span cannot be loaded; offer again later, with backoff.
 
-        Where memory was short, what is offered then is too little for that span.
+        After running out of memory, the next offer is too small for that span.
         """
         trouble = self.standing.trouble
         if trouble is None or not self._profile.layer_s:
@@ -389,10 +389,10 @@ class MeshNode:
         trouble, self.standing.trouble = self.standing.trouble, None
         self._offer(is_open=not self._hang)
         if self.standing.runtime and not isinstance(trouble, OutOfMemory):
-            self.standing.runtime.reload()  # the plan may be the same still
+            self.standing.runtime.reload()  # the plan may still be the same
 
     def _offer(self, *, is_open: bool) -> None:
-        """Publish what was measured, or nothing of it."""
+        """Publish the measured offer, or retract it."""
         own, told = self._measured, self._profile
         if is_open:
             weights, layer_s, memory = own.weights, own.layer_s, own.memory_bytes
@@ -403,34 +403,34 @@ class MeshNode:
         self._tell(profile=told)
 
     async def _watch(self) -> None:
-        """Take this node out of the ring while its compute thread hangs.
+        """Retract the offer while the compute thread hangs.
 
-        Its beats go on, as the event loop does: nobody else can tell it from one that is busy.
+        The event loop still sends heartbeats, so peers cannot tell a hung node from a busy one.
         """
         worker = self._preparation.worker
         while True:
             await asyncio.sleep(WATCH_S)
             if not (hung_s := worker.hung_s) or not self._profile.layer_s:
                 continue
-            self._hang = f"its compute thread has hung for {hung_s:.0f} s"
-            logger.warning("%s: this node offers nothing until that ends", self._hang)
+            self._hang = f"the compute thread has hung for {hung_s:.0f} s"
+            logger.warning("%s: this node retracts its offer until it responds", self._hang)
             self._offer(is_open=False)
             self.standing.publish()
-            while worker.hung_s:  # noqa: ASYNC110  # a thread that hangs tells nobody
+            while worker.hung_s:  # noqa: ASYNC110  # a hung thread sets no event
                 await asyncio.sleep(WATCH_S)
             self._hang = ""
-            logger.warning("the compute thread goes on, and so does this node")
+            logger.warning("the compute thread responds again")
             if not self.standing.trouble:
                 self._offer(is_open=True)
 
     async def _serve(self) -> None:
-        """Look at the model, tell what this node offers, and serve."""
+        """Load and profile the model, publish the offer, and run the ring runtime."""
         machine, preparation = self.machine, self._preparation
         if machine.charter is None and self._own.is_founder:
             model, charter = await preparation.found()
         else:
             await self._charter_known.wait()
-            assert machine.charter is not None  # it is never forgotten
+            assert machine.charter is not None  # never unset
             model = await preparation.join(machine.charter)
             longest = model.shape.context
             charter = amend(machine.charter, self._options, dict(machine.profiles), longest)
@@ -438,18 +438,18 @@ class MeshNode:
             self._tell(charter=charter)
         self._look_up()
         for name in self._names.unknown:
-            logger.warning("no node is called `%s` yet", name)
+            logger.warning("no node is named `%s` yet", name)
         offered = await preparation.offer(model, self._profile)
         self._measured = offered
-        self._profile = replace(offered, addresses=self.place.addresses)  # it may have moved
+        self._profile = replace(offered, addresses=self.place.addresses)  # may have changed
         self._tell(profile=self._profile)
         runtime = self.standing.begin(model)
-        self._considered = None  # what was agreed on before is to be followed now
+        self._considered = None  # follow the plan that was agreed on before
         self.changed()
         await runtime.run()
 
     def _moved(self) -> None:
-        """Tell the others where this node is reached now."""
+        """Publish the current addresses."""
         addresses = self.place.addresses
         if addresses != self._profile.addresses and not self.is_leaving:
             self._profile = replace(self._profile, addresses=addresses)
@@ -461,9 +461,9 @@ class MeshNode:
         self.links.act(self.machine.publish(profile=profile, charter=charter, now=self.now()))
 
     async def _seek(self) -> None:
-        """Look for members where they were: often while nobody is linked, else now and then.
+        """Dial the known addresses of members: often while no node is linked, else rarely.
 
-        Two halves of a mesh that never met know each other's addresses from nowhere else.
+        Two partitions of a mesh that were never linked have no other way to find each other.
         """
         while True:
             for node, addresses in self._own.hints:
@@ -471,7 +471,7 @@ class MeshNode:
             await asyncio.sleep(SEEK_LINKED_S if self.links.lines else SEEK_S)
 
     async def _remember(self) -> None:
-        """Keep for the next start what would be missed: charter, removals, and addresses."""
+        """Save charter, removals, and addresses of members for the next start."""
         while True:
             await self._unwritten.wait()
             await asyncio.sleep(REMEMBER_S)
@@ -484,21 +484,21 @@ class MeshNode:
     @staticmethod
     @contextmanager
     def _warned() -> Iterator[None]:
-        """Go on where the state folder cannot be written: a full disk does not end a node."""
+        """Log instead of raise if the state folder cannot be written, such as on a full disk."""
         try:
             yield
         except MeshError as error:
             logger.warning("%s", error)
 
     async def _drain(self) -> None:
-        """Let requests end, then leave."""
+        """Wait until no request runs, then leave."""
         try:
             async with asyncio.timeout(DRAIN_S):
-                # Once in the life of a node, so that nobody has to tell when a session ends.
+                # Polled: it happens once in the life of a node, not worth an event per session.
                 while self.desk.counts.active or self.standing.sessions:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            logger.warning("requests are still under way after %d s", DRAIN_S)
+            logger.warning("requests still running after %d s", DRAIN_S)
         self.standing.has_left = True
         await self.links.leave()
         self._stop(None)
@@ -507,14 +507,14 @@ class MeshNode:
         await self.links.run(self.place.listeners)
 
     async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
-        """Run a part of the node; what it expects to go wrong ends the node with that error."""
+        """Run a part of the node; a `MeshError` ends the node with that error."""
         try:
             await part()
         except MeshError as error:
             self._stop(error)
 
     def _later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> None:
-        """Let a callback run; what it raises ends the node."""
+        """Schedule a callback; an error in it ends the node."""
         loop = asyncio.get_running_loop()
         loop.call_later(delay_s, callback, *args, context=self._context)
 
@@ -528,7 +528,7 @@ class MeshNode:
 
     @staticmethod
     def now() -> float:
-        """Tell the time of the event loop, in seconds."""
+        """Return the time of the event loop, in seconds."""
         return asyncio.get_running_loop().time()
 
 
@@ -540,16 +540,15 @@ async def open_node(
     prepare: Callable[[NodeOptions, Worker, Path], Preparation] = Preparation,
     off_loop: OffLoop = asyncio.to_thread,
 ) -> AsyncIterator[MeshNode]:
-    """Run a node inside the context; return once it is a member of its mesh.
+    """Run a node inside the context, which is entered once it is a member of its mesh.
 
-    Nodes of one process share a worker: torch and transformers load one model at a time.
-    ``prepare`` may look at another kind of model, and ``off_loop`` may be no thread, as in a
-    simulation.
+    Nodes of one process share a worker: torch and transformers load one model at a time. A
+    simulation replaces ``prepare`` and ``off_loop``.
 
     Raises:
-        UserError: the state folder or the address cannot be used, or the ticket is none.
-        NotAuthorised: the ticket is not accepted.
-        PluginError: there is no such transport.
+        UserError: the state folder, the address or the ticket is invalid.
+        NotAuthorised: the ticket is rejected.
+        PluginError: a transport is missing or broken.
     """
     keyring = Keyring.open(options.state)
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Where a node runs what would hold up the event loop: planning, and waiting for the disk."""
+"""Running blocking work, planning and disk I/O, off the event loop."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
@@ -7,8 +7,8 @@ T = TypeVar("T")
 
 
 class OffLoop(Protocol):
-    """Runs a function, as `asyncio.to_thread` does; a simulation has its own way."""
+    """Runs a function in a thread, as `asyncio.to_thread`; a simulation may replace it."""
 
     def __call__(self, function: Callable[..., T], /, *args: Any) -> Awaitable[T]:
-        """Wait for the result; if cancelled, the function still runs to its end."""
+        """Return an awaitable of the result; if cancelled, the function still runs to its end."""
         ...

@@ -1,4 +1,4 @@
-"""How a node and its model are to be run."""
+"""The options of a node and of inference."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,59 +10,59 @@ from meshllm.protocol.drafting.window import MAX_DEPTH
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:
-    """How a model is held and run; the same record for a node and for a ring in one process."""
+    """How a model is loaded and run, by a node or by a ring in one process."""
 
     dtype: str | None = None
-    """As ``bfloat16``; None is as stored."""
+    """Data type such as ``bfloat16``; None is as stored."""
     quant: Quant | None = None
-    """How weights are held; None is that of the mesh, as stored in a new one."""
+    """Quantisation; None is that of the mesh, or as stored in a new mesh."""
     device: str = "cpu"
-    """Where layers are computed: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    """Compute device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     threads: int | None = None
-    """Cores that torch may use; measured when None."""
+    """Threads of torch; None chooses by measurement."""
     exact: bool = False
-    """Compute each token as transformers does, to the last bit, without speculation."""
+    """Compute each token bit-identically to transformers, without speculation."""
     speculation: bool = True
-    """Draft tokens and verify several in one step, where the model allows it."""
+    """Speculative decoding: draft tokens and verify several in one step, if the model allows."""
     draft: str | None = None
-    """A model that drafts too, on the entry: `builtin`, a folder or a Hugging Face name."""
+    """Draft model, run on the entry: `builtin`, a folder or a Hugging Face name."""
     drafting: Drafting | None = None
-    """Drafts in place of the suffix tree over this session and past ones."""
+    """Drafter that replaces the suffix tree over this session and past ones."""
     depth: int = MAX_DEPTH
-    """Steps with drafts in flight at most; 1 waits for each before the next."""
+    """Most drafted steps in flight; 1 disables pipelining."""
     chunk: int | None = None
-    """Rows of a prefill chunk; chosen by the length of the prompt when None."""
+    """Rows of a prefill chunk; None chooses by the prompt length."""
     wire: WireMode = WireMode.EXACT
-    """How hidden states travel to the next rank."""
+    """Encoding of the hidden states sent to the next rank."""
     memory_bytes: int | None = None
-    """Memory of the process; None is a share of what is free."""
+    """Memory limit of the process; None is a share of the free memory."""
     prefix_bytes: int | None = None
-    """Memory for the prefix cache; None is what sessions leave of the KV budget."""
+    """Memory for the prefix cache; None is the part of the KV budget not used by sessions."""
     cache: Path | None = None
-    """Folder in which quantised matrices are kept."""
+    """Folder for quantised matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What the owner of a node wants; what is None is left to the mesh, or measured."""
+    """The options of a node; None leaves a value to the mesh, or to measurement."""
 
     state: Path
-    """Folder of key, mesh and door."""
+    """Folder of the key, the membership and the socket."""
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     model: str | None = None
     """`builtin`, a folder or a Hugging Face name; None is the model of the mesh."""
     transports: tuple[str, ...] = ("websocket", "quic")
     listen: tuple[str, ...] = ()
-    """One address in the words of each transport; where there is none, the transport chooses."""
+    """At most one address per transport; without any, each transport chooses its own."""
     advertise: tuple[str, ...] = ()
-    """More addresses under which others reach this node."""
+    """Further addresses at which peers reach this node."""
     relays: tuple[str, ...] = ()
-    """Through which others reach this node, where no straight way is."""
+    """Relays through which peers reach this node if no direct path exists."""
     join: str | None = None
     """Ticket."""
     name: str | None = None
     layers: Span | None = None
-    """Hold exactly these."""
+    """Hold exactly this span."""
     policy: str | None = None
     members: int | None = None
     exclude: tuple[str, ...] | None = None
@@ -70,4 +70,4 @@ class NodeOptions:
     prefer: tuple[str, ...] | None = None
     discovery: bool = True
     context: int | None = None
-    """Tokens of one session for which there is to be room."""
+    """Context length of one session that the ring must hold."""

@@ -1,4 +1,4 @@
-"""What a node finds out before it offers anything: model, weights, speed."""
+"""Profiling of a node: resolve its model, hash its weights, measure its speed."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -19,24 +19,24 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 
-RUNTIME_BYTES = 256 << 20  # that a process comes to take once it serves, whatever the model
-FIRST_MODEL = "builtin"  # of a mesh whose founder names none
+RUNTIME_BYTES = 256 << 20  # overhead of a serving process, whatever the model
+FIRST_MODEL = "builtin"  # of a mesh whose founder gives no `--model`
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Looks at the model of one node, on its compute thread."""
+    """Loads and profiles the model of a node, on its compute thread."""
 
     options: NodeOptions
     worker: Worker
     cache: Path
-    """Folder for digests and measurements that are not made twice."""
+    """Folder of cached digests and measurements."""
 
     async def found(self) -> tuple[ModelRuntime, Charter]:
-        """Choose the model of a new mesh, and write its charter.
+        """Open the model of a new mesh, and create its charter.
 
         Raises:
-            ModelError: the model is not here, or cannot be run.
+            ModelError: the model is not found locally, or cannot be run.
         """
         source = await self._resolve(self.options.model or FIRST_MODEL)
         model = await self._open(source, self.options.inference)
@@ -44,12 +44,12 @@ class Preparation:
         return model, amend(charter, self.options, {}, model.shape.context)
 
     async def join(self, charter: Charter) -> ModelRuntime:
-        """Take the model of the mesh.
+        """Open the model of the mesh.
 
-        The charter may be amended meanwhile, but its model stays.
+        The charter may be amended meanwhile, but its model does not change.
 
         Raises:
-            ModelError: the model is not here, or another one was asked for.
+            ModelError: the model is not found locally, or the options name a different one.
         """
         source = await self._resolve(self.options.model or charter.shape.name)
         own = self.options.inference
@@ -58,7 +58,7 @@ class Preparation:
         return await self._open(source, config)
 
     async def offer(self, model: ModelRuntime, profile: Profile) -> Profile:
-        """Measure what this node has for the ring, and fill it into its profile."""
+        """Measure the speed and memory that this node offers; return its completed profile."""
         run, options = self.worker.run, self.options
         await model.calibrate()
         weights = await run(manifest, model.source, self.cache)

@@ -1,12 +1,12 @@
-"""Where a node stands: in which ring, how far it is, and what it tells of it.
+"""This node's readiness in the current ring, and the state record that it publishes.
 
 Theory of operation
 -------------------
-The runtime says when this node has loaded its span and when it is at work; the records of the
-others say the same of them, each of the plan that it follows: what was loaded for the last one says
-nothing of the next. A ring is formed when all its nodes have loaded, and stands when they are at
-work. While an entry answers requests, it asks that the plan stay as it is, and for a short
-time after the last one.
+The runtime reports when this node has loaded its span and when it serves. The state records of the
+other nodes report the same, each together with the plan that the node follows, since a span loaded
+for one plan means nothing for the next. A ring is formed when all its nodes have loaded their
+spans, and serves when its links are open. While an entry serves requests, and shortly after the
+last one, it publishes that the plan must not change.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.trust.identity import short
 from meshllm.request import Backend
 
-CALM_S = 1.0  # s without a request, after which an entry lets the plan change
-FORM_S = 20.0  # s that a ring is given to stand, once its entry has loaded
+CALM_S = 1.0  # s without a request after which an entry allows the plan to change
+FORM_S = 20.0  # s until the ring of an entry must serve
 
 
 class Standing:
@@ -43,11 +43,11 @@ class Standing:
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
         self.agreement: Agreement | None = None
-        """The latest, with what its nodes offer."""
+        """The latest, with the offers of its nodes."""
         self.has_left = False
-        """Its last word is said."""
+        """Whether this node publishes no more."""
         self.trouble: MeshError | None = None
-        """What keeps this node from serving its span."""
+        """The error that keeps this node from serving its span."""
         self._machine = machine
         self._links = links
         self._why = why
@@ -57,33 +57,33 @@ class Standing:
         self._busy = 0
         self._is_calm = True
         self._news = asyncio.Event()
-        self._context = copy_context()  # of the node, whoever asks
+        self._context = copy_context()  # of the node, for timers set by a request
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that this node serves, or stands by for."""
+        """The plan that this node follows, with or without a span."""
         return self.runtime.plan if self.runtime else None
 
     @property
     def rank(self) -> EntryNode | StageNode | None:
-        """This node at work; None while it is not."""
+        """The running entry or stage; None while this node does not serve."""
         return (self.runtime.entry or self.runtime.stage) if self.runtime else None
 
     @property
     def sessions(self) -> int:
-        """Count the sessions under way on this rank."""
+        """The number of running sessions on this rank."""
         return self.runtime.sessions if self.runtime else 0
 
     def begin(self, model: ModelRuntime) -> RingRuntime:
-        """Be ready to serve a model."""
+        """Create the runtime for a model."""
         self.model, self.runtime = model, RingRuntime(self._machine.me, model, self)
         return self.runtime
 
     def publish(self) -> None:
-        """Tell the others what this node does, when that changed; wake who waits for a change."""
+        """Publish the state record if it changed; wake the waiters for a change."""
         if self.has_left:
             return
-        if self.plan:  # the last one is told while there is none, so that epochs never go back
+        if self.plan:  # else keep publishing the last one, so that epochs never decrease
             self._followed = self.plan.encode()
         state = State(
             lifecycle=Lifecycle.SERVING if self.runtime else Lifecycle.JOIN,
@@ -100,14 +100,14 @@ class Standing:
         news.set()
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Yield once at first, then whenever something may have changed."""
+        """Yield once at first, then after each possible change."""
         while True:
             news = self._news
             yield
             await news.wait()
 
     def standing_entry(self) -> NodeId | None:
-        """Name the entry of the ring where it stands, as far as this node knows; else None."""
+        """Return the entry of the ring if the ring serves, as far as known here; else None."""
         if self.runtime is None or self.plan is None:
             return None
         entry = self.plan.stages[0].node
@@ -115,10 +115,10 @@ class Standing:
             return entry if self.runtime.entry else None
         return entry if self._is_formed(self.plan) and entry in self._links.lines else None
 
-    # What the desk asks.
+    # Callbacks of the request router.
 
     async def entry(self) -> NodeId:
-        """Wait for a ring that stands, and name its entry."""
+        """Wait until a ring serves; return its entry."""
         while True:
             news = self._news
             if (entry := self.standing_entry()) is not None:
@@ -126,20 +126,20 @@ class Standing:
             await news.wait()
 
     def reason(self) -> str:
-        """Say why there is no ring."""
+        """Return why there is no ring."""
         if self.trouble or self.plan is None:
             return str(self.trouble or self._why())
         nodes = [stage.node for stage in self.plan.stages]
         if gone := [self._name(node) for node in nodes if node not in self._machine.alive]:
             return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
-        return "its nodes load and link up"
+        return "its nodes are loading and connecting"
 
     @asynccontextmanager
     async def backend(self) -> AsyncIterator[Backend]:
-        """Answer as the entry inside the context, and ask that the plan stay as it is.
+        """Serve as the entry inside the context, and keep the plan from changing.
 
         Raises:
-            LinkLost: this node is not the entry, or its ring broke.
+            LinkLost: this node is not the entry, or its ring did not form.
         """
         self._occupy(1)
         try:
@@ -148,39 +148,39 @@ class Standing:
         finally:
             self._occupy(-1)
 
-    # What the runtime asks.
+    # Callbacks of the ring runtime.
 
     def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
-        """Tell the others how far this node is."""
+        """Publish whether the span is loaded; ``trouble`` is why it cannot be."""
         self._loaded, self.trouble = self.plan if is_loaded else None, trouble
         self.publish()
 
     def at_work(self) -> None:
-        """Hear that this node began or ceased to be at work in a ring."""
+        """Publish that this node started or stopped serving."""
         self.publish()
 
     def times(self, plan: Plan) -> RingTimes | None:
-        """Tell what the ranks of a plan take, by the latest offers."""
+        """Predict the times of the ranks of a plan from the latest offers."""
         agreement, charter = self.agreement, self._machine.charter
         if agreement is None or charter is None:
             return None
         try:
             return ring_times(plan, agreement.offers, agreement.links, charter.shape)
-        except UserError:  # a member has gone, and another plan is on its way
+        except UserError:  # a member has left, and a new plan will follow
             return None
 
     def rooms(self, plan: Plan) -> list[int] | None:
-        """Tell the bytes that each rank has for caches, by the latest offers."""
+        """Return the bytes that each rank has for KV caches, from the latest offers."""
         agreement, charter = self.agreement, self._machine.charter
         if agreement is None or charter is None:
             return None
         try:
             return kv_rooms(plan, agreement.offers, charter.shape)
-        except UserError:  # a member has gone, and another plan is on its way
+        except UserError:  # a member has left, and a new plan will follow
             return None
 
     async def dial(self, node: NodeId) -> SecureLink:
-        """Open a link for a ring."""
+        """Open a ring link."""
         return await self._links.dial_ring(node)
 
     # Inside.
@@ -195,7 +195,7 @@ class Standing:
         return all(state and state.is_loaded and state.followed == followed for state in told)
 
     async def _own_ring(self) -> tuple[EntryNode, Plan, ModelRuntime]:
-        """Wait for the ring of which this node is the entry; it has loaded, others may not."""
+        """Wait until the ring of which this node is the entry serves, at most `FORM_S`."""
         try:
             async with asyncio.timeout(FORM_S):
                 while (plan := self.plan) and plan.stages[0].node == self._machine.me:
@@ -204,7 +204,7 @@ class Standing:
                         return entry, plan, self.model
                     await news.wait()
         except TimeoutError:
-            raise LinkLost("The ring does not stand") from None
+            raise LinkLost(f"The ring was not ready within {FORM_S:.0f} s") from None
         raise LinkLost("This node is not the entry of the ring")
 
     def _occupy(self, count: int) -> None:

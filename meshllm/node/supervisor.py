@@ -1,14 +1,14 @@
-"""Errors that no task waits for, as the end of the node they happened in.
+"""Supervision of a node: unhandled errors of callbacks and tasks end the node.
 
 Theory of operation
 -------------------
-A callback, a timer or a forgotten task that raises ends nothing: the event loop only reports it to
-its exception handler. A `Supervisor` is such a handler for one program on the loop. What is
-scheduled inside its `scope` is its own, and what that schedules in turn, because a context variable
-is inherited; it fails at the first error of those. Other errors, as of a transport, which ends its
-link only, go to the handler that was there before, as all errors do. Several programs on one loop
-may start and end in any order: a handler that has ended passes everything on until those above it
-have ended, too.
+An error in a callback, a timer or an unawaited task stops nothing: the event loop only reports it
+to its exception handler. A `Supervisor` is such a handler for one program on the loop. It owns the
+callbacks and tasks scheduled inside its `scope`, and those that they schedule in turn, because a
+context variable is inherited; their first error makes it fail. All errors are also passed to the
+previous handler, and others, such as those of a transport, which end its link only, to that alone.
+Several programs on one loop may start and end in any order: a handler that has ended passes errors
+on until the handlers installed after it have ended, too.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ _OWNER: ContextVar["Supervisor | None"] = ContextVar("supervisor", default=None)
 
 
 class Supervisor:
-    """An exception handler of the event loop, while it is entered."""
+    """An exception handler of the event loop, installed while the context is entered."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._before: _Handler | None = None
         self._is_open = False
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Gets the first error of what was scheduled in the scope; cancelled when there is none."""
+        """Holds the first error in the scope; cancelled at exit if there was none."""
 
     def __enter__(self) -> Self:
         self._is_open = True
@@ -44,31 +44,31 @@ class Supervisor:
             handler = handler._before
         self._loop.set_exception_handler(handler)
         if not self.failed.cancel():
-            self.failed.exception()  # nobody needs to have asked
+            self.failed.exception()  # mark as retrieved
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Own what is scheduled inside; use it within one task."""
+        """Own the callbacks and tasks scheduled inside; use it within one task."""
         token = _OWNER.set(self)
         try:
             yield
         finally:
             _OWNER.reset(token)
 
-    def __call__(self, loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
-        """Hear of an error, as `asyncio.loop.set_exception_handler` says."""
-        error = told.get("exception")
-        if isinstance(error, Exception) and self._owns(told) and not self.failed.done():
+    def __call__(self, loop: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
+        """Handle an error, see `asyncio.loop.set_exception_handler`."""
+        error = report.get("exception")
+        if isinstance(error, Exception) and self._owns(report) and not self.failed.done():
             self.failed.set_exception(error)
         if self._before is None:
-            loop.default_exception_handler(told)
+            loop.default_exception_handler(report)
         else:
-            self._before(loop, told)
+            self._before(loop, report)
 
-    def _owns(self, told: dict[str, Any]) -> bool:
-        source = told.get("handle") or told.get("future")
+    def _owns(self, report: dict[str, Any]) -> bool:
+        source = report.get("handle") or report.get("future")
         if not isinstance(source, asyncio.Handle | asyncio.Task):
-            return False  # of a transport, or a future that a library forgot
+            return False  # of a transport, or an unawaited future of a library
         get_context = getattr(source, "get_context", None)  # since Python 3.12
         context = get_context() if get_context else getattr(source, "_context", None)
         return context is None or context.get(_OWNER) is self

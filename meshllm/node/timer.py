@@ -1,19 +1,19 @@
-"""One timer for a deadline that moves."""
+"""A timer for a moving deadline."""
 
 import asyncio
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Self
 
-AFTER_ERROR_S = 0.5  # s; a beat
+AFTER_ERROR_S = 0.5  # s; a heartbeat
 
 
 class Alarm:
     """Calls ``expire`` soon after ``deadline()``, in loop time, has passed.
 
-    The callback runs on the loop, never inside ``reset``, and may come early: a deadline that moves
-    on with every message costs no timer for each. What it raises is for the exception handler of
-    the loop, in the context in which the alarm was made, whoever resets it; the alarm goes on.
+    The callback runs on the loop, never inside ``reset``, and may be early: a deadline that is
+    extended by every message needs no new timer each time. Its errors go to the exception handler
+    of the loop, in the context in which the alarm was created, and do not stop the alarm.
     """
 
     def __init__(self, deadline: Callable[[], float | None], expire: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Alarm:
             self._timer.cancel()
 
     def reset(self) -> None:
-        """Look at the deadline again, after it may have moved."""
+        """Update the timer after the deadline may have changed."""
         deadline = self._deadline()
         if deadline is None or (self._timer and self._timer.when() <= deadline):
             return
@@ -48,7 +48,7 @@ class Alarm:
         try:
             self._expire()
         except Exception:  # raised again, for the supervisor
-            # Its deadline may not have moved: without a pause the loop would do nothing else.
+            # The deadline may be the same: without a pause this would be a busy loop.
             if (deadline := self._deadline()) is not None:
                 self._arm(max(deadline, asyncio.get_running_loop().time() + AFTER_ERROR_S))
             raise

@@ -1,4 +1,4 @@
-"""A snapshot of a node: what its owner may be shown of it, at one moment."""
+"""A snapshot of a node, from which its status is made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ class LinkView:
 
     role: Role
     issuers: tuple[NodeId, ...]
-    """Those by whose word the peer is here."""
+    """The chain of inviters of the peer."""
     instance: int
-    """Which process of the peer it is."""
+    """The incarnation of the peer: which process it is."""
     round_trip_us: int
-    """Smoothed; 0 until it is measured."""
+    """Smoothed; 0 until measured."""
     heard_s: float
-    """Seconds since the peer was heard."""
+    """Seconds since the last message from the peer."""
     ahead_s: float | None
-    """By how much the peer's clock is ahead; None until it told the time."""
+    """Offset of the peer's clock, positive if ahead; None if unknown."""
     statistics: LinkStatistics
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node, its ring and its mesh, as it knows them."""
+    """A node, its ring and its mesh, as known to it."""
 
     me: NodeId
     name: str
@@ -42,7 +42,7 @@ class NodeView:
     mesh: MeshId
     incarnation: int
     since_s: float
-    """Seconds that it runs."""
+    """Uptime in seconds."""
     is_leaving: bool
     addresses: tuple[str, ...]
     networks: tuple[Network, ...]
@@ -50,25 +50,25 @@ class NodeView:
     profiles: Mapping[NodeId, Profile]
     states: Mapping[NodeId, State]
     hosts: Mapping[NodeId, tuple[NodeId, ...]]
-    """Those by whose word a node is here."""
+    """The chain of inviters of each node."""
     alive: frozenset[NodeId]
     removed: tuple[NodeId, ...]
     links: Mapping[NodeId, LinkView]
     agreement: Agreement | None
     advice: str
-    """What would make the ring faster."""
+    """A change that would make the ring faster; may be empty."""
     plan: Plan | None
-    """The plan that it serves, or stands by for."""
+    """The plan that it follows, with or without a span."""
     is_served: bool
-    """The ring of the plan answers."""
+    """Whether the ring of the plan serves."""
     reason: str
-    """Why no ring answers, where none does."""
+    """Why no ring serves, if none does."""
     trouble: str
-    """What keeps it from serving its span; empty when nothing does."""
+    """The error that keeps it from serving its span; may be empty."""
     sessions: int
-    """Under way on this rank."""
+    """Running on this rank."""
     counts: Counts
     execution: str = ""
-    """How its engine runs, and why."""
+    """The execution mode of its model, and why."""
     warnings: tuple[str, ...] = ()
-    """What its owner should look after."""
+    """Conditions that need the owner's attention."""

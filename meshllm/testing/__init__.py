@@ -1,1 +1,1 @@
-"""What plugin authors and tests of meshllm share; import the modules by name."""
+"""Test tools for plugin authors and for meshllm itself; import the modules by name."""

@@ -1,10 +1,10 @@
-"""An event loop whose time jumps to the next timer.
+"""An event loop with a virtual clock that jumps to the next timer.
 
-A simulation of a slow network then runs as fast as it computes, and the same each time. Time moves
-only when nothing else can happen: no callback is ready, and no function given to `run_in_executor`
-or to the compute thread is still running, so work in a thread takes no virtual time. Which of two
-threads ends first is still the machine's choice; `InlineExecutor` takes that choice away. Bytes
-under way between real sockets are not seen: they would be overtaken by every timeout.
+A simulation of a slow network then runs as fast as the CPU allows, and deterministically. The
+clock advances only when nothing else can happen: no callback is ready, and no function given to
+`run_in_executor` or to the compute thread is running, so work in a thread takes no virtual time.
+The order in which two threads finish is not deterministic; `InlineExecutor` makes it so. Bytes in
+flight between real sockets do not hold the clock: every timeout would fire before they arrive.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-STALL_S = 2.0  # s; a thread of its own that calls back is given so long, in real time
+STALL_S = 2.0  # s of real time to wait for a callback of a thread unknown to the loop
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on a clock that starts at 0 and never waits.
+    """Run a coroutine to its end on a virtual clock that starts at 0.
 
     Raises:
-        RuntimeError: every task waits, and nothing is left that could wake one.
+        RuntimeError: deadlock, every task waits and nothing can wake one.
     """
     pool = patch.object(worker, "ThreadPoolExecutor", _HoldingPool)
     with pool, asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -35,22 +35,22 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 class InlineExecutor(Executor):
-    """Runs each function at once in the thread that asks: one order, no concurrency."""
+    """Runs each function immediately in the calling thread: one order, no concurrency."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run the function and return its outcome."""
+        """Run the function; return its result as a finished future."""
         future: Future[T] = Future()
         try:
             future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # as every executor: it belongs to whoever asks for it
+        except BaseException as error:  # as in every executor: raised by `Future.result`
             future.set_exception(error)
         return future
 
 
 class _HoldingPool(ThreadPoolExecutor):
-    """The compute thread, whose work takes no virtual time: it stands still until that ends.
+    """The executor of the compute thread; virtual time is held while it runs a function.
 
-    Also where nobody waits for it any more, or hears of it by other ways than a future.
+    Also for a function whose future was cancelled, or that reports by a callback.
     """
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -63,14 +63,14 @@ class _HoldingPool(ThreadPoolExecutor):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with a time of its own, in seconds from 0."""
+    """An event loop with a virtual clock, in seconds from 0."""
 
     def __init__(self) -> None:
         self._clock = _Clock()
         super().__init__(self._clock)
 
     def time(self) -> float:
-        """Tell the virtual time."""
+        """Return the virtual time."""
         return self._clock.now
 
     def run_in_executor(
@@ -79,29 +79,29 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         func: Callable[[*Ts], T],
         *args: *Ts,
     ) -> asyncio.Future[T]:
-        """Run the function in a thread; time stands still until it ends or is cancelled."""
+        """Run the function in a thread; hold the clock until it ends or is cancelled."""
         future = super().run_in_executor(executor, func, *args)
         self.hold()
         future.add_done_callback(self.release)
         return future
 
     def hold(self) -> None:
-        """Let time stand still until `release`, as often as this was called."""
+        """Hold the clock until `release`; calls nest."""
         self._clock.held += 1
 
     def release(self, _: object = None) -> None:
-        """Let time go on."""
+        """Undo one `hold`."""
         self._clock.held -= 1
 
     async def shutdown_default_executor(self, *timeout: float) -> None:
-        """Wait until its threads have ended; since Python 3.12 with a timeout, which must wait."""
+        """Wait for its threads; the timeout of Python 3.12 is on the clock, which is held."""
         self.hold()
         await super().shutdown_default_executor(*timeout)
         self.release()
 
 
 class _Clock(selectors.DefaultSelector):
-    """Where an event loop waits: instead of waiting, time moves on."""
+    """A selector that advances the virtual time instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +115,6 @@ class _Clock(selectors.DefaultSelector):
         if events or timeout == 0:
             return events
         if timeout is None:
-            raise RuntimeError("every task waits, and nothing is left that could wake one")
+            raise RuntimeError("deadlock: every task waits, and nothing can wake one")
         self.now += timeout
         return events

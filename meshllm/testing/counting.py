@@ -1,4 +1,4 @@
-"""A transport that counts what another one carries."""
+"""A transport that records the messages sent over another one."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,24 +16,24 @@ from meshllm.transport.contract import (
 
 
 class CountingTransport:
-    """Wraps a transport and notes the size of every message sent, by channel."""
+    """Wraps a transport and records the channel and size of every message sent."""
 
     name: ClassVar[str] = "counting"
     schemes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, inner: Transport) -> None:
         self.sent: list[tuple[Channel, int]] = []
-        """Channel and bytes of each message, in the order they were sent on any link."""
+        """Channel and bytes of each message, in the order sent, over all links."""
         self._inner = inner
 
     @asynccontextmanager
     async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
-        """Listen as the inner transport does."""
+        """Listen with the inner transport."""
         async with self._inner.listen(address) as listener:
             yield _Listener(listener, self.sent)
 
     async def dial(self, address: str) -> Link:
-        """Dial as the inner transport does."""
+        """Dial with the inner transport."""
         return _Link(await self._inner.dial(address), self.sent)
 
 

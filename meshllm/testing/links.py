@@ -1,4 +1,4 @@
-"""What a link promises, one check for each."""
+"""Conformance checks of a link, one for each promise of the contract."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,16 +15,16 @@ MANY = 300
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How patient the checks are; a slow network needs more time and smaller messages."""
+    """Limits of the checks; a slow network needs more time and smaller messages."""
 
     longest_bytes: int = MAX_MESSAGE_BYTES
-    """The longest message that is really sent."""
+    """The longest message that is sent."""
     unread_bytes: int = MAX_MESSAGE_BYTES
-    """A direction that nobody reads must block its sender before it holds so much."""
+    """Backpressure must block a sender before this much is unread."""
     settle_s: float = 0.1
-    """A send that takes longer is blocked."""
+    """A send that takes longer counts as blocked."""
     deadline_s: float = 30.0
-    """A check that takes longer has found a lost message or a lost wake-up."""
+    """Timeout of a check: a message or a wake-up was lost."""
 
 
 async def _messages_keep_their_order(a: Link, b: Link, _: Terms) -> None:
@@ -36,7 +36,7 @@ async def _messages_keep_their_order(a: Link, b: Link, _: Terms) -> None:
         got = [await read(link) for _ in range(MANY)]
         for channel in Channel:
             sent = [numbered(number) for number in range(MANY) if number % 2 == channel]
-            expect([m for c, m in got if c is channel] == sent, f"{channel.name} is not as sent")
+            expect([m for c, m in got if c is channel] == sent, f"{channel.name} differs")
 
     async with asyncio.TaskGroup() as group:
         for link in (a, b):
@@ -45,7 +45,7 @@ async def _messages_keep_their_order(a: Link, b: Link, _: Terms) -> None:
 
 
 async def _a_long_stream_arrives_once(a: Link, b: Link, _: Terms) -> None:
-    """Send more than a link holds, both ways, so that whatever it counts goes round."""
+    """Send more than a link can buffer, both ways, so flow control counters wrap around."""
 
     async def send(link: Link) -> None:
         for number in range(MANY):
@@ -53,7 +53,7 @@ async def _a_long_stream_arrives_once(a: Link, b: Link, _: Terms) -> None:
 
     async def receive(link: Link) -> None:
         got = sorted([(await read(link))[1] for _ in range(MANY)])
-        expect(got == [_chunk(number) for number in range(MANY)], "the stream is another")
+        expect(got == [_chunk(number) for number in range(MANY)], "the stream differs")
 
     async with asyncio.TaskGroup() as group:
         for link in (a, b):
@@ -84,7 +84,7 @@ async def _senders_do_not_mix(a: Link, b: Link, _: Terms) -> None:
         got = [(await read(b))[1] for _ in range(4 * 8)]
     for sender in range(4):
         sent = [(bytes([sender]) * CHUNK_BYTES + bytes([number])) * 2 for number in range(8)]
-        expect([m for m in got if m[0] == sender] == sent, "what one task sent is not as sent")
+        expect([m for m in got if m[0] == sender] == sent, "messages of one task differ")
 
 
 async def _the_longest_message_passes(a: Link, b: Link, terms: Terms) -> None:
@@ -93,7 +93,7 @@ async def _the_longest_message_passes(a: Link, b: Link, terms: Terms) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(a.send([block] * whole + [block[:rest]]))
         _, message = await read(b)
-    expect(message == block * whole + block[:rest], f"{len(message)} B arrived, or others")
+    expect(message == block * whole + block[:rest], f"{len(message)} B arrived, or other bytes")
 
 
 async def _a_message_too_long_is_refused(a: Link, b: Link, _: Terms) -> None:
@@ -102,7 +102,7 @@ async def _a_message_too_long_is_refused(a: Link, b: Link, _: Terms) -> None:
         await a.send([block] * 64 + [b"+"])
     except ValueError:
         await a.send([b"next"])
-        expect((await read(b))[1] == b"next", "the link is harmed")
+        expect((await read(b))[1] == b"next", "the link is unusable")
     else:
         expect(False, f"{MAX_MESSAGE_BYTES + 1} B were sent")
 
@@ -121,9 +121,9 @@ async def _an_offer_is_sent_at_once_or_not_at_all(a: Link, b: Link, terms: Terms
         got = [await read(b) for _ in range(len(offered) + len(Channel))]
     for channel in Channel:
         sent = [message for c, message in offered if c is channel] + [b"last"]
-        expect([m for c, m in got if c is channel] == sent, f"{channel.name} is not as offered")
+        expect([m for c, m in got if c is channel] == sent, f"{channel.name} differs")
     async with _full(a, terms) as (count, _):
-        expect(not a.offer([_chunk(count + 1)]), "an offer overtook a message that waits")
+        expect(not a.offer([_chunk(count + 1)]), "an offer overtook a waiting message")
     await a.close()
     expect(not a.offer([b"late"]), "a closed link took an offer")
 
@@ -131,7 +131,7 @@ async def _an_offer_is_sent_at_once_or_not_at_all(a: Link, b: Link, terms: Terms
 async def _a_slow_reader_blocks_the_sender(a: Link, b: Link, terms: Terms) -> None:
     async with _full(a, terms) as (count, waiting):
         for number in range(count + 1):
-            expect((await read(b))[1] == _chunk(number), f"message {number} is another")
+            expect((await read(b))[1] == _chunk(number), f"message {number} differs")
         await waiting
 
 
@@ -150,7 +150,7 @@ async def _a_cancelled_send_is_whole_or_absent(a: Link, b: Link, terms: Terms) -
         group.create_task(a.send([_chunk(count + 1)]))
         await asyncio.sleep(0)
         waiting.cancel()
-        await asyncio.wait([waiting], timeout=terms.settle_s)  # it may have to end what it began
+        await asyncio.wait([waiting], timeout=terms.settle_s)  # it may have to finish the message
         got: list[bytes] = []
         while _chunk(count + 1) not in got[-1:]:
             got.append((await read(b))[1])
@@ -178,7 +178,7 @@ async def _the_other_side_drains_before_it_is_lost(a: Link, b: Link, terms: Term
     for number in range(20):
         await a.send([numbered(number)], Channel(number % 2))
     closing = asyncio.create_task(a.close())
-    await asyncio.wait([closing], timeout=terms.settle_s)  # it may wait for the other side
+    await asyncio.wait([closing], timeout=terms.settle_s)  # it may wait for the peer
     got = [(await read(b))[1] for _ in range(20)]
     await closing
     await a.close()
@@ -217,7 +217,7 @@ async def _statistics_add_up(a: Link, b: Link, _: Terms) -> None:
     sent, received = a.statistics, b.statistics
     expect((sent.messages_sent, sent.bytes_sent) == carried, f"{sent} for {carried}")
     expect((received.messages_received, received.bytes_received) == carried, f"{received}")
-    expect((sent.messages_received, received.messages_sent) == (0, 0), "nothing came back")
+    expect((sent.messages_received, received.messages_sent) == (0, 0), "nothing was sent back")
 
 
 PROMISES: tuple[Callable[[Link, Link, Terms], Awaitable[None]], ...] = (
@@ -242,7 +242,7 @@ PROMISES: tuple[Callable[[Link, Link, Terms], Awaitable[None]], ...] = (
 
 @asynccontextmanager
 async def _full(link: Link, terms: Terms) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
-    """Send DATA that nobody reads until a send waits; yield how many did not, and that one."""
+    """Send unread DATA until a send blocks; yield how many did not, and the blocked send."""
     for count in range(terms.unread_bytes // CHUNK_BYTES):
         waiting = asyncio.create_task(link.send([_chunk(count)]))
         await asyncio.wait([waiting], timeout=terms.settle_s)
@@ -250,7 +250,7 @@ async def _full(link: Link, terms: Terms) -> AsyncIterator[tuple[int, asyncio.Ta
             break
         await waiting
     else:
-        raise AssertionError(f"{terms.unread_bytes} B were taken that nobody reads")
+        raise AssertionError(f"{terms.unread_bytes} B were sent without backpressure")
     try:
         yield count, waiting
     finally:
@@ -265,9 +265,9 @@ async def read(link: Link) -> tuple[Channel, bytes]:
 
 
 async def expect_lost(*attempts: Awaitable[object]) -> None:
-    """Expect that each attempt meets a lost link."""
+    """Expect `LinkLost` from each attempt."""
     for outcome in await asyncio.gather(*attempts, return_exceptions=True):
-        expect(isinstance(outcome, LinkLost), f"{outcome!r} where the link is lost")
+        expect(isinstance(outcome, LinkLost), f"{outcome!r} instead of LinkLost")
 
 
 def expect(kept: bool, otherwise: str) -> None:
@@ -281,5 +281,5 @@ def _chunk(number: int) -> bytes:
 
 
 def numbered(number: int) -> bytes:
-    """Make a message that differs from the others, in length too."""
+    """Return a message that differs from the others in content and length."""
     return number.to_bytes(4, "big") + bytes(number * 37 % 5000)

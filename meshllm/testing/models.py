@@ -1,4 +1,4 @@
-"""Tiny models with random weights, in a folder as if downloaded."""
+"""Tiny models with random weights, stored like a downloaded model."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     file_bytes: int | None = None,
 ) -> Source:
-    """Write a model of a type, or ``type:variant``, with 6 random layers; the same each time.
+    """Write a model of a ``type`` or ``type:variant`` with 6 random layers, reproducibly.
 
-    With ``file_bytes`` the weights are split into files of about that size, with an index.
+    With ``file_bytes`` the weights are sharded into files of about that size, with an index.
     """
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(tiny_config(name, read_table()), dtype=dtype)
-        with torch.no_grad():  # biases of zero and norms of one would hide a missing tensor
+        with torch.no_grad():  # zero biases and unit norms would hide a missing tensor
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape).to(dtype) * 0.02)
         model.tie_weights()
@@ -34,7 +34,7 @@ def tiny_model(
 
 
 def stock_model(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
-    """Load a whole model as any user of transformers would: the reference."""
+    """Load the whole model with plain transformers, as the reference."""
     with quiet():
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             source.folder, dtype=dtype or "auto"

@@ -1,11 +1,11 @@
-"""Whether a transport keeps its contract.
+"""Conformance test of the transport contract.
 
-For the author of a plugin::
+In the tests of a plugin::
 
     async def test_contract() -> None:
         await check_transport(MyTransport)
 
-The name of each check, here and in `meshllm.testing.links`, is the promise it holds a transport to.
+The name of each check, here and in `meshllm.testing.links`, states the promise that it verifies.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ __all__ = ["Terms", "check_transport"]
 
 
 async def check_transport(make: Callable[[], Transport], terms: Terms | None = None) -> None:
-    """Hold the transports that ``make`` returns to every promise of the contract.
+    """Check transports made by ``make`` against every promise of the contract.
 
     Raises:
-        AssertionError: a promise is broken; the message says which, and how.
+        AssertionError: a promise is broken; the message says which and how.
     """
     terms = terms or Terms()
     for promise in _PROMISES:
         async with _judged(promise.__name__, terms):
             await promise(make())
     for promise_of_link in links.PROMISES:
-        for dialler_first in (True, False):
+        for dialer_first in (True, False):
             async with _judged(promise_of_link.__name__, terms), _linked(make()) as (one, other):
-                ends = (one, other) if dialler_first else (other, one)
+                ends = (one, other) if dialer_first else (other, one)
                 await promise_of_link(*ends, terms)
 
 
-async def _nobody_there_is_a_lost_link(transport: Transport) -> None:
+async def _dialling_without_a_listener_is_a_lost_link(transport: Transport) -> None:
     async with transport.listen() as listener:
         address = listener.address
     await expect_lost(transport.dial(address))
@@ -48,7 +48,7 @@ async def _an_address_is_checked_and_used_once(transport: Transport) -> None:
         for address in (listener.address, "no address at all"):
             try:
                 async with transport.listen(address):
-                    expect(False, f"two listen at `{address}`")
+                    expect(False, f"two listeners at `{address}`")
             except UserError:
                 pass
     try:
@@ -65,7 +65,7 @@ async def _links_of_one_listener_are_independent(transport: Transport) -> None:
         await pairs[1][0].close()
         for number in (2, 0):
             await pairs[number][0].send([numbered(number)])
-            expect((await read(pairs[number][1]))[1] == numbered(number), "links are mixed up")
+            expect((await read(pairs[number][1]))[1] == numbered(number), "links are mixed")
         for link in (link for pair in pairs for link in pair):
             await link.close()
 
@@ -76,7 +76,7 @@ async def _a_closed_listener_leaves_its_links(transport: Transport) -> None:
         untaken = await transport.dial(listener.address)
     await expect_lost(untaken.receive())
     await taken[0].send([b"alive"])
-    expect((await read(taken[1]))[1] == b"alive", "the link is harmed")
+    expect((await read(taken[1]))[1] == b"alive", "the link is unusable")
     for link in (*taken, untaken):
         await link.close()
 
@@ -88,11 +88,11 @@ async def _a_closed_listener_ends_its_iterator(transport: Transport) -> None:
     async with transport.listen() as listener:
         waiting = asyncio.create_task(collect(listener))
         await asyncio.sleep(0)
-    expect(await waiting == await collect(listener) == [], "links came from nowhere")
+    expect(await waiting == await collect(listener) == [], "unexpected links")
 
 
 _PROMISES: tuple[Callable[[Transport], Awaitable[None]], ...] = (
-    _nobody_there_is_a_lost_link,
+    _dialling_without_a_listener_is_a_lost_link,
     _an_address_is_checked_and_used_once,
     _links_of_one_listener_are_independent,
     _a_closed_listener_leaves_its_links,
@@ -127,6 +127,6 @@ async def _linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
 async def _meet(
     transport: Transport, listener: Listener, arrivals: AsyncIterator[Link]
 ) -> tuple[Link, Link]:
-    """Dial and accept; return who dialled and who was dialled."""
+    """Dial and accept; return the dialled and the accepted end."""
     dialled, accepted = await asyncio.gather(transport.dial(listener.address), anext(arrivals))
     return dialled, accepted

@@ -1,1 +1,1 @@
-"""How bytes travel between two nodes."""
+"""Transports: the contract that plugins implement, and the registry of installed plugins."""

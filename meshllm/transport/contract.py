@@ -1,9 +1,9 @@
-"""What a transport is.
+"""The contract of a transport.
 
-A transport carries whole messages (byte strings) over links, in order per channel, and pushes back
-when the other side does not read. Who is at the other end, and that nobody listens in, is settled
-above it. This module is all that a plugin imports of meshllm, besides `meshllm.errors` and
-`meshllm.names`; `meshllm.testing.transports.check_transport` tells whether it keeps the contract.
+A transport carries whole messages (byte strings) over links, in order per channel, with
+backpressure when the peer does not read. Authentication and encryption are done above it. A plugin
+imports only this module, `meshllm.errors` and `meshllm.names` of meshllm; the conformance test is
+`meshllm.testing.transports.check_transport`.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,14 +19,14 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Channel(IntEnum):
-    """Messages of one channel arrive in order; channels do not wait for each other."""
+    """Messages of one channel arrive in order; channels do not block each other."""
 
     CONTROL = 0
     DATA = 1
 
 
 class Path(StrEnum):
-    """How the bytes of a link travel at this moment."""
+    """The network path of a link at this moment."""
 
     DIRECT = "direct"
     RELAY = "relay"
@@ -34,74 +34,74 @@ class Path(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """What a link has carried so far, and how well it does."""
+    """Traffic counters and measurements of a link."""
 
     messages_sent: int
     bytes_sent: int
-    """Of the messages, without what the transport adds to them."""
+    """Payload only, without the overhead of the transport."""
     messages_received: int
     bytes_received: int
     round_trip_s: float | None = None
-    """Smoothed, in seconds; None where the transport does not measure it."""
+    """Smoothed, in seconds; None if the transport does not measure it."""
     path: Path = Path.DIRECT
     bytes_per_s: float | None = None
-    """How fast messages leave this side when many wait; None where the transport does not know."""
+    """Send rate while messages are queued; None if the transport does not measure it."""
     path_reason: str = ""
-    """Why it is that path, in one line for people; empty where there is no choice."""
+    """Why this path is used, in one line for people; empty if there is no choice."""
 
 
 class Link(Protocol):
-    """One connection between two nodes; any task may send, one at a time may receive."""
+    """A connection between two nodes; any task may send, one at a time may receive."""
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        """Send the parts as one message; wait while the other side is behind.
+        """Send the parts as one message; wait while the peer exerts backpressure.
 
-        The parts may be changed as soon as this returns.
+        The caller may modify the parts as soon as this returns.
 
         Raises:
             LinkLost: either side has closed; the message may or may not have arrived.
-            ValueError: the message is longer than `MAX_MESSAGE_BYTES`; the link is unharmed.
+            ValueError: the message is longer than `MAX_MESSAGE_BYTES`; the link stays usable.
 
-        If cancelled, the message was sent whole or not at all.
+        If cancelled, the message was sent completely or not at all.
         """
         ...
 
     async def receive(self) -> tuple[Channel, Buffer]:
-        """Wait for the next message; CONTROL goes before waiting DATA.
+        """Wait for the next message; CONTROL is returned before queued DATA.
 
-        The message belongs to the caller: the link does not write to it any more.
+        The message belongs to the caller: the link does not reuse its memory.
 
         Raises:
-            LinkLost: this side has closed, or the other side is gone and every message was read.
-            PeerFault: the other side broke the rules of the transport; the link is closed.
+            LinkLost: this side has closed, or the peer is gone and every message was read.
+            PeerFault: the peer violated the transport's protocol; the link is closed.
 
         If cancelled, no message is lost; the next call returns it.
         """
         ...
 
     async def close(self) -> None:
-        """Close both directions and wake who waits; more calls do nothing.
+        """Close both directions and wake all waiters; further calls do nothing.
 
-        The other side reads what was sent, then gets `LinkLost`; here messages not yet read are
+        The peer reads what was sent, then gets `LinkLost`; unread messages on this side are
         dropped.
         """
         ...
 
     @property
     def statistics(self) -> LinkStatistics:
-        """What this side has sent and received."""
+        """The counters of this side."""
         ...
 
 
 @runtime_checkable
 class Prompt(Protocol):
-    """What a link adds where a message can leave within the call that sends it."""
+    """Optional for a link: sending without waiting."""
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
-        """Send the parts as one message if that need not wait; tell whether it was sent.
+        """Send the parts as one message if possible without waiting; return whether it was sent.
 
-        Nothing is sent where others wait, where the other side is behind, or on a lost link: there
-        `Link.send` waits, or says what is wrong.
+        Nothing is sent if other messages wait, under backpressure, or on a lost link: use
+        `Link.send`, which waits or raises.
 
         Raises:
             ValueError: as `Link.send`.
@@ -111,66 +111,66 @@ class Prompt(Protocol):
 
 @runtime_checkable
 class Guarded(Protocol):
-    """What a link adds where strangers can reach it."""
+    """Optional for a link: a limit on unread data of an unauthenticated peer."""
 
     def limit_unread(self, size: int | None) -> None:
-        """Close the link when the other side sends more than ``size`` bytes that nobody has read.
+        """Close the link when more than ``size`` received bytes are unread.
 
-        For as long as it is a stranger; None is no limit besides back-pressure.
+        Set until the peer is authenticated; None leaves only the backpressure.
         """
         ...
 
 
 @runtime_checkable
 class Known(Protocol):
-    """What a link adds where the transport itself has proven who is at the other end."""
+    """Optional for a link: the peer's key, if the transport itself has authenticated the peer."""
 
     @property
     def peer_key(self) -> bytes:
-        """The Ed25519 key of the other node, 32 bytes."""
+        """The Ed25519 public key of the peer, 32 bytes."""
         ...
 
 
 class Listener(Protocol):
-    """A place where links arrive."""
+    """A listening endpoint."""
 
     @property
     def address(self) -> str:
-        """Where others most likely reach this listener: the first of `addresses`."""
+        """The address most likely reachable by peers: the first of `addresses`."""
         ...
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Everywhere others may reach this listener, likeliest first."""
+        """The addresses at which peers may reach this listener, most likely first."""
         ...
 
     def links(self) -> AsyncIterator[Link]:
-        """Yield each link that arrives, until the listener is closed."""
+        """Yield each incoming link, until the listener is closed."""
         ...
 
 
 @runtime_checkable
 class Moving(Protocol):
-    """What a listener adds where its `addresses` change while it listens."""
+    """Optional for a listener: a notification when its `addresses` change."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call this whenever `addresses` is another one, until the listener is closed."""
+        """Call ``callback`` whenever `addresses` changes, until the listener is closed."""
         ...
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """One way to reach other nodes; made once per process, without arguments."""
+    """A way to reach other nodes; instantiated once per process, without arguments."""
 
     name: ClassVar[str]
-    """The name under `meshllm.transports`."""
+    """The name of its entry point in the group `meshllm.transports`."""
     schemes: ClassVar[tuple[str, ...]]
-    """What its addresses begin with, before the first colon."""
+    """The schemes of its addresses: the part before the first colon."""
 
     def listen(self, address: str | None = None) -> AbstractAsyncContextManager[Listener]:
         """Accept links at ``address``, or at one of the transport's choice, inside the context.
 
-        Links that nobody took are closed at its end; the others live on.
+        Links not yet yielded are closed at its end; the others stay open.
 
         Raises:
             UserError: the address cannot be used.
@@ -181,7 +181,7 @@ class Transport(Protocol):
         """Open a link to a listener.
 
         Raises:
-            LinkLost: nobody listens there.
+            LinkLost: no listener answers there.
             UserError: this is not an address of this transport.
 
         If cancelled, no link is left behind.
@@ -191,54 +191,54 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Identified(Protocol):
-    """What a transport adds that proves to the other side who this node is."""
+    """Optional for a transport: authentication of this node to its peers."""
 
     def identify(self, seed: bytes) -> None:
-        """Use the Ed25519 key of these 32 bytes; call it before the first `listen` or `dial`.
+        """Use the Ed25519 key of this 32-byte seed; call it before the first `listen` or `dial`.
 
-        Without it the transport makes a key of its own, another one each time.
+        Otherwise the transport generates an ephemeral key.
         """
         ...
 
 
 @runtime_checkable
 class Relaying(Protocol):
-    """What a transport adds whose listeners can be reached through others."""
+    """Optional for a transport: listeners that are reachable through relays."""
 
     def add_relay(self, address: str) -> None:
-        """Be reached through the relay there, too, from the next `listen` on.
+        """Register with the relay at ``address``, from the next `listen` on.
 
         Raises:
-            UserError: this is no address of a relay.
+            UserError: this is not an address of a relay.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a transport has found out about the networks around this node."""
+    """What a transport has detected about this node's network."""
 
     nat: str
-    """The kind of NAT, in a word."""
+    """The kind of NAT, in one word."""
     line: str
-    """The same in one line for people, with what it means."""
+    """The same in one line for people, with its consequence."""
     observed: tuple[str, ...]
-    """As whom others see this node."""
+    """The external addresses of this node as seen by peers."""
     relays: tuple[tuple[str, str], ...]
-    """Each relay, and how this node stands with it."""
+    """Each relay, and the state of this node's registration."""
 
 
 @runtime_checkable
 class Surveying(Protocol):
-    """What a transport adds that looks at the networks around it."""
+    """Optional for a transport: detection of the NAT and of relays."""
 
     def survey(self) -> Network | None:
-        """Tell what is known by now; None while nothing is open."""
+        """Return what is known by now; None while nothing is open."""
         ...
 
 
 def measure(message: Sequence[Buffer]) -> int:
-    """Count the bytes of a message; raise `ValueError` when they are too many for one."""
+    """Return the size of a message in bytes; raise `ValueError` if it is too long."""
     size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in message)
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} B is longer than {MAX_MESSAGE_BYTES} B")

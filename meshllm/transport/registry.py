@@ -1,7 +1,7 @@
-"""Which transports are installed, and how to get one by name; knows none of them itself.
+"""The registry of installed transport plugins.
 
-Listing reads the metadata of entry points and imports nothing; only the transport that is chosen
-is imported, so that a broken plugin harms nobody who does not ask for it.
+Listing reads entry point metadata and imports nothing; a plugin is imported only when it is
+loaded, so a broken one does not affect the others.
 """
 
 import logging
@@ -21,46 +21,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One transport that an installed distribution offers."""
+    """A transport that an installed distribution provides."""
 
     name: str
     distribution: str
     version: str
     value: str
-    """``module:attribute`` of what makes the transport."""
+    """The factory of the transport, as ``module:attribute``."""
 
 
 class Registry:
-    """The transports on offer, by name."""
+    """The available transports, by name."""
 
     def __init__(self, points: Iterable[EntryPoint]) -> None:
         self._points = sorted(points, key=lambda point: point.name)
 
     @classmethod
     def discover(cls) -> Self:
-        """Read what is installed in this environment."""
+        """Read the entry points of this environment."""
         return cls(entry_points(group=GROUP))
 
     def names(self) -> list[str]:
-        """List the names on offer, in order."""
+        """List the available names, sorted."""
         return sorted({point.name for point in self._points})
 
     def describe(self) -> list[Offer]:
-        """List every offer with the distribution it comes from; a name may be offered twice."""
+        """List every entry point with its distribution; a name may occur twice."""
         return [_offer(point) for point in self._points]
 
     def load(self, name: str) -> Transport:
-        """Import and make the transport of that name.
+        """Import and instantiate the transport of that name.
 
         Raises:
-            PluginError: no distribution offers it, several do, or it is broken.
+            PluginError: no distribution provides it, several do, or it is broken.
         """
         return _make(self._find(name))
 
     def dialing(self, schemes: Collection[str]) -> tuple[Transport, ...]:
-        """Make transports that dial addresses of these schemes, as far as there are any.
+        """Instantiate transports that dial addresses of these schemes, as far as available.
 
-        A broken transport is passed over: nobody asked for it by name.
+        A broken transport is logged and skipped: it was not requested by name.
         """
         missing, found = set(schemes), list[Transport]()
         for name in self.names():
@@ -79,11 +79,11 @@ class Registry:
     def _find(self, name: str) -> EntryPoint:
         points = [point for point in self._points if point.name == name]
         if not points:
-            raise PluginError(f"No transport is named `{name}`", hint=self._suggest(name))
+            raise PluginError(f"Unknown transport `{name}`", hint=self._suggest(name))
         if len(points) > 1:
             offers = ", ".join(_source(point) for point in points)
             raise PluginError(
-                f"{len(points)} distributions offer the transport `{name}`: {offers}",
+                f"{len(points)} distributions provide the transport `{name}`: {offers}",
                 hint="uninstall all but one of them",
             )
         return points[0]
@@ -98,15 +98,15 @@ def _make(point: EntryPoint) -> Transport:
     try:
         factory: Callable[[], object] = point.load()
         transport = factory()
-    except Exception as error:  # foreign code, whatever it does at import
+    except Exception as error:  # third-party code may raise anything at import
         raise PluginError(
             f"Transport `{point.name}` of {_source(point)} is broken: {error}",
             hint=f"update or uninstall `{_offer(point).distribution}`",
         ) from error
     if not isinstance(transport, Transport) or transport.name != point.name:
         raise PluginError(
-            f"`{point.value}` of {_source(point)} makes no transport named `{point.name}`",
-            hint="a transport has what `meshllm.transport.contract.Transport` has",
+            f"`{point.value}` of {_source(point)} is not a transport named `{point.name}`",
+            hint="a transport implements `meshllm.transport.contract.Transport`",
         )
     return transport
 

@@ -14,7 +14,7 @@ def door() -> FakeNode:
 
 @pytest.fixture
 async def client(door: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of the application, without a server between them."""
+    """A client of the application, without a server in between."""
     transport = httpx2.ASGITransport(application(door), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client

@@ -35,7 +35,9 @@ async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeNode)
     assert from_json(MeshStatus, said[0]) == door.status()
 
 
-async def test_a_ticket_is_made_as_asked(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_ticket_is_created_with_its_limits(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
     asked = {"role": "client", "expires_s": 60, "uses": 3}
 
     said = await client.post("/mesh/ticket", json=asked)
@@ -64,7 +66,7 @@ async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeNode) -> 
         ("/mesh/ask", [], "The JSON is a list, not an object"),
     ],
 )
-async def test_an_odd_body_is_refused_by_name(
+async def test_an_invalid_body_is_refused_by_name(
     client: httpx2.AsyncClient, door: FakeNode, path: str, body: Any, message: str
 ) -> None:
     said = await client.post(path, json=body)
@@ -80,7 +82,7 @@ async def test_a_body_without_end_is_refused(client: httpx2.AsyncClient) -> None
     assert said.json()["error"]["message"] == f"The body is longer than {REQUEST_BYTES} bytes"
 
 
-async def test_a_body_that_never_comes_is_given_up(
+async def test_a_body_that_never_arrives_times_out(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(respond, "BODY_S", 0.01)
@@ -94,7 +96,7 @@ async def test_a_body_that_never_comes_is_given_up(
     assert (said.status_code, said.json()["error"]["code"]) == (504, "timed_out")
 
 
-async def test_an_answer_comes_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_an_answer_is_sent_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = await client.post("/mesh/ask", content=request_to_json(ASKED))
 
     events: list[Event] = [
@@ -118,7 +120,7 @@ async def test_an_answer_comes_as_lines(client: httpx2.AsyncClient, door: FakeNo
         (PeerFault("x"), 502, 7),
     ],
 )
-async def test_an_early_error_has_a_status_of_its_own(
+async def test_an_early_error_has_its_own_status(
     client: httpx2.AsyncClient, door: FakeNode, error: MeshError, status: int, code: int
 ) -> None:
     door.fails_at, door.error = 0, error
@@ -139,7 +141,7 @@ async def test_a_late_error_is_the_last_line(client: httpx2.AsyncClient, door: F
     assert lines[-1]["error"]["hint"] == "mend it"
 
 
-async def test_events_come_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_events_are_sent_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
     door.go.set()
 
     said = await client.get("/mesh/events")
@@ -148,14 +150,14 @@ async def test_events_come_as_lines(client: httpx2.AsyncClient, door: FakeNode) 
     assert [from_json(Change, line) for line in lines] == [CHANGE, replace(CHANGE, epoch=8)]
 
 
-async def test_what_is_not_here_is_an_error_like_any_other(client: httpx2.AsyncClient) -> None:
+async def test_an_unknown_path_is_an_error_like_any_other(client: httpx2.AsyncClient) -> None:
     missing, wrong = await client.get("/nothing"), await client.get("/mesh/ask")
 
     assert (missing.status_code, missing.json()["error"]["message"]) == (404, "Not Found")
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "Method Not Allowed")
 
 
-async def test_a_bug_is_named_and_tells_nothing_else(
+async def test_only_the_type_of_a_bug_is_sent(
     client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> RingStatus:
@@ -171,9 +173,7 @@ async def test_a_bug_is_named_and_tells_nothing_else(
 
 
 @pytest.mark.parametrize(("name", "status"), [("localhost", 200), ("evil.example", 400)])
-async def test_off_the_socket_only_known_names_are_served(
-    door: FakeNode, name: str, status: int
-) -> None:
+async def test_only_allowed_hosts_are_served(door: FakeNode, name: str, status: int) -> None:
     transport = httpx2.ASGITransport(application(door, hosts=["localhost"]))
     async with httpx2.AsyncClient(transport=transport, base_url=f"http://{name}") as client:
         said = await client.get("/v1/models")

@@ -15,7 +15,7 @@ LINE = re.compile(
 )
 
 
-def test_every_line_is_of_the_text_format() -> None:
+def test_every_line_matches_the_text_format() -> None:
     text = exposition(told())
 
     assert text.endswith("\n")
@@ -52,11 +52,11 @@ def test_each_family_is_described_once() -> None:
         "meshllm_up_seconds 754.0",
     ],
 )
-def test_figures_are_told(line: str) -> None:
+def test_values_are_exported(line: str) -> None:
     assert line in exposition(told()).split("\n")
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_values_are_left_out() -> None:
     forming = with_ring(told(), state=RingState.FORMING, measured=None, predicted=None)
     text = exposition(with_link(forming, 1, round_trip_ms=None))
 
@@ -66,7 +66,7 @@ def test_what_is_not_known_is_not_said() -> None:
     assert 'meshllm_ring_state{state="forming"} 1.0' in text
 
 
-async def test_prometheus_finds_them(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_the_metrics_have_a_route(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = await client.get("/metrics")
 
     assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

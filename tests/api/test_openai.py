@@ -30,7 +30,7 @@ async def test_models_are_listed(client: httpx2.AsyncClient) -> None:
     assert said == {"object": "list", "data": [model]}
 
 
-async def test_a_whole_answer(client: httpx2.AsyncClient) -> None:
+async def test_a_completion_without_streaming(client: httpx2.AsyncClient) -> None:
     said = (await client.post(PATH, json=BODY)).json()
 
     assert said.pop("id").startswith("chatcmpl-")
@@ -75,7 +75,7 @@ async def test_a_stream_begins_with_the_role_and_ends_with_done(
     assert not any("usage" in chunk for chunk in chunks)
 
 
-async def test_usage_comes_last_and_only_when_asked_for(client: httpx2.AsyncClient) -> None:
+async def test_usage_is_last_and_only_on_request(client: httpx2.AsyncClient) -> None:
     asked = STREAM | {"stream_options": {"include_usage": True}}
 
     *chunks, last, done = chunks_of(await client.post(PATH, json=asked))
@@ -94,7 +94,7 @@ async def test_usage_comes_last_and_only_when_asked_for(client: httpx2.AsyncClie
 async def test_an_early_error_of_a_stream_has_a_status(
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:
-    door.fails_at = 1  # the progress before it is nothing that a client of OpenAI sees
+    door.fails_at = 1  # the progress before it is not sent to OpenAI clients
 
     said = await client.post(PATH, json=STREAM)
 
@@ -124,7 +124,7 @@ async def test_comments_keep_a_silent_stream_open(
     assert (first, done) == (": patience", "data: [DONE]")
 
 
-async def test_an_answer_that_was_cut_says_so(
+async def test_an_answer_of_max_tokens_has_the_reason_length(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = replace(answer_of("x", 1), finish_reason=FinishReason.LENGTH)
@@ -157,7 +157,7 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
     ]
 
 
-async def test_a_null_is_as_good_as_nothing(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_null_field_is_ignored(client: httpx2.AsyncClient, door: FakeNode) -> None:
     names = ("stream", "stream_options", "n", "max_tokens", "stop", "temperature", "seed")
 
     await client.post(PATH, json=BODY | dict.fromkeys(names))
@@ -165,7 +165,7 @@ async def test_a_null_is_as_good_as_nothing(client: httpx2.AsyncClient, door: Fa
     assert door.requests == [Request(turns=({"role": "user", "content": "hi"},))]
 
 
-def test_a_seed_is_drawn_where_chance_is_asked_for_and_none_is_given() -> None:
+def test_a_random_seed_is_used_when_sampling_without_a_seed() -> None:
     seeds = {openai.Chat("m", (), temperature=1.0).request().sampling.seed for _ in range(3)}
 
     assert len(seeds) == 3
@@ -196,7 +196,7 @@ def test_a_seed_is_drawn_where_chance_is_asked_for_and_none_is_given() -> None:
         ({"messages": [HI | {"content": None}]}, "messages[0].content"),
     ],
 )
-async def test_what_is_not_supported_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str
 ) -> None:
     said = await client.post(PATH, json=BODY | change)
@@ -207,7 +207,7 @@ async def test_what_is_not_supported_is_refused_by_name(
     assert f"`{param}`" in error["message"]
 
 
-async def test_a_message_may_come_back_as_it_was_sent(client: httpx2.AsyncClient) -> None:
+async def test_a_message_of_an_answer_can_be_sent_back(client: httpx2.AsyncClient) -> None:
     first = await client.post(PATH, json=BODY)
     reply = first.json()["choices"][0]["message"] | {"tool_calls": None}
 
@@ -222,5 +222,5 @@ async def test_a_model_that_is_not_served_is_not_found(client: httpx2.AsyncClien
     error = said.json()["error"]
     assert (said.status_code, error["code"]) == (404, "model_error")
     assert (error["message"], error["hint"]) == (
-        "`gpt-5` is not served here", "there is `builtin`",
+        "`gpt-5` is not served here", "served: `builtin`",
     )  # fmt: skip

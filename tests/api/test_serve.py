@@ -28,9 +28,9 @@ STREAM = (CHAT[0], CHAT[1] | {"stream": True})
 
 @asynccontextmanager
 async def serving(door: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve a node, and see that it stops."""
+    """Serve a node, and check that it stops."""
     task = asyncio.ensure_future(serve(door, path))
-    while not is_answered(path):  # noqa: ASYNC110  # what is waited for is the file
+    while not is_answered(path):  # noqa: ASYNC110  # waits for the file
         await asyncio.sleep(0.01)
     try:
         yield task
@@ -71,7 +71,7 @@ async def test_it_answers_on_a_private_socket(
     assert _mode(path) == 0o600
 
 
-async def test_a_second_node_is_refused_and_harms_nothing(
+async def test_a_second_node_is_refused_without_affecting_the_first(
     path: Path, server: asyncio.Task[None]
 ) -> None:
     with pytest.raises(UserError, match="A node is already running"):
@@ -82,7 +82,7 @@ async def test_a_second_node_is_refused_and_harms_nothing(
 
 @pytest.mark.parametrize(("where", "body"), [ASK, CHAT, STREAM])
 @pytest.mark.parametrize("waits_at", [0, 1, 2])
-async def test_a_client_that_goes_cancels_its_generation(
+async def test_a_disconnect_cancels_the_generation(
     door: FakeNode, path: Path, where: str, body: dict[str, object], waits_at: int
 ) -> None:
     door.waits_at = waits_at
@@ -95,7 +95,7 @@ async def test_a_client_that_goes_cancels_its_generation(
         await door.closed.wait()
 
 
-async def test_a_client_that_reads_nothing_and_goes_cancels_too(
+async def test_a_disconnect_without_reading_cancels_too(
     door: FakeNode, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.builders.fake_node.Piece", lambda _: Piece("x" * (8 << 20)))
@@ -105,13 +105,13 @@ async def test_a_client_that_reads_nothing_and_goes_cancels_too(
         head = f"POST /mesh/ask HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await door.begun.wait()
-        await asyncio.sleep(0.05)  # until the server waits for the reader
+        await asyncio.sleep(0.05)  # until the server waits for the client to read
         writer.transport.abort()
 
         await door.closed.wait()
 
 
-async def test_a_client_that_goes_before_it_has_asked_is_no_bug(
+async def test_a_disconnect_before_the_request_is_no_bug(
     door: FakeNode, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(door, path):
@@ -124,7 +124,7 @@ async def test_a_client_that_goes_before_it_has_asked_is_no_bug(
     assert (door.requests, caplog.records) == ([], [])
 
 
-async def test_a_reader_of_events_that_goes_is_forgotten(
+async def test_a_disconnect_closes_the_events(
     door: FakeNode, path: Path, server: asyncio.Task[None]
 ) -> None:
     async with asyncio.timeout(5):
@@ -136,7 +136,7 @@ async def test_a_reader_of_events_that_goes_is_forgotten(
     assert from_json(Change, first) == CHANGE
 
 
-async def test_a_node_that_stops_hangs_up_and_leaves_nothing(
+async def test_a_stopping_node_closes_connections_and_leaves_nothing(
     door: FakeNode, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     door.waits_at = 2
@@ -178,7 +178,7 @@ async def test_endless_headers_are_refused(path: Path, server: asyncio.Task[None
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_who_knocked_is_hung_up_on_whenever_it_stops(
+async def test_accepted_connections_are_closed_whenever_it_stops(
     door: FakeNode, path: Path, turns: int
 ) -> None:
     task = asyncio.ensure_future(serve(door, path))
@@ -195,10 +195,10 @@ async def test_who_knocked_is_hung_up_on_whenever_it_stops(
 
         with suppress(ConnectionResetError):
             assert visitor.recv(1) == b""
-    gc.collect()  # a connection that was forgotten is told here
+    gc.collect()  # a leaked connection is reported here
 
 
-async def test_it_may_be_stopped_before_it_began(door: FakeNode, path: Path) -> None:
+async def test_it_can_be_stopped_before_it_has_started(door: FakeNode, path: Path) -> None:
     task = asyncio.ensure_future(serve(door, path))
     await asyncio.sleep(0)
     task.cancel()

@@ -32,7 +32,7 @@ def test_only_the_owner_can_reach_it(path: Path, umask: int) -> None:
     assert modes == (0o600, 0o700)
 
 
-def test_it_is_gone_afterwards(path: Path) -> None:
+def test_the_socket_is_removed_afterwards(path: Path) -> None:
     with listening(path) as bound:
         bound.listen()
         was_answered = is_answered(path)
@@ -76,13 +76,13 @@ def test_a_file_is_not_replaced(path: Path) -> None:
     path.parent.mkdir(mode=0o700)
     path.write_text("mine")
 
-    with pytest.raises(UserError, match="is no place for a socket"), listening(path):
+    with pytest.raises(UserError, match="Cannot create the socket"), listening(path):
         pass
 
     assert path.read_text() == "mine"
 
 
-def test_a_long_path_is_told(tmp_path: Path) -> None:
+def test_a_too_long_path_is_reported(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 100)
 
     with pytest.raises(UserError, match="at most 100") as wrong, listening(path):
@@ -92,16 +92,19 @@ def test_a_long_path_is_told(tmp_path: Path) -> None:
     assert not is_answered(path)
 
 
-def test_a_folder_that_others_can_enter_is_refused(path: Path) -> None:
+def test_a_folder_accessible_to_others_is_refused(path: Path) -> None:
     path.parent.mkdir()
     path.parent.chmod(0o750)
 
-    with pytest.raises(UserError, match=r"Others can enter .* \(drwxr-x---\)"), listening(path):
+    with (
+        pytest.raises(UserError, match=r"accessible to other users \(drwxr-x---\)"),
+        listening(path),
+    ):
         pass
 
 
-def test_a_folder_that_is_none_is_told(path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_reported(path: Path) -> None:
     path.parent.write_text("")
 
-    with pytest.raises(UserError, match="is no folder: File exists"), listening(path):
+    with pytest.raises(UserError, match=r"Cannot use the folder .*: File exists"), listening(path):
         pass

@@ -13,7 +13,7 @@ PREFILL, DECODE = Task("prefill", 8), Task("decode", 2)
 TASKS = (PREFILL, Task("decode", 1), DECODE)
 
 
-def test_every_contestant_does_every_task_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_contestant_runs_every_task_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_table, "TASKS", TASKS)
     threads, told = torch.get_num_threads(), list[str]()
 
@@ -40,7 +40,7 @@ def test_quantised_weights_are_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     assert size["int8"] < 0.7 * size["none"]
 
 
-def test_what_gives_other_logits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_table, "PROBE_BYTES", 8)
     kinds = ("prefill", "decode")
     contestants = [

@@ -23,7 +23,7 @@ def test_every_contestant_gets_a_row() -> None:
 
 
 @pytest.mark.socket
-def test_a_ring_of_processes_is_measured_beside_transformers() -> None:
+def test_a_ring_of_processes_is_measured_against_transformers() -> None:
     case = Case("tiny", (2,), 16, 4, rounds=1, threads=1, quants=(Quant.INT8,), processes=True)
 
     plain, ring = measure(case, lambda _: None)
@@ -44,7 +44,7 @@ def test_ratios_are_medians_of_pairs() -> None:
     assert (one.ttft_ms, one.ms_per_token, one.tokens_per_second) == (20, 100, 10)
 
 
-def test_a_ring_is_compared_with_the_smallest_of_such_weights() -> None:
+def test_a_ring_is_compared_with_the_smallest_of_its_quantisation() -> None:
     runs = {
         PLAIN: [Run(10, 100)],
         TWO: [Run(10, 50)],
@@ -59,10 +59,10 @@ def test_a_ring_is_compared_with_the_smallest_of_such_weights() -> None:
 
 
 def test_unknown_dimensions_are_refused() -> None:
-    with pytest.raises(UserError, match="no dimensions for `gpt-9`"):
+    with pytest.raises(UserError, match="Unknown model dimensions `gpt-9`"):
         measure(Case("gpt-9", (1,), 8, 4, rounds=1, threads=1), lambda _: None)
 
 
-def test_too_short_a_prompt_of_processes_is_refused() -> None:
-    with pytest.raises(UserError, match="No prompt has 3 tokens"):
+def test_a_too_short_prompt_of_processes_is_refused() -> None:
+    with pytest.raises(UserError, match="Cannot make a prompt of 3 tokens"):
         measure(Case("tiny", (2,), 3, 4, rounds=1, threads=1, processes=True), lambda _: None)

@@ -1,4 +1,4 @@
-"""A node that answers by rule, so that its faces can be tested without a mesh."""
+"""A fake node, to test the HTTP API without a mesh."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -27,7 +27,7 @@ CHANGE = Change("changed", RingState.SERVING, 7, "0123456789ab", {"abc": NodeSta
 
 
 def told() -> MeshStatus:
-    """A ring of two, with round figures and a node of a wicked name."""
+    """A ring of two, with round numbers and a malicious node name."""
     status = status_of(2)
     assert status.ring.measured
     hop = replace(
@@ -46,13 +46,13 @@ def told() -> MeshStatus:
 
 @dataclass
 class FakeNode:
-    """Says `hello world`, after all it is told to wait or fail."""
+    """Answers `hello world`, with optional waits and failures."""
 
     fails_at: int | None = None
     """Fail instead of this event: 0 is the progress, 1 and 2 are pieces, 3 is the answer."""
     error: MeshError = field(default_factory=lambda: MeshError("It broke", hint="mend it"))
     waits_at: int | None = None
-    """Wait before this event for ever, or until `go`."""
+    """Wait before this event until `go`."""
     go: asyncio.Event = field(default_factory=asyncio.Event)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,5 +110,5 @@ class FakeNode:
                     await self.go.wait()
                 yield event
         finally:
-            await asyncio.sleep(0)  # a generation is cancelled on every node, which takes a while
+            await asyncio.sleep(0)  # cancelling a generation on every node takes a while
             self.closed.set()

@@ -21,7 +21,7 @@ from meshllm.transport.contract import Transport
 
 
 class House:
-    """A member at home: its links, its machine, and what it heard."""
+    """A member: its links, its machine, and the messages it received."""
 
     def __init__(
         self, name: str, keyring: Keyring, credential: Credential, transport: Transport, life: int
@@ -50,7 +50,7 @@ class House:
         return set(self.links.lines)
 
     def changed(self) -> None:
-        """Hear nothing of interest."""
+        """Ignore a change."""
 
     async def ring(self, link: SecureLink) -> None:
         self.rings.append(link)
@@ -65,7 +65,7 @@ class House:
         self.byes.append((peer, why))
 
     async def open(self) -> None:
-        """Listen, and tell who is here."""
+        """Listen, and publish the profile."""
         listener = await self.stack.enter_async_context(self.transport.listen(self.address))
         running = asyncio.ensure_future(self.links.run([listener]))
         self.stack.push_async_callback(_ended, running)
@@ -77,7 +77,7 @@ class House:
             self.links.act(self.machine.publish(profile=profile, state=state, now=now))
 
     async def close(self) -> None:
-        """Fall over without a word."""
+        """Crash without closing the links."""
         await self.stack.aclose()
 
     def meet(self, other: "House") -> None:
@@ -94,7 +94,7 @@ class Town:
         self.houses: dict[str, House] = {}
 
     async def add(self, name: str, role: Role = Role.NODE, life: int = 1) -> House:
-        """Let a member of the mesh begin."""
+        """Start a member of the mesh."""
         keyring = Keyring.open(self.folder / name)
         founder = next(iter(self.houses.values()), None)
         if founder is None:
@@ -112,7 +112,7 @@ class Town:
 
 @asynccontextmanager
 async def town(folder: Path, transport: Transport) -> AsyncIterator[Town]:
-    """Found a mesh, and end all that is in it."""
+    """Found a mesh; stop all its members at the end."""
     made = Town(folder, transport)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""Options of a node from flat wishes."""
+"""Options of a node from flat keyword arguments."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +10,6 @@ INFERENCE = {field.name for field in fields(InferenceConfig)}
 
 
 def node_options(state: Path, **wishes: Any) -> NodeOptions:
-    """Put what is of the model into its own record."""
+    """Move the options of inference into their own record."""
     inference = {name: wishes.pop(name) for name in INFERENCE & wishes.keys()}
     return NodeOptions(state, inference=InferenceConfig(**inference), **wishes)

@@ -1,7 +1,7 @@
-"""Guesses of known quality, for tests and benchmarks; knows the text before it is computed.
+"""A drafter with a known acceptance rate, for tests and benchmarks.
 
-Random weights say nothing about how well a drafter guesses: their greedy text runs in circles. So
-the text of a plain run is recorded, and drafted again with a share of wrong tokens.
+Random weights cannot measure the quality of a drafter: their greedy text repeats itself. So the
+text of a run without drafts is recorded, and drafted in a second run with a share of wrong tokens.
 """
 
 import random
@@ -12,19 +12,19 @@ class Oracle:
     """Drafts one known text, each token right with probability ``acceptance``."""
 
     def __init__(self, text: Sequence[int], acceptance: float, seed: int = 0) -> None:
-        """Know ``text``, prompt included; the same tokens are wrong in every run of a seed."""
+        """Take the ``text``, prompt included; a ``seed`` determines which tokens are wrong."""
         draw = random.Random(seed)
         self._text = text
         self._wrong = [draw.random() >= acceptance for _ in text]
 
     def begin(self) -> "OracleDrafter":
-        """Start the text."""
+        """Start a session."""
         return OracleDrafter(
             [token ^ is_wrong for token, is_wrong in zip(self._text, self._wrong, strict=True)]
         )
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Learn nothing."""
+        """Do nothing: the oracle does not learn."""
 
 
 class OracleDrafter:
@@ -35,13 +35,13 @@ class OracleDrafter:
         self._length = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Count what the text has."""
+        """Advance by these tokens of the session."""
         self._length += len(tokens)
 
     def look(self) -> int | None:
-        """Be equally sure everywhere, but behind the end."""
+        """Return a constant confidence; None after the end of the text."""
         return 2 if self._length < len(self._drafts) else None
 
     def guess(self, most: int) -> tuple[int, ...]:
-        """Give the next drafts."""
+        """Return up to ``most`` drafts."""
         return tuple(self._drafts[self._length : self._length + most])

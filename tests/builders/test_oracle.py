@@ -7,7 +7,7 @@ def wrong(acceptance: float, seed: int = 0) -> int:
     return sum(guess != token for guess, token in zip(drafter.guess(1000), text, strict=True))
 
 
-def test_the_share_of_right_guesses_is_as_asked() -> None:
+def test_the_acceptance_rate_is_the_requested_one() -> None:
     assert (wrong(1.0), wrong(0.0)) == (0, 1000)
     assert 240 < wrong(0.7) < 360
 

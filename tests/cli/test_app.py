@@ -231,7 +231,7 @@ def test_an_invalid_setting_is_reported_although_debug_is_read_from_it(
     result = meshllm("config", "show")
 
     assert result.exit_code == 2
-    assert result.stderr == "error: `nodes` is 'many', no whole number (MESHLLM_NODES)\n"
+    assert result.stderr == "error: `nodes` is 'many', not a whole number (MESHLLM_NODES)\n"
 
 
 def test_an_interrupt_exits_130(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_text_on_any_ring() -> None:
         (("--model", "no/such"), 4, "There is no model `no/such`"),
         (("--draft", "no/such"), 4, "There is no model `no/such`"),
         (("--nodes", "9"), 2, "9 nodes for the 8 layers of `builtin`"),
-        (("--nodes", "2", "--transport", "lopback"), 1, "No transport is named `lopback`"),
+        (("--nodes", "2", "--transport", "lopback"), 1, "Unknown transport `lopback`"),
     ],
 )
 def test_a_ring_that_cannot_form_is_reported(

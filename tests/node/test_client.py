@@ -1,4 +1,4 @@
-"""A client, and a node that answers it by rule."""
+"""A client, and a fake node that answers it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
@@ -31,7 +31,7 @@ Run = Callable[[Story], None]
 
 
 class Inn(House):
-    """A node that answers what clients ask."""
+    """A node that answers requests of clients."""
 
     asked = 0
     pause_s = 0.1
@@ -108,7 +108,7 @@ async def ask(thin: Thin) -> list[Event]:
     return [event async for event in thin.generate(REQUEST)]
 
 
-def test_a_client_asks_and_is_answered(run: Run) -> None:
+def test_a_client_gets_an_answer(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         async with client(town, ticket(a)) as thin:
@@ -132,7 +132,7 @@ def test_a_client_comes_back_without_a_ticket(run: Run) -> None:
     run(story)
 
 
-def test_several_clients_of_one_folder_ask_at_once(run: Run) -> None:
+def test_several_clients_of_one_folder_run_at_once(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         text = ticket(a, uses=2)
@@ -147,7 +147,7 @@ def test_several_clients_of_one_folder_ask_at_once(run: Run) -> None:
     run(story)
 
 
-def test_a_client_asks_beside_the_node_of_its_folder(run: Run) -> None:
+def test_a_client_runs_next_to_the_node_of_its_folder(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         with a.keyring.locked():
@@ -157,7 +157,7 @@ def test_a_client_asks_beside_the_node_of_its_folder(run: Run) -> None:
     run(story)
 
 
-def test_more_clients_at_once_than_a_ticket_lets_in_are_refused_at_once(run: Run) -> None:
+def test_more_clients_than_a_ticket_admits_are_refused_at_once(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         text = ticket(a, uses=1)
@@ -184,7 +184,7 @@ def test_clients_of_one_ticket_are_counted(run: Run, monkeypatch: pytest.MonkeyP
     run(story)
 
 
-def test_a_client_finds_its_node_again(run: Run) -> None:
+def test_a_client_relinks_to_its_node(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         async with client(town, ticket(a)) as thin:
@@ -252,7 +252,7 @@ def test_a_ticket_for_a_node_is_not_used_up_by_a_client(run: Run) -> None:
     run(story)
 
 
-def test_a_refusal_is_told(run: Run) -> None:
+def test_a_rejection_is_reported(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         text = ticket(a, uses=1)
@@ -265,7 +265,7 @@ def test_a_refusal_is_told(run: Run) -> None:
     run(story)
 
 
-def test_a_removed_client_gets_nothing_more(run: Run) -> None:
+def test_a_removed_client_gets_no_more_answers(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         async with client(town, ticket(a)) as thin:
@@ -281,7 +281,7 @@ def test_a_removed_client_gets_nothing_more(run: Run) -> None:
     run(story)
 
 
-def test_a_client_serves_nobody(run: Run) -> None:
+def test_a_client_serves_no_requests(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         async with client(town, ticket(a)) as thin:
@@ -293,13 +293,13 @@ def test_a_client_serves_nobody(run: Run) -> None:
             with pytest.raises(LinkLost):
                 await link.send([b""])
             thin.dropped(a.me, Why.LEAVING)
-        with pytest.raises(UserError, match="takes no links"):
+        with pytest.raises(UserError, match="does not accept links"):
             await _Closed().judge(a.me, a.credential, Purpose.MESH, 1)
 
     run(story)
 
 
-def test_the_transport_is_the_one_of_the_addresses(run: Run) -> None:
+def test_the_transport_is_chosen_by_the_addresses(run: Run) -> None:
     async def story(town: Town) -> None:
         made = await town.add("a")
         text = ticket(made)
@@ -313,17 +313,19 @@ def test_the_transport_is_the_one_of_the_addresses(run: Run) -> None:
 @pytest.mark.parametrize(
     ("addresses", "listed"), [(("carrier:pigeon",), "`carrier:pigeon`"), ((), "it has none")]
 )
-def test_addresses_that_nothing_dials_are_told(addresses: tuple[str, ...], listed: str) -> None:
+def test_addresses_without_a_transport_are_reported(
+    addresses: tuple[str, ...], listed: str
+) -> None:
     odd = Ticket(NodeId(bytes(32)), addresses, Role.CLIENT, 0, bytes(16))
 
-    with pytest.raises(UserError, match="No transport here dials an address") as raised:
+    with pytest.raises(UserError, match="No installed transport dials an address") as raised:
         _transports_for(odd)
 
     assert f"of the ticket ({listed})" in str(raised.value)
     assert "loopback" in str(raised.value.hint)
 
 
-async def test_a_mistyped_ticket_is_told_before_anything_is_made(tmp_path: Path) -> None:
+async def test_a_mistyped_ticket_is_reported_before_any_file_is_created(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Invalid ticket"):
         async with open_thin("nonsense", tmp_path / "client"):
             pass

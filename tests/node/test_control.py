@@ -1,4 +1,4 @@
-"""What the owner of a node is shown, and may do."""
+"""The status and the commands of a node."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -36,7 +36,7 @@ from tests.builders.view import CLIENT, KEYS, A, B, C, D, plan_of, view_of, with
 
 
 class Owned:
-    """A node that takes note of what it is told."""
+    """A node that records the commands."""
 
     def __init__(self) -> None:
         self.view = view_of()
@@ -95,7 +95,7 @@ def test_the_status_is_that_of_the_node(node: Owned) -> None:
     )
 
 
-def test_the_ring_is_told_as_it_forms(node: Owned) -> None:
+def test_a_forming_ring_is_reported(node: Owned) -> None:
     plan, ring = plan_of(node.view), node.ring()
 
     assert (ring.state, ring.reason) == (RingState.FORMING, "they load")
@@ -134,7 +134,7 @@ def test_without_a_plan_it_waits(node: Owned) -> None:
     assert node.control.models() == []
 
 
-def test_what_cannot_be_predicted_is_not(node: Owned) -> None:
+def test_an_impossible_prediction_is_left_out(node: Owned) -> None:
     assert node.view.agreement
     node.see(agreement=replace(node.view.agreement, plan=None, offers=()))
     assert node.ring().predicted is None
@@ -155,7 +155,7 @@ def test_this_node_comes_first(node: Owned) -> None:
     assert [each.short for each in nodes] == [short(A), short(C), short(B)]
 
 
-def test_a_link_is_told_with_its_figures(node: Owned) -> None:
+def test_a_link_is_reported_with_its_statistics(node: Owned) -> None:
     assert node.of(B).link == LinkStatus(
         round_trip_ms=2.5, path="direct", path_reason="", address="loopback:y",
         bytes_sent=100, bytes_received=200, heard_s=0.5, clock_s=-3.25,
@@ -163,7 +163,7 @@ def test_a_link_is_told_with_its_figures(node: Owned) -> None:
     assert node.of(C).link is None
 
 
-def test_how_it_runs_is_told_of_this_node(node: Owned) -> None:
+def test_the_execution_mode_of_this_node_is_reported(node: Owned) -> None:
     node.see(execution="replayed: 8 % faster than stock", warnings=("no room",))
 
     assert [each.execution for each in node.control.status().nodes] == [
@@ -199,7 +199,7 @@ def test_each_node_has_one_state(node: Owned) -> None:
     assert node.state(B) == (NodeState.STANDBY, "")
 
 
-def test_the_plan_says_who_has_no_part_and_why(node: Owned) -> None:
+def test_the_plan_lists_nodes_without_a_span_and_why(node: Owned) -> None:
     assert node.view.agreement
     node.see(agreement=replace(node.view.agreement, refused={B: "other weights"}, reason="best"))
 
@@ -210,7 +210,7 @@ def test_the_plan_says_who_has_no_part_and_why(node: Owned) -> None:
     assert [(each.node, each.name) for each in plan.standbys] == [(show(C), "spare")]
 
 
-def test_what_was_measured_is_told(node: Owned) -> None:
+def test_the_latest_measurement_is_reported(node: Owned) -> None:
     node.see(counts=Counts(active=3, served=2, failed=1, tokens=9))
     assert node.ring().measured is None
 
@@ -249,7 +249,7 @@ def test_members_are_nodes_clients_and_the_removed(node: Owned) -> None:
     assert [each.hosts for each in members] == [tuple(map(show, each)) for each in hosts]
 
 
-def test_the_model_of_the_charter_answers(node: Owned) -> None:
+def test_the_model_of_the_charter_is_served(node: Owned) -> None:
     assert node.control.models() == ["tiny"]
 
 
@@ -263,7 +263,9 @@ def test_a_ticket_without_limits(node: Owned) -> None:
     ("role", "expires_s", "uses"),
     [("king", 1, 1), ("", 0, 0), ("node", -1, 1), ("node", 1, -1), ("node", MAX_LASTS_S + 1, 1)],
 )
-def test_an_odd_ticket_is_refused(node: Owned, role: str, expires_s: int, uses: int) -> None:
+def test_invalid_limits_of_a_ticket_are_refused(
+    node: Owned, role: str, expires_s: int, uses: int
+) -> None:
     with pytest.raises(UserError) as raised:
         node.control.invite(role, expires_s, uses)
 
@@ -271,7 +273,7 @@ def test_an_odd_ticket_is_refused(node: Owned, role: str, expires_s: int, uses: 
     assert node.invited == []
 
 
-def test_a_removal_spares_who_is_here_and_who_let_it_in(node: Owned) -> None:
+def test_a_removal_spares_connected_guests_and_their_inviters(node: Owned) -> None:
     told = node.control.remove("there")
 
     assert (told.node, told.name, told.spared) == (show(B), "there", (Named(show(C), "spare"),))
@@ -280,39 +282,39 @@ def test_a_removal_spares_who_is_here_and_who_let_it_in(node: Owned) -> None:
     assert removal.is_signed(node.view.mesh)
 
 
-def test_a_removal_spares_nobody_whom_another_invited(node: Owned) -> None:
+def test_a_removal_does_not_list_guests_of_others(node: Owned) -> None:
     node.see(hosts={B: (A,), C: (A,)})
 
     assert node.control.remove("there").spared == ()
     assert node.expelled[0].spared == ()
 
 
-def test_the_guests_of_who_is_gone_are_not_spared(node: Owned) -> None:
+def test_guests_that_are_not_connected_are_not_spared(node: Owned) -> None:
     node.see(alive=frozenset({A, B}))
 
     assert node.control.remove("there").spared == ()
 
 
-def test_a_removal_that_the_mesh_cannot_remember_is_told(node: Owned) -> None:
+def test_a_removal_that_cannot_be_stored_is_reported(node: Owned) -> None:
     node.is_full = True
 
     with pytest.raises(MeshError, match="no more removals"):
         node.control.remove("there")
 
 
-def test_who_was_never_heard_can_be_removed_by_its_id(node: Owned) -> None:
+def test_an_unknown_node_can_be_removed_by_its_id(node: Owned) -> None:
     assert node.control.remove(show(D)).name == ""
 
 
 @pytest.mark.parametrize("name", ["here", show(A)])
-def test_nobody_removes_itself(node: Owned, name: str) -> None:
-    with pytest.raises(UserError, match="does not remove itself"):
+def test_a_node_cannot_remove_itself(node: Owned, name: str) -> None:
+    with pytest.raises(UserError, match="cannot remove itself"):
         node.control.remove(name)
 
     assert node.expelled == []
 
 
-async def test_events_begin_with_how_it_is(node: Owned) -> None:
+async def test_events_begin_with_the_current_state(node: Owned) -> None:
     async with aclosing(node.control.events()) as events, asyncio.timeout(5):
         first = await anext(events)
         node.see(plan=None)
@@ -325,7 +327,7 @@ async def test_events_begin_with_how_it_is(node: Owned) -> None:
     assert (second.ring, second.epoch, second.digest) == (RingState.WAITING, 0, "")
 
 
-async def test_requests_are_answered_until_the_node_leaves(node: Owned) -> None:
+async def test_requests_are_served_until_the_node_leaves(node: Owned) -> None:
     assert [event async for event in node.control.generate(Request(raw="x"))] == [Piece("x")]
 
     node.see(is_leaving=True)

@@ -1,4 +1,4 @@
-"""What the options of one owner make of the charter."""
+"""The charter that follows from the options of a node."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_a_first_charter_names_the_model(llama: Path, context: int | None, told:
     assert Charter.decode(made.encode()) == made
 
 
-def test_how_weights_are_held_is_a_matter_of_the_mesh(llama: Path) -> None:
+def test_the_quantisation_is_that_of_the_mesh(llama: Path) -> None:
     shape = shape_of(resolve(str(llama)), None, Quant.INT8)
 
     made = found_charter(options(quant=Quant.INT8), shape, CONFIG)
@@ -60,7 +60,7 @@ def test_how_weights_are_held_is_a_matter_of_the_mesh(llama: Path) -> None:
         refuse_other(made, "llama", CONFIG, Quant.NONE)
 
 
-def test_who_wants_nothing_changes_nothing() -> None:
+def test_empty_options_change_nothing() -> None:
     before = charter()
 
     assert amend(before, options(), PROFILES, LONGEST) is before
@@ -68,7 +68,7 @@ def test_who_wants_nothing_changes_nothing() -> None:
     assert amend(before, options(context=before.shape.context), PROFILES, LONGEST) is before
 
 
-def test_what_is_wanted_is_a_new_version() -> None:
+def test_changed_options_are_a_new_version() -> None:
     wishes = options(
         policy="throughput", members=2, exclude=("desk",), prefer=(show(B),), context=5
     )
@@ -82,7 +82,7 @@ def test_what_is_wanted_is_a_new_version() -> None:
     assert amend(changed, wishes, PROFILES, LONGEST) is changed
 
 
-def test_a_name_that_nobody_has_yet_waits_and_takes_nothing_back() -> None:
+def test_an_unknown_name_keeps_the_previous_nodes() -> None:
     wishes = options(exclude=("desk", "loft"), prefer=("cellar",))
     before = amend(charter(), options(exclude=(show(B),), prefer=(show(A),)), PROFILES, LONGEST)
 
@@ -93,7 +93,7 @@ def test_a_name_that_nobody_has_yet_waits_and_takes_nothing_back() -> None:
     assert (changed.exclude, changed.prefer) == (tuple(sorted((A, B))), (A,))
 
 
-def test_a_name_that_several_nodes_chose_stands_for_none_and_takes_nothing_back() -> None:
+def test_an_ambiguous_name_keeps_the_previous_nodes() -> None:
     wishes = options(exclude=("desk", "attic"), prefer=("attic",))
     before = amend(charter(), options(prefer=(show(A),)), PROFILES, LONGEST)
 
@@ -103,18 +103,18 @@ def test_a_name_that_several_nodes_chose_stands_for_none_and_takes_nothing_back(
     assert (changed.exclude, changed.prefer) == ((A,), (A,))
 
 
-def test_nobody_takes_the_id_of_another_as_a_name() -> None:
+def test_the_id_of_another_node_is_not_a_name() -> None:
     profiles = PROFILES | {C: Profile(show(A), "1", (), 0)}
 
     assert resolve_names((show(A),), profiles) == Names((A,), (), ())
     assert find_node(show(A), profiles) == A
 
 
-def test_a_session_is_no_longer_than_the_model_takes() -> None:
+def test_the_context_is_capped_by_the_model() -> None:
     assert amend(charter(), options(context=10_000), PROFILES, 50).shape.context == 50
 
 
-def test_an_empty_list_takes_back() -> None:
+def test_an_empty_list_resets() -> None:
     changed = amend(charter(), options(exclude=("desk",)), PROFILES, LONGEST)
 
     assert amend(changed, options(exclude=()), PROFILES, LONGEST).exclude == ()
@@ -145,11 +145,11 @@ def test_a_node_is_found_by_name_or_id(text: str, node: NodeId) -> None:
 @pytest.mark.parametrize(
     "text", ["", "nobody", show(B)[:5], show(B)[:-1] + "?", "\x1b[2J", "d" * 9]
 )
-def test_who_is_not_there_is_not_found(text: str) -> None:
+def test_an_unknown_node_is_not_found(text: str) -> None:
     with pytest.raises(UserError, match="Invalid node id"):
         find_node(text, PROFILES)
 
 
-def test_two_of_one_name_are_told() -> None:
-    with pytest.raises(UserError, match="2 nodes are called `attic`"):
+def test_an_ambiguous_name_is_reported() -> None:
+    with pytest.raises(UserError, match="2 nodes match `attic`"):
         find_node("attic", PROFILES)

@@ -1,4 +1,4 @@
-"""Whole nodes in one process: they meet, form a ring, answer, and come and go."""
+"""Whole nodes in one process: they connect, form a ring, serve, join and leave."""
 
 import asyncio
 import shutil
@@ -63,7 +63,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 async def until(claim: Callable[[], bool], node: MeshNode) -> None:
-    """Wait for news of a node until the claim holds."""
+    """Wait for changes of a node until the claim holds."""
     async with asyncio.timeout(PATIENCE_S):
         async for _ in node.standing.changes():
             if claim():
@@ -95,7 +95,7 @@ async def reference() -> str:
         return await ask(ring)
 
 
-async def test_three_nodes_form_a_ring_and_each_answers_as_one_process(mesh: Mesh) -> None:
+async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: Mesh) -> None:
     a = await mesh.start("a", members=3)
     b, c = [await mesh.start(name, join=a.ticket) for name in "bc"]
     for node in (a, b, c):
@@ -128,7 +128,7 @@ TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 byt
     [(MemoryError(), True), (RuntimeError(TORCH), True), (ModelError("damaged"), False)],
     ids=["no memory", "torch has no memory", "another error"],
 )
-async def test_a_span_that_cannot_be_loaded_is_offered_for_again_later(
+async def test_a_span_that_cannot_be_loaded_is_retried_later(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, error: Exception, *, is_memory: bool
 ) -> None:
     monkeypatch.setattr(node_module, "FIRST_RETRY_S", 0.01)
@@ -151,7 +151,7 @@ async def test_a_span_that_cannot_be_loaded_is_offered_for_again_later(
     assert not is_memory or max(offers[:2]) < offers[2]
 
 
-async def test_a_node_that_is_gone_is_replaced_and_takes_part_again(mesh: Mesh) -> None:
+async def test_a_lost_node_is_replaced_and_can_return(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
     ticket = a.ticket
     b = await mesh.start("b", join=ticket)
@@ -171,7 +171,7 @@ async def test_a_node_that_is_gone_is_replaced_and_takes_part_again(mesh: Mesh) 
     assert a.standing.plan.epoch > first.epoch
 
 
-async def test_an_answer_under_way_survives_the_loss_of_a_node(mesh: Mesh) -> None:
+async def test_a_running_answer_survives_the_loss_of_a_node(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
     await mesh.start("b", join=a.ticket)
     await until(lambda: len(spans(a)) == 2, a)
@@ -187,7 +187,7 @@ async def test_an_answer_under_way_survives_the_loss_of_a_node(mesh: Mesh) -> No
     assert said == await reference()
 
 
-async def test_a_node_that_leaves_says_so(mesh: Mesh) -> None:
+async def test_a_leaving_node_announces_it(mesh: Mesh) -> None:
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket)
     await until(lambda: states(a).get("b") == "standby", a)
@@ -219,7 +219,7 @@ async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
     await until(lambda: spans(a) == ["0:8"], a)
 
 
-async def test_another_model_than_that_of_the_mesh_ends_the_node(mesh: Mesh, llama: Path) -> None:
+async def test_a_model_other_than_the_meshs_ends_the_node(mesh: Mesh, llama: Path) -> None:
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket, model=str(llama))
 
@@ -227,7 +227,7 @@ async def test_another_model_than_that_of_the_mesh_ends_the_node(mesh: Mesh, lla
         await asyncio.wait_for(b.stopped, PATIENCE_S)
 
 
-async def test_a_removed_node_is_cut_off_and_ends(mesh: Mesh) -> None:
+async def test_a_removed_node_is_unlinked_and_ends(mesh: Mesh) -> None:
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket)
     await until(lambda: "b" in states(a), a)
@@ -245,13 +245,13 @@ async def test_a_removed_node_is_cut_off_and_ends(mesh: Mesh) -> None:
     ]
 
 
-async def test_a_client_asks_without_a_model(mesh: Mesh) -> None:
+async def test_a_client_needs_no_model(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
     await mesh.start("b", join=a.ticket)
     await until(lambda: len(spans(a)) == 2, a)
     ticket = a.invite(Role.CLIENT, 60, 1)
 
-    for _ in range(2):  # the ticket is for one client, which may come back
+    for _ in range(2):  # the ticket is for one client, which may reconnect
         async with open_thin(ticket, mesh.folder / "thin", mesh.network) as thin:
             assert await ask(thin) == await reference()
 
@@ -260,7 +260,7 @@ async def test_a_client_asks_without_a_model(mesh: Mesh) -> None:
             pass
 
 
-async def test_the_flags_of_who_starts_last_bind_the_mesh(mesh: Mesh) -> None:
+async def test_the_flags_of_the_latest_start_amend_the_charter(mesh: Mesh) -> None:
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket, members=2, policy="throughput", prefer=("a",))
     await until(lambda: len(spans(a)) == 2, a)
@@ -271,7 +271,7 @@ async def test_the_flags_of_who_starts_last_bind_the_mesh(mesh: Mesh) -> None:
     assert control_of(a).plan().policy == "throughput"
 
 
-async def test_the_charter_and_the_membership_outlive_the_process(mesh: Mesh) -> None:
+async def test_charter_and_membership_survive_a_restart(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
     await until(lambda: a.machine.charter is not None, a)
     before = a.mesh, a.machine.charter
@@ -283,7 +283,7 @@ async def test_the_charter_and_the_membership_outlive_the_process(mesh: Mesh) ->
     assert a.incarnation == 2
 
 
-async def test_what_is_agreed_on_while_a_node_reads_its_model_stays(
+async def test_charter_changes_while_a_node_loads_are_kept(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = await mesh.start("a")
@@ -311,7 +311,7 @@ async def test_what_is_agreed_on_while_a_node_reads_its_model_stays(
 
 
 class Roaming(LoopbackTransport):
-    """A network on which the addresses of a listener may change."""
+    """A network on which the addresses of a listener can change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class Roaming(LoopbackTransport):
 
 
 class Moved:
-    """A listener that is told where it is now."""
+    """A listener whose addresses are set by the test."""
 
     def __init__(self, inner: Listener) -> None:
         self._callbacks: list[Callable[[], None]] = []
@@ -346,7 +346,7 @@ class Moved:
             callback()
 
 
-async def test_who_moves_while_it_is_measured_is_not_told_where_it_was(
+async def test_a_change_of_address_while_profiling_is_published(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh.network = network = Roaming()
@@ -364,7 +364,7 @@ async def test_who_moves_while_it_is_measured_is_not_told_where_it_was(
     assert a.machine.profiles[a.me].addresses == ("loopback:elsewhere", "loopback:1")
 
 
-async def test_the_others_hear_where_a_node_is_reached_now(mesh: Mesh) -> None:
+async def test_a_change_of_address_is_published(mesh: Mesh) -> None:
     mesh.network = network = Roaming()
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket)
@@ -378,6 +378,6 @@ async def test_the_others_hear_where_a_node_is_reached_now(mesh: Mesh) -> None:
         )
 
     async with asyncio.timeout(PATIENCE_S):
-        while not heard():  # noqa: ASYNC110 -- a change of address is no news of the ring
+        while not heard():  # noqa: ASYNC110 -- a change of address is no change of the ring
             await asyncio.sleep(0.05)
     assert "loopback:elsewhere" in control_of(b).status().listening

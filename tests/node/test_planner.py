@@ -24,7 +24,7 @@ PLAN_S = 1.0
 
 
 class Case:
-    """A planner that takes a while, and what it planned with."""
+    """A planner whose work takes time, and its inputs."""
 
     def __init__(self) -> None:
         self.worlds = [World({A: profile(4)}), World({A: profile(4), B: profile(4)})]
@@ -43,7 +43,7 @@ class Case:
 
     def learn(self, world: int) -> None:
         self.view = self.worlds[world].view(A)
-        self.planner.stir()
+        self.planner.invalidate()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -58,7 +58,7 @@ def test_without_a_charter_nothing_is_planned() -> None:
         case = Case()
         case.view = None
         async with case.running():
-            case.planner.stir()
+            case.planner.invalidate()
             await asyncio.sleep(5)
         assert not case.told
         assert not case.jobs
@@ -66,7 +66,7 @@ def test_without_a_charter_nothing_is_planned() -> None:
     run_virtual(story())
 
 
-def test_what_was_made_of_an_old_view_is_dropped() -> None:
+def test_the_result_of_an_old_view_is_dropped() -> None:
     async def story() -> None:
         case = Case()
         async with case.running():
@@ -81,7 +81,7 @@ def test_what_was_made_of_an_old_view_is_dropped() -> None:
     run_virtual(story())
 
 
-def test_a_stir_that_changes_nothing_drops_nothing() -> None:
+def test_an_invalidation_without_a_change_drops_nothing() -> None:
     async def story() -> None:
         case = Case()
         async with case.running():
@@ -95,7 +95,7 @@ def test_a_stir_that_changes_nothing_drops_nothing() -> None:
     run_virtual(story())
 
 
-def test_what_changes_all_the_time_is_agreed_on_all_the_same() -> None:
+def test_constant_changes_do_not_starve_planning() -> None:
     async def story() -> None:
         case = Case()
         async with case.running():
@@ -108,7 +108,7 @@ def test_what_changes_all_the_time_is_agreed_on_all_the_same() -> None:
     run_virtual(story())
 
 
-def test_there_is_advice_once_for_each_agreement_that_lasts() -> None:
+def test_advice_is_computed_once_per_stable_agreement() -> None:
     async def story() -> None:
         case = Case()
         async with case.running():
@@ -123,7 +123,7 @@ def test_there_is_advice_once_for_each_agreement_that_lasts() -> None:
     run_virtual(story())
 
 
-async def test_neither_is_computed_on_the_event_loop() -> None:
+async def test_planning_and_advice_run_off_the_event_loop() -> None:
     threads = list[str]()
 
     def noting(function: Callable[..., T]) -> Callable[..., T]:
@@ -141,9 +141,9 @@ async def test_neither_is_computed_on_the_event_loop() -> None:
         case = Case()
         planner = Planner(lambda: case.view, case.agreed, asyncio.to_thread)
         task = asyncio.ensure_future(planner.run())
-        planner.stir()
+        planner.invalidate()
         async with asyncio.timeout(20):
-            while not planner.advice:  # noqa: ASYNC110  # nobody is told of it
+            while not planner.advice:  # noqa: ASYNC110  # it sets no event
                 await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -158,7 +158,7 @@ def test_a_bug_ends_the_planner() -> None:
 
     async def story() -> None:
         case = Case()
-        case.planner.stir()
+        case.planner.invalidate()
         await case.planner.run()
 
     with patch.object(module, "agree", fail), pytest.raises(ExceptionGroup) as raised:

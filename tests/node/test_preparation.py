@@ -1,4 +1,4 @@
-"""What a node finds out about its model before it offers anything."""
+"""Loading and profiling of the model before the first offer."""
 
 import shutil
 from dataclasses import replace
@@ -29,7 +29,7 @@ def prepare(folder: Path, **wishes: Any) -> Preparation:
     return Preparation(options, Worker(InlineExecutor()), folder / "cache")
 
 
-async def test_a_founder_writes_the_charter_of_its_model(llama: Path, tmp_path: Path) -> None:
+async def test_a_founder_creates_the_charter_of_its_model(llama: Path, tmp_path: Path) -> None:
     engine, charter = await prepare(tmp_path, model=str(llama), members=2).found()
 
     assert charter.dtype is DType.FLOAT32
@@ -38,7 +38,7 @@ async def test_a_founder_writes_the_charter_of_its_model(llama: Path, tmp_path: 
     assert engine.source.folder == llama
 
 
-async def test_a_mesh_begins_with_the_small_model(tmp_path: Path) -> None:
+async def test_a_mesh_starts_with_the_builtin_model(tmp_path: Path) -> None:
     _, charter = await prepare(tmp_path).found()
 
     assert charter.shape.name == shape_of(resolve("builtin"), None).name
@@ -54,7 +54,7 @@ async def test_the_founder_chooses_the_dtype(
 
 
 @pytest.mark.parametrize("wire", WireMode)
-async def test_how_states_travel_is_for_each_node_to_say(
+async def test_the_wire_mode_is_an_option_of_each_node(
     llama: Path, tmp_path: Path, wire: WireMode
 ) -> None:
     engine, _ = await prepare(tmp_path, model=str(llama), wire=wire).found()
@@ -62,7 +62,7 @@ async def test_how_states_travel_is_for_each_node_to_say(
     assert engine.wire is wire
 
 
-async def test_a_mixture_travels_exact_unless_forced(tmp_path: Path) -> None:
+async def test_a_mixture_is_sent_exact_unless_forced(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", "qwen3_moe").folder
 
     engine, _ = await prepare(tmp_path, model=str(folder), wire=WireMode.AUTO).found()
@@ -70,7 +70,7 @@ async def test_a_mixture_travels_exact_unless_forced(tmp_path: Path) -> None:
     assert engine.wire is WireMode.EXACT
 
 
-async def test_the_memory_of_a_draft_is_not_offered(llama: Path, tmp_path: Path) -> None:
+async def test_the_memory_of_a_draft_model_is_not_offered(llama: Path, tmp_path: Path) -> None:
     def offering(**wishes: Any) -> Preparation:
         return prepare(tmp_path, model=str(llama), draft=str(llama), **wishes)
 
@@ -84,9 +84,7 @@ async def test_the_memory_of_a_draft_is_not_offered(llama: Path, tmp_path: Path)
     assert (some.memory_bytes, none.memory_bytes) == (1000, 0)
 
 
-async def test_what_the_process_takes_itself_counts_against_its_offer(
-    llama: Path, tmp_path: Path
-) -> None:
+async def test_the_memory_of_the_process_is_not_offered(llama: Path, tmp_path: Path) -> None:
     limit = process_memory() + (1 << 30)
     preparation = prepare(tmp_path, model=str(llama), memory_bytes=limit)
     engine, _ = await preparation.found()
@@ -98,7 +96,7 @@ async def test_what_the_process_takes_itself_counts_against_its_offer(
     assert profile.reserve_bytes - process_memory() < (1 << 30)
 
 
-async def test_weights_are_hashed_while_the_model_is_looked_at(
+async def test_weights_are_hashed_while_the_model_loads(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preparation = prepare(tmp_path, model=str(llama))
@@ -108,7 +106,7 @@ async def test_weights_are_hashed_while_the_model_is_looked_at(
     assert any((await preparation.offer(engine, EMPTY)).weights)
 
 
-async def test_damaged_weights_are_told_when_they_are_offered(llama: Path, tmp_path: Path) -> None:
+async def test_damaged_weights_are_reported_with_the_offer(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
     preparation = prepare(tmp_path, model=str(tmp_path / "model"))
@@ -119,17 +117,19 @@ async def test_damaged_weights_are_told_when_they_are_offered(llama: Path, tmp_p
         await preparation.offer(engine, EMPTY)
 
 
-async def test_a_draft_that_is_not_here_is_told(llama: Path, tmp_path: Path) -> None:
+async def test_a_missing_draft_model_is_reported(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no/such"):
         await prepare(tmp_path, model=str(llama), draft="no/such").found()
 
 
-async def test_a_model_that_is_not_here_is_told(tmp_path: Path) -> None:
+async def test_a_missing_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         await prepare(tmp_path, model=str(tmp_path / "nothing")).found()
 
 
-async def test_who_joins_takes_the_model_and_dtype_of_the_mesh(llama: Path, tmp_path: Path) -> None:
+async def test_a_joining_node_uses_the_model_and_dtype_of_the_mesh(
+    llama: Path, tmp_path: Path
+) -> None:
     _, charter = await prepare(tmp_path, model=str(llama), dtype="bfloat16").found()
 
     engine = await prepare(tmp_path, model=str(llama)).join(charter)
@@ -137,7 +137,7 @@ async def test_who_joins_takes_the_model_and_dtype_of_the_mesh(llama: Path, tmp_
     assert engine.shape.dtype == "bfloat16"
 
 
-async def test_who_joins_with_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+async def test_a_joining_node_with_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
     _, charter = await prepare(tmp_path, model=str(llama)).found()
     other = replace(charter, config_digest=Digest(bytes(32)))
 

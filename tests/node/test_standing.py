@@ -1,4 +1,4 @@
-"""How far a node is, what it tells of it, and who waits for it."""
+"""Readiness of a node in its ring, its published state, and waiters for it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -34,7 +34,7 @@ ENTRY, STAGE = PLAN.stages[0].node, PLAN.stages[1].node
 
 
 class Place:
-    """Where one node stands, with all around it made up."""
+    """A node in a ring, with fakes around it."""
 
     def __init__(self, me: bytes = ENTRY) -> None:
         self.told: list[State] = []
@@ -96,7 +96,7 @@ def test_a_node_without_a_model_is_joining() -> None:
     run(story)
 
 
-def test_what_changed_is_told_once() -> None:
+def test_a_change_is_published_once() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
@@ -112,7 +112,7 @@ def test_what_changed_is_told_once() -> None:
     run(story)
 
 
-def test_the_last_plan_is_told_while_there_is_none() -> None:
+def test_the_last_plan_is_published_while_there_is_none() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
@@ -123,12 +123,12 @@ def test_the_last_plan_is_told_while_there_is_none() -> None:
     run(story)
 
 
-def test_what_was_loaded_for_the_last_plan_is_not_told_of_the_next() -> None:
+def test_a_span_loaded_for_the_last_plan_does_not_count_for_the_next() -> None:
     async def story() -> None:
         place = Place()
         place.serve(ALONE)
         place.standing.loaded(True, None)
-        place.serve(PLAN)  # told before the runtime begins to load
+        place.serve(PLAN)  # published before the runtime begins to load
         assert [(state.followed, state.is_loaded) for state in place.told] == [
             (ALONE.encode(), False), (ALONE.encode(), True), (PLAN.encode(), False),
         ]  # fmt: skip
@@ -136,11 +136,11 @@ def test_what_was_loaded_for_the_last_plan_is_not_told_of_the_next() -> None:
     run(story)
 
 
-def test_why_the_ring_does_not_stand_is_told() -> None:
+def test_the_reason_why_the_ring_does_not_serve_is_reported() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        assert place.standing.reason() == "its nodes load and link up"
+        assert place.standing.reason() == "its nodes are loading and connecting"
         place.alive.remove(STAGE)
         assert place.standing.reason() == f"{short(PLAN.stages[1].node)} is gone"
         place.alive.remove(ENTRY)
@@ -150,7 +150,7 @@ def test_why_the_ring_does_not_stand_is_told() -> None:
     run(story)
 
 
-def test_who_has_left_says_no_more() -> None:
+def test_a_node_that_has_left_publishes_no_more() -> None:
     async def story() -> None:
         place = Place()
         place.standing.has_left = True
@@ -160,18 +160,18 @@ def test_who_has_left_says_no_more() -> None:
     run(story)
 
 
-def test_trouble_is_the_reason() -> None:
+def test_an_error_is_the_reason() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        assert place.standing.reason() == "its nodes load and link up"
+        assert place.standing.reason() == "its nodes are loading and connecting"
         place.standing.loaded(False, ModelError("no memory"))
         assert place.standing.reason() == "no memory"
 
     run(story)
 
 
-def test_who_waits_for_changes_hears_them() -> None:
+def test_waiters_for_changes_are_woken() -> None:
     async def story() -> None:
         place = Place()
         async with aclosing(place.standing.changes()) as changes:
@@ -181,13 +181,13 @@ def test_who_waits_for_changes_hears_them() -> None:
             assert not waiting.done()
             place.serve()
             await waiting
-            place.standing.publish()  # between two looks
+            place.standing.publish()  # between two iterations
             await anext(changes)
 
     run(story)
 
 
-def test_the_entry_is_named_when_it_is_at_work() -> None:
+def test_the_entry_is_known_when_it_serves() -> None:
     async def story() -> None:
         place = Place()
         waiting = asyncio.ensure_future(place.standing.entry())
@@ -200,7 +200,7 @@ def test_the_entry_is_named_when_it_is_at_work() -> None:
     run(story)
 
 
-def test_another_entry_is_named_when_all_have_loaded_and_it_is_linked() -> None:
+def test_another_entry_is_known_when_all_have_loaded_and_it_is_linked() -> None:
     async def story() -> None:
         place = Place(STAGE)
         place.serve()
@@ -219,7 +219,7 @@ def test_another_entry_is_named_when_all_have_loaded_and_it_is_linked() -> None:
     run(story)
 
 
-def test_the_runtime_hears_when_all_have_loaded() -> None:
+def test_the_runtime_is_notified_when_all_have_loaded() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
@@ -228,12 +228,12 @@ def test_the_runtime_hears_when_all_have_loaded() -> None:
             place.states[node] = loaded()
             place.standing.publish()
         assert place.formed[-1]
-        assert await place.standing.dial(C) == C  # type: ignore[comparison-overlap]  # made up
+        assert await place.standing.dial(C) == C  # type: ignore[comparison-overlap]  # a fake
 
     run(story)
 
 
-def test_the_plan_stays_while_the_entry_answers_and_a_little_longer() -> None:
+def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
@@ -270,11 +270,11 @@ async def ask(place: Place) -> None:
         pass
 
 
-def test_a_ring_that_does_not_stand_in_time_is_lost() -> None:
+def test_a_ring_that_is_not_ready_in_time_is_lost() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        with pytest.raises(LinkLost, match="does not stand"):
+        with pytest.raises(LinkLost, match="was not ready within"):
             await ask(place)
         assert asyncio.get_running_loop().time() == FORM_S
 
@@ -282,7 +282,7 @@ def test_a_ring_that_does_not_stand_in_time_is_lost() -> None:
 
 
 @pytest.mark.parametrize("me", [STAGE, C])
-def test_who_is_not_the_entry_answers_nothing(me: bytes) -> None:
+def test_only_the_entry_has_a_backend(me: bytes) -> None:
     async def story() -> None:
         place = Place(me)
         with pytest.raises(LinkLost, match="not the entry"):
@@ -296,7 +296,7 @@ def test_who_is_not_the_entry_answers_nothing(me: bytes) -> None:
     run(story)
 
 
-def test_what_ranks_take_follows_from_the_latest_offers() -> None:
+def test_times_of_ranks_follow_from_the_latest_offers() -> None:
     place = Place()
     unknown = place.standing.times(PLAN)
     place.standing.agreement = AGREEMENT
@@ -316,7 +316,7 @@ def test_what_ranks_take_follows_from_the_latest_offers() -> None:
     assert (unknown, without_charter, gone) == (None, None, None)
 
 
-def test_beginning_makes_a_runtime() -> None:
+def test_begin_creates_a_runtime() -> None:
     async def story() -> None:
         place = Place()
         model: Any = SimpleNamespace()

@@ -34,7 +34,7 @@ async def settle() -> None:
 
 @pytest.fixture
 async def told() -> list[Told]:
-    """What reaches the handler of the program around."""
+    """The errors that reach the previous handler."""
     heard: list[Told] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: heard.append(told))
     return heard
@@ -50,7 +50,7 @@ async def told() -> list[Told]:
     ],
     ids=["callback", "timer", "what a callback schedules", "task"],
 )
-async def test_an_error_without_an_owner_is_a_failure_and_told_around(
+async def test_an_unhandled_error_is_a_failure_and_passed_on(
     told: list[Told], begin: Callable[[], object]
 ) -> None:
     with Supervisor() as supervisor:
@@ -63,7 +63,7 @@ async def test_an_error_without_an_owner_is_a_failure_and_told_around(
     assert [str(each["exception"]) for each in told] == ["a bug"]
 
 
-async def test_what_is_scheduled_outside_is_told_around_only(told: list[Told]) -> None:
+async def test_an_error_outside_of_the_scope_is_passed_on_only(told: list[Told]) -> None:
     with Supervisor() as supervisor:
         asyncio.get_running_loop().call_soon(fail)
 
@@ -73,7 +73,7 @@ async def test_what_is_scheduled_outside_is_told_around_only(told: list[Told]) -
     assert len(told) == 1
 
 
-async def test_the_error_of_a_transport_or_a_forgotten_future_ends_nothing(
+async def test_the_error_of_a_transport_or_an_unawaited_future_ends_nothing(
     told: list[Told],
 ) -> None:
     with Supervisor() as supervisor:

@@ -30,7 +30,7 @@ def test_a_deadline_that_passes_expires_once() -> None:
     assert run_virtual(story()) == [2.0]
 
 
-def test_a_deadline_that_moves_on_expires_at_the_new_time() -> None:
+def test_an_extended_deadline_expires_at_the_new_time() -> None:
     async def story() -> list[float]:
         machine = Machine(2.0)
         async with machine.alarm:
@@ -43,7 +43,7 @@ def test_a_deadline_that_moves_on_expires_at_the_new_time() -> None:
     assert run_virtual(story()) == [5.0]
 
 
-def test_a_deadline_that_comes_nearer_is_kept() -> None:
+def test_an_earlier_deadline_is_kept() -> None:
     async def story() -> list[float]:
         machine = Machine(9.0)
         async with machine.alarm:
@@ -68,7 +68,7 @@ def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
     assert run_virtual(story()) == []
 
 
-def test_an_alarm_goes_on_after_an_error_which_is_told_in_its_own_context() -> None:
+def test_an_error_does_not_stop_an_alarm_and_is_reported_in_its_context() -> None:
     where = ContextVar("where", default="elsewhere")
 
     async def story() -> tuple[int, list[str]]:
@@ -92,14 +92,14 @@ def test_an_alarm_goes_on_after_an_error_which_is_told_in_its_own_context() -> N
     assert run_virtual(story()) == (3, ["here"] * 3)
 
 
-def test_an_alarm_whose_deadline_an_error_leaves_in_the_past_pauses() -> None:
+def test_an_alarm_pauses_after_an_error_if_its_deadline_is_past() -> None:
     async def story() -> list[float]:
         loop, calls = asyncio.get_running_loop(), list[float]()
         loop.set_exception_handler(lambda *_: None)
 
         def expire() -> None:
             calls.append(loop.time())
-            assert len(calls) < 50  # else time stands still
+            assert len(calls) < 50  # else a busy loop
             raise ValueError
 
         async with Alarm(lambda: 1.0, expire):

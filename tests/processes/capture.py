@@ -1,4 +1,4 @@
-"""Which UDP datagrams pass an interface of a namespace."""
+"""Capture of the UDP datagrams on an interface of a namespace."""
 
 import socket
 import struct
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 from tests.processes.namespaces import Space
 
-ETH_P_ALL = 3  # linux/if_ether.h; ETH_P_IP alone would show nothing that is sent
+ETH_P_ALL = 3  # linux/if_ether.h; ETH_P_IP alone would not capture sent packets
 IPPROTO_UDP = 17
-HEAD_BYTES = 128  # enough for the heads of IPv4 and UDP and the first byte of the data
-BUFFER_BYTES = 4 * 2**20  # the kernel gives what it allows
+HEAD_BYTES = 128  # enough for the headers of IPv4 and UDP and the first byte of the data
+BUFFER_BYTES = 4 * 2**20  # capped by the kernel
 WAKE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A UDP datagram that passed."""
+    """A captured UDP datagram."""
 
     time: float
     """Of `time.monotonic`."""
@@ -28,17 +28,17 @@ class Passed:
     size: int
     """Bytes of its data."""
     first: int
-    """First byte of its data, which tells the protocol; -1 when it is empty."""
+    """First byte of its data, which identifies the protocol; -1 if empty."""
 
 
 @dataclass
 class Capture:
-    """What passed so far."""
+    """The datagrams captured so far."""
 
     passed: list[Passed] = field(default_factory=list)
 
     def between(self, one: str, other: str, since: float = 0.0) -> list[Passed]:
-        """List what two hosts sent each other, either way."""
+        """List the datagrams between two hosts, in both directions."""
         hosts = {one, other}
         return [
             each
@@ -49,7 +49,7 @@ class Capture:
 
 @contextmanager
 def capturing(space: Space, interface: str = "wan") -> Iterator[Capture]:
-    """Write down what passes, in a thread; large packets that the kernel cuts later are one."""
+    """Capture in a thread; large packets that the kernel segments later are one."""
     capture, is_over = Capture(), threading.Event()
     with space.entered():
         tap = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
@@ -67,7 +67,7 @@ def capturing(space: Space, interface: str = "wan") -> Iterator[Capture]:
 
 
 def parse(packet: bytes, now: float) -> Passed | None:
-    """Read the head of an IPv4 packet; nothing for what is not UDP, or a later fragment."""
+    """Parse the header of an IPv4 packet; None if it is not UDP, or a later fragment."""
     if len(packet) < 28 or packet[0] >> 4 != 4 or packet[9] != IPPROTO_UDP:
         return None
     if int.from_bytes(packet[6:8]) & 0x1FFF:

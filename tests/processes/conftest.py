@@ -1,4 +1,4 @@
-"""Meshes of processes; each costs seconds to start, so that tests share them."""
+"""Meshes of processes, shared by tests since each takes seconds to start."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Fleet]:
-    """Three nodes that tell all, one of them as JSON; the founder last. `trio` keeps it whole."""
+    """Three nodes with full logs, one of them as JSON; the founder last. `trio` keeps it whole."""
     with open_fleet() as fleet:
         ticket = fleet.found("attic")
         fleet.node("bench").start("--join", ticket, "--log-format", "json", *ALONE, root=("-vv",))
@@ -31,7 +31,7 @@ def mesh() -> Iterator[Fleet]:
 
 @pytest.fixture
 def trio(mesh: Fleet) -> Fleet:
-    """The mesh, with whoever ended in another test back again."""
+    """The mesh, with nodes restarted that ended in another test."""
     for node in mesh.nodes.values():
         if not node.is_running:
             node.start(*ALONE, root=("-vv",))
@@ -40,7 +40,7 @@ def trio(mesh: Fleet) -> Fleet:
 
 
 class Answers(dict[str, str]):
-    """What one process answers, by prompt; each is asked once."""
+    """The answers of one process, by prompt; each is computed once."""
 
     def __missing__(self, prompt: str) -> str:
         self[prompt] = meshllm("chat", "--nodes", "1", "--threads", "1", prompt).stdout
@@ -49,5 +49,5 @@ class Answers(dict[str, str]):
 
 @pytest.fixture(scope="session")
 def answers() -> Answers:
-    """What the nodes of a mesh are to answer together."""
+    """The expected answers of a mesh."""
     return Answers()

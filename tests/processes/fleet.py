@@ -1,4 +1,4 @@
-"""Nodes as processes of their own: started, asked over their sockets, killed."""
+"""Nodes in separate processes: started, queried over their sockets, killed."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from meshllm.api.unix import SOCKET, is_answered
 from meshllm.node.membership.state_store import Keyring
 from meshllm.protocol.trust.credential import Role
 
-WAIT_S = 60.0  # for what takes seconds on an idle machine
+WAIT_S = 60.0  # timeout for what takes seconds on an idle machine
 POLL_S = 0.1
 MESHLLM = ("-m", "meshllm")
 ALONE = ("--no-discovery",)
@@ -31,11 +31,11 @@ Done = subprocess.CompletedProcess[str]
 
 
 class Waited(AssertionError):
-    """What was waited for did not happen."""
+    """A condition did not become true in time."""
 
 
 def until(happened: Callable[[], bool], told: Callable[[], str] = str) -> float:
-    """Wait for something, and return how many seconds that took."""
+    """Wait for a condition; return the seconds that it took."""
     begin = time.monotonic()
     while not happened():
         if time.monotonic() > begin + WAIT_S:
@@ -45,13 +45,13 @@ def until(happened: Callable[[], bool], told: Callable[[], str] = str) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of a process: those of this one, without the settings of its user."""
+    """Return the environment of a process: that of this one, without settings of meshllm."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MESHLLM_")}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """Return an address at which nobody listens."""
+    """Return an unused address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host.strip("[]"), 0))
@@ -60,7 +60,7 @@ def free_address(host: str = "127.0.0.1") -> str:
 
 @dataclass
 class Node:
-    """One `meshllm node`; what it says is in a folder beside its state."""
+    """One `meshllm node`; its output is stored next to its state folder."""
 
     name: str
     folder: Path
@@ -120,7 +120,7 @@ class Node:
             self.process.wait()
 
     def status(self) -> Fields:
-        """Ask how the mesh is; nothing comes back while the node has no door."""
+        """Query the status; return None while the node does not listen."""
         door = self.state / SOCKET
         if not is_answered(door):
             return {}
@@ -135,17 +135,17 @@ class Node:
             return found
 
     def states(self) -> dict[str, str]:
-        """Tell by name what the nodes that it knows do."""
+        """Return the states of the nodes that it knows, by name."""
         return {each["name"]: each["state"] for each in self.status().get("nodes", ())}
 
     def is_up(self) -> bool:
-        """Tell whether the node has a door; raise `Waited` when its process has ended."""
+        """Return whether the node listens; raise `Waited` if its process has ended."""
         if not self.is_running:
             raise Waited(f"{self.name} has ended\n{self.stderr}")
         return bool(self.status())
 
     def sees(self, text: str) -> float:
-        """Wait until it has said something on stderr."""
+        """Wait until it has written to stderr."""
         return until(lambda: text in self.stderr, lambda: self.stderr)
 
 
@@ -164,7 +164,7 @@ class Fleet:
         return self.nodes[name]
 
     def found(self, name: str, *addresses: str) -> str:
-        """Make the state of a node that begins a mesh, and return a ticket of it."""
+        """Create the state of a founder, and return a ticket of its mesh."""
         node = self.node(name)
         keyring = Keyring.open(node.state)
         keyring.found()
@@ -172,7 +172,7 @@ class Fleet:
         return keyring.invite(at, Role.NODE, lasts_s=3600, uses=None).encode()
 
     def form(self) -> float:
-        """Wait until all that run see one ring of all of them; return the seconds."""
+        """Wait until all running nodes report one ring of all of them; return the seconds."""
         running = [each for each in self.nodes.values() if each.is_running]
 
         def is_formed() -> bool:
@@ -189,12 +189,12 @@ class Fleet:
         return until(is_formed, self.told)
 
     def told(self) -> str:
-        """Return what every process said on stderr."""
+        """Return the stderr of every process."""
         said = ((each.name, each.folder / "err") for each in self.nodes.values())
         return "\n".join(f"--- {name}\n{err.read_text()}" for name, err in said if err.exists())
 
     def close(self) -> None:
-        """End every process, and remove what they left."""
+        """End every process, and remove the folders."""
         for node in self.nodes.values():
             node.kill()
         shutil.rmtree(self.folder)
@@ -202,7 +202,7 @@ class Fleet:
 
 @contextmanager
 def open_fleet() -> Iterator[Fleet]:
-    """Make a folder for nodes: the name of a socket in it may have only so many bytes."""
+    """Create a folder for nodes with a short path, since socket paths are limited."""
     fleet = Fleet(Path(tempfile.mkdtemp(prefix="m", dir="/tmp")))
     try:
         yield fleet
@@ -225,7 +225,7 @@ def meshllm(*words: str, state: Path | None = None, stdin: str = "") -> Done:
 
 
 def ask(node: Node, prompt: str) -> str:
-    """Ask the mesh through a node, as a pipe would."""
+    """Send a prompt through a node with `meshllm chat`, by a pipe."""
     done = meshllm("chat", state=node.state, stdin=f"{prompt}\n")
     if done.returncode:
         raise Waited(f"{done.stderr}\n{node.stderr}")
@@ -234,7 +234,7 @@ def ask(node: Node, prompt: str) -> str:
 
 @dataclass
 class Chat:
-    """A question of which the answer has begun."""
+    """A request whose answer has begun."""
 
     process: "subprocess.Popen[bytes]"
     begun: bytes
@@ -244,14 +244,14 @@ class Chat:
         return self.process.poll() is None
 
     def answer(self) -> str:
-        """Wait for the end, and return all that was said."""
+        """Wait for the end; return the whole answer."""
         rest, _ = self.process.communicate(timeout=WAIT_S)
         return (self.begun + rest).decode()
 
 
 @contextmanager
 def asking(node: Node, prompt: str) -> Iterator[Chat]:
-    """Ask through a node, and go on when the first letter of the answer has come."""
+    """Send a request through a node; return when the first character of the answer has arrived."""
     command = [sys.executable, *MESHLLM, "chat", "--state", str(node.state), prompt]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0, env=environment()

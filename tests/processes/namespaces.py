@@ -40,14 +40,14 @@ RELAY, RELAY_BESIDE = "203.0.113.1", "203.0.113.2"  # RFC 5737
 
 
 class Router(StrEnum):
-    """What the NAT of a home does, by what its nftables rules are."""
+    """The kind of NAT of a home, and its nftables rules."""
 
     CONE = "cone"
-    """Keeps ports: passes for port-restricted."""
+    """Preserves ports: port-restricted."""
     SYMMETRIC = "symmetric"
-    """Draws a port for each remote endpoint."""
+    """Assigns a port per remote endpoint."""
     FULL = "full"
-    """Sends what nobody asked for to the host of the home."""
+    """Forwards unsolicited datagrams to the host of the home."""
     OPEN = "open"
     """As `CONE`, and takes what comes early for itself: see above."""
 
@@ -149,7 +149,7 @@ def new_spaces(count: int) -> list[Space]:
 
 @cache
 def can_make_namespaces() -> str:
-    """Return why this machine cannot have them, or nothing."""
+    """Return why this machine does not support them; empty if it does."""
     if sys.platform != "linux":
         return "network namespaces are of Linux"
     if os.geteuid():
@@ -167,7 +167,7 @@ def can_make_namespaces() -> str:
 
 
 def sweep() -> None:
-    """Remove what processes that are gone have left."""
+    """Remove leftovers of processes that have ended."""
     for path in FOLDER.glob(f"{PREFIX}-*-*"):
         maker = path.name.removeprefix(f"{PREFIX}-").split("-")[0]
         if not Path("/proc", maker).exists():

@@ -81,7 +81,7 @@ class Residents:
             self.start_relay()
 
     def paths(self, name: str) -> dict[str, str]:
-        """Tell by name how a node reaches the others, as it sees it."""
+        """Return the paths of a node to the others, by name."""
         nodes = self.node(name).status().get("nodes", ())
         return {each["name"]: each["link"]["path"] for each in nodes if each["link"]}
 
@@ -100,7 +100,7 @@ class Residents:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What of QUIC passed the router of home one, straight to home two or through the relay."""
+    """QUIC datagrams at the router of home one, sent directly to home two or to the relay."""
 
     capture: Capture
     street: Street

@@ -1,4 +1,4 @@
-"""Who may enter a mesh, and who may not: by ticket, by key, by state folder."""
+"""Admission to a mesh: tickets, keys, state folders."""
 
 import shutil
 import time
@@ -25,7 +25,7 @@ def pair() -> Iterator[Fleet]:
 
 
 def ticket(node: Node, *options: str) -> str:
-    """Let a node make a ticket."""
+    """Create a ticket with a node."""
     return meshllm("ring", "ticket", *options, state=node.state).stdout.strip()
 
 
@@ -105,4 +105,4 @@ def test_a_member_that_is_removed_ends_and_never_returns(pair: Fleet) -> None:
 
     shutil.rmtree(member.state)
     assert member.start("--join", once, *ALONE).ended() == NOT_AUTHORISED
-    assert "does not know this ticket" in member.stderr
+    assert "Ticket rejected" in member.stderr

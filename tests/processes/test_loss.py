@@ -1,4 +1,4 @@
-"""Nodes that go: killed, told to leave, interrupted; the others go on."""
+"""Nodes that are killed, leave or are interrupted, while the others go on."""
 
 import signal
 
@@ -16,7 +16,7 @@ def entry(trio: Fleet) -> Node:
     return next(trio.node(each["name"]) for each in status["nodes"] if each["rank"] == 0)
 
 
-def test_a_killed_node_is_gone_the_mesh_answers_and_it_returns(
+def test_the_mesh_answers_without_a_killed_node_which_can_return(
     trio: Fleet, answers: Answers
 ) -> None:
     lost, witness = trio.node("cellar"), trio.node("bench")
@@ -34,7 +34,7 @@ def test_a_killed_node_is_gone_the_mesh_answers_and_it_returns(
 
 
 @pytest.mark.parametrize("is_entry", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_an_answer_goes_on_when_a_node_is_killed_under_it(
+def test_a_running_answer_survives_a_killed_node(
     trio: Fleet, answers: Answers, *, is_entry: bool
 ) -> None:
     first = entry(trio)
@@ -54,7 +54,7 @@ def test_an_answer_goes_on_when_a_node_is_killed_under_it(
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_node_told_to_leave_finishes_the_answer_first(
+def test_a_leaving_node_finishes_its_answers(
     trio: Fleet, answers: Answers, number: signal.Signals
 ) -> None:
     leaver, witness = trio.node("cellar"), trio.node("attic")

@@ -1,4 +1,4 @@
-"""Nodes whose processes may have the memory that they offer, and no more."""
+"""Nodes whose processes are limited to the memory that they offer."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from tests.bench.growth import client_of
 from tests.processes.fleet import ALONE, Fleet, Node, open_fleet
 
 OFFER = 840 << 20
-"""Bytes: what a process takes by itself, and room for tens of thousands of tokens."""
+"""Bytes: the process itself, and KV cache for tens of thousands of tokens."""
 SESSIONS, CONVERSATIONS, TURNS = 16, 20, 10
 LONG = "Tell me a story about a ring of machines. " * 100
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def pair() -> Iterator[Fleet]:
-    """Two nodes in one ring; the kernel gives neither more memory for its data than it offers."""
+    """Two nodes in one ring; the kernel limits the data of each to the memory it offers."""
     limit, offer = ("prlimit", f"--data={OFFER}"), ("--memory", f"{OFFER >> 20}MiB")
     with open_fleet() as fleet:
         ticket = fleet.found("one")
@@ -36,12 +36,12 @@ def pair() -> Iterator[Fleet]:
 
 
 def ask(client: httpx2.Client, number: int) -> httpx2.Response:
-    """Ask with a long prompt that no other session has."""
+    """Send a long prompt that no other session has."""
     return client.post("/mesh/ask", json={"raw": f"{number} {LONG}", "max_tokens": 60})
 
 
 def converse(client: httpx2.Client, number: int) -> None:
-    """Chat for some turns, each with all before it."""
+    """Chat for some turns, each with the whole history."""
     messages = list[dict[str, str]]()
     for turn in range(TURNS):
         messages.append({"role": "user", "content": f"{number}: what is {turn} + {number}?"})
@@ -57,7 +57,7 @@ def resident(node: Node) -> int:
     return size
 
 
-def test_no_process_dies_of_what_it_offered(pair: Fleet) -> None:
+def test_no_process_runs_out_of_the_memory_it_offered(pair: Fleet) -> None:
     one, two = pair.nodes.values()
 
     with client_of(one) as client, ThreadPoolExecutor(SESSIONS) as pool:

@@ -112,7 +112,7 @@ def street(one: Router, two: Router) -> Iterator[tuple[Street, list[socket.socke
         ((Router.SYMMETRIC, Router.SYMMETRIC), False),
     ],
 )
-def test_homes_meet_where_their_routers_allow_it(
+def test_hole_punching_works_if_the_routers_allow_it(
     routers: tuple[Router, Router], expected: bool
 ) -> None:
     with street(*routers) as (opened, (one, two, observer, _)):
@@ -138,7 +138,7 @@ def test_only_a_symmetric_router_shows_two_observers_two_ports(router: Router) -
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("router", Router)
-def test_only_a_full_router_lets_in_what_nobody_asked_for(router: Router) -> None:
+def test_only_a_full_router_passes_unsolicited_datagrams(router: Router) -> None:
     with street(router, Router.CONE) as (opened, (one, _, relay, _)):
         relay.sendto(b"hello", (opened.router_of_one.host, PORT))
         heard = hear(one, WAIT_S if router is Router.FULL else SOON_S)
@@ -197,7 +197,7 @@ def test_an_error_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_what_a_crash_left_is_swept_away() -> None:
+def test_leftovers_of_a_crash_are_removed() -> None:
     crash = (
         "import os\nfrom tests.processes.namespaces import new_spaces, open_spaces\n"
         "with open_spaces(*new_spaces(2)): os._exit(7)"
@@ -220,7 +220,7 @@ def test_what_a_crash_left_is_swept_away() -> None:
         (("tests.processes.namespaces.run", refuse), "no namespace with NAT: no rights"),
     ],
 )
-def test_it_is_told_what_a_machine_lacks(
+def test_missing_requirements_of_a_machine_are_reported(
     missing: tuple[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.platform", "linux")
@@ -248,7 +248,7 @@ def test_a_capture_reads_udp_and_nothing_else() -> None:
     assert parse(head[:7] + b"\x01" + head[8:] + udp_head, now=0) is None
 
 
-def test_a_capture_finds_what_two_sent_each_other() -> None:
+def test_a_capture_finds_the_datagrams_of_two_hosts() -> None:
     head = bytes.fromhex("4500002400000000401100000a000102cb0071011b581b59000c000040414243")
     back = head[:12] + head[16:20] + head[12:16] + head[20:]
     found = [parse(packet, now) for now, packet in enumerate((head, back))]

@@ -102,7 +102,7 @@ def test_nodes_behind_symmetric_nats_answer_through_the_relay(
     assert symmetric.paths(BENCH) == {ATTIC: "relay", CELLAR: "direct"}
 
 
-def test_direct_paths_do_without_a_relay_that_is_killed(cones: Residents, answers: Answers) -> None:
+def test_direct_paths_survive_a_killed_relay(cones: Residents, answers: Answers) -> None:
     until(lambda: are_direct(cones), cones.fleet.told)
     with watching(cones) as traffic:
         traffic.settle()
@@ -118,7 +118,7 @@ def test_direct_paths_do_without_a_relay_that_is_killed(cones: Residents, answer
     assert paths == {"direct"}
 
 
-def test_an_answer_goes_on_in_another_network(cones: Residents, answers: Answers) -> None:
+def test_a_running_answer_survives_a_change_of_network(cones: Residents, answers: Answers) -> None:
     home = cones.street.one
     until(lambda: are_direct(cones), cones.fleet.told)
 
@@ -137,9 +137,7 @@ def test_an_answer_goes_on_in_another_network(cones: Residents, answers: Answers
     assert [roamed, returned] == [answers[STORY]] * 2
 
 
-def test_an_answer_goes_on_when_a_router_gets_another_address(
-    cones: Residents, answers: Answers
-) -> None:
+def test_a_running_answer_survives_a_new_router_address(cones: Residents, answers: Answers) -> None:
     until(lambda: are_direct(cones), cones.fleet.told)
 
     with (
@@ -176,7 +174,7 @@ def findings(residents: Residents, name: str) -> dict[str, list[str]]:
     return found
 
 
-def test_doctor_tells_the_nat_and_the_path_to_every_peer(
+def test_doctor_reports_the_nat_and_the_path_to_every_peer(
     cones: Residents, symmetric: Residents
 ) -> None:
     until(lambda: are_direct(cones), cones.fleet.told)

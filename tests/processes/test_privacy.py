@@ -1,4 +1,4 @@
-"""What a node shows to those it is not for: another account here, a stranger on the network."""
+"""What a node reveals to another account of the machine and to unknown peers."""
 
 import base64
 import os
@@ -57,7 +57,7 @@ def node() -> Iterator[Node]:
         yield node
 
 
-def test_what_is_secret_is_for_its_owner_alone(node: Node) -> None:
+def test_secrets_are_readable_by_their_owner_only(node: Node) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in node.state.iterdir()}
 
     assert node.state.stat().st_mode & 0o777 == 0o700
@@ -112,7 +112,7 @@ ATTEMPTS: dict[str, tuple[bytes, ...]] = {
 
 
 def said_to(node: Node, parts: tuple[bytes, ...]) -> bytes:
-    """Return all that a node says to who sends these, until it hangs up."""
+    """Send these parts to a node; return its replies until it closes the connection."""
     host, _, port = node.address.partition(":")
     heard = bytearray()
     with socket.create_connection((host, int(port))) as line:
@@ -123,11 +123,11 @@ def said_to(node: Node, parts: tuple[bytes, ...]) -> bytes:
             while more := line.recv(1 << 16):
                 heard += more
         except ConnectionError:
-            pass  # it hung up before all was sent
+            pass  # it closed the connection before all was sent
     return bytes(heard)
 
 
-def test_a_stranger_learns_only_that_something_answers(node: Node) -> None:
+def test_an_unknown_peer_learns_only_that_a_port_is_open(node: Node) -> None:
     status = node.status()
     me, mesh = parse_node(status["node"]), bytes.fromhex(status["mesh"])
     telling = [
@@ -140,10 +140,10 @@ def test_a_stranger_learns_only_that_something_answers(node: Node) -> None:
     for name, said in heard.items():
         assert [word for word in telling if word.lower() in said.lower()] == [], name
         assert len(said) < 300, name
-    assert b"101" in heard["frames"]  # it did get as far as the handshake
+    assert b"101" in heard["frames"]  # it reached the handshake
 
 
-async def test_a_ticket_that_is_over_opens_no_mouth(node: Node) -> None:
+async def test_an_expired_ticket_gets_no_reply(node: Node) -> None:
     keyring = Keyring.open(node.state)
     open_one = keyring.invite([node.address], Role.NODE, lasts_s=None, uses=None)
     leaked = keyring.invite([node.address], Role.NODE, lasts_s=-1, uses=None)
@@ -164,7 +164,7 @@ async def test_a_ticket_that_is_over_opens_no_mouth(node: Node) -> None:
         assert Code(ticket.psk).read(Code(mesh).write(ticket.inviter, [node.address])) is None
 
 
-async def test_a_stranger_of_another_mesh_hears_no_word_of_the_handshake(node: Node) -> None:
+async def test_a_member_of_another_mesh_gets_no_handshake_reply(node: Node) -> None:
     key = NodeKey(secrets.token_bytes(32))
     other = found(key, secrets.token_bytes(16))
     link = await WebsocketTransport().dial(f"ws://{node.address}")

@@ -1,4 +1,4 @@
-"""A mesh at rest, as its owner and a client see it, and what it writes down."""
+"""An idle mesh, as seen by its owner and by a client, and its logs."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def test_every_node_answers_and_shows_the_same_ring(trio: Fleet, answers: Answer
     assert len(shown[0]["stages"]) == 3
 
 
-def test_a_client_with_a_ticket_asks_and_loads_no_torch(
+def test_a_client_with_a_ticket_needs_no_torch(
     trio: Fleet, answers: Answers, tmp_path: Path
 ) -> None:
     made = meshllm("ring", "ticket", "--role", "client", state=trio.node("bench").state)

@@ -1,4 +1,4 @@
-"""Time that jumps, and when it must not."""
+"""The virtual clock: when it jumps, and when it must not."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ def test_a_timeout_passes_at_its_virtual_time() -> None:
     assert run_virtual(main()) == 1000
 
 
-def test_time_stands_still_while_a_thread_computes() -> None:
+def test_time_is_held_while_a_thread_computes() -> None:
     async def main() -> float:
         loop = asyncio.get_running_loop()
         alarm = loop.call_later(10, pytest.fail, "time went on")
@@ -50,7 +50,7 @@ def test_time_stands_still_while_a_thread_computes() -> None:
     assert run_virtual(main()) == 0
 
 
-def test_time_goes_on_when_nobody_waits_for_the_thread() -> None:
+def test_time_advances_after_the_wait_for_a_thread_is_cancelled() -> None:
     release = threading.Event()
 
     async def main(executor: ThreadPoolExecutor) -> float:
@@ -72,7 +72,7 @@ def test_the_threads_of_the_loop_itself_are_waited_for() -> None:
     assert run_virtual(main()) == 0
 
 
-def test_a_thread_of_its_own_can_still_wake_a_task() -> None:
+def test_another_thread_can_wake_a_task() -> None:
     async def main() -> str:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str] = loop.create_future()
@@ -83,7 +83,7 @@ def test_a_thread_of_its_own_can_still_wake_a_task() -> None:
     assert run_virtual(main()) == "here"
 
 
-def test_waiting_for_nothing_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "STALL_S", 0.01)
 
     async def main() -> None:
@@ -93,7 +93,7 @@ def test_waiting_for_nothing_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPa
         run_virtual(main())
 
 
-def test_an_inline_executor_runs_in_the_thread_that_asks() -> None:
+def test_an_inline_executor_runs_in_the_calling_thread() -> None:
     async def main() -> int:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(InlineExecutor(), threading.get_ident)

@@ -1,4 +1,4 @@
-"""The conformance suite finds what is broken: each transport here breaks one promise."""
+"""The conformance suite finds broken transports: each here breaks one promise."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,7 +26,7 @@ from meshllm_loopback.shaper import Shaper
 
 
 class Sound:
-    """A link that hands everything on; the broken ones change one thing."""
+    """A link that passes everything on; the broken ones change one thing."""
 
     def __init__(self, inner: Link) -> None:
         self.inner = inner
@@ -167,7 +167,7 @@ class CountsItsHeaders(Sound):
 
 
 class OffersEverything(Sound):
-    """What is offered is as good as sent, before all that waits and after the end."""
+    """Accepts every offer, before waiting messages and after the end."""
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         assert isinstance(self.inner, Prompt)
@@ -304,7 +304,7 @@ def test_a_sound_transport_passes() -> None:
 @pytest.mark.parametrize(
     ("link", "promise"),
     [
-        (Reorders, "messages keep their order: DATA is not as sent"),
+        (Reorders, "messages keep their order: DATA differs"),
         (Loses, "messages keep their order: not done in 1000.0 s"),
         (ForgetsParts, "a message is the bytes of its parts: "),
         (ReusesItsBuffer, "a message is the bytes of its parts: "),
@@ -312,9 +312,9 @@ def test_a_sound_transport_passes() -> None:
         (MixesSenders, "senders do not mix: "),
         (Truncates, "the longest message passes: "),
         (TakesTooMuch, "a message too long is refused: "),
-        (OffersTwice, "an offer is sent at once or not at all: CONTROL is not as offered"),
+        (OffersTwice, "an offer is sent at once or not at all: CONTROL differs"),
         (OffersEverything, "an offer is sent at once or not at all: an offer overtook"),
-        (NeverBlocks, "a slow reader blocks the sender: 67108864 B were taken"),
+        (NeverBlocks, "a slow reader blocks the sender: 67108864 B were sent"),
         (OneQueue, "control overtakes waiting data: not done"),
         (SendsHalfWhenCancelled, "a cancelled send is whole or absent: "),
         (LosesWhenCancelled, "a cancelled receive loses nothing: not done"),
@@ -330,8 +330,8 @@ def test_a_broken_link_is_found(link: type[Sound], promise: str) -> None:
 @pytest.mark.parametrize(
     ("make", "promise"),
     [
-        (WaitsForAListener, "nobody there is a lost link: not done"),
-        (SharesAddresses, "an address is checked and used once: two listen at `loopback:1`"),
+        (WaitsForAListener, "dialling without a listener is a lost link: not done"),
+        (SharesAddresses, "an address is checked and used once: two listeners at `loopback:1`"),
         (DialsAnything, "an address is checked and used once: `no address at all` was dialled"),
         (ClosesWhatWasTaken, "a closed listener leaves its links: "),
         (NeverEnds, "a closed listener ends its iterator: not done"),

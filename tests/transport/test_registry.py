@@ -60,7 +60,7 @@ def test_the_chosen_transport_alone_is_imported(install: Install) -> None:
 
 
 @pytest.mark.parametrize("source", ["raise ValueError('broken')", "import nowhere"])
-def test_a_broken_transport_harms_nobody_who_wants_another(
+def test_a_broken_transport_does_not_affect_others(
     install: Install, source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("mesh-aaa", "aaa", source)
@@ -81,14 +81,14 @@ def test_no_more_transports_are_imported_than_dial_an_address(install: Install) 
     assert "mesh_bbb" not in sys.modules
 
 
-def test_the_built_in_transport_comes_through_the_same_door() -> None:
+def test_the_built_in_transport_is_a_plugin() -> None:
     assert Registry.discover().load("loopback").name == "loopback"
 
 
 def test_an_unknown_name_lists_what_is_installed(install: Install) -> None:
     install("mesh-quiet", "quiet", "")
 
-    with pytest.raises(PluginError, match="No transport is named `quite`") as caught:
+    with pytest.raises(PluginError, match="Unknown transport `quite`") as caught:
         Registry.discover().load("quite")
 
     assert caught.value.hint is not None
@@ -111,8 +111,8 @@ def test_an_empty_registry_says_so() -> None:
         ("def Carrier(:", "invalid syntax"),
         ("def Carrier(address): ...", "missing 1 required positional argument"),
         ("Carrier = 7", "not callable"),
-        ("class Carrier: name = 'broken'", "makes no transport named `broken`"),
-        (GOOD.format(name="other"), "makes no transport named `broken`"),
+        ("class Carrier: name = 'broken'", "is not a transport named `broken`"),
+        (GOOD.format(name="other"), "is not a transport named `broken`"),
     ],
 )
 def test_a_broken_plugin_names_its_distribution(install: Install, source: str, reason: str) -> None:
@@ -126,7 +126,7 @@ def test_a_broken_plugin_names_its_distribution(install: Install, source: str, r
     assert registry.load("loopback").name == "loopback"
 
 
-def test_a_name_that_two_distributions_offer_is_refused(install: Install) -> None:
+def test_a_name_of_two_distributions_is_refused(install: Install) -> None:
     install("mesh-one", "twice", GOOD.format(name="twice"))
     install("mesh-two", "twice", GOOD.format(name="twice"))
     registry = Registry.discover()

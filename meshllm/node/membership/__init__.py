@@ -1,1 +1,1 @@
-"""Membership: what is stored, who is admitted, and how a node joins."""
+"""Membership: the state folder, admission of peers, and joining a mesh."""

@@ -1,4 +1,4 @@
-"""Who may enter: members by their credential, guests by a ticket."""
+"""Admission of peers: members by their credential, guests by a ticket."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 
 
 class Gate:
-    """The doorkeeper of a node: it lets members in, and makes members of those it invited."""
+    """Admits members, and issues credentials to guests with a ticket of this node."""
 
     def __init__(
         self,
@@ -23,14 +23,14 @@ class Gate:
         removals: Removals,
         run: OffLoop = asyncio.to_thread,
     ) -> None:
-        """Keep the gate; ``run`` is where it waits for the disk."""
+        """Create the gate; ``run`` executes disk I/O off the event loop."""
         self._run = run
         self._keyring = keyring
         self._credential = credential
         self._removals = removals
 
     def guests(self) -> Iterator[bytes]:
-        """Yield the pre-shared keys of the tickets that are not over, the newest first."""
+        """Yield the pre-shared keys of the unexpired tickets, the newest first."""
         now = time.time()
         for invitation in reversed(self._keyring.invitations()):
             if not invitation.is_late(now):
@@ -39,19 +39,19 @@ class Gate:
     async def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
-        """Return the credential by which a dialer is a member, checked or new."""
-        _ = purpose, instance  # what a member may do is asked where it does it
+        """Return the dialer's verified credential, or a new one for its ticket."""
+        _ = purpose, instance  # what a role may do is checked by the receiver of a request
         if isinstance(proof, TicketProof):
             proof = await self._redeem(peer, proof)
         check(proof, peer, self._credential.mesh, time.time(), self._removals)
         return proof
 
     async def _redeem(self, peer: NodeId, proof: TicketProof) -> Credential:
-        """Make a member of who knows the secret of an invitation; that it did outlasts a crash."""
+        """Issue a credential to a guest with a valid ticket; the use is on disk before that."""
         for invitation in self._keyring.invitations():
             if invitation.role is proof.role and proof.proves(invitation.secret):
                 if peer in self._removals:
-                    raise NotAuthorised("The node was removed from the mesh, for ever")
+                    raise NotAuthorised("The node was permanently removed from the mesh")
                 granted = issue(self._keyring.key, self._credential, peer, invitation.role)
                 is_late = not invitation.is_open(time.time(), peer)
                 if is_late or not await self._run(self._keyring.use, invitation, peer):
@@ -61,6 +61,6 @@ class Gate:
                     )
                 return granted
         raise NotAuthorised(
-            "The inviter knows no such ticket: it was used up, has expired, or is of another node",
+            "Ticket rejected: used up, expired, or issued by another node",
             hint="make another one with `meshllm ring ticket`",
         )

@@ -1,4 +1,4 @@
-"""How a node becomes a member: founding, returning, or with a ticket."""
+"""Becoming a member of a mesh: by founding one, returning to one, or with a ticket."""
 
 import asyncio
 import logging
@@ -20,38 +20,38 @@ from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
 from meshllm.transport.contract import Transport
 
-KNOCK_S = 1.0  # s between two tries to reach the inviter, who may start later
-MAX_HUNG_UP = 5  # times in a row; a node that starts, or has too many guests, does so, too
-ASK_S = 4.0  # s at most between two questions on the local network where the inviter is
+KNOCK_S = 1.0  # s between two dials of the inviter, which may start later
+MAX_HUNG_UP = 5  # closed handshakes in a row; a starting or overloaded node closes some, too
+ASK_S = 4.0  # s at most between two queries for the inviter on the local network
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """By what a node is a member, and where to find the others."""
+    """The membership of a node, and where to find other members."""
 
     credential: Credential
     incarnation: int
     link: SecureLink | None
-    """To the inviter, where the node has just joined."""
+    """To the inviter, if the node has just joined."""
     hints: tuple[tuple[NodeId, tuple[str, ...]], ...]
-    """Where members may be."""
+    """Possible addresses of members."""
 
     @property
     def is_founder(self) -> bool:
-        """Tell whether this node began the mesh."""
+        """Whether this node founded the mesh."""
         return not self.credential.chain
 
 
 async def enter(
     keyring: Keyring, options: NodeOptions, transports: Sequence[Transport]
 ) -> Membership:
-    """Found a mesh, return to one, or join one with a ticket, as soon as the inviter answers.
+    """Found a mesh, return to one, or join one with a ticket; wait until the inviter answers.
 
     Raises:
-        UserError: the ticket is mistyped, for a client, or there is no way to find the inviter.
-        NotAuthorised: the inviter refuses it, or it has expired.
+        UserError: the ticket is invalid, for a client, or no transport can dial the inviter.
+        NotAuthorised: the inviter rejects it, or it has expired.
     """
     incarnation = keyring.next_incarnation()
     ticket = parse_ticket(options.join) if options.join else None
@@ -74,21 +74,21 @@ async def knock(
     *,
     discovery: bool = True,
 ) -> SecureLink:
-    """Show a ticket to the inviter, where the ticket or its beacon says; ask until it answers.
+    """Dial the inviter at the addresses of the ticket or of its beacon until it answers.
 
     Raises:
-        UserError: there is no way to find the inviter.
-        NotAuthorised: the inviter refuses it, or it has expired.
+        UserError: no transport can dial the inviter.
+        NotAuthorised: the inviter rejects the ticket, or it has expired.
     """
     _refuse_unreachable(ticket, transports, discovery=discovery)
     caller = Caller(by_scheme(transports), Own(keyring.key, instance, ticket))
     heard: dict[NodeId, tuple[str, ...]] = {}
 
     def hear(node: NodeId, addresses: tuple[str, ...]) -> None:
-        if node == ticket.inviter:  # others are made up as easily as they are met
+        if node == ticket.inviter:  # beacons of other nodes may be forged
             heard[node] = addresses
 
-    told, hung_up = "", 0
+    logged, hung_up = "", 0
     async with AsyncExitStack() as stack:
         if discovery:
             beacon = open_beacon(ticket.psk, keyring.key.node, hear)
@@ -105,19 +105,19 @@ async def knock(
                 hung_up = hung_up + 1 if isinstance(error, HungUp) else 0
                 if hung_up == MAX_HUNG_UP:
                     raise NotAuthorised(
-                        "The inviter does not know this ticket: it is over, or of another mesh",
+                        "Ticket rejected: expired, used up, or issued for another mesh",
                         hint="make another one with `meshllm ring ticket`",
                     ) from error
-                if str(error) != told:
-                    told = str(error)
-                    logger.warning("waiting for the node that invited: %s", error)
+                if str(error) != logged:
+                    logged = str(error)
+                    logger.warning("waiting for the inviter: %s", error)
             await asyncio.sleep(KNOCK_S)
 
 
 def granted(link: SecureLink) -> Credential:
-    """Return what the inviter gave; raise `NotAuthorised` when it gave nothing."""
+    """Return the credential issued by the inviter; raise `NotAuthorised` if there is none."""
     if link.granted is None:
-        raise NotAuthorised("The inviter let this node in and gave it no credential")
+        raise NotAuthorised("The inviter admitted this node but issued no credential")
     return link.granted
 
 
@@ -130,8 +130,8 @@ def _refuse_unreachable(
     listed = ", ".join(f"`{address}`" for address in ticket.addresses) or "it has none"
     dialled = " or ".join(f"`{transport.name}`" for transport in transports)
     raise UserError(
-        f"{dialled} dials no address of the ticket ({listed}), and discovery is off",
-        hint="leave out `--no-discovery`, or ask for a ticket of a node with `--advertise`",
+        f"{dialled} cannot dial any address of the ticket ({listed}), and discovery is off",
+        hint="leave out `--no-discovery`, or get a ticket from a node with `--advertise`",
     )
 
 
@@ -143,9 +143,9 @@ def _refuse_late(ticket: Ticket) -> None:
 
 
 def _better(own: Credential | None, granted: Credential) -> Credential:
-    """Choose by what to be a member from now on: who founded the mesh needs nobody's word."""
+    """Choose the credential to keep: a founder keeps its own within its mesh."""
     if own is None or own.mesh != granted.mesh:
         if own is not None:
-            logger.warning("this node leaves the mesh it was in")
+            logger.warning("this node leaves its previous mesh")
         return granted
     return granted if own.chain else own

@@ -1,4 +1,4 @@
-"""What a node would miss after a restart: the charter, the removals, and where others were."""
+"""Records that survive a restart: the charter, the removals, and the addresses of members."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What to write down, as it was at one moment."""
+    """A snapshot of the records to save."""
 
     lasting: tuple[Item, ...]
     met: Mapping[NodeId, tuple[str, ...]]
-    """Where others are."""
+    """Addresses of the known nodes."""
     gone: frozenset[NodeId]
-    """Whom not to remember."""
+    """Nodes whose addresses are not saved: this one, and removed members."""
 
     @classmethod
     def of(cls, machine: Mesh) -> Self:
@@ -32,7 +32,7 @@ class Memory:
 
 
 def write_down(keyring: Keyring, memory: Memory) -> None:
-    """Keep what lasts in the state folder; of whom it did not meet this time, what it knew before.
+    """Save the records in the state folder; addresses of nodes not met in this run are kept.
 
     Raises:
         UserError: the folder cannot be written.
@@ -46,7 +46,7 @@ def write_down(keyring: Keyring, memory: Memory) -> None:
 
 
 def read_back(keyring: Keyring) -> list[Item]:
-    """Read what was kept; raise `PeerFault` when it was damaged since."""
+    """Load the saved records; raise `PeerFault` if they are corrupt."""
     data = keyring.recall(_NAME)
     items, at = [], 0
     while at < len(data):

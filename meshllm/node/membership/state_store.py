@@ -1,7 +1,7 @@
-"""What a node keeps between its runs: key, mesh, invitations.
+"""The persistent state of a node: key, membership, invitations, saved records.
 
-Everything lies in one folder that only its owner can open (0700), in files of 0600. Files are
-replaced whole, so that a crash leaves the old one or the new one.
+All files are in one folder of mode 0700, with mode 0600. They are replaced atomically: after a
+crash, a file has its old or its new content.
 """
 
 import fcntl
@@ -26,10 +26,10 @@ from meshllm.protocol.trust.ticket import MAX_ADDRESSES, SECRET_BYTES, Ticket
 
 SALT_BYTES = 16
 SEED_BYTES = 32
-MAX_INVITATIONS = 256  # a mesh has fewer members; the oldest are forgotten
+MAX_INVITATIONS = 256  # more than a mesh has members; the oldest are dropped
 
 Content: TypeAlias = dict[str, Any]
-"""The fields of the file; those that this module does not name are bytes in hexadecimal."""
+"""The JSON fields of the file; fields unknown to this module are bytes in hexadecimal."""
 
 _FILE = "mesh.json"
 _Stamp: TypeAlias = tuple[int, int, int]
@@ -40,24 +40,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What an inviter remembers of a ticket."""
+    """A ticket as stored by its inviter."""
 
     secret: bytes
     role: Role
     expires_s: int
-    """Seconds since 1970; 0 is never."""
+    """Unix time; 0 is never."""
     uses: int | None
-    """How many keys it lets in; None is without a limit."""
+    """Most keys that it admits; None is no limit."""
     guests: tuple[NodeId, ...] = ()
-    """The keys that it let in where that has a limit: they may come back, as one whose welcome was
-    lost on the way."""
+    """The admitted keys, if there is a limit: they may retry, for example after a lost reply."""
 
     def is_late(self, now_s: float) -> bool:
-        """Tell whether the ticket has expired."""
+        """Return whether the ticket has expired."""
         return 0 < self.expires_s <= now_s
 
     def is_open(self, now_s: float, guest: NodeId | None = None) -> bool:
-        """Tell whether the ticket still lets this key in, or anybody new."""
+        """Return whether the ticket still admits this key; None is any new key."""
         is_full = self.uses is not None and len(self.guests) >= self.uses
         return (not is_full or guest in self.guests) and not self.is_late(now_s)
 
@@ -65,29 +64,29 @@ class Invitation:
 class Keyring:
     """The state folder of one node.
 
-    What changes a file waits for the disk; on an event loop it is for another thread. The content
-    is kept in memory, and read again when another process has changed the file.
+    Methods that write block on the disk; call them off the event loop. The content is cached in
+    memory, and read again after another process has changed the file.
     """
 
     def __init__(self, folder: Path, key: NodeKey, content: Content) -> None:
         self.folder = folder
         self.key = key
-        self._held: _Held = None, content  # in one place: a thread may change it
+        self._held: _Held = None, content  # one attribute, so that threads replace it atomically
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Read the folder; make it, with a new key, on first use.
+        """Read the folder; create it, with a new key, on first use.
 
         Raises:
-            UserError: the folder is not ours alone, or what lies in it cannot be read.
+            UserError: the folder belongs to another user, or a file in it is invalid.
         """
         try:
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.mkdir(exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.geteuid():  # root could use it, and its owner our key
+            if folder.stat().st_uid != os.geteuid():  # its owner could read our key
                 raise UserError(
                     f"State folder `{folder}` belongs to another user",
-                    hint="name one of your own: `--state FOLDER`",
+                    hint="choose another folder: `--state FOLDER`",
                 )
             folder.chmod(0o700)
             seed = _seed(folder / "node.key")
@@ -102,67 +101,67 @@ class Keyring:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for one node; raise `UserError` when another one has it."""
+        """Lock the folder for one node; raise `UserError` if another node has locked it."""
         with _open_private(self.folder / "lock") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
                     f"A node is already running with the key in `{self.folder}`",
-                    hint="give each node a folder of its own: `--state FOLDER`",
+                    hint="give each node its own folder: `--state FOLDER`",
                 ) from None
             yield
 
     @property
     def credential(self) -> Credential | None:
-        """The membership of this node; None while it belongs to no mesh."""
+        """The credential of this node; None while it is not a member of a mesh."""
         text = self._content.get("credential")
         return None if text is None else Credential.decode(bytes.fromhex(text))
 
     @property
     def mesh(self) -> MeshId | None:
-        """The mesh this node is a member of."""
+        """The mesh of which this node is a member."""
         credential = self.credential
         return credential.mesh if credential else None
 
     def found(self) -> Credential:
-        """Begin a mesh of one."""
+        """Found a mesh with this node as its only member."""
         return self.join(found(self.key, secrets.token_bytes(SALT_BYTES)))
 
     def join(self, credential: Credential, ticket: Ticket | None = None) -> Credential:
-        """Remember a membership, and what bought it; what was of another mesh is forgotten."""
+        """Store a credential and the ticket that it was issued for; drop data of another mesh."""
         is_other = self.mesh != credential.mesh
-        bought = {"ticket": _tag(ticket)} if ticket else {}
+        used = {"ticket": _tag(ticket)} if ticket else {}
 
         def change(content: Content) -> Content:
             kept = {"incarnation": content.get("incarnation", 0)} if is_other else content
-            return {**kept, "credential": credential.encode().hex(), **bought}
+            return {**kept, "credential": credential.encode().hex(), **used}
 
         self._change(change)
         return credential
 
     def has_used(self, ticket: Ticket) -> bool:
-        """Tell whether this ticket bought the membership."""
+        """Return whether the credential was issued for this ticket."""
         return self._content.get("ticket") == _tag(ticket)
 
     def next_incarnation(self) -> int:
-        """Count the starts of this node, so that its records replace those of earlier runs."""
+        """Increment and return the incarnation, which orders the records of this node's runs."""
         self._change(lambda content: {**content, "incarnation": content.get("incarnation", 0) + 1})
         incarnation: int = self._content["incarnation"]
         return incarnation
 
     def recall(self, name: str) -> bytes:
-        """Return what was remembered under a name; nothing where nothing was."""
+        """Return the bytes stored under a name; empty if there are none."""
         return bytes.fromhex(self._content.get(name, ""))
 
     def remember(self, name: str, data: bytes) -> None:
-        """Keep some bytes for the next run."""
+        """Store bytes under a name."""
         if self.recall(name) != data:
             self._change(lambda content: {**content, name: data.hex()})
 
     @property
     def peers(self) -> dict[NodeId, tuple[str, ...]]:
-        """Where other members were, when this node last heard of them."""
+        """The last known addresses of other members."""
         known = self._content.get("peers", {})
         return {NodeId(bytes.fromhex(node)): tuple(at) for node, at in known.items()}
 
@@ -175,13 +174,13 @@ class Keyring:
     def invite(
         self, addresses: Sequence[str], role: Role, *, lasts_s: float | None, uses: int | None
     ) -> Ticket:
-        """Make a ticket of the mesh and remember it.
+        """Create a ticket of the mesh and store it.
 
         Raises:
-            NotAuthorised: this node is no member that may invite.
+            NotAuthorised: this node is not a member of a mesh.
         """
         if self.mesh is None:
-            raise NotAuthorised("This node belongs to no mesh", hint="start it: `meshllm node`")
+            raise NotAuthorised("This node is in no mesh", hint="start it: `meshllm node`")
         now = time.time()
         expires = 0 if lasts_s is None else int(now + lasts_s)
         invitation = Invitation(secrets.token_bytes(SECRET_BYTES), role, expires, uses)
@@ -196,12 +195,12 @@ class Keyring:
         return Ticket(self.key.node, places, role, expires, invitation.secret)
 
     def invitations(self) -> list[Invitation]:
-        """List the invitations, the oldest first; strangers may ask for them all the time."""
+        """List the invitations, the oldest first; cheap, as it is called for every handshake."""
         self._refresh()
         return [_invitation(each) for each in self._content.get("invitations", [])]
 
     def use(self, invitation: Invitation, guest: NodeId) -> bool:
-        """Note whom an invitation lets in; tell whether it still does, when others came as well."""
+        """Record a use of an invitation; return whether it is still open, also after races."""
         if invitation.uses is None or guest in invitation.guests:
             return True
         is_open = False
@@ -220,7 +219,7 @@ class Keyring:
         return is_open
 
     def _refresh(self) -> None:
-        """Read the file when it is another one than before; as it is now, it may be damaged."""
+        """Read the file again if it has changed; keep the old content if it is invalid."""
         path, (stamp, content) = self.folder / _FILE, self._held
         if (now := _stamp(path)) not in (stamp, None):
             try:
@@ -230,9 +229,9 @@ class Keyring:
             self._held = now, content
 
     def _change(self, change: Callable[[Content], Content]) -> None:
-        """Change what is in the file, which another process may have written since.
+        """Update the file under a lock, from its current content on disk.
 
-        Where somebody has deleted it, it is written as it was known: it has the membership.
+        A deleted file is restored from memory, since it holds the membership.
         """
         path = self.folder / _FILE
         try:
@@ -260,7 +259,7 @@ def _lines(invitations: Sequence[Invitation]) -> list[Content]:
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Return what is another one when a file was written again; None for none."""
+    """Return a value that differs after the file was replaced; None if there is no file."""
     try:
         stat = path.stat()
     except OSError:
@@ -269,7 +268,7 @@ def _stamp(path: Path) -> _Stamp | None:
 
 
 def _tag(ticket: Ticket) -> str:
-    """Tell a ticket from others without its secret."""
+    """Return an identifier of a ticket that does not reveal its secret."""
     return blake3(ticket.psk).hexdigest(16)
 
 
@@ -281,13 +280,13 @@ def _seed(path: Path) -> bytes:
     except ValueError:
         seed = b""
     if len(seed) != SEED_BYTES:
-        raise UserError(f"`{path}` holds no key", hint="move it away, and a new one is made")
+        raise UserError(f"Invalid key file `{path}`", hint="move it away to create a new key")
     path.chmod(0o600)
     return seed
 
 
 def _first_seed(path: Path) -> bytes:
-    """Make a key; of two processes that do so at once, both get the same."""
+    """Create a key; concurrent processes get the same one."""
     draft = _draft(path, secrets.token_hex(SEED_BYTES).encode() + b"\n")
     try:
         path.hardlink_to(draft)
@@ -299,7 +298,7 @@ def _first_seed(path: Path) -> bytes:
 
 
 def _read(path: Path) -> Content | None:
-    """Read the file; None where there is none."""
+    """Read the file; return None if there is none."""
     try:
         content: Content = json.loads(path.read_bytes())
         _check(content)
@@ -307,13 +306,13 @@ def _read(path: Path) -> Content | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, PeerFault):
         raise UserError(
-            f"`{path}` cannot be read", hint="move it away, and the node begins a new mesh"
+            f"Invalid state file `{path}`", hint="move it away to begin a new mesh"
         ) from None
     return content
 
 
 def _check(content: Content) -> None:
-    """Read every field as it will be read; raise what that raises, or `ValueError`."""
+    """Decode every field once; raise its decoding error, or `ValueError`."""
     kinds = {"incarnation": int, "peers": dict, "invitations": list}
     for name, value in content.items():
         if type(value) is not kinds.get(name, str):
@@ -344,7 +343,7 @@ def _invitation(fields: Content) -> Invitation:
 
 
 def _draft(path: Path, data: bytes) -> Path:
-    """Write a file that only its owner can read, beside the one it is for."""
+    """Write a private temporary file next to ``path``."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with _open_private(draft) as file:
         file.write(data)
@@ -354,7 +353,7 @@ def _draft(path: Path, data: bytes) -> Path:
 
 
 def _open_private(path: Path) -> BinaryIO:
-    """Make a file, or empty it, that only its owner can read from its first moment."""
+    """Create or truncate a file with mode 0600, never readable by others."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 

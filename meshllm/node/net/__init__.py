@@ -1,1 +1,1 @@
-"""Links to other nodes: found, dialled, encrypted."""
+"""Links to other nodes: discovery, dialling, encryption."""

@@ -1,13 +1,13 @@
-"""Finding nodes of the mesh on the local network.
+"""Discovery of nodes of the mesh on the local network, by multicast.
 
-A beacon is one multicast datagram: a magic word, a nonce, and the sender's node id and addresses
-under a key that follows from a pre-shared one (AES-256-GCM). Who holds that reads it; to anyone
-else it is noise that does not even tell two meshes apart. It is a hint where to dial and no more:
-who answers there is found out by the handshake. Members share the mesh id. A beacon is sent when a
-node starts, then ever more rarely, and in return to one that was not heard before.
+A beacon is one datagram: a magic word, a nonce, and the sender's node id and addresses, encrypted
+with AES-256-GCM under a key derived from a pre-shared key. Without that key, beacons of different
+meshes cannot be told apart. A beacon is only a hint where to dial: the handshake authenticates the
+peer. The pre-shared key of members is the mesh id. A node sends a beacon when it starts, then
+at doubling intervals, and in reply to the first beacon of an unknown node.
 
-One without addresses is a question: it is answered, under its own key. So asks who comes with a
-ticket, under the key of that, and its inviter reads it while the ticket is open.
+A beacon without addresses is a query, and is answered under its own key. A guest sends queries
+under the key of its ticket, which the inviter can decrypt while the ticket is open.
 """
 
 import asyncio
@@ -31,36 +31,36 @@ GROUP_V6 = "ff12::6d65:7368"  # link-local, transient, RFC 4291 section 2.7
 PORT = 7701
 MAGIC = b"meshllm beacon 1"
 NONCE_BYTES = 12
-MAX_BEACON_BYTES = 1200  # fits every link without fragments
+MAX_BEACON_BYTES = 1200  # fits every link without fragmentation
 MAX_ADDRESSES = 16
-MAX_KNOWN = 1024  # nodes that got a beacon in return; a member may make some up
-ANSWER_S = 0.2  # s between two answers, and between two looks at what no member wrote
-FIRST_S, LAST_S = 0.5, 30.0  # s between beacons, doubling; a new node is heard at its start anyway
+MAX_KNOWN = 1024  # nodes that got a reply; a member may invent some
+ANSWER_S = 0.2  # s between two answers, and between two decryptions of unknown datagrams
+FIRST_S, LAST_S = 0.5, 30.0  # s between beacons, doubling; a new node sends one at its start
 
 _CONTEXT = "meshllm 2026-11 beacon"
 
 Heard = Callable[[NodeId, tuple[str, ...]], None]
 Guests = Callable[[], Iterable[bytes]]
-"""Yields the pre-shared keys of those who may ask; called while the noise of strangers is read."""
+"""Returns the pre-shared keys of open tickets; called for datagrams of unknown senders."""
 
 logger = logging.getLogger(__name__)
 
 
 class Code:
-    """Writes and reads the beacons under one pre-shared key."""
+    """Encodes and decodes beacons under one pre-shared key."""
 
     def __init__(self, psk: bytes) -> None:
         self._cipher = AESGCM(blake3(psk, derive_key_context=_CONTEXT).digest())
 
     def write(self, node: NodeId, addresses: Sequence[str]) -> bytes:
-        """Make a beacon, with as many addresses as fit."""
+        """Encode a beacon, with as many addresses as fit."""
         nonce, kept = os.urandom(NONCE_BYTES), list(addresses[:MAX_ADDRESSES])
         while len(text := json.dumps(kept).encode()) > MAX_BEACON_BYTES // 2:
             kept.pop()
         return MAGIC + nonce + self._cipher.encrypt(nonce, node + text, MAGIC)
 
     def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
-        """Return who sent a beacon and from where; None for what is none under this key."""
+        """Return the sender and its addresses; None if this is not a beacon under this key."""
         if len(beacon) > MAX_BEACON_BYTES or not beacon.startswith(MAGIC):
             return None
         rest = beacon[len(MAGIC) :]
@@ -75,11 +75,11 @@ class Code:
 
 
 class Beacon(asyncio.DatagramProtocol):
-    """Tells the local network where a node is, and hears where others are."""
+    """Announces the addresses of this node, and receives those of others."""
 
     def __init__(self, code: Code, me: NodeId, heard: Heard, guests: Guests = tuple) -> None:
         self.addresses: tuple[str, ...] = ()
-        """Where this node can be dialled; while there are none, it can only ask."""
+        """Where this node can be dialled; while empty, its beacons are queries."""
         self._code = code
         self._me = me
         self._heard = heard
@@ -89,11 +89,11 @@ class Beacon(asyncio.DatagramProtocol):
         self._transports: dict[asyncio.DatagramTransport, tuple[str, int]] = {}
 
     def add(self, transport: asyncio.DatagramTransport, group: str) -> None:
-        """Use one more interface."""
+        """Send on one more interface."""
         self._transports[transport] = group, PORT
 
     def datagram_received(self, data: bytes, _: object) -> None:
-        """Hear a beacon."""
+        """Handle a beacon."""
         match self._code.read(data):
             case (node, ()) if node != self._me:
                 self._answer(self._code)
@@ -106,7 +106,7 @@ class Beacon(asyncio.DatagramProtocol):
                 self._hear_guest(data)
 
     def _hear_guest(self, data: bytes) -> None:
-        """Answer who has a ticket; a flood of noise gets one look at a time."""
+        """Answer the query of a guest; rate-limited against floods of invalid datagrams."""
         now = asyncio.get_running_loop().time()
         if self.addresses and data.startswith(MAGIC) and now >= self._looked + ANSWER_S:
             self._looked = now
@@ -121,8 +121,8 @@ class Beacon(asyncio.DatagramProtocol):
             self.send(code)
 
     def error_received(self, exc: Exception) -> None:
-        """Note that an interface takes no multicast."""
-        logger.debug("a beacon was not sent: %s", exc)
+        """Log that an interface cannot send multicast."""
+        logger.debug("cannot send a beacon: %s", exc)
 
     def send(self, code: Code | None = None) -> None:
         """Send one beacon on every interface."""
@@ -143,7 +143,7 @@ class Beacon(asyncio.DatagramProtocol):
 async def open_beacon(
     psk: bytes, me: NodeId, heard: Heard, guests: Guests = tuple
 ) -> AsyncIterator[Beacon]:
-    """Listen on every interface that takes multicast; hear others until the end of the context."""
+    """Listen for beacons on every multicast interface inside the context."""
     loop = asyncio.get_running_loop()
     beacon = Beacon(Code(psk), me, heard, guests)
     opened = []
@@ -161,7 +161,7 @@ async def open_beacon(
 
 
 def _sockets() -> Iterator[tuple[str, socket.socket, list[socket.socket]]]:
-    """Yield for IPv4 and IPv6 the group, a socket that hears it, and those that send to it."""
+    """Yield for IPv4 and IPv6 the group, a receiving socket, and the sending sockets."""
     interfaces = psutil.net_if_addrs()
     v4 = [at.address for each in interfaces.values() for at in each if at.family == socket.AF_INET]
     v6 = [
@@ -180,13 +180,13 @@ def _sockets() -> Iterator[tuple[str, socket.socket, list[socket.socket]]]:
 def _listener(family: socket.AddressFamily, host: str) -> socket.socket | None:
     listener = socket.socket(family, socket.SOCK_DGRAM)
     listener.setblocking(False)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # every node of this machine
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # several nodes per machine
     if family == socket.AF_INET6:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     try:
         listener.bind((host, PORT))
     except OSError as error:
-        logger.info("no beacons are heard: %s", error)
+        logger.info("cannot receive beacons: %s", error)
         listener.close()
         return None
     return listener

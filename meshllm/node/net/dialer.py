@@ -1,7 +1,7 @@
-"""A secure link at whichever of several addresses answers first.
+"""Dialling of a node at several addresses at once: happy eyeballs.
 
-Addresses are tried in their order, each some time after the one before, as RFC 8305 does with those
-of one host; the first handshake that ends well wins, and the other attempts are given up.
+Attempts start in the order of the addresses, staggered as in RFC 8305; the first successful
+handshake wins, and the other attempts are cancelled.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from meshllm.transport.contract import Transport
 
 STAGGER_S = 0.25  # s; RFC 8305, section 5
 DIAL_S = 10.0  # s for all addresses together
-MAX_TRIED = 16  # addresses; a peer says what they are
+MAX_TRIED = 16  # addresses, which a peer supplies
 
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who dials, and over what."""
+    """Dials peers with this node's identity and transports."""
 
     transports: Mapping[str, Transport]
-    """By the scheme of their addresses."""
+    """By address scheme."""
     own: Own
 
     async def reach(
@@ -44,9 +44,9 @@ class Caller:
         """Open a link to a node at one of its addresses.
 
         Raises:
-            NotAuthorised: who answers refuses us, or is not who is expected.
-            HungUp: who answers does not know us.
-            LinkLost: nobody answers.
+            NotAuthorised: the peer rejects this node, or is not the expected one.
+            HungUp: the peer closed the connection during the handshake.
+            LinkLost: no address answers.
         """
         errors: list[MeshError] = []
 
@@ -56,8 +56,8 @@ class Caller:
                 return await self._dial(address, purpose, expect, removals)
             except MeshError as error:
                 errors.append(error)
-            except Exception as error:  # the supervisor: a plugin and an address are foreign
-                logger.warning("the transport met a bug at %s", address, exc_info=error)
+            except Exception as error:  # a third-party plugin, with an address of a peer
+                logger.warning("bug in the transport at %s", address, exc_info=error)
                 errors.append(LinkLost(f"`{address}`: {type(error).__name__}"))
             return None
 
@@ -68,7 +68,7 @@ class Caller:
             async with asyncio.timeout(DIAL_S):
                 winner = await _first(tasks)
         except TimeoutError:
-            errors.append(LinkLost(f"No answer in {DIAL_S:.0f} s"))
+            errors.append(LinkLost(f"No answer within {DIAL_S:.0f} s"))
         finally:
             await _give_up(tasks, winner)
         if winner is None:
@@ -83,7 +83,7 @@ class Caller:
     ) -> SecureLink:
         transport = self._transport(address)
         if transport is None:
-            raise LinkLost(f"No transport here dials `{address}`")
+            raise LinkLost(f"No transport for the address `{address}`")
         link = await transport.dial(address)
         secured = await secure_dial(
             link, self.own, purpose, expect=expect, now_s=time.time(), removals=removals
@@ -93,7 +93,7 @@ class Caller:
 
 
 async def _first(tasks: Iterable[asyncio.Task[SecureLink | None]]) -> SecureLink | None:
-    """Wait until one of the attempts has a link, or none is left."""
+    """Return the first link of an attempt; None if all have failed."""
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +106,7 @@ async def _first(tasks: Iterable[asyncio.Task[SecureLink | None]]) -> SecureLink
 async def _give_up(
     tasks: Iterable[asyncio.Task[SecureLink | None]], winner: SecureLink | None
 ) -> None:
-    """End the attempts, and close what they have but the winner; if cancelled, that too."""
+    """Cancel the attempts, and close their links but the winner; if cancelled, that too."""
     for task in tasks:
         task.cancel()
     try:
@@ -121,7 +121,7 @@ async def _give_up(
 
 
 def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshError:
-    """Choose what to report: a refusal tells more than a hang-up, and that more than silence."""
+    """Choose the error to report: a rejection, else a closed handshake, else any other."""
     for kind in (NotAuthorised, HungUp):
         for error in errors:
             if isinstance(error, kind):
@@ -129,4 +129,4 @@ def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshEr
     if errors:
         return LinkLost(f"Cannot reach the node: {errors[-1]}")
     listed = ", ".join(f"`{address}`" for address in addresses)
-    return LinkLost(f"No transport here reaches the node at {listed or 'no address'}")
+    return LinkLost(f"No transport for the node's addresses: {listed or 'it has none'}")

@@ -1,4 +1,4 @@
-"""Where a node is reached, and by what it reaches others."""
+"""The transports of a node and the addresses it listens on."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,7 +23,7 @@ from meshllm.transport.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The transports of a node, and where it listens with each."""
+    """The transports of a node and their listeners."""
 
     transports: tuple[Transport, ...]
     listeners: tuple[Listener, ...]
@@ -31,38 +31,38 @@ class Place:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others reach the node now, likeliest first, the transports by turns."""
+        """Current addresses of the node, most likely reachable first, transports interleaved."""
         rounds = zip_longest(*(listener.addresses for listener in self.listeners))
         found = (address for address in chain.from_iterable(rounds) if address is not None)
         return tuple(dict.fromkeys((*self.advertised, *found)))[:MAX_ADDRESSES]
 
     @property
     def schemes(self) -> Mapping[str, Transport]:
-        """The transports by the scheme of their addresses."""
+        """The transports by address scheme."""
         return by_scheme(self.transports)
 
     def survey(self) -> list[Network]:
-        """Tell what the transports know of the networks around the node."""
+        """Return what the transports have detected about the node's networks."""
         surveys = (each.survey() for each in self.transports if isinstance(each, Surveying))
         return [network for network in surveys if network is not None]
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call this whenever `addresses` may be others."""
+        """Call ``callback`` whenever `addresses` may have changed."""
         for listener in self.listeners:
             if isinstance(listener, Moving):
                 listener.on_change(callback)
 
 
 def by_scheme(transports: Sequence[Transport]) -> dict[str, Transport]:
-    """Order transports by the scheme of their addresses."""
+    """Map address schemes to transports."""
     return {scheme: transport for transport in transports for scheme in transport.schemes}
 
 
 def prepare(transports: Sequence[Transport], key: NodeKey, relays: Sequence[str] = ()) -> None:
-    """Tell the transports who this node is, and through which relays it is reached.
+    """Configure the transports with the node's key and its relays.
 
     Raises:
-        UserError: no transport knows relays, or an address is none of a relay.
+        UserError: no transport supports relays, or the address of a relay is invalid.
     """
     for transport in transports:
         if isinstance(transport, Identified):
@@ -72,7 +72,7 @@ def prepare(transports: Sequence[Transport], key: NodeKey, relays: Sequence[str]
         if not takers:
             names = ", ".join(f"`{transport.name}`" for transport in transports)
             raise UserError(
-                f"Relay `{relay}` is for a transport that knows relays, and {names} does not",
+                f"Relay `{relay}` cannot be used: {names} does not support relays",
                 hint="leave out `--transport`, or write `--transport websocket,quic`",
             )
         for transport in takers:
@@ -83,11 +83,11 @@ def prepare(transports: Sequence[Transport], key: NodeKey, relays: Sequence[str]
 async def open_place(
     options: NodeOptions, key: NodeKey, given: Transport | None = None
 ) -> AsyncIterator[Place]:
-    """Listen with every transport that the options name, or with the one that is ``given``.
+    """Listen with every transport of the options, or only with the ``given`` one.
 
     Raises:
         UserError: an address cannot be used.
-        PluginError: there is no such transport.
+        PluginError: a transport is missing or broken.
     """
     registry = Registry.discover()
     transports = (given,) if given else tuple(map(registry.load, options.transports))
@@ -103,13 +103,13 @@ async def open_place(
 def share_out(
     addresses: Sequence[str], transports: Sequence[Transport]
 ) -> list[tuple[Transport, str | None]]:
-    """Tell who listens, and where: all where they like when there are no addresses.
+    """Assign listen addresses to transports; without addresses, each chooses its own.
 
-    Else one listens when an address is of its scheme, or of none: who names one interface means no
-    other.
+    An address with a scheme is for that transport, one without for all. A transport without an
+    address does not listen: an explicit interface excludes the others.
 
     Raises:
-        UserError: an address is for none of them, or two are for the same one.
+        UserError: an address has an unknown scheme, or a transport has two addresses.
     """
     if not addresses:
         return [(transport, None) for transport in transports]
@@ -121,7 +121,7 @@ def share_out(
         if scheme not in schemes and rest.startswith("//"):
             names = ", ".join(f"`{transport.name}`" for transport in transports)
             raise UserError(
-                f"`{address}` is no address of {names}",
+                f"`{address}` is not an address of {names}",
                 hint=f"addresses begin with {' or '.join(f'`{each}:`' for each in schemes)}",
             )
         for taker in takers:

@@ -1,7 +1,8 @@
-"""The links of a node to the other members: dialled, taken, carried.
+"""The mesh links of a node to other members: dialling, accepting, message queues.
 
-What is sent, whom to dial and which link stays is the machine's business (`protocol.mesh`). A link
-has two queues, as it has two channels: beats and gossip do not wait for answers.
+The membership machine (`protocol.membership.mesh`) decides what to send, which peers to dial and
+which of two links to keep. A link has a queue per channel: heartbeats and gossip are not blocked
+by answers.
 """
 
 import asyncio
@@ -35,9 +36,9 @@ from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.identity import short
 from meshllm.transport.contract import Channel, Link, Listener
 
-MAX_QUEUED = 8 << 20  # bytes that wait for a peer that does not read; it is dropped above
-HINT_S = 5.0  # s between two dials by a hint
-MAX_SHAKING = 64  # handshakes at a time, as many as a transport lets in; it counts them by host
+MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
+HINT_S = 5.0  # s between two dials of a hinted peer
+MAX_SHAKING = 64  # concurrent handshakes, as many as a transport admits; it limits them per host
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")
@@ -46,26 +47,26 @@ logger = logging.getLogger(__name__)
 
 
 class LinkHost(Protocol):
-    """What becomes of what the links bring."""
+    """The owner of the links: callbacks for what they receive."""
 
     def changed(self) -> None:
-        """Hear that an agreement may have changed."""
+        """Handle a possible change of the records."""
 
     async def ring(self, link: SecureLink) -> None:
-        """Take a link for a ring."""
+        """Handle an accepted ring link."""
 
     def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
-        """Take a message about a request."""
+        """Handle a message about a request."""
 
     def lost(self, peer: NodeId) -> None:
-        """Hear that a peer is not linked any more."""
+        """Handle the loss or the closing of the link to a peer."""
 
     def dropped(self, peer: NodeId, why: Why) -> None:
-        """Hear why a peer closed the link."""
+        """Handle the peer's reason for closing the link."""
 
 
 class _Queue:
-    """One channel of a line."""
+    """The send queue of a channel."""
 
     def __init__(self, link: SecureLink, channel: Channel) -> None:
         self._link = link
@@ -96,7 +97,7 @@ class _Queue:
 
 
 class _Line:
-    """A mesh link at work."""
+    """A running mesh link."""
 
     def __init__(self, link: SecureLink) -> None:
         self.link = link
@@ -104,12 +105,12 @@ class _Line:
         self._done = asyncio.Event()
 
     def post(self, message: Message) -> None:
-        """Queue a message; who lets too many wait loses the link."""
+        """Queue a message; close the link if too many bytes are queued."""
         is_talk = isinstance(message, Ask | Said | Hush)
         queue = self._queues[Channel.DATA if is_talk else Channel.CONTROL]
         queue.put(encode(message))
         if queue.size > MAX_QUEUED:
-            logger.warning("node %s does not read what it is sent", short(self.link.peer))
+            logger.warning("node %s does not read its messages", short(self.link.peer))
             self._done.set()
 
     def close(self) -> None:
@@ -117,17 +118,17 @@ class _Line:
         self._done.set()
 
     async def part(self, why: Why) -> None:
-        """Say why, and end."""
+        """Send the reason, then close."""
         self.post(Bye(why))
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._queues[Channel.CONTROL].emptied()
         except TimeoutError:
-            logger.debug("node %s does not read why it is dropped", short(self.link.peer))
+            logger.debug("node %s does not read the reason of the drop", short(self.link.peer))
         self.close()
 
     async def run(self, receive: Callable[[Message], None]) -> str:
-        """Carry until the link is gone or closed, and return why."""
+        """Send and receive until the link is lost or closed; return why."""
         jobs = (self._read(receive), *(queue.run() for queue in self._queues.values()))
         tasks = [asyncio.ensure_future(job) for job in (*jobs, self._done.wait())]
         try:
@@ -141,10 +142,8 @@ class _Line:
                 await self.link.close()
         for outcome in outcomes:
             if isinstance(outcome, Exception) and not isinstance(outcome, MeshError):
-                logger.error("a link met a bug", exc_info=outcome)
-        return next(
-            (str(each) for each in outcomes if isinstance(each, MeshError)), "it was closed"
-        )
+                logger.error("bug in a link", exc_info=outcome)
+        return next((str(each) for each in outcomes if isinstance(each, MeshError)), "closed")
 
     async def _read(self, receive: Callable[[Message], None]) -> None:
         while True:
@@ -153,7 +152,7 @@ class _Line:
 
 
 class Links:
-    """All links of a node, over every transport it has."""
+    """All mesh links of a node, over all its transports."""
 
     def __init__(
         self, caller: Caller, machine: Mesh, doorkeeper: Doorkeeper, handler: LinkHost
@@ -170,18 +169,18 @@ class Links:
 
     @property
     def lines(self) -> Mapping[NodeId, SecureLink]:
-        """The mesh links that stand."""
+        """The open mesh links, by peer."""
         return {peer: line.link for peer, line in self._lines.items()}
 
     async def run(self, listeners: Sequence[Listener]) -> None:
-        """Take and carry links until cancelled."""
+        """Accept and run links until cancelled."""
         async with self._jobs, self._alarm:
             for listener in listeners:
                 self._jobs.create_task(self._accept(listener))
-            await asyncio.Event().wait()  # nobody sets it
+            await asyncio.Event().wait()  # never set: wait until cancelled
 
     def act(self, actions: Sequence[Action]) -> None:
-        """Do what the machine says."""
+        """Perform the actions of the machine."""
         for action in actions:
             match action:
                 case Send(peer, message):
@@ -204,25 +203,25 @@ class Links:
         self._alarm.reset()
 
     def post(self, peer: NodeId, message: Talk) -> None:
-        """Send a message about a request; where no link stands, nobody gets it."""
+        """Send a message about a request; drop it if there is no link."""
         self._post(peer, message)
 
     def hint(self, peer: NodeId, addresses: Sequence[str]) -> None:
-        """Try to reach a member where it may be."""
+        """Dial a member at addresses where it may be."""
         now = self._now()
         self._hinted = {each: until for each, until in self._hinted.items() if now < until}
-        is_full = len(self._hinted) >= MAX_MEMBERS  # of what a member makes up, too
+        is_full = len(self._hinted) >= MAX_MEMBERS  # a member may invent peers
         if is_full or peer in self._lines or peer in self._hinted or peer == self._machine.me:
             return
         self._hinted[peer] = now + HINT_S
         self._begin(self._dial, peer, addresses)
 
     def adopt(self, link: SecureLink) -> None:
-        """Carry a mesh link that was dialled elsewhere."""
+        """Run a mesh link that was dialled elsewhere."""
         self._begin(self._dialled, link)
 
     async def dial_ring(self, peer: NodeId) -> SecureLink:
-        """Open a link for a ring to a member.
+        """Open a ring link to a member.
 
         Raises:
             LinkLost: it cannot be reached.
@@ -231,19 +230,19 @@ class Links:
         return await self._reach(profile.addresses if profile else (), Purpose.RING, peer)
 
     async def leave(self) -> None:
-        """Tell the others that this node leaves, and part from them."""
+        """Announce that this node leaves, and close all links."""
         lines = list(self._lines.values())
         self.act(self._machine.leave(self._now()))
         await asyncio.gather(*(line.part(Why.LEAVING) for line in lines))
 
     def _begin(self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run what a stranger may disturb: a bug ends its link, not the node."""
+        """Run a job of one link in a task: a bug in it closes the link, not the node."""
 
         async def supervised() -> None:
             try:
                 await job(*args, **kwargs)
-            except Exception:  # the supervisor of links
-                logger.exception("a link met a bug")
+            except Exception:  # supervisor of the links
+                logger.exception("bug in a link")
 
         self._jobs.create_task(supervised())
 
@@ -259,7 +258,7 @@ class Links:
         try:
             secured = await secure_accept(link, self._caller.own, self._doorkeeper)
         except MeshError as error:
-            logger.info("a link was refused: %s", error)
+            logger.info("rejected an incoming link: %s", error)
             return
         finally:
             self._shaking.release()
@@ -286,7 +285,7 @@ class Links:
         )
 
     async def _carry(self, link: SecureLink, *, dialled: bool) -> None:
-        """Report a link to the machine and carry it until it is gone."""
+        """Report a link to the machine and run it until it is lost."""
         peer, line = link.peer, _Line(link)
         actions = self._machine.linked(
             peer, link.instance, link.credential, dialled=dialled, now=self._now()
@@ -295,7 +294,7 @@ class Links:
             if isinstance(action, Drop) and action.is_newcomer and action.peer == peer:
                 await self._turn_away(line, action.why)
                 return
-        # What the machine drops of this peer is the line before; what it sends is for the new one.
+        # A drop of this peer is of its previous link; messages to it are for the new one.
         for action in actions:
             if isinstance(action, Drop) and action.peer == peer:
                 self._let_go(peer, action.why)
@@ -304,14 +303,14 @@ class Links:
         self.act(rest)
         reason = await line.run(lambda message: self._receive(line, message))
         if self._lines.get(peer) is line:
-            logger.info("node %s is not linked any more: %s", short(peer), reason)
+            logger.info("lost the link to node %s: %s", short(peer), reason)
             del self._lines[peer]
             self._handler.lost(peer)
             self.act(self._machine.unlinked(peer, self._now()))
 
     def _receive(self, line: _Line, message: Message) -> None:
         peer = line.link.peer
-        if self._lines.get(peer) is line:  # else it was let go of, and its reader sleeps not yet
+        if self._lines.get(peer) is line:  # else it was closed, and its reader not yet cancelled
             self.act(self._machine.receive(peer, message, self._now()))
 
     def _post(self, peer: NodeId, message: Message) -> None:

@@ -1,7 +1,7 @@
-"""Links on which both ends are known and nobody listens in.
+"""Authenticated and encrypted links.
 
-`secure_dial` and `secure_accept` drive the handshake over the CONTROL channel of any link; what
-they return is a link too, on which each message is sealed.
+`secure_dial` and `secure_accept` drive the handshake over the CONTROL channel of any link; they
+return a link on which each message is sealed.
 """
 
 import asyncio
@@ -47,29 +47,29 @@ MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
 
 
 class Doorkeeper(Protocol):
-    """Who decides about those that dial this node."""
+    """Decides which peers may link to this node."""
 
     def guests(self) -> Iterable[bytes]:
-        """Yield the pre-shared keys of the tickets that are open; see `handshake.Listener`."""
+        """Yield the pre-shared keys of the open tickets; see `handshake.Listener`."""
         ...
 
     async def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
-        """Return the dialer's own credential, checked, or a new one for its ticket.
+        """Return the dialer's verified credential, or a new one for its ticket.
 
         Raises:
-            NotAuthorised: it may not enter; the dialer is told the message.
+            NotAuthorised: the dialer is rejected; the message is sent to it.
         """
         ...
 
 
 class HungUp(LinkLost):
-    """The other side heard who dials, and closed the link without a word."""
+    """The peer closed the connection after the first message of the handshake, without a reply."""
 
 
 class SecureLink:
-    """A link to a known peer; a message may be `MAX_SECURE_BYTES` long."""
+    """A link to an authenticated peer; a message may be `MAX_SECURE_BYTES` long."""
 
     def __init__(self, link: Link, known: Established, early: Sequence[Buffer] = ()) -> None:
         self.peer = known.peer
@@ -77,22 +77,22 @@ class SecureLink:
         self.instance = known.instance
         self.purpose = known.purpose
         self.credential = known.credential
-        """By what the peer is a member."""
+        """The credential of the peer."""
         self.granted = known.granted
-        """By what this node is a member from now on, if it dialled with a ticket."""
+        """The credential issued to this node, if it dialled with a ticket."""
         self.features = known.features
-        """What the peer understands, and may be sent."""
+        """Protocol features that the peer supports."""
         self.address = ""
-        """Where it was dialled; empty where the other end dialled."""
+        """The dialled address; empty if the peer dialled."""
         self._link = link
         self._prompt = link if isinstance(link, Prompt) else None
         self._early = deque(early)  # DATA that overtook the end of the handshake
         self._seals = [Seal(key) for key in known.keys.outgoing]
         self._unseals = [Unseal(key) for key in known.keys.incoming]
-        # One at a time: numbers leave in their order, and only the last one can be in doubt.
-        self._turns = [asyncio.Lock() for _ in Channel]
+        # One sender at a time: nonces are sent in order, and only the last may be unconfirmed.
+        self._send_locks = [asyncio.Lock() for _ in Channel]
         self._senders = [0 for _ in Channel]
-        """Those that have a turn or wait for one."""
+        """Number of senders that hold the lock or wait for it."""
         before = link.statistics
         self._before = replace(
             before,
@@ -105,7 +105,7 @@ class SecureLink:
         _measure(message)
         self._senders[channel] += 1
         try:
-            async with self._turns[channel]:
+            async with self._send_locks[channel]:
                 seal = self._seals[channel]
                 await self._link.send(seal.seal(message), channel)
                 seal.sent()
@@ -115,7 +115,7 @@ class SecureLink:
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Seal the parts as one message and send it at once; see `contract.Prompt.offer`.
 
-        What was sealed and not sent is left out, as where a send is cancelled.
+        A sealed message that was not sent is skipped, as after a cancelled send.
         """
         _measure(message)
         if self._prompt is None or self._senders[channel]:
@@ -129,8 +129,8 @@ class SecureLink:
         """Wait for the next message and open it; see `contract.Link.receive`.
 
         Raises:
-            PeerFault: it was changed, repeated or left out on the way; the link is closed.
-            LinkLost: as the link does.
+            PeerFault: a message was modified, replayed or dropped in transit; the link is closed.
+            LinkLost: see `contract.Link.receive`.
         """
         if self._early:
             channel, sealed = Channel.DATA, self._early.popleft()
@@ -149,7 +149,7 @@ class SecureLink:
 
     @property
     def statistics(self) -> LinkStatistics:
-        """What was sent and received since the handshake, without the seals."""
+        """The counters since the handshake, without the overhead of the seals."""
         now, before = self._link.statistics, self._before
         sent = now.messages_sent - before.messages_sent
         received = now.messages_received - before.messages_received
@@ -171,13 +171,13 @@ async def secure_dial(
     now_s: float,
     removals: Removals,
 ) -> SecureLink:
-    """Make a link that was just dialled secure; a ticket expects its inviter.
+    """Perform the handshake on a dialled link; with a ticket, the peer must be its inviter.
 
     Raises:
-        NotAuthorised: the other side is another node or no member, or it refuses this one.
-        PeerFault: it broke the rules.
-        HungUp: it knows neither our mesh nor our ticket, or has no time.
-        LinkLost: it hung up later, or took longer than `PRE_AUTH_S`.
+        NotAuthorised: the peer is another node or not a member, or it rejects this node.
+        PeerFault: it violated the protocol.
+        HungUp: it knows neither our mesh nor our ticket, or is overloaded.
+        LinkLost: it closed the connection later, or took longer than `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
     """
@@ -189,18 +189,18 @@ async def secure_dial(
             if dialer.state is not State.HAILED:
                 raise
             raise HungUp(
-                "The other side hung up without a word",
-                hint="it is of another mesh or version, has too many guests, or the ticket is over",
+                "The peer closed the connection during the handshake",
+                hint="it has another mesh or version, too many guests, or the ticket has expired",
             ) from lost
 
 
 async def secure_accept(link: Link, own: Own, doorkeeper: Doorkeeper) -> SecureLink:
-    """Make a link that just arrived secure.
+    """Perform the handshake on an incoming link.
 
     Raises:
-        NotAuthorised: the dialer knows neither mesh nor ticket, or the doorkeeper refused it.
-        PeerFault: it broke the rules.
-        LinkLost: it hung up, or took longer than `PRE_AUTH_S`.
+        NotAuthorised: the dialer knows neither mesh nor ticket, or the doorkeeper rejects it.
+        PeerFault: it violated the protocol.
+        LinkLost: it closed the connection, or took longer than `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
     """
@@ -239,7 +239,7 @@ async def _dial(link: Link, dialer: Dialer) -> SecureLink:
                     return SecureLink(link, action, early)
                 case _:
                     assert_never(action)
-        if dialer.state is State.PROVEN:  # no stranger any more
+        if dialer.state is State.PROVEN:  # the peer is authenticated
             _limit_unread(link, None)
         while (arrived := await link.receive())[0] is not Channel.CONTROL:
             early.append(arrived[1])
@@ -267,7 +267,7 @@ async def _judge(
 
 @asynccontextmanager
 async def _handshake(link: Link) -> AsyncIterator[None]:
-    """Bound what strangers may cost, and close the link unless all goes well."""
+    """Limit the time and memory of an unauthenticated peer; close the link after an error."""
     _limit_unread(link, PRE_AUTH_BYTES)
     async with AsyncExitStack() as failed:
         failed.push_async_callback(link.close)
@@ -276,7 +276,7 @@ async def _handshake(link: Link) -> AsyncIterator[None]:
                 yield
         except TimeoutError:
             raise LinkLost(
-                f"The other side took more than {PRE_AUTH_S} s to say who it is"
+                f"The peer did not complete the handshake within {PRE_AUTH_S} s"
             ) from None
         failed.pop_all()
 
@@ -287,9 +287,9 @@ def _measure(message: Sequence[Buffer]) -> None:
 
 
 def _refuse_other(link: Link, peer: NodeId) -> None:
-    """Raise where the transport has proven that somebody else is at the other end."""
+    """Raise `NotAuthorised` if the transport has authenticated a different peer."""
     if isinstance(link, Known) and link.peer_key != peer:
-        raise NotAuthorised("The other side says to be another node than the transport has proven")
+        raise NotAuthorised("The peer claims another node id than the transport has authenticated")
 
 
 def _limit_unread(link: Link, size: int | None) -> None:
@@ -298,7 +298,7 @@ def _limit_unread(link: Link, size: int | None) -> None:
 
 
 def _early(message: Buffer) -> PeerFault:
-    return PeerFault(f"Data of {len(message)} bytes before the handshake is done")
+    return PeerFault(f"Data of {len(message)} bytes before the end of the handshake")
 
 
 def _fresh() -> Fresh:

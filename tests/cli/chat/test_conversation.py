@@ -66,7 +66,7 @@ def test_a_set_value_is_used_for_the_next_answer(conversation: Conversation) -> 
         ("/set seed", "`/set` needs a name and a value", "`/set seed VALUE`"),
         ("/set", "`/set` needs a name and a value", "`/set temperature 0.8`"),
         ("/set top_p 2", "`top_p` is 2.0, not between 0 and 1 (/set)", ""),
-        ("/set top_k many", "`top_k` is 'many', no whole number (/set)", ""),
+        ("/set top_k many", "`top_k` is 'many', not a whole number (/set)", ""),
         ("/quit", "Unknown command `/quit`", "see `/help`"),
         ("/shwo", "Unknown command `/shwo`", "did you mean `/show`? see `/help`"),
         ("/save", "`/save` needs a file", "`/save talk.json`"),

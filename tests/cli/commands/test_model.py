@@ -128,7 +128,7 @@ def test_pull_refuses_an_invalid_span(meshllm: Invoke) -> None:
     result = meshllm("model", "pull", "org/name", "--layers", "14")
 
     assert (result.exit_code, result.stderr.splitlines()[0]) == (
-        2, "error: `14` is no span of layers",
+        2, "error: Invalid layer span `14`",
     )  # fmt: skip
 
 

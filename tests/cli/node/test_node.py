@@ -336,7 +336,7 @@ def test_a_share_is_of_the_memory_of_the_device(
         (("--memory", "101%"), "Invalid memory share `101%`"),
         (("--prefix-cache", "much"), "Invalid memory size `much`"),
         (("--memory", "much"), "Invalid memory size `much`"),
-        (("--layers", "3"), "`3` is no span of layers"),
+        (("--layers", "3"), "Invalid layer span `3`"),
         (("--policy", "best"), "Invalid value for '--policy'"),
     ],
 )

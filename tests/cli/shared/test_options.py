@@ -28,7 +28,7 @@ def test_the_docstring_of_a_field_is_its_help_text() -> None:
 def test_help_shows_text_default_and_variable(meshllm: Invoke) -> None:
     text = " ".join(meshllm("chat", "--help").stdout.split())
 
-    shown = "Keep the likeliest tokens that sum to P. [default: 1; env: MESHLLM_TOP_P]"
+    shown = "Keep the most likely tokens up to probability P. [default: 1; env: MESHLLM_TOP_P]"
     assert f"--top-p X {shown}" in text
     assert "--ends entry|client Who holds embedding and head." in text
 

@@ -1,4 +1,4 @@
-"""Sessions share the bytes there are: they wait, are refused with numbers, and leave all of it."""
+"""Admission of sessions by KV cache memory: they wait or are refused, and free all of it."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ PROMPT = tuple(range(2, 32))
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that takes longer texts than the others of the tests."""
+    """A model with a longer context than the others of the tests."""
     folder = tmp_path_factory.mktemp("llama")
     config = tiny_model(folder, "llama").folder / "config.json"
     fields = json.loads(config.read_text())
@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def ring_with(
     llama: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, nodes: int = 2
 ) -> AsyncIterator[LocalRing]:
-    """Open a ring with room for so many blocks of tokens on the last rank, and plenty before it."""
+    """Open a ring whose last rank has memory for ``blocks`` blocks of tokens, the others for more."""
 
     def budget(*_: object) -> KvBudget:
         def measure(tokens: int) -> tuple[int, int]:
@@ -55,7 +55,7 @@ async def ask(ring: LocalRing, prompt: tuple[int, ...] = PROMPT, tokens: int = 5
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-async def test_sessions_wait_for_room_and_all_are_served(
+async def test_sessions_wait_for_memory_and_all_are_served(
     llama: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     most = 0
@@ -89,9 +89,7 @@ async def test_what_can_never_fit_is_refused_and_the_next_one_served(
         assert len(await ask(ring)) == 5
 
 
-async def test_a_full_queue_refuses_and_says_so(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_queue_is_busy(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission.Admission.__init__, "__defaults__", (1,))
     async with ring_with(llama, monkeypatch, 1) as ring:
         results = await asyncio.gather(*(ask(ring) for _ in range(3)), return_exceptions=True)
@@ -100,7 +98,7 @@ async def test_a_full_queue_refuses_and_says_so(
         assert len(await ask(ring)) == 5
 
 
-async def test_who_gives_up_waiting_leaves_its_place(
+async def test_a_cancelled_wait_frees_its_place(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ring_with(llama, monkeypatch, 1) as ring:
@@ -116,7 +114,7 @@ async def test_who_gives_up_waiting_leaves_its_place(
         assert ring.entry.budget.live_bytes == 0
 
 
-async def test_a_stage_refuses_what_an_entry_should_not_have_let_in(
+async def test_a_stage_refuses_a_session_beyond_its_memory(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ring_with(llama, monkeypatch, 2) as ring:
@@ -126,11 +124,13 @@ async def test_a_stage_refuses_what_an_entry_should_not_have_let_in(
             await ask(ring, tokens=600)
 
         assert len(await ask(ring)) == 5
-        await ring.worker.run(int)  # behind what the stage does last
+        await ring.worker.run(int)  # after the last job of the stage
         assert ring.stages[0].sessions == 0
 
 
-async def test_kept_sessions_give_way(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cached_prefixes_are_evicted_for_sessions(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with ring_with(llama, monkeypatch, 2) as ring:
         await ask(ring)
         await ask(ring, PROMPT[::-1])
@@ -138,13 +138,13 @@ async def test_kept_sessions_give_way(llama: Path, monkeypatch: pytest.MonkeyPat
         assert kept.kept_bytes == 2 * BLOCK
 
         assert len(await ask(ring, (40, *PROMPT), tokens=300)) == 300
-        await ring.worker.run(int)  # behind what the stage does last
+        await ring.worker.run(int)  # after the last job of the stage
         assert kept.kept_bytes == 2 * BLOCK
         assert len(ring.stages[0]._kept) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()], ids=repr)
-async def test_an_allocation_that_fails_ends_its_session_only(
+async def test_a_failed_allocation_ends_its_session_only(
     llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     async with ring_with(llama, monkeypatch, 9) as ring:

@@ -1,4 +1,4 @@
-"""A token costs N messages in a ring of N, and a hop costs the tensor and at most 256 bytes."""
+"""A token costs N messages in a ring of N; a hop costs the tensor and at most 256 bytes."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshllm.transport.contract import Channel
 from meshllm_loopback import LoopbackTransport
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-HEADER = 256  # bytes; what a hop may cost beside the tensor
+HEADER = 256  # bytes; most overhead of a hop
 
 
 async def sent_for(
@@ -42,10 +42,10 @@ async def test_a_token_costs_n_messages(llama: Path, nodes: int) -> None:
         return Counter(channel for channel, _ in sent)[Channel.DATA]
 
     assert data(many) - data(few) == 20 * nodes
-    assert data(few) == 5 * nodes  # the prompt in one pass, then one trip per token
+    assert data(few) == 5 * nodes  # prefill in one pass, then one step per token
 
 
-async def test_the_head_apart_costs_one_hop_more(llama: Path) -> None:
+async def test_a_separate_head_costs_one_more_hop(llama: Path) -> None:
     sent = await sent_for(llama, 2, tokens=5, ends=Ends.CLIENT)
 
     assert sum(channel is Channel.DATA for channel, _ in sent) == 5 * 3

@@ -1,4 +1,4 @@
-"""Prompts in chunks, on ranks that compute at the same time: what others on the ring notice."""
+"""Chunked prefill, with ranks that compute concurrently, and its effect on other sessions."""
 
 import asyncio
 import threading
@@ -22,9 +22,9 @@ from meshllm.request import Prefilled, Sampling
 from meshllm.testing.models import tiny_model
 
 CHUNKS = {"embed", "_prefill"}
-"""Functions that compute a part of a prompt, on the entry and behind it."""
+"""Functions that compute a prefill chunk, on the entry and on a stage."""
 STEPS = {"_turn"}
-"""Those that compute what all sessions wait for."""
+"""Functions that compute a decode step."""
 
 
 def order(prompt: list[int], tokens: int) -> Order:
@@ -37,12 +37,12 @@ async def answer(ring: LocalRing, asked: Order) -> list[int]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """Make a model that computes sessions together, where this processor can."""
+    """Write a model whose sessions are batched, if this processor can."""
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
 
 
 class Log:
-    """What workers were asked for, and when they began with it."""
+    """Jobs of the workers: when they were submitted and when they began."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.notes: list[tuple[int, str, str]] = []
@@ -80,7 +80,7 @@ class Log:
 
 
 def waits(notes: list[tuple[str, str]]) -> list[int]:
-    """Count, for each step, the chunks that began after it was asked for and before it began."""
+    """Count, for each step, the chunks that began while it was queued."""
     counts: list[int] = []
     waiting: list[int] = []
     for name, what in notes:
@@ -93,7 +93,7 @@ def waits(notes: list[tuple[str, str]]) -> list[int]:
     return counts
 
 
-async def test_a_long_prompt_lets_the_steps_of_others_pass(
+async def test_decode_steps_overtake_a_long_prefill(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Log(monkeypatch)
@@ -120,7 +120,7 @@ async def test_a_long_prompt_lets_the_steps_of_others_pass(
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-async def test_ranks_on_threads_of_their_own_say_the_same(source: Source, nodes: int) -> None:
+async def test_ranks_on_separate_threads_give_the_same_text(source: Source, nodes: int) -> None:
     orders = [order([5, 9, 13, 5, 9, 13, 7 + number], 24) for number in range(4)]
     texts = []
     for own_threads in (False, True):
@@ -138,7 +138,7 @@ async def test_ranks_on_threads_of_their_own_say_the_same(source: Source, nodes:
     assert not [each for each in threading.enumerate() if each.name.startswith("compute")]
 
 
-async def test_a_prompt_goes_in_the_usual_chunks(
+async def test_a_prompt_is_prefilled_in_the_default_chunks(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_local_ring(

@@ -1,4 +1,4 @@
-"""Nodes that compute somewhere else than on the CPU."""
+"""Nodes that compute on another device than the CPU."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def source(llama: Path) -> Source:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `FREE` bytes of any GPU be free."""
+    """Set the free memory of any GPU to `FREE` bytes."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (FREE, 2 * FREE))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
@@ -67,7 +67,7 @@ async def write(source: Source, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("device", ["cuda", "gpu"])
-async def test_a_device_that_is_not_there_is_told(
+async def test_a_missing_device_is_reported(
     source: Source, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -106,7 +106,7 @@ async def test_a_node_holds_its_layers_on_its_device(
 
 
 @pytest.mark.usefixtures("free")
-async def test_a_node_offers_what_its_device_has(
+async def test_a_node_offers_the_memory_of_its_device(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
@@ -133,7 +133,7 @@ async def test_a_node_offers_what_its_device_has(
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nodes", [1, 2])
-async def test_another_device_writes_the_same_text(
+async def test_another_device_gives_the_same_text(
     source: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, dtype: torch.dtype
 ) -> None:
     expected = await write(source, nodes=nodes, dtype=dtype)
@@ -149,7 +149,7 @@ async def test_another_device_writes_the_same_text(
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-async def test_a_gpu_repeats_its_text(source: Source, dtype: torch.dtype) -> None:
+async def test_a_gpu_is_deterministic(source: Source, dtype: torch.dtype) -> None:
     texts = [await write(source, dtype=dtype, device="cuda") for _ in range(2)]
 
     assert texts[0] == texts[1]
@@ -158,7 +158,7 @@ async def test_a_gpu_repeats_its_text(source: Source, dtype: torch.dtype) -> Non
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("speculation", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-async def test_graphs_write_the_text_of_steps_without_guesses(
+async def test_cuda_graphs_give_the_text_of_steps_without_drafts(
     source: Source, monkeypatch: pytest.MonkeyPatch, nodes: int, speculation: bool
 ) -> None:
     expected = await write(source, nodes=nodes)

@@ -1,4 +1,4 @@
-"""A small model that guesses changes no text: a good one, a bad one, any ring, greedy or not."""
+"""A draft model does not change the text: a good one, a bad one, any ring, greedy or not."""
 
 import asyncio
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ TOKENS = 40
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=3)
 SILENT = Oracle((), 1.0)
 NEAR, FAR = Shape(), Shape(delay_s=0.1)
-SURE = 32  # times the logits of random weights: it says what it says with certainty
+SURE = 32  # factor on the logits of random weights: probabilities near 1
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a ring said, and in how few trips."""
+    """The tokens of an answer, and the tokens per step."""
 
     tokens: list[int]
     tokens_per_step: float
@@ -61,7 +61,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> list[Answer]:
-    """Answer the prompt greedily, with chance, and greedily again."""
+    """Answer the prompt greedily, sampled, and greedily again."""
     found = []
     async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
         for sampling in (GREEDY, SAMPLED, GREEDY):
@@ -76,14 +76,14 @@ async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> 
 
 @pytest.fixture(scope="module")
 def texts(source: Source) -> list[list[int]]:
-    """What is said when nobody guesses."""
+    """The answers without drafts."""
     plain = RingOptions(nodes=1, inference=InferenceConfig(threads=1, speculation=False))
     return [answer.tokens for answer in asyncio.run(answers(source, plain))]
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("draft", ["source", "stranger"])
-def test_a_text_is_the_same_with_a_good_and_a_bad_draft(
+def test_a_good_and_a_bad_draft_model_give_the_same_text(
     source: Source,
     texts: list[list[int]],
     draft: str,
@@ -99,7 +99,7 @@ def test_a_text_is_the_same_with_a_good_and_a_bad_draft(
     assert [answer.tokens for answer in asyncio.run(answers(source, options))] == texts
 
 
-def test_a_good_draft_saves_trips(source: Source, texts: list[list[int]]) -> None:
+def test_a_good_draft_model_saves_steps(source: Source, texts: list[list[int]]) -> None:
     options = RingOptions(
         nodes=3, inference=InferenceConfig(threads=1, drafting=SILENT, draft=str(source.folder))
     )
@@ -110,7 +110,7 @@ def test_a_good_draft_saves_trips(source: Source, texts: list[list[int]]) -> Non
     assert all(answer.tokens_per_step > 2 for answer in found)
 
 
-def test_a_bad_draft_is_of_no_use_and_no_harm(
+def test_a_bad_draft_model_saves_no_steps_and_changes_no_text(
     source: Source, stranger: Source, texts: list[list[int]]
 ) -> None:
     options = RingOptions(
@@ -123,7 +123,7 @@ def test_a_bad_draft_is_of_no_use_and_no_harm(
     assert all(answer.tokens_per_step < 1.2 for answer in found)
 
 
-def test_a_draft_with_other_tokens_is_refused(source: Source) -> None:
+def test_a_draft_model_with_another_vocabulary_is_refused(source: Source) -> None:
     options = RingOptions(nodes=1, inference=InferenceConfig(threads=1, draft="builtin"))
 
     with pytest.raises(ModelError, match="`builtin` cannot draft for `qwen3`"):

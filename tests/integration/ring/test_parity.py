@@ -1,4 +1,4 @@
-"""The ring answers as one process does: token for token, on prompts of the embedded model."""
+"""A ring gives the tokens of one process, on prompts of the builtin model."""
 
 import asyncio
 import tomllib
@@ -59,7 +59,7 @@ async def encoded(most: int) -> list[list[int]]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("most", [30, pytest.param(200, marks=pytest.mark.slow)])
-def test_rings_of_1_to_4_nodes_answer_as_transformers_does(most: int) -> None:
+def test_rings_of_1_to_4_nodes_match_transformers(most: int) -> None:
     source = resolve("builtin")
     expected = reference(source, asyncio.run(encoded(most)))
 

@@ -1,4 +1,4 @@
-"""Texts that begin alike are computed once; nothing else changes."""
+"""The prefix cache: a shared prefix is computed once, and the text does not change."""
 
 import asyncio
 import threading
@@ -39,7 +39,7 @@ async def ring_of(folder: Path, nodes: int = 2, **options: int | bool) -> AsyncI
 async def ask(
     ring: LocalRing, prompt: Sequence[int], tokens: int = TOKENS
 ) -> tuple[list[int], int]:
-    """Return the answer, and how many tokens of the prompt were there already."""
+    """Return the answer, and the number of cached tokens of the prompt."""
     text: list[int] = []
     order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
     async for output in ring.entry.generate(order):
@@ -59,12 +59,12 @@ async def fresh(folder: Path, prompt: Sequence[int], nodes: int = 2) -> list[int
 
 @pytest.fixture(scope="session", params=["llama", "gemma3_text", "lfm2", "qwen3_next"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Full attention, windows, and states that know no way back."""
+    """Full attention, sliding windows, and recurrent states, which cannot be rolled back."""
     return tiny_model(tmp_path_factory.mktemp(request.param), request.param).folder
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-async def test_a_turn_of_a_chat_computes_only_what_is_new(family: Path, nodes: int) -> None:
+async def test_a_chat_turn_prefills_only_its_new_tokens(family: Path, nodes: int) -> None:
     async with ring_of(family, nodes) as ring:
         first, _ = await ask(ring, PROMPT)
         turn = (*PROMPT, *first, *MORE)
@@ -75,7 +75,7 @@ async def test_a_turn_of_a_chat_computes_only_what_is_new(family: Path, nodes: i
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-async def test_many_turns_are_those_of_a_ring_that_keeps_nothing(llama: Path, nodes: int) -> None:
+async def test_many_turns_give_the_text_of_a_ring_without_a_cache(llama: Path, nodes: int) -> None:
     async with ring_of(llama, nodes) as keeping, ring_of(llama, nodes, prefix_bytes=0) as plain:
         text: list[int] = list(PROMPT)
         for number in range(6):
@@ -86,7 +86,7 @@ async def test_many_turns_are_those_of_a_ring_that_keeps_nothing(llama: Path, no
             text += answer
 
 
-async def test_the_same_prompt_again_runs_its_last_token_only(llama: Path) -> None:
+async def test_a_repeated_prompt_runs_its_last_token_only(llama: Path) -> None:
     async with ring_of(llama) as ring:
         first, _ = await ask(ring, PROMPT)
         second, reused = await ask(ring, PROMPT)
@@ -94,7 +94,7 @@ async def test_the_same_prompt_again_runs_its_last_token_only(llama: Path) -> No
     assert (second, reused) == (first, len(PROMPT) - 1)
 
 
-async def test_a_shared_beginning_is_copied_and_stays(llama: Path) -> None:
+async def test_a_shared_prefix_is_copied_and_kept(llama: Path) -> None:
     shared = PROMPT[:20]
     other, third = (*shared, *range(10, 50)), (*shared, *range(50, 90))
     async with ring_of(llama, 3) as ring:
@@ -105,7 +105,7 @@ async def test_a_shared_beginning_is_copied_and_stays(llama: Path) -> None:
         assert await ask(ring, turn) == (await fresh(llama, turn, 3), len(PROMPT) + TOKENS - 1)
 
 
-async def test_sessions_at_once_do_not_share_a_cache(llama: Path) -> None:
+async def test_concurrent_sessions_do_not_share_a_cache(llama: Path) -> None:
     prompts = [(*PROMPT[:20], *range(at, at + 9)) for at in (2, 24, 44, 64)]
     async with ring_of(llama, 3) as ring:
         await ask(ring, PROMPT)
@@ -115,7 +115,7 @@ async def test_sessions_at_once_do_not_share_a_cache(llama: Path) -> None:
     assert [text for text, _ in answers] == [await fresh(llama, each, 3) for each in prompts]
 
 
-async def test_a_window_that_has_moved_on_is_computed_again(tmp_path: Path) -> None:
+async def test_a_sliding_window_that_has_moved_is_recomputed(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "gemma3_text").folder
     prompt = tuple((5 * i + 1) % 71 for i in range(100))
     shorter = (*prompt[:40], *MORE)
@@ -125,7 +125,7 @@ async def test_a_window_that_has_moved_on_is_computed_again(tmp_path: Path) -> N
         assert await ask(ring, shorter) == (await fresh(folder, shorter), 0)
 
 
-async def test_a_rank_that_kept_nothing_costs_time_but_no_text(llama: Path) -> None:
+async def test_a_cache_miss_on_one_rank_does_not_change_the_text(llama: Path) -> None:
     async with ring_of(llama, 3) as ring:
         first, _ = await ask(ring, PROMPT)
         ring.stages[1]._machine._shelf.expire(float("inf"))
@@ -135,7 +135,7 @@ async def test_a_rank_that_kept_nothing_costs_time_but_no_text(llama: Path) -> N
         assert (await ask(ring, turn))[1] == len(turn) - 1
 
 
-async def test_an_answer_that_was_broken_off_is_gone_on_from(llama: Path) -> None:
+async def test_a_cancelled_answer_can_be_continued(llama: Path) -> None:
     async with ring_of(llama, 3) as ring:
         outputs = ring.entry.generate(Order(PROMPT, Sampling(), 50, is_last=lambda _: False))
         seen = [each.id async for each in _first(outputs, 3)]
@@ -154,14 +154,14 @@ async def _first(outputs: AsyncIterator[object], count: int) -> AsyncIterator[To
                 return
 
 
-async def test_a_ring_with_room_for_nothing_keeps_nothing(llama: Path) -> None:
+async def test_a_ring_without_cache_memory_caches_nothing(llama: Path) -> None:
     async with ring_of(llama, exact=True) as ring:
         await ask(ring, PROMPT)
 
         assert (await ask(ring, PROMPT))[1] == 0
 
 
-async def test_one_message_goes_ahead_of_the_rows(llama: Path) -> None:
+async def test_one_message_precedes_the_rows(llama: Path) -> None:
     counting = CountingTransport(LoopbackTransport())
     options = RingOptions(nodes=2, inference=InferenceConfig(threads=1, speculation=False))
     async with open_local_ring(resolve(str(llama)), options, counting) as ring:
@@ -174,7 +174,7 @@ async def test_one_message_goes_ahead_of_the_rows(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ModelError("too far"), RuntimeError("out of memory")], ids=repr)
-async def test_a_copy_that_cannot_be_made_costs_time_but_no_text(
+async def test_a_failed_copy_does_not_change_the_text(
     llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(_: SpanCache, length: int) -> SpanCache:
@@ -190,7 +190,7 @@ async def test_a_copy_that_cannot_be_made_costs_time_but_no_text(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), TypeError("a bug")], ids=repr)
-async def test_a_rank_alone_that_cannot_copy_asks_for_all_rows(
+async def test_a_single_rank_that_cannot_copy_requests_all_rows(
     llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     branch, calls = SpanCache.branch, iter((True, False))  # the entry can, the rank behind cannot
@@ -206,13 +206,11 @@ async def test_a_rank_alone_that_cannot_copy_asks_for_all_rows(
         monkeypatch.setattr(SpanCache, "branch", once)
 
         assert await ask(ring, other) == (await fresh(llama, other), 0)
-        assert (await ask(ring, (*PROMPT, *MORE)))[1] == 20  # of `other`; the lost one is forgotten
+        assert (await ask(ring, (*PROMPT, *MORE)))[1] == 20  # of `other`; the lost one is dropped
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
-async def test_windows_that_went_back_too_often_are_computed_again(
-    name: str, tmp_path: Path
-) -> None:
+async def test_windows_rolled_back_too_often_are_recomputed(name: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, name).folder
     text = [(5 * i + 1) % 71 for i in range(100)]
     async with ring_of(folder, chunk=10) as ring:
@@ -224,7 +222,7 @@ async def test_windows_that_went_back_too_often_are_computed_again(
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "lfm2", "qwen3_next"])
-async def test_a_stop_while_the_next_step_runs_spoils_no_turn(
+async def test_a_stop_during_the_next_step_does_not_corrupt_the_cache(
     name: str, nodes: int, tmp_path: Path
 ) -> None:
     folder = tiny_model(tmp_path, name).folder
@@ -266,7 +264,7 @@ async def test_a_cancel_before_the_first_row_keeps_the_loop_free(
         assert (await ask(ring, (*PROMPT, *MORE)))[1] == len(PROMPT)  # and it is still there
 
 
-async def test_a_prompt_that_is_refused_takes_nothing(llama: Path) -> None:
+async def test_a_refused_prompt_takes_nothing_from_the_cache(llama: Path) -> None:
     async with ring_of(llama) as ring:
         await ask(ring, PROMPT)
         with pytest.raises(UserError):

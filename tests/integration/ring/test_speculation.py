@@ -1,4 +1,4 @@
-"""Guesses never change a text: any ring, any drafter, any delay, greedy or not."""
+"""Speculative decoding does not change the text: any ring, drafter, delay, greedy or not."""
 
 import asyncio
 from collections.abc import Sequence
@@ -56,13 +56,13 @@ async def answer(
 
 
 def computes_together(source: Source) -> bool:
-    """Whether this processor gives rows of this model the same bits together as alone."""
+    """Whether this processor computes rows of this model batch-invariantly."""
     shard = load_shard(source, Span(0, 6), embed=True, head=True)
     return Runner(shard, STEPS).is_steady
 
 
 def plain_text(source: Source, sampling: Sampling) -> list[int]:
-    """Return what a ring of one says when nobody guesses."""
+    """Return the text of a ring of one without drafts."""
     return _plain_text(source.folder, sampling)
 
 
@@ -76,7 +76,7 @@ def _plain_text(folder: Path, sampling: Sampling) -> list[int]:
     [(1, SAMPLINGS[0]), (2, SAMPLINGS[1]), (3, SAMPLINGS[0]), (4, SAMPLINGS[1])],
     ids=["1-greedy", "2-sampled", "3-greedy", "4-sampled"],
 )
-def test_a_text_is_the_same_with_good_and_bad_guesses(
+def test_good_and_bad_drafts_give_the_same_text(
     source: Source, sampling: Sampling, nodes: int
 ) -> None:
     text = plain_text(source, sampling)
@@ -107,7 +107,7 @@ def test_delays_change_no_token(source: Source, seed: int) -> None:
     assert tokens == text
 
 
-def test_good_guesses_save_trips(source: Source) -> None:
+def test_good_drafts_save_steps(source: Source) -> None:
     shape = Shape(delay_s=0.1)
     text = plain_text(source, SAMPLINGS[0])
     _, plain = run_virtual(answer(source, None, nodes=3, shape=shape))
@@ -118,7 +118,7 @@ def test_good_guesses_save_trips(source: Source) -> None:
     assert fast.measured.token_s < plain.measured.token_s / 3
 
 
-def test_useless_guesses_cost_no_trip(source: Source) -> None:
+def test_useless_drafts_cost_no_step(source: Source) -> None:
     shape = Shape(delay_s=0.1)
     text = plain_text(source, SAMPLINGS[0])
     _, plain = run_virtual(answer(source, None, nodes=3, shape=shape))
@@ -129,7 +129,7 @@ def test_useless_guesses_cost_no_trip(source: Source) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_an_answer_ends_where_it_does_without_guesses(source: Source, nodes: int) -> None:
+def test_an_answer_ends_where_it_does_without_drafts(source: Source, nodes: int) -> None:
     text = plain_text(source, SAMPLINGS[0])
     oracle = Oracle((*PROMPT, *text), 1.0)
     for place in (0, 1, 7, 20):
@@ -155,7 +155,7 @@ def test_an_answer_is_as_long_as_asked(source: Source, most: int) -> None:
     assert (tokens, ended.reason) == (text[:most], FinishReason.LENGTH)
 
 
-def test_an_end_token_among_the_guesses_is_the_last(source: Source) -> None:
+def test_an_end_token_among_the_drafts_is_the_last(source: Source) -> None:
     text = plain_text(source, SAMPLINGS[0])
     end = text[10]
     cut = text[: text.index(end) + 1]
@@ -183,7 +183,7 @@ def test_two_sessions_share_what_they_learn_and_nothing_else(source: Source) -> 
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_many_sessions_compute_together_and_each_has_its_text(source: Source, nodes: int) -> None:
+def test_batched_sessions_each_have_their_own_text(source: Source, nodes: int) -> None:
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:2], (*PROMPT, *PROMPT), (1,), (2, 2), (3,), (4, 1)]
 
     async def texts(*, at_once: bool) -> list[list[int]]:

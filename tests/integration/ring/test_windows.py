@@ -1,4 +1,4 @@
-"""Several steps of guesses in flight change no text: any ring, any drafter, any delay."""
+"""Several drafted steps in flight do not change the text: any ring, drafter, delay."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ ROUGH = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2)
 
 
 class Liar:
-    """Knows the text, and tells it, or half of it, or nothing but lies; never the same twice."""
+    """Knows the text, and drafts it, half of it, or only wrong tokens, at random."""
 
     def __init__(self, text: Sequence[int], seed: int) -> None:
         self._text = text
@@ -46,7 +46,7 @@ class Liar:
         return self
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Learn nothing."""
+        """Do nothing: it does not learn."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._length += len(tokens)
@@ -65,7 +65,7 @@ class Liar:
 
 @pytest.fixture
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose anything that is allowed, whether it is worth it or not."""
+    """Choose any allowed number of drafts, at random."""
     draw = Random(7)
 
     def choose(_: Lookahead, __: int, room: int, *, depth: int = 1, reach: float = inf) -> Window:
@@ -126,14 +126,14 @@ async def answers(
 
 @pytest.fixture(scope="module")
 def texts(source: Source) -> list[list[int]]:
-    """What is said, greedily and with chance, when nobody guesses."""
+    """The answers without drafts, greedy and sampled."""
     orders = ordered(GREEDY), ordered(SAMPLED)
     return [text for text, _ in asyncio.run(answers(source, None, *orders, nodes=1))]
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 8), (2, 8), (3, 8), (4, 8), (3, 1)])
 @pytest.mark.usefixtures("bold")
-def test_a_text_is_the_same_whoever_guesses(
+def test_every_drafter_gives_the_same_text(
     source: Source, texts: list[list[int]], nodes: int, depth: int
 ) -> None:
     greedy, sampled = ((*PROMPT, *text) for text in texts)
@@ -151,7 +151,7 @@ def test_a_text_is_the_same_whoever_guesses(
 
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral", "lfm2"])
 @pytest.mark.usefixtures("bold")
-def test_a_text_of_windows_and_of_recurrent_states_is_the_same(name: str, tmp_path: Path) -> None:
+def test_windows_and_recurrent_states_give_the_same_text(name: str, tmp_path: Path) -> None:
     source = tiny_model(tmp_path, name, dtype=torch.bfloat16)
     ((text, _),) = run_virtual(answers(source, None, ordered(SAMPLED), nodes=1))
 
@@ -161,7 +161,7 @@ def test_a_text_of_windows_and_of_recurrent_states_is_the_same(name: str, tmp_pa
 
 
 @pytest.mark.usefixtures("bold")
-def test_what_a_flight_leaves_is_gone_on_from(source: Source, texts: list[list[int]]) -> None:
+def test_a_session_continues_after_steps_in_flight(source: Source, texts: list[list[int]]) -> None:
     text = texts[0]
     for place in (20, 33):
         count = iter(range(place))
@@ -172,7 +172,7 @@ def test_what_a_flight_leaves_is_gone_on_from(source: Source, texts: list[list[i
                 Oracle((*PROMPT, *text), 1.0),
                 ends,
                 ordered(prompt=(*PROMPT, *text[:place])),
-                shape=FAR,  # or what says where to go on from may come too late
+                shape=FAR,  # else the position to continue from may arrive too late
             )
         )
         assert first[0] == text[: place + 1]
@@ -182,7 +182,9 @@ def test_what_a_flight_leaves_is_gone_on_from(source: Source, texts: list[list[i
 
 
 @pytest.mark.usefixtures("bold")
-def test_two_sessions_at_once_have_their_texts(source: Source, texts: list[list[int]]) -> None:
+def test_two_concurrent_sessions_have_their_own_texts(
+    source: Source, texts: list[list[int]]
+) -> None:
     drafting = Oracle((*PROMPT, *texts[0]), 0.9)
     orders = ordered(GREEDY), ordered(SAMPLED), ordered(GREEDY)
 
@@ -191,7 +193,7 @@ def test_two_sessions_at_once_have_their_texts(source: Source, texts: list[list[
     assert [tokens for tokens, _ in found] == [texts[0], texts[1], texts[0]]
 
 
-def test_several_steps_in_flight_save_trips(source: Source, texts: list[list[int]]) -> None:
+def test_several_steps_in_flight_save_time(source: Source, texts: list[list[int]]) -> None:
     drafting = Oracle((*PROMPT, *texts[0]), 1.0)
     seconds = []
     for depth in (1, 8):
@@ -203,7 +205,7 @@ def test_several_steps_in_flight_save_trips(source: Source, texts: list[list[int
     assert seconds[1] < 0.6 * seconds[0]
 
 
-def test_a_step_at_the_end_of_a_flight_is_embedded_before_it_is_asked_for(
+def test_a_step_at_the_end_of_a_flight_is_embedded_ahead(
     source: Source, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Embed] = []
@@ -227,13 +229,13 @@ def test_a_step_at_the_end_of_a_flight_is_embedded_before_it_is_asked_for(
     drafting = Oracle((*PROMPT, *texts[0]), 1.0)
     run_virtual(answers(source, drafting, ordered(), shape=FAR))
 
-    assert len(asked) == 4  # the prompt, and those that leave together but for the first one
+    assert len(asked) == 4  # the prompt, and the steps sent together except the first
     assert len(ready) > 10
     assert {job.guesses for job in ready[:10]} == {4}
 
 
 def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which is added how many steps there may be, each time that one asks."""
+    """Return a list that records the allowed number of steps at each query."""
     asked, choose = [], Lookahead.choose
 
     def noted(
@@ -247,7 +249,7 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("nodes", "asked"), [(1, {1}), (2, {8})])
-def test_alone_in_the_ring_there_is_one_step(
+def test_a_ring_of_one_has_one_step_in_flight(
     source: Source,
     texts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -261,7 +263,7 @@ def test_alone_in_the_ring_there_is_one_step(
     assert set(seen) == asked
 
 
-def test_beside_others_there_is_one_step(
+def test_concurrent_sessions_have_one_step_in_flight(
     source: Source, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = depths(monkeypatch)

@@ -1,4 +1,4 @@
-"""How rows travel in a ring: the same text on any link, and fewer bytes where that was chosen."""
+"""Wire modes of a ring: the same text on any link, and fewer bytes if chosen."""
 
 import asyncio
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def data_of(transport: CountingTransport) -> list[int]:
 
 @pytest.fixture(scope="module")
 def text(source: Source) -> list[int]:
-    """What a ring says in 8 bits."""
+    """The text of a ring with 8-bit rows."""
     return asyncio.run(answer(source))
 
 
@@ -70,7 +70,7 @@ def test_8_bits_give_the_same_text_each_time_on_any_link(source: Source, text: l
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
-def test_8_bits_give_the_same_text_with_good_and_bad_guesses(
+def test_8_bits_give_the_same_text_with_good_and_bad_drafts(
     source: Source, text: list[int], acceptance: float
 ) -> None:
     oracle = Oracle((*PROMPT, *text), acceptance)
@@ -85,7 +85,7 @@ def test_8_bits_give_the_same_text_in_chunks(llama: Path, chunk: int) -> None:
     assert asyncio.run(answer(source, chunk=chunk)) == asyncio.run(answer(source))
 
 
-async def test_8_bits_give_the_same_text_in_company(source: Source, text: list[int]) -> None:
+async def test_8_bits_give_the_same_text_in_a_batch(source: Source, text: list[int]) -> None:
     options = RingOptions(nodes=3, inference=InferenceConfig(threads=1, wire=WireMode.INT8))
     async with open_local_ring(source, options) as ring:
 
@@ -119,11 +119,11 @@ def test_exact_rows_on_a_slow_link_are_the_same_text_in_fewer_bytes(source: Sour
     assert answers[0] == answers[1] == asyncio.run(answer(source, WireMode.EXACT))
     assert len(exact) == len(plain)
     assert set(plain) == {85 + 2 * width, 85 + 2 * len(PROMPT) * width}
-    assert sum(exact) < 0.95 * sum(plain)  # of tiny rows, each with codes of its own
+    assert sum(exact) < 0.95 * sum(plain)  # of tiny rows, each with its own code table
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_packed_rows_give_the_same_text_with_guesses_in_chunks_and_when_late(
+def test_packed_rows_give_the_same_text_with_drafts_chunks_and_delays(
     source: Source, chunk: int
 ) -> None:
     text = asyncio.run(answer(source, WireMode.PLAIN, chunk=chunk))
@@ -136,7 +136,7 @@ def test_packed_rows_give_the_same_text_with_guesses_in_chunks_and_when_late(
     assert run_virtual(asked) == text
 
 
-def test_auto_learns_what_a_slow_link_is_and_changes_no_session_under_way(source: Source) -> None:
+def test_auto_measures_links_and_changes_no_running_session(source: Source) -> None:
     transport = CountingTransport(LoopbackTransport(Shape(bytes_per_s=1000)))
     options = RingOptions(
         nodes=3, inference=InferenceConfig(threads=1, speculation=False, wire=WireMode.AUTO)
@@ -146,7 +146,7 @@ def test_auto_learns_what_a_slow_link_is_and_changes_no_session_under_way(source
         async with open_local_ring(source, options, transport) as ring:
             _ = [token async for token in ring.tokens(PROMPT, Sampling(), TOKENS)]
             first = data_of(transport)
-            assert asyncio.get_running_loop().time() > 2 * MEASURE  # all is known by now
+            assert asyncio.get_running_loop().time() > 2 * MEASURE  # all links are measured by now
             _ = [token async for token in ring.tokens(PROMPT[1:], Sampling(), TOKENS)]
             return first, data_of(transport)[len(first) :]
 
@@ -175,7 +175,7 @@ def test_a_mixture_in_a_ring_stays_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-async def test_a_state_that_is_not_finite_ends_the_session_with_a_reason(
+async def test_a_non_finite_state_ends_the_session_with_a_reason(
     source: Source, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Runner.prefill

@@ -1,4 +1,4 @@
-"""Ways into a mesh."""
+"""Founding, returning to and joining a mesh."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -60,7 +60,7 @@ def test_without_a_ticket_a_mesh_is_founded(run: Run) -> None:
     run(story)
 
 
-def test_a_member_returns_and_knows_where_others_were(run: Run) -> None:
+def test_a_returning_member_has_the_addresses_of_others(run: Run) -> None:
     async def story(town: Town) -> None:
         keyring = guest(town)
         first = await come(town, keyring)
@@ -73,7 +73,7 @@ def test_a_member_returns_and_knows_where_others_were(run: Run) -> None:
     run(story)
 
 
-def test_a_ticket_makes_a_member(run: Run) -> None:
+def test_a_ticket_gives_a_membership(run: Run) -> None:
     async def story(town: Town) -> None:
         a, keyring = await town.add("a"), guest(town)
         own = await come(town, keyring, ticket(a))
@@ -106,14 +106,14 @@ def test_a_ticket_is_used_once_by_one_node(run: Run) -> None:
     run(story)
 
 
-def test_an_inviter_is_waited_for(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_waits_for_its_inviter(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def story(town: Town) -> None:
         a, keyring = await town.add("a"), guest(town)
         await a.close()
         coming = asyncio.ensure_future(come(town, keyring, ticket(a)))
         await asyncio.sleep(100)
         assert not coming.done()
-        assert caplog.text.count("waiting for the node that invited") == 1
+        assert caplog.text.count("waiting for the inviter") == 1
         again = await town.add("a", life=2)
         again.links._doorkeeper = a.links._doorkeeper
         own = await coming
@@ -126,14 +126,14 @@ def test_an_inviter_is_waited_for(run: Run, caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("addresses", "listed"), [((), "it has none"), (("quic:a", "ws://b:1"), "`quic:a`, `ws://b:1`")]
 )
-def test_who_cannot_be_reached_is_not_waited_for(
+def test_an_inviter_without_a_transport_is_an_error_at_once(
     run: Run, addresses: tuple[str, ...], listed: str
 ) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
         text = a.keyring.invite(addresses, Role.NODE, lasts_s=None, uses=None).encode()
         began = asyncio.get_running_loop().time()
-        with pytest.raises(UserError, match="`loopback` dials no address") as raised:
+        with pytest.raises(UserError, match="`loopback` cannot dial any address") as raised:
             await come(town, guest(town), text)
         assert f"of the ticket ({listed})" in str(raised.value)
         assert asyncio.get_running_loop().time() == began
@@ -154,20 +154,20 @@ def test_a_cancelled_wait_leaves_nothing(run: Run) -> None:
     run(story)
 
 
-def test_a_refusal_is_told_at_once(run: Run) -> None:
+def test_a_rejection_is_reported_at_once(run: Run) -> None:
     async def story(town: Town) -> None:
         a, keyring = await town.add("a"), guest(town)
         removal = remove(a.keyring.key, a.credential.mesh, keyring.key.node, 1)
         a.links.act(a.machine.remove(removal, 0.0))
         began = asyncio.get_running_loop().time()
-        with pytest.raises(NotAuthorised, match="for ever"):
+        with pytest.raises(NotAuthorised, match="permanently removed"):
             await come(town, keyring, ticket(a))
         assert asyncio.get_running_loop().time() - began < KNOCK_S
 
     run(story)
 
 
-def test_a_ticket_that_is_over_is_not_shown(run: Run) -> None:
+def test_an_expired_ticket_is_not_sent(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
         await a.close()
@@ -177,7 +177,7 @@ def test_a_ticket_that_is_over_is_not_shown(run: Run) -> None:
     run(story)
 
 
-def test_a_ticket_for_a_client_makes_no_node(run: Run) -> None:
+def test_a_node_cannot_use_a_ticket_for_a_client(run: Run) -> None:
     async def story(town: Town) -> None:
         a, keyring = await town.add("a"), guest(town)
         with pytest.raises(UserError, match="for a client") as raised:
@@ -188,7 +188,7 @@ def test_a_ticket_for_a_client_makes_no_node(run: Run) -> None:
     run(story)
 
 
-def test_a_mistyped_ticket_is_told(run: Run) -> None:
+def test_a_mistyped_ticket_is_reported(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
         with pytest.raises(UserError, match="mistyped"):
@@ -197,7 +197,7 @@ def test_a_mistyped_ticket_is_told(run: Run) -> None:
     run(story)
 
 
-def test_another_mesh_takes_the_place_of_the_last(
+def test_joining_another_mesh_replaces_the_membership(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(town: Town) -> None:
@@ -213,7 +213,7 @@ def test_another_mesh_takes_the_place_of_the_last(
     run(story)
 
 
-def test_a_new_ticket_renews_a_membership_that_is_void(run: Run) -> None:
+def test_a_new_ticket_renews_a_void_membership(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b, keyring = await town.add("a"), await town.add("b"), guest(town)
         first = await come(town, keyring, ticket(b))
@@ -221,7 +221,7 @@ def test_a_new_ticket_renews_a_membership_that_is_void(run: Run) -> None:
         again = await come(town, keyring, ticket(a))
         assert [own.credential.chain[-1].issuer for own in (first, again)] == [b.me, a.me]
         assert keyring.credential == again.credential
-        assert keyring.peers  # nothing else of the mesh is forgotten
+        assert keyring.peers  # other data of the mesh is kept
         for own in (first, again):
             assert own.link is not None
             await own.link.close()
@@ -229,7 +229,7 @@ def test_a_new_ticket_renews_a_membership_that_is_void(run: Run) -> None:
     run(story)
 
 
-def test_who_founded_the_mesh_needs_nobodys_word(run: Run) -> None:
+def test_a_founder_keeps_its_own_credential(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await town.add("a"), await town.add("b")
         await a.close()
@@ -242,13 +242,13 @@ def test_who_founded_the_mesh_needs_nobodys_word(run: Run) -> None:
     run(story)
 
 
-def test_an_inviter_that_has_forgotten_the_ticket_is_not_asked_for_ever(run: Run) -> None:
+def test_an_inviter_without_the_ticket_is_not_dialled_endlessly(run: Run) -> None:
     async def story(town: Town) -> None:
         a, keyring = await town.add("a"), guest(town)
         text = ticket(a)
         a.keyring._change(lambda content: {**content, "invitations": []})
         began = asyncio.get_running_loop().time()
-        with pytest.raises(NotAuthorised, match="does not know this ticket") as raised:
+        with pytest.raises(NotAuthorised, match="Ticket rejected") as raised:
             await come(town, keyring, text)
         assert raised.value.hint
         assert asyncio.get_running_loop().time() - began < 2 * MAX_HUNG_UP * KNOCK_S
@@ -256,7 +256,7 @@ def test_an_inviter_that_has_forgotten_the_ticket_is_not_asked_for_ever(run: Run
     run(story)
 
 
-def test_a_ticket_of_our_own_is_no_way_out(run: Run) -> None:
+def test_a_ticket_of_this_node_does_not_replace_its_membership(run: Run) -> None:
     async def story(town: Town) -> None:
         keyring = guest(town)
         own = await come(town, keyring)
@@ -267,11 +267,11 @@ def test_a_ticket_of_our_own_is_no_way_out(run: Run) -> None:
     run(story)
 
 
-def test_another_node_at_the_address_gets_no_ticket(run: Run) -> None:
+def test_the_ticket_is_not_sent_to_another_node_at_the_address(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await town.add("a"), await town.add("b")
         real = a.keyring.invite([b.address], Role.NODE, lasts_s=None, uses=None)
-        with pytest.raises(NotAuthorised, match="does not know this ticket"):
+        with pytest.raises(NotAuthorised, match="Ticket rejected"):
             await come(town, guest(town), real.encode())
         assert await guest_of(town, replace(real, addresses=(b.address, a.address)).encode())
 
@@ -285,15 +285,17 @@ async def guest_of(town: Town, text: str) -> Credential:
     return own.credential
 
 
-def test_who_gives_no_credential_is_no_inviter() -> None:
+def test_an_inviter_must_issue_a_credential() -> None:
     class Stingy:
         granted = None
 
-    with pytest.raises(NotAuthorised, match="gave it no credential"):
+    with pytest.raises(NotAuthorised, match="issued no credential"):
         module.granted(cast("SecureLink", Stingy()))
 
 
-def test_a_beacon_tells_where_the_inviter_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beacon_gives_the_address_of_the_inviter(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from contextlib import asynccontextmanager
 
     heard: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a node knows after a restart."""
+"""Records that survive a restart."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def met(*nodes: NodeId, removed: tuple[NodeId, ...] = (), at: str = "loopback:ne
     return Memory((), dict.fromkeys((ME, *nodes), (at,)), frozenset((ME, *removed)))
 
 
-def test_whom_a_node_did_not_meet_this_time_it_still_knows(keyring: Keyring) -> None:
+def test_addresses_of_nodes_not_met_are_kept(keyring: Keyring) -> None:
     keyring.peers = {ANN: ["loopback:ann"], BOB: ["loopback:bob"]}
 
     write_down(keyring, met(BOB))
@@ -29,7 +29,7 @@ def test_whom_a_node_did_not_meet_this_time_it_still_knows(keyring: Keyring) -> 
     assert keyring.peers == {ANN: ("loopback:ann",), BOB: ("loopback:new",)}
 
 
-def test_who_is_removed_is_forgotten(keyring: Keyring) -> None:
+def test_addresses_of_removed_nodes_are_dropped(keyring: Keyring) -> None:
     keyring.peers = {ANN: ["loopback:ann"], EVE: ["loopback:eve"]}
 
     write_down(keyring, met(ANN, EVE, removed=(EVE,)))
@@ -37,7 +37,7 @@ def test_who_is_removed_is_forgotten(keyring: Keyring) -> None:
     assert keyring.peers == {ANN: ("loopback:new",)}
 
 
-def test_of_too_many_those_who_were_met_stay(keyring: Keyring) -> None:
+def test_of_too_many_addresses_those_of_met_nodes_are_kept(keyring: Keyring) -> None:
     crowd = [NodeId(number.to_bytes(32)) for number in range(1000, 1000 + MAX_MEMBERS)]
     keyring.peers = {node: ["loopback:old"] for node in crowd}
 

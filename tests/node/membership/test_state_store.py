@@ -1,4 +1,4 @@
-"""A state folder under bad luck, bad files and other processes."""
+"""The state folder with crashes, invalid files and concurrent processes."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def damage(keyring: Keyring, content: object) -> None:
     (keyring.folder / "mesh.json").write_text(json.dumps(content))
 
 
-def test_only_its_owner_can_open_anything(tmp_path: Path) -> None:
+def test_all_files_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "state"
     folder.mkdir(parents=True, mode=0o777)
     keyring = Keyring.open(folder)
@@ -49,7 +49,7 @@ def test_only_its_owner_can_open_anything(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-def test_a_key_that_others_could_read_is_closed_again(keyring: Keyring) -> None:
+def test_the_mode_of_a_readable_key_is_restored(keyring: Keyring) -> None:
     (keyring.folder / "node.key").chmod(0o644)
 
     again(keyring)
@@ -57,11 +57,11 @@ def test_a_key_that_others_could_read_is_closed_again(keyring: Keyring) -> None:
     assert stat.S_IMODE((keyring.folder / "node.key").stat().st_mode) == 0o600
 
 
-def test_the_key_is_made_once(keyring: Keyring) -> None:
+def test_the_key_is_created_once(keyring: Keyring) -> None:
     assert again(keyring).key.node == keyring.key.node
 
 
-def test_two_processes_at_once_make_one_key(tmp_path: Path) -> None:
+def test_concurrent_processes_create_one_key(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path;"
         "from meshllm.node.membership.state_store import Keyring;"
@@ -81,7 +81,7 @@ def test_two_processes_at_once_make_one_key(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["node.key"]
 
 
-def test_who_comes_second_takes_the_key_of_the_first(
+def test_the_second_process_uses_the_key_of_the_first(
     keyring: Keyring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = keyring.folder / "node.key"
@@ -93,11 +93,11 @@ def test_who_comes_second_takes_the_key_of_the_first(
 
 
 @pytest.mark.parametrize("data", [b"", b"ab" * 31, b"zz" * 32, b"\xff" * 64, b"ab" * 33])
-def test_a_damaged_key_is_told_and_kept(keyring: Keyring, data: bytes) -> None:
+def test_a_damaged_key_is_reported_and_kept(keyring: Keyring, data: bytes) -> None:
     path = keyring.folder / "node.key"
     path.write_bytes(data)
 
-    with pytest.raises(UserError, match="holds no key") as raised:
+    with pytest.raises(UserError, match="Invalid key file") as raised:
         again(keyring)
 
     assert raised.value.hint
@@ -147,7 +147,7 @@ INVITATION = {"secret": "ab" * 16, "role": "node", "expires_s": 0, "uses": None,
 def test_json_that_is_not_ours_is_one_clear_error(keyring: Keyring, content: object) -> None:
     damage(keyring, content)
 
-    with pytest.raises(UserError, match=r"mesh\.json` cannot be read") as raised:
+    with pytest.raises(UserError, match=r"Invalid state file `.*mesh\.json`") as raised:
         again(keyring)
 
     assert raised.value.hint
@@ -157,11 +157,11 @@ def test_json_that_is_not_ours_is_one_clear_error(keyring: Keyring, content: obj
 def test_no_json_is_one_clear_error(keyring: Keyring, data: bytes) -> None:
     (keyring.folder / "mesh.json").write_bytes(data)
 
-    with pytest.raises(UserError, match=r"mesh\.json` cannot be read"):
+    with pytest.raises(UserError, match=r"Invalid state file `.*mesh\.json`"):
         again(keyring)
 
 
-def test_a_file_in_place_of_the_folder_is_told(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
 
     with pytest.raises(UserError, match="cannot be used"):
@@ -192,24 +192,24 @@ def test_one_folder_is_for_one_node_at_a_time(keyring: Keyring) -> None:
         pass
 
 
-def test_it_belongs_to_no_mesh_at_first(keyring: Keyring) -> None:
+def test_a_new_folder_has_no_mesh(keyring: Keyring) -> None:
     assert (keyring.credential, keyring.mesh) == (None, None)
 
 
-def test_what_it_founds_lasts(keyring: Keyring) -> None:
+def test_a_founded_mesh_is_saved(keyring: Keyring) -> None:
     founded = keyring.found()
 
     assert again(keyring).credential == founded
     assert again(keyring).mesh == founded.mesh
 
 
-def test_each_start_is_counted_even_where_two_count(keyring: Keyring) -> None:
+def test_concurrent_starts_are_all_counted(keyring: Keyring) -> None:
     other = again(keyring)
 
     assert [ring.next_incarnation() for ring in (keyring, other, keyring)] == [1, 2, 3]
 
 
-def test_another_mesh_makes_it_forget_the_last(keyring: Keyring) -> None:
+def test_another_mesh_drops_the_data_of_the_last(keyring: Keyring) -> None:
     keyring.next_incarnation()
     keyring.found()
     keyring.remember("records", b"x")
@@ -223,7 +223,7 @@ def test_another_mesh_makes_it_forget_the_last(keyring: Keyring) -> None:
     assert keyring.next_incarnation() == 2
 
 
-def test_another_credential_of_its_mesh_makes_it_forget_nothing(keyring: Keyring) -> None:
+def test_another_credential_of_the_mesh_drops_nothing(keyring: Keyring) -> None:
     keyring.join(FOUNDED)
     keyring.remember("records", b"x")
 
@@ -232,7 +232,7 @@ def test_another_credential_of_its_mesh_makes_it_forget_nothing(keyring: Keyring
     assert keyring.recall("records") == b"x"
 
 
-def test_it_remembers_peers_and_bytes(keyring: Keyring) -> None:
+def test_peers_and_bytes_are_saved(keyring: Keyring) -> None:
     keyring.peers = {SOMEBODY: ["loopback:a", "loopback:b"]}
     keyring.remember("records", b"\x00\xff")
 
@@ -241,7 +241,7 @@ def test_it_remembers_peers_and_bytes(keyring: Keyring) -> None:
     assert again(keyring).recall("else") == b""
 
 
-def test_nothing_new_is_not_written(keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_data_is_not_written(keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     keyring.peers = {SOMEBODY: ["loopback:a"]}
     keyring.remember("records", b"x")
     before = (keyring.folder / "mesh.json").stat().st_ino
@@ -252,7 +252,7 @@ def test_nothing_new_is_not_written(keyring: Keyring, monkeypatch: pytest.Monkey
     assert (keyring.folder / "mesh.json").stat().st_ino == before
 
 
-def test_what_another_process_wrote_is_not_lost(keyring: Keyring) -> None:
+def test_writes_of_another_process_are_kept(keyring: Keyring) -> None:
     keyring.found()
     other = again(keyring)
     keyring.invite([], Role.NODE, lasts_s=None, uses=1)
@@ -281,12 +281,12 @@ def test_a_crash_while_writing_leaves_the_old_file(
     assert again(keyring).credential == founded
 
 
-def test_who_is_no_member_invites_nobody(keyring: Keyring) -> None:
-    with pytest.raises(NotAuthorised, match="belongs to no mesh"):
+def test_only_a_member_can_invite(keyring: Keyring) -> None:
+    with pytest.raises(NotAuthorised, match="is in no mesh"):
         keyring.invite([], Role.NODE, lasts_s=None, uses=None)
 
 
-def test_a_ticket_says_what_is_remembered(keyring: Keyring) -> None:
+def test_a_ticket_matches_the_saved_invitation(keyring: Keyring) -> None:
     keyring.found()
 
     ticket = keyring.invite(["loopback:a"], Role.CLIENT, lasts_s=60, uses=2)
@@ -298,7 +298,7 @@ def test_a_ticket_says_what_is_remembered(keyring: Keyring) -> None:
     assert (ticket.addresses, invitation.uses) == (("loopback:a",), 2)
 
 
-def test_a_ticket_takes_as_many_addresses_as_it_holds(keyring: Keyring) -> None:
+def test_a_ticket_has_a_limited_number_of_addresses(keyring: Keyring) -> None:
     keyring.found()
 
     ticket = keyring.invite([f"loopback:{n}" for n in range(99)], Role.NODE, lasts_s=1, uses=1)
@@ -306,9 +306,7 @@ def test_a_ticket_takes_as_many_addresses_as_it_holds(keyring: Keyring) -> None:
     assert ticket.addresses == tuple(f"loopback:{n}" for n in range(MAX_ADDRESSES))
 
 
-def test_invitations_that_are_over_are_forgotten(
-    keyring: Keyring, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_invitations_are_dropped(keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     keyring.found()
     monkeypatch.setattr(module, "MAX_INVITATIONS", 3)
     keyring.invite([], Role.NODE, lasts_s=-5, uses=None)
@@ -333,7 +331,7 @@ def test_invitations_that_are_over_are_forgotten(
         ({"uses": 2, "guests": (SOMEBODY,)}, GUEST.node, True),
     ],
 )
-def test_an_invitation_ends(fields: dict[str, Any], guest: NodeId | None, is_open: bool) -> None:
+def test_an_invitation_closes(fields: dict[str, Any], guest: NodeId | None, is_open: bool) -> None:
     invitation = replace(Invitation(b"", Role.NODE, 0, None), **fields)
 
     assert invitation.is_open(100.0, guest) is is_open
@@ -352,7 +350,7 @@ def test_a_guest_counts_once_and_not_without_a_limit(keyring: Keyring) -> None:
     assert (limited.guests, free.guests) == ((SOMEBODY,), ())
 
 
-def test_a_file_deleted_while_the_node_runs_is_written_as_it_was_known(keyring: Keyring) -> None:
+def test_a_file_deleted_while_the_node_runs_is_restored(keyring: Keyring) -> None:
     credential = keyring.found()
     ticket = keyring.invite([], Role.NODE, lasts_s=None, uses=1)
     (keyring.folder / "mesh.json").unlink()
@@ -365,7 +363,7 @@ def test_a_file_deleted_while_the_node_runs_is_written_as_it_was_known(keyring: 
     assert again(keyring).credential == credential
 
 
-def test_a_file_damaged_while_the_node_runs_is_told_once(
+def test_a_file_damaged_while_the_node_runs_is_reported_once(
     keyring: Keyring, caplog: pytest.LogCaptureFixture
 ) -> None:
     keyring.found()
@@ -375,4 +373,4 @@ def test_a_file_damaged_while_the_node_runs_is_told_once(
     damage(keyring, "text")
 
     assert keyring.invitations() == keyring.invitations() == before
-    assert caplog.text.count("cannot be read") == 1
+    assert caplog.text.count("Invalid state file") == 1

@@ -1,4 +1,4 @@
-"""What is said on the local network, and what strangers say there."""
+"""Beacons on the local network, and datagrams of unknown senders."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def beacon_of(
 
 
 def seal(plain: bytes) -> bytes:
-    """Write what a member may write, whatever it is."""
+    """Encrypt any content as a member can."""
     nonce = os.urandom(module.NONCE_BYTES)
     return MAGIC + nonce + CODE._cipher.encrypt(nonce, plain, MAGIC)
 
@@ -72,7 +72,7 @@ def test_a_beacon_is_read_as_it_was_written(addresses: list[str]) -> None:
     assert list(read[1]) == addresses[: len(read[1])]
 
 
-def test_as_many_addresses_as_fit_are_told() -> None:
+def test_a_beacon_has_as_many_addresses_as_fit() -> None:
     assert CODE.read(CODE.write(PEER, AT)) == (PEER, AT)
     assert CODE.read(CODE.write(PEER, AT * 50)) == (PEER, (AT * 50)[:MAX_ADDRESSES])
 
@@ -83,18 +83,18 @@ def test_long_addresses_are_left_out_from_the_end() -> None:
     assert CODE.read(CODE.write(PEER, [*AT, long, long])) == (PEER, (*AT, long))
 
 
-def test_another_mesh_reads_nothing() -> None:
+def test_another_mesh_cannot_decrypt_a_beacon() -> None:
     assert Code(MeshId(bytes(16))).read(CODE.write(PEER, AT)) is None
 
 
-def test_nothing_is_said_twice_in_the_same_bytes() -> None:
+def test_no_two_beacons_have_the_same_bytes() -> None:
     one, other = CODE.write(PEER, AT), CODE.write(PEER, AT)
 
     assert one[len(MAGIC) :] != other[len(MAGIC) :]
     assert not any(secret in one for secret in (PEER, MESH, b"10.0.0.7"))
 
 
-def test_no_changed_bit_is_overlooked() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     beacon = CODE.write(PEER, AT)
 
     for place in range(len(beacon)):
@@ -126,15 +126,15 @@ def test_noise_is_ignored(noise: bytes) -> None:
     ],
     ids=repr,
 )
-def test_what_a_member_makes_up_is_ignored(plain: bytes) -> None:
+def test_invalid_content_of_a_member_is_ignored(plain: bytes) -> None:
     assert CODE.read(seal(plain)) is None
 
 
-def test_a_beacon_is_not_longer_than_may_be() -> None:
+def test_a_too_long_beacon_is_ignored() -> None:
     assert CODE.read(seal(PEER + json.dumps(["a" * MAX_BEACON_BYTES]).encode())) is None
 
 
-def test_who_is_heard_first_gets_an_answer_once() -> None:
+def test_an_unknown_node_gets_one_reply() -> None:
     heard: Heard = []
 
     async def story() -> list[bytes]:
@@ -148,7 +148,7 @@ def test_who_is_heard_first_gets_an_answer_once() -> None:
     assert heard == [(PEER, AT)] * 3
 
 
-def test_our_own_beacons_and_noise_are_not_heard() -> None:
+def test_own_beacons_and_noise_are_ignored() -> None:
     heard: Heard = []
 
     async def story() -> FakeTransport:
@@ -162,7 +162,7 @@ def test_our_own_beacons_and_noise_are_not_heard() -> None:
     assert heard == []
 
 
-def test_made_up_nodes_get_no_endless_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invented_nodes_get_a_limited_number_of_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KNOWN", 5)
     heard: Heard = []
 
@@ -176,7 +176,7 @@ def test_made_up_nodes_get_no_endless_answers(monkeypatch: pytest.MonkeyPatch) -
     assert len(heard) == 20
 
 
-def test_beacons_are_sent_ever_more_rarely() -> None:
+def test_the_interval_of_beacons_doubles() -> None:
     async def story() -> list[float]:
         beacon, transport = beacon_of([], "ws://me")
         sending = asyncio.ensure_future(beacon.run())
@@ -193,7 +193,7 @@ def test_beacons_are_sent_ever_more_rarely() -> None:
     assert pauses[-1] == max(pauses) == LAST_S
 
 
-def test_who_cannot_be_reached_asks_and_answers_nothing() -> None:
+def test_a_node_without_addresses_queries_and_does_not_answer() -> None:
     heard: Heard = []
 
     async def story() -> FakeTransport:
@@ -208,7 +208,7 @@ def test_who_cannot_be_reached_asks_and_answers_nothing() -> None:
     assert heard == [(PEER, AT)]
 
 
-def test_a_question_is_answered_each_time_but_not_in_a_flood() -> None:
+def test_queries_are_answered_with_a_rate_limit() -> None:
     heard: Heard = []
 
     async def story() -> list[bytes]:
@@ -225,7 +225,7 @@ def test_a_question_is_answered_each_time_but_not_in_a_flood() -> None:
     assert heard == []
 
 
-def test_who_has_a_ticket_is_answered_under_its_key() -> None:
+def test_a_guest_is_answered_under_the_key_of_its_ticket() -> None:
     heard: Heard = []
     others = [bytes([number]) * 32 for number in range(255)]
 
@@ -240,7 +240,7 @@ def test_who_has_a_ticket_is_answered_under_its_key() -> None:
     assert heard == []
 
 
-def test_whose_ticket_is_over_is_noise_and_noise_is_looked_at_rarely() -> None:
+def test_unknown_datagrams_are_decrypted_with_a_rate_limit() -> None:
     looks: list[float] = []
 
     def guests() -> list[bytes]:
@@ -260,7 +260,9 @@ def test_whose_ticket_is_over_is_noise_and_noise_is_looked_at_rarely() -> None:
 
 
 @pytest.mark.socket
-async def test_two_nodes_on_one_network_hear_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_nodes_on_one_network_discover_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
         free.bind(("", 0))
         monkeypatch.setattr(module, "PORT", free.getsockname()[1])
@@ -289,7 +291,7 @@ async def test_two_nodes_on_one_network_hear_each_other(monkeypatch: pytest.Monk
 
 
 @pytest.mark.socket
-async def test_a_port_in_use_is_no_end(
+async def test_a_port_in_use_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "meshllm")
@@ -305,7 +307,7 @@ async def test_a_port_in_use_is_no_end(
             beacon.send()
 
             assert beacon._transports == {}
-    assert "no beacons are heard" in caplog.text
+    assert "cannot receive beacons" in caplog.text
 
 
 @pytest.mark.socket

@@ -1,4 +1,4 @@
-"""Whoever answers first, and nothing left of the others."""
+"""The first address to answer wins, and no link of the others is left."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,7 +22,7 @@ from tests.builders.handshakes import AS_HOST, AS_MEMBER, GUEST, HOST, NOBODY, O
 
 
 class Open:
-    """A gate for all, or for nobody."""
+    """Admits all peers, or none."""
 
     refusal: NotAuthorised | None = None
 
@@ -38,7 +38,7 @@ class Open:
 
 
 class Net:
-    """A loopback network that notes what was dialled, and places on it."""
+    """A loopback network that records the dialled addresses."""
 
     name: ClassVar[str] = "loopback"
     schemes: ClassVar[tuple[str, ...]] = ("loopback",)
@@ -61,7 +61,7 @@ class Net:
 
     @asynccontextmanager
     async def host(self, name: str, own: Own = AS_HOST, wait_s: float = 0.0) -> AsyncIterator[None]:
-        """Answer at an address, after some time; None is never."""
+        """Answer at an address after some time; None is never."""
 
         async def serve(listener: Listener) -> None:
             async for link in listener.links():
@@ -106,7 +106,7 @@ def run(story: Callable[[Net], Coroutine[Any, Any, None]]) -> Net:
     return run_virtual(main())
 
 
-def test_the_first_that_answers_is_taken() -> None:
+def test_the_first_to_answer_wins() -> None:
     async def story(net: Net) -> None:
         async with net.host("a"), net.host("b"):
             link = await net.reach("a", "b")
@@ -120,7 +120,7 @@ def test_the_first_that_answers_is_taken() -> None:
     assert [address for _, address in net.dialled] == ["loopback:a"]
 
 
-def test_a_dead_address_is_passed_over() -> None:
+def test_a_dead_address_is_skipped() -> None:
     async def story(net: Net) -> None:
         async with net.host("b"):
             assert (await net.reach("a", "b")).peer == HOST.node
@@ -129,7 +129,7 @@ def test_a_dead_address_is_passed_over() -> None:
     assert net.dialled == [(0.0, "loopback:a"), (STAGGER_S, "loopback:b")]
 
 
-def test_a_silent_address_is_given_up_and_closed() -> None:
+def test_a_silent_address_is_cancelled_and_closed() -> None:
     async def story(net: Net) -> None:
         async with net.listen("loopback:a"), net.host("b"):
             assert (await net.reach("a", "b")).peer == HOST.node
@@ -157,10 +157,10 @@ def test_all_dead_is_one_error() -> None:
     assert len(run(story).dialled) == 3
 
 
-def test_all_silent_takes_so_long_and_no_longer() -> None:
+def test_silence_ends_at_the_timeout() -> None:
     async def story(net: Net) -> None:
         async with net.listen("loopback:a"), net.listen("loopback:b"):
-            with pytest.raises(LinkLost, match=f"No answer in {DIAL_S:.0f} s"):
+            with pytest.raises(LinkLost, match=f"No answer within {DIAL_S:.0f} s"):
                 await net.reach("a", "b")
             assert asyncio.get_running_loop().time() == DIAL_S
             assert await net.open_links() == 0
@@ -169,7 +169,7 @@ def test_all_silent_takes_so_long_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("b", "a", "c")])
-def test_a_refusal_tells_more_than_silence(names: tuple[str, ...]) -> None:
+def test_a_rejection_is_reported_before_silence(names: tuple[str, ...]) -> None:
     async def story(net: Net) -> None:
         net.gate.refusal = NotAuthorised("it was removed")
         async with net.host("a"):
@@ -179,7 +179,7 @@ def test_a_refusal_tells_more_than_silence(names: tuple[str, ...]) -> None:
     run(story)
 
 
-def test_another_node_at_the_first_address_hides_nobody() -> None:
+def test_another_node_at_the_first_address_does_not_block_the_others() -> None:
     async def story(net: Net) -> None:
         async with net.host("a", replace(AS_HOST, key=OTHER)), net.host("b"):
             assert (await net.reach("a", "b")).peer == HOST.node
@@ -198,7 +198,7 @@ def test_a_long_list_costs_little() -> None:
 
 
 @pytest.mark.parametrize("odd", ["ws://10.0.0.1:7700", ":", "loopback:", "\x00:", "http:x"])
-def test_an_odd_address_hides_nobody(odd: str) -> None:
+def test_an_invalid_address_does_not_block_the_others(odd: str) -> None:
     async def story(net: Net) -> None:
         async with net.host("b"):
             assert (await net.reach(odd, "b")).peer == HOST.node
@@ -251,7 +251,7 @@ def test_a_call_that_is_cancelled_as_it_ends_leaves_no_link() -> None:
         run_virtual(main(steps))
 
 
-def test_a_bug_of_a_transport_hides_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_of_a_transport_does_not_block_the_others(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Net):
         async def dial(self, address: str) -> Link:
             if address == "loopback:a":
@@ -266,13 +266,13 @@ def test_a_bug_of_a_transport_hides_nobody(caplog: pytest.LogCaptureFixture) -> 
             await net.reach("a")
 
     run_virtual(main())
-    assert "the transport met a bug" in caplog.text
+    assert "bug in the transport" in caplog.text
 
 
 async def test_an_address_without_transport_is_not_dialled() -> None:
     caller = Caller({}, AS_MEMBER)
 
-    with pytest.raises(LinkLost, match="No transport here dials"):
+    with pytest.raises(LinkLost, match="No transport for the address"):
         await caller._dial("ws://x", Purpose.MESH, GUEST.node, NOBODY)
 
 

@@ -1,4 +1,4 @@
-"""Several transports of one node: who listens where, and what others are told."""
+"""Several transports of one node: their listen addresses, and the advertised ones."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -54,7 +54,7 @@ class Plain:
 
 
 class Clever(Plain):
-    """A transport with an identity, relays and an eye for networks."""
+    """A transport with an identity, relays and network detection."""
 
     name: ClassVar[str] = "clever"
     schemes: ClassVar[tuple[str, ...]] = ("clever",)
@@ -79,20 +79,20 @@ def place(*listeners: Ears, transports: tuple[Transport, ...] = (), advertised: 
     return Place(transports, listeners, (advertised,) if advertised else ())
 
 
-def test_transports_are_tried_by_turns() -> None:
+def test_addresses_of_transports_are_interleaved() -> None:
     own = place(Ears("a:1", "a:2", "a:3"), Ears("b:1"), advertised="proxy:1")
 
     assert own.addresses == ("proxy:1", "a:1", "b:1", "a:2", "a:3")
 
 
-def test_an_address_is_told_once_and_not_too_many_are() -> None:
+def test_addresses_are_unique_and_limited() -> None:
     own = place(Ears("a:1", *(f"a:{n}" for n in range(MAX_ADDRESSES))), advertised="a:1")
 
     assert len(own.addresses) == MAX_ADDRESSES
     assert own.addresses.count("a:1") == 1
 
 
-def test_what_moves_is_told_to_who_asked() -> None:
+def test_a_change_of_addresses_is_reported() -> None:
     ears, calls = Ears("a:1"), []
     own = place(ears)
 
@@ -103,7 +103,7 @@ def test_what_moves_is_told_to_who_asked() -> None:
     assert calls == [("a:2",)]
 
 
-def test_only_transports_that_look_at_networks_tell_of_them() -> None:
+def test_only_surveying_transports_report_networks() -> None:
     clever, network = Clever(), Network("none", "no NAT", (), ())
     own = place(transports=(Plain(), clever))
 
@@ -112,7 +112,7 @@ def test_only_transports_that_look_at_networks_tell_of_them() -> None:
     assert own.survey() == [network]
 
 
-def test_a_transport_that_proves_who_we_are_gets_the_key() -> None:
+def test_an_identified_transport_gets_the_key() -> None:
     clever = Clever()
 
     prepare((Plain(), clever), KEY, ("clever:relay",))
@@ -120,7 +120,7 @@ def test_a_transport_that_proves_who_we_are_gets_the_key() -> None:
     assert (clever.seeds, clever.relays) == ([bytes(32)], ["clever:relay"])
 
 
-def test_a_relay_that_no_transport_takes_is_refused() -> None:
+def test_a_relay_without_a_transport_is_refused() -> None:
     with pytest.raises(UserError, match="and `plain` does not") as raised:
         prepare((Plain(),), KEY, ("clever:relay",))
 
@@ -140,25 +140,25 @@ def test_an_address_of_no_scheme_is_for_all() -> None:
     assert shares("host:7700") == {"plain": "host:7700", "clever": "host:7700"}
 
 
-def test_who_is_not_named_does_not_listen() -> None:
+def test_a_transport_without_an_address_does_not_listen() -> None:
     assert shares("clever:1") == {"clever": "clever:1"}
 
 
 @pytest.mark.parametrize(
     ("addresses", "error"),
     [
-        (("ftp://1",), "`ftp://1` is no address of `plain`, `clever`"),
+        (("ftp://1",), "`ftp://1` is not an address of `plain`, `clever`"),
         (("plain:1", "plains:2"), "`plain:1` and `plains:2` are both for `plain`"),
     ],
 )
-def test_an_address_for_nobody_or_for_one_twice_is_refused(
+def test_unknown_schemes_and_duplicate_addresses_are_refused(
     addresses: tuple[str, ...], error: str
 ) -> None:
     with pytest.raises(UserError, match=error):
         share_out(addresses, (Plain(), Clever()))
 
 
-async def test_a_given_transport_listens_where_it_is_told(tmp_path: Path) -> None:
+async def test_a_given_transport_listens_at_the_option(tmp_path: Path) -> None:
     clever = Clever()
     options = NodeOptions(
         state=tmp_path, listen=("clever:5",), advertise=("clever:proxy",), relays=("clever:r",)

@@ -1,4 +1,4 @@
-"""Members that meet, cross, fall silent and leave, on a clock that does not wait."""
+"""Members that connect, dial each other at once, fall silent and leave, on a virtual clock."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ Story = Callable[[Town], Coroutine[Any, Any, None]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[[Story], None]:
-    """Run a story in a town with a slow network; nothing is left running."""
+    """Run a story in a town with a slow network; check that no task is left."""
 
     async def main(story: Story) -> None:
         async with town(tmp_path, LoopbackTransport(Shape(delay_s=0.01))) as made:
@@ -43,7 +43,7 @@ Run = Callable[[Story], None]
 
 
 async def pair(town: Town) -> tuple[House, House]:
-    """Let two nodes meet."""
+    """Link two nodes."""
     a, b = await town.add("a"), await town.add("b")
     b.meet(a)
     await asyncio.sleep(2)
@@ -52,7 +52,7 @@ async def pair(town: Town) -> tuple[House, House]:
 
 
 async def dial(house: House, other: House, purpose: Purpose = Purpose.MESH) -> SecureLink:
-    """Dial as a member that does what a test says."""
+    """Dial as a member that is driven by the test."""
     link = await house.transport.dial(other.address)
     return await secure_dial(link, house.own, purpose, expect=other.me, now_s=0, removals={})
 
@@ -76,7 +76,7 @@ def test_two_nodes_meet(run: Run) -> None:
     run(story)
 
 
-def test_who_meets_one_meets_all(run: Run) -> None:
+def test_a_node_that_meets_one_meets_all(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
         others = [await town.add(name) for name in "bcde"]
@@ -121,7 +121,7 @@ def test_a_lost_link_is_dialled_again(run: Run) -> None:
     run(story)
 
 
-def test_who_is_gone_is_lost_and_comes_back_as_another_life(run: Run) -> None:
+def test_a_restarted_node_has_another_incarnation(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         await b.close()
@@ -137,7 +137,7 @@ def test_who_is_gone_is_lost_and_comes_back_as_another_life(run: Run) -> None:
     run(story)
 
 
-def test_who_says_nothing_is_dropped(run: Run) -> None:
+def test_a_silent_peer_is_dropped(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await town.add("a"), await town.add("b")
         link = await dial(b, a)
@@ -151,7 +151,7 @@ def test_who_says_nothing_is_dropped(run: Run) -> None:
     run(story)
 
 
-def test_who_does_not_read_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_read_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_QUEUED", 10_000)
 
     async def story(town: Town) -> None:
@@ -159,7 +159,7 @@ def test_who_does_not_read_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch)
         await dial(b, a)
         await asyncio.sleep(0.1)
         assert a.peers == {b.me}
-        for _ in range(1000):  # the link itself takes 256
+        for _ in range(1000):  # the link itself buffers 256
             a.links.post(b.me, Said(ASK, bytes(100)))
             await asyncio.sleep(0)
         await asyncio.sleep(0.1)
@@ -169,7 +169,7 @@ def test_who_does_not_read_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch)
     run(story)
 
 
-def test_beats_do_not_wait_for_answers(run: Run) -> None:
+def test_heartbeats_are_not_blocked_by_answers(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         reads, stop = 0, asyncio.Event()
@@ -178,7 +178,7 @@ def test_beats_do_not_wait_for_answers(run: Run) -> None:
             nonlocal reads
             reads += 1
 
-        b.talk = stuck  # type: ignore[method-assign]  # it takes them, slowly
+        b.talk = stuck  # type: ignore[method-assign]  # it reads slowly
         for _ in range(2000):
             a.links.post(b.me, Said(ASK, bytes(1000)))
         await asyncio.sleep(20)
@@ -187,7 +187,7 @@ def test_beats_do_not_wait_for_answers(run: Run) -> None:
     run(story)
 
 
-def test_the_last_word_arrives(run: Run) -> None:
+def test_the_reason_of_leaving_arrives(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         began = asyncio.get_running_loop().time()
@@ -198,12 +198,12 @@ def test_the_last_word_arrives(run: Run) -> None:
         assert (a.peers, b.peers) == (set(), set())
         assert a.machine.states[b.me].lifecycle is Lifecycle.LEFT
         await asyncio.sleep(30)
-        assert a.peers == set()  # nobody dials who has left
+        assert a.peers == set()  # a node that has left is not dialled
 
     run(story)
 
 
-def test_who_leaves_has_left_for_all(run: Run) -> None:
+def test_a_leaving_node_has_left_for_all(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         c = await town.add("c")
@@ -218,7 +218,7 @@ def test_who_leaves_has_left_for_all(run: Run) -> None:
     run(story)
 
 
-def test_leaving_does_not_wait_for_who_does_not_read(
+def test_leaving_does_not_wait_for_a_peer_that_does_not_read(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(town: Town) -> None:
@@ -237,7 +237,7 @@ async def never(*_: object) -> None:
     await asyncio.Event().wait()
 
 
-def test_a_removal_cuts_the_link_at_once(run: Run) -> None:
+def test_a_removal_closes_the_link_at_once(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         c = await town.add("c")
@@ -256,7 +256,7 @@ def test_a_removal_cuts_the_link_at_once(run: Run) -> None:
     run(story)
 
 
-def test_another_process_with_the_same_key_is_told_so(run: Run) -> None:
+def test_a_second_process_with_the_same_key_is_rejected(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         twin = House("twin", b.keyring, b.credential, town.transport, 2)
@@ -271,7 +271,7 @@ def test_another_process_with_the_same_key_is_told_so(run: Run) -> None:
     run(story)
 
 
-def test_a_client_asks_and_hears_no_gossip(run: Run) -> None:
+def test_a_client_gets_answers_and_no_gossip(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         client = await town.add("client", Role.CLIENT)
@@ -287,7 +287,7 @@ def test_a_client_asks_and_hears_no_gossip(run: Run) -> None:
     run(story)
 
 
-def test_a_ring_is_linked_by_nodes_only(run: Run) -> None:
+def test_only_nodes_open_ring_links(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         client = await town.add("client", Role.CLIENT)
@@ -302,7 +302,7 @@ def test_a_ring_is_linked_by_nodes_only(run: Run) -> None:
     run(story)
 
 
-def test_who_is_not_known_cannot_be_dialled(run: Run) -> None:
+def test_an_unknown_node_cannot_be_dialled(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
         with pytest.raises(LinkLost, match="no address"):
@@ -311,7 +311,7 @@ def test_who_is_not_known_cannot_be_dialled(run: Run) -> None:
     run(story)
 
 
-def test_hints_are_not_followed_too_often(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(town: Town) -> None:
         a, dialled = await town.add("a"), list[list[str]]()
 
@@ -325,7 +325,7 @@ def test_hints_are_not_followed_too_often(run: Run, monkeypatch: pytest.MonkeyPa
             a.links.hint(NodeId(bytes(32)), ["loopback:x"])
         await asyncio.sleep(module.HINT_S)
         assert dialled == [["loopback:x"]]
-        for number in range(1000):  # a member makes them up
+        for number in range(1000):  # a member invents them
             a.links.hint(NodeId(number.to_bytes(32)), ["loopback:x"])
         await asyncio.sleep(1)
         assert len(dialled) == 1 + MAX_MEMBERS
@@ -333,14 +333,14 @@ def test_hints_are_not_followed_too_often(run: Run, monkeypatch: pytest.MonkeyPa
     run(story)
 
 
-def test_strangers_do_no_harm(run: Run) -> None:
+def test_unknown_peers_do_no_harm(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         strangers = [await town.transport.dial(a.address) for _ in range(module.MAX_SHAKING + 5)]
         for number, link in enumerate(strangers):
             if number % 2:
                 await link.send([b"GET / HTTP/1.1"], Channel.CONTROL)
-        await asyncio.sleep(30)  # those that say nothing are given up
+        await asyncio.sleep(30)  # silent ones time out
         c = await town.add("c")
         c.meet(a)
         await asyncio.sleep(3)
@@ -350,7 +350,7 @@ def test_strangers_do_no_harm(run: Run) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x01\x63", b"\x63\x01", bytes(99)])
-def test_who_breaks_the_rules_loses_the_link(run: Run, data: bytes) -> None:
+def test_a_protocol_violation_closes_the_link(run: Run, data: bytes) -> None:
     async def story(town: Town) -> None:
         a, b = await town.add("a"), await town.add("b")
         link = await dial(b, a)
@@ -363,7 +363,7 @@ def test_who_breaks_the_rules_loses_the_link(run: Run, data: bytes) -> None:
     run(story)
 
 
-def test_a_bug_ends_its_link_and_not_the_node(
+def test_a_bug_closes_its_link_and_not_the_node(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(town: Town) -> None:
@@ -376,14 +376,14 @@ def test_a_bug_ends_its_link_and_not_the_node(
             patch.setattr(a, "talk", broken)
             b.links.post(a.me, Said(ASK, b""))
             await asyncio.sleep(0.1)
-        assert "a link met a bug" in caplog.text
+        assert "bug in a link" in caplog.text
         await asyncio.sleep(20)
         assert a.peers == {b.me}
 
     run(story)
 
 
-def test_a_bug_of_the_gate_is_no_end(
+def test_a_bug_of_the_gate_does_not_end_the_node(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(town: Town) -> None:
@@ -396,7 +396,7 @@ def test_a_bug_of_the_gate_is_no_end(
             patch.setattr("meshllm.node.membership.admission.Gate.judge", broken)
             with pytest.raises(LinkLost):
                 await dial(b, a)
-        assert "a link met a bug" in caplog.text
+        assert "bug in a link" in caplog.text
         b.meet(a)
         await asyncio.sleep(2)
         assert a.peers == {b.me}
@@ -404,7 +404,7 @@ def test_a_bug_of_the_gate_is_no_end(
     run(story)
 
 
-def test_a_refused_link_is_a_matter_for_the_log(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rejected_link_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "meshllm")
 
     async def story(town: Town) -> None:
@@ -414,12 +414,12 @@ def test_a_refused_link_is_a_matter_for_the_log(run: Run, caplog: pytest.LogCapt
         a.links.act(a.machine.remove(removal, now))
         with pytest.raises(NotAuthorised, match="removed"):
             await dial(b, a)
-        assert "a link was refused" in caplog.text
+        assert "rejected an incoming link" in caplog.text
 
     run(story)
 
 
-def test_a_node_that_stops_while_it_turns_away_leaves_nothing(run: Run) -> None:
+def test_a_node_that_stops_while_rejecting_leaves_nothing(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
         await dial(b, a)  # a second one of the same process

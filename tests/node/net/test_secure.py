@@ -1,4 +1,4 @@
-"""A secure link keeps the contract of a link, and strangers get neither in nor through."""
+"""A secure link keeps the contract of a link, and rejects unknown peers and tampering."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -47,7 +47,7 @@ Promise = Callable[[Link, Link, Terms], Awaitable[None]]
 
 
 class House:
-    """A doorkeeper with one invitation, and one that it has forgotten meanwhile."""
+    """A doorkeeper with one invitation, and one dropped meanwhile."""
 
     def guests(self) -> tuple[bytes, ...]:
         return (TICKET.psk, guest_psk(bytes(16)))
@@ -64,14 +64,14 @@ class House:
 
 
 class Wire:
-    """A link of which a test decides what arrives."""
+    """A link whose incoming messages are set by the test."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._waiting: list[Arrived] = []
         self.limits: list[int | None] = []
         self.meddle: Callable[[Arrived], list[Arrived]] = lambda arrived: [arrived]
-        """Returns what is read instead of what arrived."""
+        """Maps an incoming message to the messages that are read."""
         self.send, self.close = link.send, link.close
         assert isinstance(link, Prompt)
         self.offer = link.offer
@@ -90,7 +90,7 @@ class Wire:
 
 
 async def plain(shape: Shape | None = None) -> tuple[Wire, Wire]:
-    """Link two ends; the first has dialled."""
+    """Link two ends; the first dials."""
     transport = LoopbackTransport(shape)
     async with transport.listen("loopback:b") as listener:
         dialled = await transport.dial("loopback:b")
@@ -114,7 +114,7 @@ async def secured(
 
 
 async def ends(*attempts: Awaitable[SecureLink]) -> list[MeshError]:
-    """Return how attempts end of which none succeeds."""
+    """Return the errors of attempts that all fail."""
     outcomes = await asyncio.gather(*attempts, return_exceptions=True)
     errors = [outcome for outcome in outcomes if isinstance(outcome, MeshError)]
     assert len(errors) == len(outcomes), outcomes
@@ -159,7 +159,7 @@ async def test_both_ends_know_each_other() -> None:
     assert dialled.granted is None
 
 
-async def test_a_ticket_lets_in_and_makes_a_member() -> None:
+async def test_a_ticket_admits_and_issues_a_credential() -> None:
     dialled, accepted = await secured(own=AS_JOINER)
 
     assert dialled.granted is not None
@@ -167,7 +167,7 @@ async def test_a_ticket_lets_in_and_makes_a_member() -> None:
     assert check(dialled.granted, GUEST.node, MESH, NOW, NOBODY) is Role.NODE
 
 
-async def test_nobody_reads_on_the_way() -> None:
+async def test_messages_are_encrypted() -> None:
     one, other = await plain()
     seen = bytearray()
 
@@ -184,13 +184,13 @@ async def test_nobody_reads_on_the_way() -> None:
     assert not any(secret in seen for secret in secrets)
 
 
-async def test_a_stranger_gets_no_byte() -> None:
+async def test_an_unknown_peer_gets_no_byte() -> None:
     one, other = await plain()
 
     stranger, host = await ends(dial(one, AS_STRANGER), accept(other))
 
     assert isinstance(stranger, LinkLost)
-    assert str(stranger) == "The other side hung up without a word"
+    assert str(stranger) == "The peer closed the connection during the handshake"
     assert stranger.hint is not None
     assert isinstance(host, NotAuthorised)
     assert other.statistics.messages_sent == 0
@@ -204,7 +204,7 @@ async def test_a_stranger_gets_no_byte() -> None:
         (replace(AS_MEMBER, key=OTHER), "shows the credential of"),
     ],
 )
-async def test_both_sides_are_told_why_somebody_may_not_enter(own: Own, words: str) -> None:
+async def test_both_sides_get_the_reason_of_a_rejection(own: Own, words: str) -> None:
     one, other = await plain()
 
     guest, host = await ends(dial(one, own), accept(other))
@@ -216,13 +216,13 @@ async def test_both_sides_are_told_why_somebody_may_not_enter(own: Own, words: s
 
 
 class Proven(Wire):
-    """A link whose transport has proven who is at the other end."""
+    """A link whose transport has authenticated the peer."""
 
     peer_key: bytes
 
 
 @pytest.mark.parametrize("liar", ["dialler", "listener"])
-async def test_who_says_to_be_another_than_the_transport_proved_is_refused(liar: str) -> None:
+async def test_a_peer_that_differs_from_the_transports_is_rejected(liar: str) -> None:
     transport = LoopbackTransport()
     async with transport.listen("loopback:b") as listener:
         dialled = Proven(await transport.dial("loopback:b"))
@@ -273,7 +273,7 @@ def test_silence_ends_a_handshake() -> None:
         (b"", DATA),
     ],
 )
-async def test_who_speaks_another_language_is_dropped(
+async def test_a_protocol_violation_in_the_handshake_closes_the_link(
     side: Callable[[Link], Awaitable[SecureLink]], message: bytes, channel: Channel
 ) -> None:
     link, stranger = await plain()
@@ -314,7 +314,7 @@ async def test_a_bug_of_the_doorkeeper_closes_the_link() -> None:
     assert "without a word" not in str(guest)
 
 
-async def test_only_strangers_are_limited() -> None:
+async def test_only_unauthenticated_peers_are_limited() -> None:
     one, other = await plain()
 
     await asyncio.gather(dial(one), accept(other))
@@ -386,7 +386,7 @@ def change(message: Buffer) -> list[bytes]:
     ids=["changed", "cut", "repeated", "left out"],
 )
 @pytest.mark.parametrize("channel", Channel)
-async def test_meddling_closes_the_link(
+async def test_tampering_closes_the_link(
     meddle: Callable[[Buffer], list[bytes]], channel: Channel
 ) -> None:
     one, other = await plain()
@@ -437,14 +437,14 @@ async def test_a_message_of_another_channel_is_refused() -> None:
         await accepted.receive()
 
 
-async def test_offers_arrive_in_their_turn_among_sends_and_refusals() -> None:
+async def test_offers_keep_their_order_among_sends_and_refusals() -> None:
     dialled, accepted = await secured()
     chunk = bytes(2**21)
     assert all(dialled.offer([bytes([number])]) for number in range(5))
     assert dialled.offer([b"c"], Channel.CONTROL)
     while dialled.offer([chunk]):
         pass
-    assert not dialled.offer([chunk])  # sealed, and left out
+    assert not dialled.offer([chunk])  # sealed, and skipped
     blocked = [asyncio.ensure_future(dialled.send([word + chunk])) for word in (b"1", b"2")]
     await asyncio.sleep(0)
 
@@ -466,7 +466,7 @@ async def test_offers_arrive_in_their_turn_among_sends_and_refusals() -> None:
     assert b"o" not in words[: words.index(b"2")]
 
 
-async def test_offers_are_no_doubtful_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_offers_leave_no_unconfirmed_send(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cipher, "MAX_DOUBTFUL", 8)
     dialled, accepted = await secured()
 
@@ -507,7 +507,7 @@ async def test_a_send_cancelled_behind_another_does_no_harm() -> None:
     sends = [asyncio.ensure_future(dialled.send([bytes([n]) * 2**20])) for n in range(16)]
     await asyncio.sleep(0)
     blocked = sum(not send.done() for send in sends)
-    await accepted.receive()  # makes room for the first that is blocked
+    await accepted.receive()  # unblocks the first sender
     await asyncio.sleep(0)
 
     for send in sends[1 - blocked :]:
