@@ -67,12 +67,12 @@ def test_a_whole_number_is_a_number() -> None:
         ({"name": "t", "size": True}, "size", "`size` is true or false, not a number"),
         ({"name": "t", "count": True}, "count",
          "`count` is true or false, not a whole number or null"),
-        ({"name": "t", "kind": "ash"}, "kind", "`kind` is `ash`"),
+        ({"name": "t", "kind": "ash"}, "kind", "Invalid value `ash` for `kind`"),
         ({"name": "t", "kind": 1}, "kind", "`kind` is a whole number, not text"),
         ({"name": "t", "leaves": {}}, "leaves", "`leaves` is an object, not a list"),
         ({"name": "t", "leaves": [{}]}, "leaves[0].span", "`leaves[0].span` is missing"),
         ({"name": "t", "leaves": [{"span": "0:1", "colour": "blue"}]}, "leaves[0].colour",
-         "`leaves[0].colour` is `blue`"),
+         "Invalid value `blue` for `leaves[0].colour`"),
         ({"name": "t", "pairs": [{"left": "l", "right": "r"}]}, "pairs[0].right",
          "`pairs[0].right` is not supported"),
         ({"name": "t", "label": ["a", 2]}, "label[1]", "`label[1]` is a whole number, not text"),
@@ -89,7 +89,7 @@ def test_a_mismatch_is_named(value: Any, name: str, message: str) -> None:
 
 
 def test_a_wrong_span_is_refused() -> None:
-    with pytest.raises(UserError, match="no span"):
+    with pytest.raises(UserError, match="Invalid layer span"):
         build(Leaf, {"span": "4:0"})
 
 
@@ -102,7 +102,7 @@ def test_token_ids_may_be_many() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no JSON"),
+        (b"", "Invalid JSON"),
         (b"\xff", "can't decode byte 0xff"),
         (b'{"a": 1, "a": 2}', "duplicate name"),
         (b'"\\ud800"', "surrogates not allowed"),

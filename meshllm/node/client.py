@@ -16,10 +16,10 @@ from blake3 import blake3
 
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
-from meshllm.node.membership.bootstrap import granted, knock
+from meshllm.node.membership.bootstrap import dial_inviter, granted
 from meshllm.node.membership.state_store import Keyring
 from meshllm.node.net.beacon import open_beacon
-from meshllm.node.net.dialer import Caller
+from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import Links
 from meshllm.node.net.secure import SecureLink
@@ -35,24 +35,24 @@ from meshllm.request import Backend, Event, Request
 from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 
-SEEK_S = 1.0  # s between two checks for a linked node, and two dials of the inviter without one
+REDIAL_S = 1.0  # s between two checks for a linked node, and two dials of the inviter without one
 
 
-class Thin:
+class MeshClient:
     """A running client; created by `open_thin`."""
 
-    def __init__(self, keyring: Keyring, credential: Credential, caller: Caller) -> None:
+    def __init__(self, keyring: Keyring, credential: Credential, dialer: NodeDialer) -> None:
         self._me = keyring.key.node
         self._linked = asyncio.Event()
         self._bug: BaseException | None = None
         machine = Mesh(
             keyring.key,
             credential,
-            caller.own.instance,
+            dialer.own.instance,
             now=asyncio.get_running_loop().time(),
             wall_s=time.time(),
         )
-        self.links = Links(caller, machine, _Closed(), self)
+        self.links = Links(dialer, machine, _NoAdmission(), self)
         self.desk = Desk(self._me, self, self.links.post, asks_ingress=True)
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -62,7 +62,7 @@ class Thin:
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""
         async with asyncio.TaskGroup() as group:
-            for job in (self.links.run([]), self.desk.run(), self._seek(ticket)):
+            for job in (self.links.run([]), self.desk.run(), self._redial(ticket)):
                 group.create_task(job)
             await asyncio.sleep(0)  # let the links start
             if link is not None:
@@ -78,10 +78,10 @@ class Thin:
             for peer in self.links.lines:
                 self.desk.lost(peer)
 
-    async def _seek(self, ticket: Ticket) -> None:
+    async def _redial(self, ticket: Ticket) -> None:
         """Dial the inviter whenever no node is linked, until cancelled."""
         while True:
-            await asyncio.sleep(SEEK_S)
+            await asyncio.sleep(REDIAL_S)
             if not self.links.lines:
                 self.links.hint(ticket.inviter, ticket.addresses)
 
@@ -124,7 +124,7 @@ class Thin:
         """Do nothing: the loss itself is reported by `lost`."""
 
 
-class _Closed:
+class _NoAdmission:
     """The admission of a client: none."""
 
     def guests(self) -> tuple[bytes, ...]:
@@ -139,7 +139,7 @@ class _Closed:
 @asynccontextmanager
 async def open_thin(
     text: str, state: Path, transport: Transport | None = None
-) -> AsyncIterator[Thin]:
+) -> AsyncIterator[MeshClient]:
     """Run a client of a mesh inside the context; concurrent ones in a folder use different keys.
 
     Raises:
@@ -155,31 +155,31 @@ async def open_thin(
     transports = (transport,) if transport else _transports_for(ticket)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
-        keyring, is_first = stack.enter_context(_keyring(ticket, state))
+        keyring, is_first = stack.enter_context(_free_keyring(ticket, state))
         instance, link = keyring.next_incarnation(), None
         prepare(transports, keyring.key)
         if (credential := keyring.credential) is None:
             try:
-                link = await knock(keyring, ticket, transports, instance)
+                link = await dial_inviter(keyring, ticket, transports, instance)
             except NotAuthorised as error:
                 if is_first:
                     raise
                 raise _too_many() from error
             credential = keyring.join(granted(link), ticket)
         own = Own(keyring.key, instance, credential)
-        thin = Thin(keyring, credential, Caller(by_scheme(transports), own))
+        client = MeshClient(keyring, credential, NodeDialer(by_scheme(transports), own))
         with supervisor.scope():
-            running = asyncio.ensure_future(thin.run(ticket, link))
+            running = asyncio.ensure_future(client.run(ticket, link))
         stack.push_async_callback(_ended, running)
-        running.add_done_callback(thin.ended)
-        supervisor.failed.add_done_callback(thin.ended)
-        beacon = open_beacon(credential.mesh, keyring.key.node, thin.links.hint)
+        running.add_done_callback(client.ended)
+        supervisor.failed.add_done_callback(client.ended)
+        beacon = open_beacon(credential.mesh, keyring.key.node, client.links.hint)
         (await stack.enter_async_context(beacon)).send()
-        yield thin
+        yield client
 
 
 @contextmanager
-def _keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]:
+def _free_keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]:
     """Lock a key that no other process uses; yield it, and whether it is the ticket's first.
 
     A mesh accepts one link per key, and the node of this folder may run at the same time.

@@ -52,9 +52,9 @@ _UNKNOWN = Profile("", "", (), 0)
 class NodeControl:
     """The implementation of `NodePort` over a node."""
 
-    look: Callable[[], NodeView]
+    snapshot: Callable[[], NodeView]
     key: NodeKey
-    make_ticket: Callable[[Role, float | None, int | None], str]
+    create_ticket: Callable[[Role, float | None, int | None], str]
     """Takes role, seconds of validity, and uses; None is no limit."""
     expel: Callable[[Removal], None]
     changes: Callable[[], AsyncGenerator[None, None]]
@@ -65,7 +65,7 @@ class NodeControl:
 
     def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
-        view = self.look()
+        view = self.snapshot()
         counts = view.counts
         return MeshStatus(
             mesh=view.mesh.hex(),
@@ -91,13 +91,13 @@ class NodeControl:
 
     def plan(self) -> RingStatus:
         """Return the ring, with the reason for its plan."""
-        view = self.look()
+        view = self.snapshot()
         ring = self._ring(view)
         return replace(ring, reason=view.agreement.reason) if view.agreement else ring
 
     def members(self) -> Members:
         """List the members of the mesh, as far as known to this node."""
-        view = self.look()
+        view = self.snapshot()
         known = [
             _member(view, each, str(Role.NODE), _state(view, each)[0], view.hosts.get(each, ()))
             for each in _known(view)
@@ -112,7 +112,7 @@ class NodeControl:
 
     def models(self) -> list[str]:
         """List the models that this node serves."""
-        charter = self.look().charter
+        charter = self.snapshot().charter
         return [charter.shape.name] if charter else []
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
@@ -124,11 +124,11 @@ class NodeControl:
                 f"Invalid limits of a ticket: {expires_s} s, {uses} uses",
                 hint=f"at most {MAX_LASTS_S} s; 0 is no limit",
             )
-        return self.make_ticket(Role(role), expires_s or None, uses or None)
+        return self.create_ticket(Role(role), expires_s or None, uses or None)
 
     def remove(self, node: str) -> Removed:
         """Permanently remove a member, and those it invited except connected nodes."""
-        view = self.look()
+        view = self.snapshot()
         gone = find_node(node, view.profiles)
         if gone == view.me:
             raise UserError("A node cannot remove itself", hint="stop it with Ctrl-C")
@@ -136,7 +136,7 @@ class NodeControl:
         guests = {path[-1]: path[path.index(gone) + 1] for path in paths if gone in path[:-1]}
         spared = tuple(sorted(set(guests.values())))  # next in each guest's chain
         self.expel(remove(self.key, view.mesh, gone, int(time.time()), spared))
-        if gone not in self.look().removed:
+        if gone not in self.snapshot().removed:
             raise MeshError("The mesh cannot store more removals", hint="begin a new mesh")
         spared_guests = tuple(Named(*_named(view, each)) for each in guests)
         return Removed(*_named(view, gone), spared_guests)
@@ -145,7 +145,7 @@ class NodeControl:
         """Yield once at first, then after each possible change."""
         async with aclosing(self.changes()) as changes:
             async for _ in changes:
-                view = self.look()
+                view = self.snapshot()
                 yield Change(
                     "changed",
                     _ring_state(view),
@@ -156,7 +156,7 @@ class NodeControl:
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield the events of a request; see `router.Desk.generate`."""
-        if self.look().is_leaving:
+        if self.snapshot().is_leaving:
             raise UserError("This node is leaving the mesh", hint="ask another node")
         return self.answer(request)
 

@@ -27,11 +27,11 @@ from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.founding import amend, names_in, resolve_names
 from meshllm.node.membership.admission import Gate
 from meshllm.node.membership.bootstrap import Membership, enter
-from meshllm.node.membership.recollection import Memory, read_back, write_down
+from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
 from meshllm.node.membership.state_store import Keyring
 from meshllm.node.net.beacon import Beacon, open_beacon
-from meshllm.node.net.dialer import Caller
-from meshllm.node.net.endpoints import Place, open_place
+from meshllm.node.net.dialer import NodeDialer
+from meshllm.node.net.endpoints import Endpoints, open_endpoints
 from meshllm.node.net.mesh_link import Links
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
@@ -59,9 +59,9 @@ __all__ = ["MeshNode", "NodeOptions", "open_node"]
 
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
 GATHER_S = 30.0  # s that the first ring waits for the requested number of members
-REMEMBER_S = 1.0  # s; changes within it are written to disk together
-SEEK_S = 2.0  # s between two dials of known addresses while no node is linked
-SEEK_LINKED_S = 30.0  # s between two dials of members that are not linked
+SAVE_S = 1.0  # s; changes within it are written to disk together
+REDIAL_S = 2.0  # s between two dials of known addresses while no node is linked
+REDIAL_LINKED_S = 30.0  # s between two dials of members that are not linked
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is published again
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
 WATCH_S = 1.0  # s between two checks of the compute thread
@@ -81,12 +81,12 @@ class MeshNode:
         options: NodeOptions,
         keyring: Keyring,
         preparation: Preparation,
-        place: Place,
+        endpoints: Endpoints,
         own: Membership,
         off_loop: OffLoop,
     ) -> None:
         self.keyring = keyring
-        self.place = place
+        self.endpoints = endpoints
         self.me = keyring.key.node
         self.name = options.name or platform.node() or "node"
         self.name = self.name.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
@@ -96,12 +96,12 @@ class MeshNode:
         self.machine = Mesh(
             keyring.key, own.credential, own.incarnation, now=self.now(), wall_s=time.time()
         )
-        self.machine.restore(read_back(keyring), self.now())
+        self.machine.restore(load_records(keyring), self.now())
         side = Own(keyring.key, own.incarnation, own.credential)
-        caller = Caller(place.schemes, side)
+        dialer = NodeDialer(endpoints.schemes, side)
         self._gate = Gate(keyring, own.credential, self.machine.removals, off_loop)
-        self.links = Links(caller, self.machine, self._gate, self)
-        self.standing = Standing(self.machine, self.links, self._why)
+        self.links = Links(dialer, self.machine, self._gate, self)
+        self.standing = Standing(self.machine, self.links, self._plan_reason)
         self.desk = Desk(self.me, self.standing, self.links.post)
         self.planner = Planner(self._view, self._agreed, off_loop)
         self._ambiguous = self._hang = ""
@@ -110,13 +110,13 @@ class MeshNode:
         self._options = options
         self._own = own
         self._preparation = preparation
-        self._profile = Profile(self.name, __version__, place.addresses, memory_bytes=0)
+        self._profile = Profile(self.name, __version__, endpoints.addresses, memory_bytes=0)
         self._measured = self._profile
         self._retry_s = FIRST_RETRY_S
-        self._is_stirred = False
+        self._is_scheduled = False
         self._off_loop = off_loop
-        self._unwritten = asyncio.Event()
-        self._considered: tuple[Plan | None, bool] | None = None
+        self._unsaved = asyncio.Event()
+        self._pending: tuple[Plan | None, bool] | None = None
         self._names = resolve_names((), {})
         self._twin = Twin()
         self._charter_known = asyncio.Event()
@@ -155,8 +155,8 @@ class MeshNode:
             self.incarnation,
             since_s=time.monotonic() - self.since,
             is_leaving=self.is_leaving,
-            addresses=self.place.addresses,
-            networks=tuple(self.place.survey()),
+            addresses=self.endpoints.addresses,
+            networks=tuple(self.endpoints.survey()),
             charter=machine.charter,
             profiles=dict(machine.profiles),
             states=dict(machine.states),
@@ -191,13 +191,15 @@ class MeshNode:
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
         """Create a ticket; None is no limit."""
-        addresses = self.place.addresses
+        addresses = self.endpoints.addresses
         return self.keyring.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
 
     def expel(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it."""
         self.links.act(self.machine.remove(removal, self.now()))
-        write_down(self.keyring, Memory.of(self.machine))  # on disk before the caller returns
+        save_records(
+            self.keyring, SavedRecords.of(self.machine)
+        )  # on disk before the caller returns
 
     def leave(self) -> None:
         """Finish running requests, announce that this node leaves, and stop."""
@@ -209,17 +211,17 @@ class MeshNode:
         """Run the node until cancelled."""
         async with self._jobs, AsyncExitStack() as stack:
             for part in (
-                self._carry,
+                self._run_links,
                 self.desk.run,
                 self.planner.run,
-                self._seek,
+                self._redial,
                 self._serve,
-                self._remember,
+                self._save,
                 self._watch,
             ):
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # let the links start
-            self._tell(profile=self._profile)
+            self._publish(profile=self._profile)
             self.standing.publish()
             if self._own.link is not None:
                 self.links.adopt(self._own.link)
@@ -228,17 +230,17 @@ class MeshNode:
                     open_beacon(self.mesh, self.me, self.links.hint, self._gate.guests)
                 )
                 self._beacon = beacon
-                beacon.addresses = self.place.addresses
+                beacon.addresses = self.endpoints.addresses
                 self._jobs.create_task(beacon.run())
-            self.place.on_change(lambda: self._later(0, self._moved))
-            self._moved()  # in case they changed before
+            self.endpoints.on_change(lambda: self._call_later(0, self._update_addresses))
+            self._update_addresses()  # in case they changed before
             await asyncio.Event().wait()  # never set: wait until cancelled
 
     def close(self) -> None:
         """Write records to disk that are not written yet."""
-        if self._unwritten.is_set():
+        if self._unsaved.is_set():
             with self._warned():
-                write_down(self.keyring, Memory.of(self.machine))
+                save_records(self.keyring, SavedRecords.of(self.machine))
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Pass a bug that ended the node on to `stopped`."""
@@ -249,9 +251,9 @@ class MeshNode:
 
     def changed(self) -> None:
         """Schedule planning, once for all changes in this turn of the event loop."""
-        if not self._is_stirred:
-            self._is_stirred = True
-            self._later(0, self._stir)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._call_later(0, self._stir)
 
     async def ring(self, link: SecureLink) -> None:
         """Accept a ring link of the previous rank."""
@@ -278,8 +280,8 @@ class MeshNode:
     # Inside.
 
     def _stir(self) -> None:
-        self._is_stirred = False
-        self._unwritten.set()
+        self._is_scheduled = False
+        self._unsaved.set()
         if self._is_member():
             if self.machine.charter is not None:
                 self._charter_known.set()
@@ -299,11 +301,11 @@ class MeshNode:
 
     def _agreed(self) -> None:
         self.standing.agreement = self.agreement
-        self._consider()
+        self._schedule_follow()
         self._amend()
         self.standing.publish()
 
-    def _consider(self) -> None:
+    def _schedule_follow(self) -> None:
         """Schedule following the plan once it has been stable for a while.
 
         When a node joins or leaves, its links change one by one, and each change could give a
@@ -311,14 +313,14 @@ class MeshNode:
         """
         plan = self.agreement.plan if self.agreement else None
         is_whole = not (self.agreement and self.agreement.lacking)
-        if (plan, is_whole) == self._considered:
+        if (plan, is_whole) == self._pending:
             return
-        self._considered = plan, is_whole
-        self._later(SETTLE_S if is_whole else GATHER_S, self._follow, self._considered)
+        self._pending = plan, is_whole
+        self._call_later(SETTLE_S if is_whole else GATHER_S, self._follow, self._pending)
 
-    def _follow(self, considered: tuple[Plan | None, bool]) -> None:
-        plan, _ = considered
-        if considered != self._considered or not (runtime := self.standing.runtime):
+    def _follow(self, pending: tuple[Plan | None, bool]) -> None:
+        plan, _ = pending
+        if pending != self._pending or not (runtime := self.standing.runtime):
             return
         if plan and runtime.plan and plan.precedence < runtime.plan.precedence:
             return  # older than the plan that this node follows; a newer one will come
@@ -330,12 +332,12 @@ class MeshNode:
         charter, model = self.machine.charter, self.standing.model
         if self._names.is_complete or charter is None or model is None:
             return
-        if self._look_up():
+        if self._resolve_options():
             amended = amend(charter, self._options, self.machine.profiles, model.shape.context)
             if amended != charter:
-                self._tell(charter=amended)
+                self._publish(charter=amended)
 
-    def _look_up(self) -> bool:
+    def _resolve_options(self) -> bool:
         """Resolve the names in the options, warn of ambiguous ones; return whether any changed."""
         before, names = self._names, resolve_names(names_in(self._options), self.machine.profiles)
         self._names = names
@@ -346,7 +348,7 @@ class MeshNode:
         self._ambiguous = several and f"several nodes match {several}: give whole ids"
         return names != before
 
-    def _why(self) -> str:
+    def _plan_reason(self) -> str:
         """Return why there is no plan."""
         if self._hang:
             return self._hang
@@ -382,7 +384,7 @@ class MeshNode:
             memory = min(self._measured.memory_bytes, less)
             self._measured = replace(self._measured, memory_bytes=memory)
         self._offer(is_open=False)
-        self._later(self._retry_s, self._offer_again)
+        self._call_later(self._retry_s, self._offer_again)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     def _offer_again(self) -> None:
@@ -393,14 +395,14 @@ class MeshNode:
 
     def _offer(self, *, is_open: bool) -> None:
         """Publish the measured offer, or retract it."""
-        own, told = self._measured, self._profile
+        own, profile = self._measured, self._profile
         if is_open:
             weights, layer_s, memory = own.weights, own.layer_s, own.memory_bytes
-            told = replace(told, weights=weights, layer_s=layer_s, memory_bytes=memory)
+            profile = replace(profile, weights=weights, layer_s=layer_s, memory_bytes=memory)
         else:
-            told = replace(told, weights=(), layer_s=())
-        self._profile = told
-        self._tell(profile=told)
+            profile = replace(profile, weights=(), layer_s=())
+        self._profile = profile
+        self._publish(profile=profile)
 
     async def _watch(self) -> None:
         """Retract the offer while the compute thread hangs.
@@ -435,32 +437,32 @@ class MeshNode:
             longest = model.shape.context
             charter = amend(machine.charter, self._options, dict(machine.profiles), longest)
         if charter != machine.charter:
-            self._tell(charter=charter)
-        self._look_up()
+            self._publish(charter=charter)
+        self._resolve_options()
         for name in self._names.unknown:
             logger.warning("no node is named `%s` yet", name)
         offered = await preparation.offer(model, self._profile)
         self._measured = offered
-        self._profile = replace(offered, addresses=self.place.addresses)  # may have changed
-        self._tell(profile=self._profile)
+        self._profile = replace(offered, addresses=self.endpoints.addresses)  # may have changed
+        self._publish(profile=self._profile)
         runtime = self.standing.begin(model)
-        self._considered = None  # follow the plan that was agreed on before
+        self._pending = None  # follow the plan that was agreed on before
         self.changed()
         await runtime.run()
 
-    def _moved(self) -> None:
+    def _update_addresses(self) -> None:
         """Publish the current addresses."""
-        addresses = self.place.addresses
+        addresses = self.endpoints.addresses
         if addresses != self._profile.addresses and not self.is_leaving:
             self._profile = replace(self._profile, addresses=addresses)
-            self._tell(profile=self._profile)
+            self._publish(profile=self._profile)
             if self._beacon is not None:
                 self._beacon.addresses = addresses
 
-    def _tell(self, *, profile: Profile | None = None, charter: Charter | None = None) -> None:
+    def _publish(self, *, profile: Profile | None = None, charter: Charter | None = None) -> None:
         self.links.act(self.machine.publish(profile=profile, charter=charter, now=self.now()))
 
-    async def _seek(self) -> None:
+    async def _redial(self) -> None:
         """Dial the known addresses of members: often while no node is linked, else rarely.
 
         Two partitions of a mesh that were never linked have no other way to find each other.
@@ -468,18 +470,18 @@ class MeshNode:
         while True:
             for node, addresses in self._own.hints:
                 self.links.hint(node, addresses)
-            await asyncio.sleep(SEEK_LINKED_S if self.links.lines else SEEK_S)
+            await asyncio.sleep(REDIAL_LINKED_S if self.links.lines else REDIAL_S)
 
-    async def _remember(self) -> None:
+    async def _save(self) -> None:
         """Save charter, removals, and addresses of members for the next start."""
         while True:
-            await self._unwritten.wait()
-            await asyncio.sleep(REMEMBER_S)
-            memory = Memory.of(self.machine)
+            await self._unsaved.wait()
+            await asyncio.sleep(SAVE_S)
+            records = SavedRecords.of(self.machine)
             with self._warned():
-                await self._off_loop(write_down, self.keyring, memory)
-            if memory == Memory.of(self.machine):
-                self._unwritten.clear()
+                await self._off_loop(save_records, self.keyring, records)
+            if records == SavedRecords.of(self.machine):
+                self._unsaved.clear()
 
     @staticmethod
     @contextmanager
@@ -503,8 +505,8 @@ class MeshNode:
         await self.links.leave()
         self._stop(None)
 
-    async def _carry(self) -> None:
-        await self.links.run(self.place.listeners)
+    async def _run_links(self) -> None:
+        await self.links.run(self.endpoints.listeners)
 
     async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
         """Run a part of the node; a `MeshError` ends the node with that error."""
@@ -513,7 +515,7 @@ class MeshNode:
         except MeshError as error:
             self._stop(error)
 
-    def _later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> None:
+    def _call_later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> None:
         """Schedule a callback; an error in it ends the node."""
         loop = asyncio.get_running_loop()
         loop.call_later(delay_s, callback, *args, context=self._context)
@@ -559,10 +561,12 @@ async def open_node(
                 worker = await stack.enter_async_context(
                     compute_thread(options.inference.threads or 1)
                 )
-            place = await stack.enter_async_context(open_place(options, keyring.key, transport))
-            own = await enter(keyring, options, place.transports)
+            endpoints = await stack.enter_async_context(
+                open_endpoints(options, keyring.key, transport)
+            )
+            own = await enter(keyring, options, endpoints.transports)
             preparation = prepare(options, worker, cache_path())
-            node = MeshNode(options, keyring, preparation, place, own, off_loop)
+            node = MeshNode(options, keyring, preparation, endpoints, own, off_loop)
             running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)
         supervisor.failed.add_done_callback(node.ended)

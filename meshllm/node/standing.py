@@ -39,7 +39,7 @@ FORM_S = 20.0  # s until the ring of an entry must serve
 class Standing:
     """The state of one node in the ring of the mesh."""
 
-    def __init__(self, machine: Mesh, links: Links, why: Callable[[], str]) -> None:
+    def __init__(self, machine: Mesh, links: Links, plan_reason: Callable[[], str]) -> None:
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
         self.agreement: Agreement | None = None
@@ -50,13 +50,13 @@ class Standing:
         """The error that keeps this node from serving its span."""
         self._machine = machine
         self._links = links
-        self._why = why
+        self._plan_reason = plan_reason
         self._state = State()
         self._followed = b""
         self._loaded: Plan | None = None  # the plan whose span this node holds
         self._busy = 0
         self._is_calm = True
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._context = copy_context()  # of the node, for timers set by a request
 
     @property
@@ -96,13 +96,13 @@ class Standing:
             self._links.act(self._machine.publish(state=state, now=self._now()))
         if self.runtime and self.plan:
             self.runtime.formed(is_formed=self._is_formed(self.plan))
-        news, self._news = self._news, asyncio.Event()
+        news, self._changed = self._changed, asyncio.Event()
         news.set()
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yield once at first, then after each possible change."""
         while True:
-            news = self._news
+            news = self._changed
             yield
             await news.wait()
 
@@ -120,7 +120,7 @@ class Standing:
     async def entry(self) -> NodeId:
         """Wait until a ring serves; return its entry."""
         while True:
-            news = self._news
+            news = self._changed
             if (entry := self.standing_entry()) is not None:
                 return entry
             await news.wait()
@@ -128,7 +128,7 @@ class Standing:
     def reason(self) -> str:
         """Return why there is no ring."""
         if self.trouble or self.plan is None:
-            return str(self.trouble or self._why())
+            return str(self.trouble or self._plan_reason())
         nodes = [stage.node for stage in self.plan.stages]
         if gone := [self._name(node) for node in nodes if node not in self._machine.alive]:
             return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
@@ -141,12 +141,12 @@ class Standing:
         Raises:
             LinkLost: this node is not the entry, or its ring did not form.
         """
-        self._occupy(1)
+        self._count_requests(1)
         try:
             entry, plan, model = await self._own_ring()
             yield RingBackend(entry, model.worker, await model.text(), plan)
         finally:
-            self._occupy(-1)
+            self._count_requests(-1)
 
     # Callbacks of the ring runtime.
 
@@ -191,15 +191,15 @@ class Standing:
 
     def _is_formed(self, plan: Plan) -> bool:
         followed, states = plan.encode(), self._machine.states
-        told = (states.get(stage.node) for stage in plan.stages)
-        return all(state and state.is_loaded and state.followed == followed for state in told)
+        followers = (states.get(stage.node) for stage in plan.stages)
+        return all(state and state.is_loaded and state.followed == followed for state in followers)
 
     async def _own_ring(self) -> tuple[EntryNode, Plan, ModelRuntime]:
         """Wait until the ring of which this node is the entry serves, at most `FORM_S`."""
         try:
             async with asyncio.timeout(FORM_S):
                 while (plan := self.plan) and plan.stages[0].node == self._machine.me:
-                    news = self._news
+                    news = self._changed
                     if self.model and self.runtime and (entry := self.runtime.entry):
                         return entry, plan, self.model
                     await news.wait()
@@ -207,7 +207,7 @@ class Standing:
             raise LinkLost(f"The ring was not ready within {FORM_S:.0f} s") from None
         raise LinkLost("This node is not the entry of the ring")
 
-    def _occupy(self, count: int) -> None:
+    def _count_requests(self, count: int) -> None:
         self._busy += count
         if self._busy and self._is_calm:
             self._is_calm = False

@@ -41,9 +41,9 @@ class Alarm:
 
     def _arm(self, at: float) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(at, self._ring, context=self._context)
+        self._timer = loop.call_at(at, self._fire, context=self._context)
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         self._timer = None
         try:
             self._expire()

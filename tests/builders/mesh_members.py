@@ -9,7 +9,7 @@ from pathlib import Path
 from meshllm.names import NodeId
 from meshllm.node.membership.admission import Gate
 from meshllm.node.membership.state_store import Keyring
-from meshllm.node.net.dialer import Caller
+from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.mesh_link import Links
 from meshllm.node.net.secure import SecureLink
 from meshllm.protocol.membership.codec import Talk, Why
@@ -32,9 +32,9 @@ class House:
         self.credential = credential
         self.machine = Mesh(keyring.key, credential, life, now=now, wall_s=time.time())
         self.own = Own(keyring.key, life, credential)
-        self.caller = Caller(dict.fromkeys(transport.schemes, transport), self.own)
+        self.dialer = NodeDialer(dict.fromkeys(transport.schemes, transport), self.own)
         gate = Gate(keyring, credential, self.machine.removals)
-        self.links = Links(self.caller, self.machine, gate, self)
+        self.links = Links(self.dialer, self.machine, gate, self)
         self.talked: list[tuple[NodeId, Talk, bool]] = []
         self.rings: list[SecureLink] = []
         self.lost_ones: list[NodeId] = []

@@ -11,7 +11,7 @@ import pytest
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node import client as thin_module
-from meshllm.node.client import SEEK_S, Thin, _Closed, _transports_for, open_thin
+from meshllm.node.client import REDIAL_S, MeshClient, _NoAdmission, _transports_for, open_thin
 from meshllm.node.net import beacon
 from meshllm.node.requests.router import Desk
 from meshllm.protocol.membership.codec import Talk, Why
@@ -104,7 +104,7 @@ def client(town: Town, text: str) -> Any:
     return open_thin(text, town.folder / "client", town.transport)
 
 
-async def ask(thin: Thin) -> list[Event]:
+async def ask(thin: MeshClient) -> list[Event]:
     return [event async for event in thin.generate(REQUEST)]
 
 
@@ -162,7 +162,7 @@ def test_more_clients_than_a_ticket_admits_are_refused_at_once(run: Run) -> None
         a = await inn(town)
         text = ticket(a, uses=1)
         async with client(town, text) as one:
-            with pytest.raises(UserError, match="no more clients than are at work") as raised:
+            with pytest.raises(UserError, match="no more clients than already run") as raised:
                 async with client(town, text):
                     pass
             assert "--uses" in str(raised.value.hint)
@@ -177,7 +177,7 @@ def test_clients_of_one_ticket_are_counted(run: Run, monkeypatch: pytest.MonkeyP
     async def story(town: Town) -> None:
         text = ticket(await inn(town))
         async with client(town, text):
-            with pytest.raises(UserError, match="no more clients than are at work"):
+            with pytest.raises(UserError, match="no more clients than already run"):
                 async with client(town, text):
                     pass
 
@@ -207,7 +207,7 @@ def test_a_client_that_begins_first_waits_for_its_node(run: Run) -> None:
         await a.close()
         async with client(town, text) as thin:
             asking = asyncio.ensure_future(ask(thin))
-            await asyncio.sleep(3 * SEEK_S)
+            await asyncio.sleep(3 * REDIAL_S)
             assert not asking.done()
             await inn(town, life=2)
             assert await asking == ANSWER
@@ -286,7 +286,7 @@ def test_a_client_serves_no_requests(run: Run) -> None:
         a = await inn(town)
         async with client(town, ticket(a)) as thin:
             await asyncio.sleep(1)
-            with pytest.raises(LinkLost, match="A client answers no request"):
+            with pytest.raises(LinkLost, match="A client does not serve requests"):
                 thin.backend()
             link = thin.links.lines[a.me]
             await thin.ring(link)
@@ -294,7 +294,7 @@ def test_a_client_serves_no_requests(run: Run) -> None:
                 await link.send([b""])
             thin.dropped(a.me, Why.LEAVING)
         with pytest.raises(UserError, match="does not accept links"):
-            await _Closed().judge(a.me, a.credential, Purpose.MESH, 1)
+            await _NoAdmission().judge(a.me, a.credential, Purpose.MESH, 1)
 
     run(story)
 
@@ -346,7 +346,7 @@ def test_a_bug_ends_the_requests_of_a_client(
             fail()
         asyncio.get_running_loop().call_soon(fail)
 
-    monkeypatch.setattr(Thin, "_seek", seek)
+    monkeypatch.setattr(MeshClient, "_redial", seek)
 
     async def story(town: Town) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)

@@ -298,7 +298,7 @@ def test_guests_that_are_not_connected_are_not_spared(node: Owned) -> None:
 def test_a_removal_that_cannot_be_stored_is_reported(node: Owned) -> None:
     node.is_full = True
 
-    with pytest.raises(MeshError, match="no more removals"):
+    with pytest.raises(MeshError, match="cannot store more removals"):
         node.control.remove("there")
 
 

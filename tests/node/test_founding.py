@@ -56,7 +56,7 @@ def test_the_quantisation_is_that_of_the_mesh(llama: Path) -> None:
     assert made.quant is Quant.INT8
     refuse_other(made, "llama", CONFIG, Quant.INT8)
     refuse_other(made, "llama", CONFIG, None)
-    with pytest.raises(ModelError, match="as `--quant int8`, not `none`"):
+    with pytest.raises(ModelError, match="uses `--quant int8`, not `none`"):
         refuse_other(made, "llama", CONFIG, Quant.NONE)
 
 

@@ -299,7 +299,7 @@ async def test_charter_changes_while_a_node_loads_are_kept(
     b = await mesh.start("b", join=a.ticket, policy="throughput")
     await has_begun.wait()
     assert a.machine.charter is not None
-    a._tell(charter=replace(a.machine.charter, members=2))
+    a._publish(charter=replace(a.machine.charter, members=2))
     await until(lambda: b.machine.charter == a.machine.charter, b)
     may_end.set()
     for node in (a, b):

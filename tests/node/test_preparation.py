@@ -141,7 +141,7 @@ async def test_a_joining_node_with_another_model_is_refused(llama: Path, tmp_pat
     _, charter = await prepare(tmp_path, model=str(llama)).found()
     other = replace(charter, config_digest=Digest(bytes(32)))
 
-    with pytest.raises(ModelError, match="another configuration"):
+    with pytest.raises(ModelError, match="a different configuration"):
         await prepare(tmp_path, model=str(llama)).join(other)
 
 

@@ -14,8 +14,8 @@ import pytest
 from meshllm import __version__
 from meshllm.errors import LinkLost
 from meshllm.node.membership.state_store import Keyring
-from meshllm.node.net.beacon import Code
-from meshllm.node.net.secure import HungUp, secure_dial
+from meshllm.node.net.beacon import BeaconCodec
+from meshllm.node.net.secure import HandshakeClosed, secure_dial
 from meshllm.protocol.trust.credential import Role, found
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.identity import NodeKey, parse_node, short, show
@@ -156,12 +156,15 @@ async def test_an_expired_ticket_gets_no_reply(node: Node) -> None:
         if ticket is open_one:
             await (await dialling).close()
         else:
-            with pytest.raises(HungUp):
+            with pytest.raises(HandshakeClosed):
                 await dialling
             assert link.statistics.bytes_received == 0
         digits = ticket.encode()[8:].upper()
         assert mesh not in base64.b32decode(digits + "=" * (-len(digits) % 8))
-        assert Code(ticket.psk).read(Code(mesh).write(ticket.inviter, [node.address])) is None
+        assert (
+            BeaconCodec(ticket.psk).read(BeaconCodec(mesh).write(ticket.inviter, [node.address]))
+            is None
+        )
 
 
 async def test_a_member_of_another_mesh_gets_no_handshake_reply(node: Node) -> None:
@@ -169,7 +172,7 @@ async def test_a_member_of_another_mesh_gets_no_handshake_reply(node: Node) -> N
     other = found(key, secrets.token_bytes(16))
     link = await WebsocketTransport().dial(f"ws://{node.address}")
 
-    with pytest.raises(LinkLost, match="without a word"):
+    with pytest.raises(LinkLost, match="closed the connection during the handshake"):
         await secure_dial(link, Own(key, 1, other), Purpose.MESH, now_s=time.time(), removals={})
 
     assert link.statistics.bytes_received == 0

@@ -89,7 +89,7 @@ def test_a_deadlock_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> N
     async def main() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(RuntimeError, match="nothing is left that could wake one"):
+    with pytest.raises(RuntimeError, match="nothing can wake one"):
         run_virtual(main())
 
 

@@ -47,7 +47,7 @@ class Gate:
         return proof
 
     async def _redeem(self, peer: NodeId, proof: TicketProof) -> Credential:
-        """Issue a credential to a guest with a valid ticket; the use is on disk before that."""
+        """Issue a credential to a guest with a valid ticket; save its use first."""
         for invitation in self._keyring.invitations():
             if invitation.role is proof.role and proof.proves(invitation.secret):
                 if peer in self._removals:

@@ -11,17 +11,17 @@ from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership.state_store import Keyring
 from meshllm.node.net.beacon import open_beacon
-from meshllm.node.net.dialer import Caller
+from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
-from meshllm.node.net.secure import HungUp, SecureLink
+from meshllm.node.net.secure import HandshakeClosed, SecureLink
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
 from meshllm.transport.contract import Transport
 
-KNOCK_S = 1.0  # s between two dials of the inviter, which may start later
-MAX_HUNG_UP = 5  # closed handshakes in a row; a starting or overloaded node closes some, too
+REDIAL_S = 1.0  # s between two dials of the inviter, which may start later
+MAX_CLOSED = 5  # closed handshakes in a row; a starting or overloaded node closes some, too
 ASK_S = 4.0  # s at most between two queries for the inviter on the local network
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,12 @@ async def enter(
         return Membership(credential, incarnation, None, (*hints, *keyring.peers.items()))
     if ticket.role is not Role.NODE:
         raise UserError("The ticket is for a client", hint="use it with `meshllm chat --join`")
-    link = await knock(keyring, ticket, transports, incarnation, discovery=options.discovery)
+    link = await dial_inviter(keyring, ticket, transports, incarnation, discovery=options.discovery)
     credential = keyring.join(_better(keyring.credential, granted(link)), ticket)
     return Membership(credential, incarnation, link, hints)
 
 
-async def knock(
+async def dial_inviter(
     keyring: Keyring,
     ticket: Ticket,
     transports: Sequence[Transport],
@@ -81,14 +81,14 @@ async def knock(
         NotAuthorised: the inviter rejects the ticket, or it has expired.
     """
     _refuse_unreachable(ticket, transports, discovery=discovery)
-    caller = Caller(by_scheme(transports), Own(keyring.key, instance, ticket))
+    dialer = NodeDialer(by_scheme(transports), Own(keyring.key, instance, ticket))
     heard: dict[NodeId, tuple[str, ...]] = {}
 
     def hear(node: NodeId, addresses: tuple[str, ...]) -> None:
         if node == ticket.inviter:  # beacons of other nodes may be forged
             heard[node] = addresses
 
-    logged, hung_up = "", 0
+    logged, closed = "", 0
     async with AsyncExitStack() as stack:
         if discovery:
             beacon = open_beacon(ticket.psk, keyring.key.node, hear)
@@ -98,12 +98,12 @@ async def knock(
             _refuse_late(ticket)
             addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
             try:
-                return await caller.reach(
+                return await dialer.dial(
                     addresses, Purpose.MESH, expect=ticket.inviter, removals={}
                 )
             except LinkLost as error:
-                hung_up = hung_up + 1 if isinstance(error, HungUp) else 0
-                if hung_up == MAX_HUNG_UP:
+                closed = closed + 1 if isinstance(error, HandshakeClosed) else 0
+                if closed == MAX_CLOSED:
                     raise NotAuthorised(
                         "Ticket rejected: expired, used up, or issued for another mesh",
                         hint="make another one with `meshllm ring ticket`",
@@ -111,7 +111,7 @@ async def knock(
                 if str(error) != logged:
                     logged = str(error)
                     logger.warning("waiting for the inviter: %s", error)
-            await asyncio.sleep(KNOCK_S)
+            await asyncio.sleep(REDIAL_S)
 
 
 def granted(link: SecureLink) -> Credential:

@@ -46,7 +46,7 @@ Guests = Callable[[], Iterable[bytes]]
 logger = logging.getLogger(__name__)
 
 
-class Code:
+class BeaconCodec:
     """Encodes and decodes beacons under one pre-shared key."""
 
     def __init__(self, psk: bytes) -> None:
@@ -77,10 +77,12 @@ class Code:
 class Beacon(asyncio.DatagramProtocol):
     """Announces the addresses of this node, and receives those of others."""
 
-    def __init__(self, code: Code, me: NodeId, heard: Heard, guests: Guests = tuple) -> None:
+    def __init__(
+        self, codec: BeaconCodec, me: NodeId, heard: Heard, guests: Guests = tuple
+    ) -> None:
         self.addresses: tuple[str, ...] = ()
         """Where this node can be dialled; while empty, its beacons are queries."""
-        self._code = code
+        self._codec = codec
         self._me = me
         self._heard = heard
         self._guests = guests
@@ -94,39 +96,39 @@ class Beacon(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, _: object) -> None:
         """Handle a beacon."""
-        match self._code.read(data):
+        match self._codec.read(data):
             case (node, ()) if node != self._me:
-                self._answer(self._code)
+                self._answer(self._codec)
             case (node, addresses) if node != self._me:
                 if node not in self._known and len(self._known) < MAX_KNOWN and self.addresses:
                     self._known.add(node)
                     self.send()
                 self._heard(node, addresses)
             case None:
-                self._hear_guest(data)
+                self._answer_guest(data)
 
-    def _hear_guest(self, data: bytes) -> None:
+    def _answer_guest(self, data: bytes) -> None:
         """Answer the query of a guest; rate-limited against floods of invalid datagrams."""
         now = asyncio.get_running_loop().time()
         if self.addresses and data.startswith(MAGIC) and now >= self._looked + ANSWER_S:
             self._looked = now
-            codes = (Code(psk) for psk in self._guests())
-            if asked := next((code for code in codes if code.read(data)), None):
+            codecs = (BeaconCodec(psk) for psk in self._guests())
+            if asked := next((codec for codec in codecs if codec.read(data)), None):
                 self._answer(asked)
 
-    def _answer(self, code: Code) -> None:
+    def _answer(self, codec: BeaconCodec) -> None:
         now = asyncio.get_running_loop().time()
         if self.addresses and now >= self._answered + ANSWER_S:
             self._answered = now
-            self.send(code)
+            self.send(codec)
 
     def error_received(self, exc: Exception) -> None:
         """Log that an interface cannot send multicast."""
         logger.debug("cannot send a beacon: %s", exc)
 
-    def send(self, code: Code | None = None) -> None:
+    def send(self, codec: BeaconCodec | None = None) -> None:
         """Send one beacon on every interface."""
-        beacon = (code or self._code).write(self._me, self.addresses)
+        beacon = (codec or self._codec).write(self._me, self.addresses)
         for transport, group in self._transports.items():
             transport.sendto(beacon, group)
 
@@ -145,7 +147,7 @@ async def open_beacon(
 ) -> AsyncIterator[Beacon]:
     """Listen for beacons on every multicast interface inside the context."""
     loop = asyncio.get_running_loop()
-    beacon = Beacon(Code(psk), me, heard, guests)
+    beacon = Beacon(BeaconCodec(psk), me, heard, guests)
     opened = []
     try:
         for group, listener, senders in _sockets():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.net.secure import HungUp, SecureLink, secure_dial
+from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.protocol.trust.credential import Removals
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.transport.contract import Transport
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class NodeDialer:
     """Dials peers with this node's identity and transports."""
 
     transports: Mapping[str, Transport]
     """By address scheme."""
     own: Own
 
-    async def reach(
+    async def dial(
         self,
         addresses: Sequence[str],
         purpose: Purpose,
@@ -45,7 +45,7 @@ class Caller:
 
         Raises:
             NotAuthorised: the peer rejects this node, or is not the expected one.
-            HungUp: the peer closed the connection during the handshake.
+            HandshakeClosed: the peer closed the connection during the handshake.
             LinkLost: no address answers.
         """
         errors: list[MeshError] = []
@@ -53,7 +53,7 @@ class Caller:
         async def attempt(place: int, address: str) -> SecureLink | None:
             await asyncio.sleep(place * STAGGER_S)
             try:
-                return await self._dial(address, purpose, expect, removals)
+                return await self._dial_one(address, purpose, expect, removals)
             except MeshError as error:
                 errors.append(error)
             except Exception as error:  # a third-party plugin, with an address of a peer
@@ -78,7 +78,7 @@ class Caller:
     def _transport(self, address: str) -> Transport | None:
         return self.transports.get(address.partition(":")[0])
 
-    async def _dial(
+    async def _dial_one(
         self, address: str, purpose: Purpose, expect: NodeId | None, removals: Removals
     ) -> SecureLink:
         transport = self._transport(address)
@@ -122,7 +122,7 @@ async def _give_up(
 
 def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshError:
     """Choose the error to report: a rejection, else a closed handshake, else any other."""
-    for kind in (NotAuthorised, HungUp):
+    for kind in (NotAuthorised, HandshakeClosed):
         for error in errors:
             if isinstance(error, kind):
                 return error

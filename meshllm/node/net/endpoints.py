@@ -22,7 +22,7 @@ from meshllm.transport.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoints:
     """The transports of a node and their listeners."""
 
     transports: tuple[Transport, ...]
@@ -80,9 +80,9 @@ def prepare(transports: Sequence[Transport], key: NodeKey, relays: Sequence[str]
 
 
 @asynccontextmanager
-async def open_place(
+async def open_endpoints(
     options: NodeOptions, key: NodeKey, given: Transport | None = None
-) -> AsyncIterator[Place]:
+) -> AsyncIterator[Endpoints]:
     """Listen with every transport of the options, or only with the ``given`` one.
 
     Raises:
@@ -95,12 +95,12 @@ async def open_place(
     async with AsyncExitStack() as stack:
         listeners = [
             await stack.enter_async_context(transport.listen(address))
-            for transport, address in share_out(options.listen, transports)
+            for transport, address in assign_addresses(options.listen, transports)
         ]
-        yield Place(transports, tuple(listeners), options.advertise)
+        yield Endpoints(transports, tuple(listeners), options.advertise)
 
 
-def share_out(
+def assign_addresses(
     addresses: Sequence[str], transports: Sequence[Transport]
 ) -> list[tuple[Transport, str | None]]:
     """Assign listen addresses to transports; without addresses, each chooses its own.

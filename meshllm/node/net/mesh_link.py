@@ -14,7 +14,7 @@ from typing import ParamSpec, Protocol, assert_never
 
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
-from meshllm.node.net.dialer import Caller
+from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.secure import Doorkeeper, SecureLink, secure_accept
 from meshllm.node.timer import Alarm
 from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
@@ -38,7 +38,7 @@ from meshllm.transport.contract import Channel, Link, Listener
 
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
 HINT_S = 5.0  # s between two dials of a hinted peer
-MAX_SHAKING = 64  # concurrent handshakes, as many as a transport admits; it limits them per host
+MAX_HANDSHAKES = 64  # concurrent handshakes, as many as a transport admits; it limits them per host
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")
@@ -96,7 +96,7 @@ class _Queue:
         await self._idle.wait()
 
 
-class _Line:
+class _MeshLink:
     """A running mesh link."""
 
     def __init__(self, link: SecureLink) -> None:
@@ -155,15 +155,15 @@ class Links:
     """All mesh links of a node, over all its transports."""
 
     def __init__(
-        self, caller: Caller, machine: Mesh, doorkeeper: Doorkeeper, handler: LinkHost
+        self, dialer: NodeDialer, machine: Mesh, doorkeeper: Doorkeeper, host: LinkHost
     ) -> None:
-        self._caller = caller
+        self._dialer = dialer
         self._machine = machine
         self._doorkeeper = doorkeeper
-        self._handler = handler
-        self._lines: dict[NodeId, _Line] = {}
+        self._host = host
+        self._lines: dict[NodeId, _MeshLink] = {}
         self._hinted: dict[NodeId, float] = {}
-        self._shaking = asyncio.Semaphore(MAX_SHAKING)
+        self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         self._alarm = Alarm(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
 
@@ -187,17 +187,17 @@ class Links:
                     self._post(peer, message)
                 case Deliver(peer, message):
                     role = self._machine.links[peer].role
-                    self._handler.talk(peer, message, is_client=role is Role.CLIENT)
+                    self._host.talk(peer, message, is_client=role is Role.CLIENT)
                 case Dial(peer, addresses):
                     self._begin(self._dial, peer, addresses)
                 case Drop(peer, why, _, text):
                     logger.info("drop node %s: %s", short(peer), text or why.name.lower())
-                    self._let_go(peer, why)
+                    self._drop(peer, why)
                 case Parted(peer, why):
-                    self._let_go(peer, None)
-                    self._handler.dropped(peer, why)
+                    self._drop(peer, None)
+                    self._host.dropped(peer, why)
                 case Changed():
-                    self._handler.changed()
+                    self._host.changed()
                 case _:
                     assert_never(action)
         self._alarm.reset()
@@ -227,7 +227,7 @@ class Links:
             LinkLost: it cannot be reached.
         """
         profile = self._machine.profiles.get(peer)
-        return await self._reach(profile.addresses if profile else (), Purpose.RING, peer)
+        return await self._dial_peer(profile.addresses if profile else (), Purpose.RING, peer)
 
     async def leave(self) -> None:
         """Announce that this node leaves, and close all links."""
@@ -251,27 +251,27 @@ class Links:
 
     async def _accept(self, listener: Listener) -> None:
         async for link in listener.links():
-            await self._shaking.acquire()
+            await self._handshakes.acquire()
             self._begin(self._admit, link)
 
     async def _admit(self, link: Link) -> None:
         try:
-            secured = await secure_accept(link, self._caller.own, self._doorkeeper)
+            secured = await secure_accept(link, self._dialer.own, self._doorkeeper)
         except MeshError as error:
             logger.info("rejected an incoming link: %s", error)
             return
         finally:
-            self._shaking.release()
+            self._handshakes.release()
         if secured.purpose is Purpose.MESH:
             await self._carry(secured, dialled=False)
         elif secured.role is Role.NODE:
-            await self._handler.ring(secured)
+            await self._host.ring(secured)
         else:
             await secured.close()
 
     async def _dial(self, peer: NodeId, addresses: Sequence[str]) -> None:
         try:
-            link = await self._reach(addresses, Purpose.MESH, peer)
+            link = await self._dial_peer(addresses, Purpose.MESH, peer)
         except MeshError as error:
             logger.debug("cannot reach node %s: %s", short(peer), error)
             self._machine.refused(peer, self._now())
@@ -279,25 +279,27 @@ class Links:
         else:
             await self._carry(link, dialled=True)
 
-    async def _reach(self, addresses: Sequence[str], purpose: Purpose, peer: NodeId) -> SecureLink:
-        return await self._caller.reach(
+    async def _dial_peer(
+        self, addresses: Sequence[str], purpose: Purpose, peer: NodeId
+    ) -> SecureLink:
+        return await self._dialer.dial(
             addresses, purpose, expect=peer, removals=self._machine.removals
         )
 
     async def _carry(self, link: SecureLink, *, dialled: bool) -> None:
         """Report a link to the machine and run it until it is lost."""
-        peer, line = link.peer, _Line(link)
+        peer, line = link.peer, _MeshLink(link)
         actions = self._machine.linked(
             peer, link.instance, link.credential, dialled=dialled, now=self._now()
         )
         for action in actions:
             if isinstance(action, Drop) and action.is_newcomer and action.peer == peer:
-                await self._turn_away(line, action.why)
+                await self._reject(line, action.why)
                 return
         # A drop of this peer is of its previous link; messages to it are for the new one.
         for action in actions:
             if isinstance(action, Drop) and action.peer == peer:
-                self._let_go(peer, action.why)
+                self._drop(peer, action.why)
         self._lines[peer] = line
         rest = [each for each in actions if not (isinstance(each, Drop) and each.peer == peer)]
         self.act(rest)
@@ -305,10 +307,10 @@ class Links:
         if self._lines.get(peer) is line:
             logger.info("lost the link to node %s: %s", short(peer), reason)
             del self._lines[peer]
-            self._handler.lost(peer)
+            self._host.lost(peer)
             self.act(self._machine.unlinked(peer, self._now()))
 
-    def _receive(self, line: _Line, message: Message) -> None:
+    def _receive(self, line: _MeshLink, message: Message) -> None:
         peer = line.link.peer
         if self._lines.get(peer) is line:  # else it was closed, and its reader not yet cancelled
             self.act(self._machine.receive(peer, message, self._now()))
@@ -317,15 +319,15 @@ class Links:
         if line := self._lines.get(peer):
             line.post(message)
 
-    def _let_go(self, peer: NodeId, why: Why | None) -> None:
+    def _drop(self, peer: NodeId, why: Why | None) -> None:
         if line := self._lines.pop(peer, None):
-            self._handler.lost(peer)
+            self._host.lost(peer)
             if why is None:
                 line.close()
             else:
                 self._jobs.create_task(line.part(why))
 
-    async def _turn_away(self, line: _Line, why: Why) -> None:
+    async def _reject(self, line: _MeshLink, why: Why) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(line.run(lambda _: None))
             await line.part(why)

@@ -64,7 +64,7 @@ class Doorkeeper(Protocol):
         ...
 
 
-class HungUp(LinkLost):
+class HandshakeClosed(LinkLost):
     """The peer closed the connection after the first message of the handshake, without a reply."""
 
 
@@ -176,7 +176,7 @@ async def secure_dial(
     Raises:
         NotAuthorised: the peer is another node or not a member, or it rejects this node.
         PeerFault: it violated the protocol.
-        HungUp: it knows neither our mesh nor our ticket, or is overloaded.
+        HandshakeClosed: it knows neither our mesh nor our ticket, or is overloaded.
         LinkLost: it closed the connection later, or took longer than `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
@@ -188,7 +188,7 @@ async def secure_dial(
         except LinkLost as lost:
             if dialer.state is not State.HAILED:
                 raise
-            raise HungUp(
+            raise HandshakeClosed(
                 "The peer closed the connection during the handshake",
                 hint="it has another mesh or version, too many guests, or the ticket has expired",
             ) from lost

@@ -30,7 +30,7 @@ def test_help_shows_text_default_and_variable(meshllm: Invoke) -> None:
 
     shown = "Keep the most likely tokens up to probability P. [default: 1; env: MESHLLM_TOP_P]"
     assert f"--top-p X {shown}" in text
-    assert "--ends entry|client Who holds embedding and head." in text
+    assert "--ends entry|client Which side holds the embedding and the LM head." in text
 
 
 def test_models_are_completed_from_the_cache(

@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def ring_with(
     llama: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, nodes: int = 2
 ) -> AsyncIterator[LocalRing]:
-    """Open a ring whose last rank has memory for ``blocks`` blocks of tokens, the others for more."""
+    """Open a ring whose last rank has memory for ``blocks`` blocks, the others for more."""
 
     def budget(*_: object) -> KvBudget:
         def measure(tokens: int) -> tuple[int, int]:

@@ -11,9 +11,9 @@ import pytest
 from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import bootstrap as module
-from meshllm.node.membership.bootstrap import KNOCK_S, MAX_HUNG_UP, Membership, enter
+from meshllm.node.membership.bootstrap import MAX_CLOSED, REDIAL_S, Membership, enter
 from meshllm.node.membership.state_store import Keyring
-from meshllm.node.net.beacon import Beacon, Code
+from meshllm.node.net.beacon import Beacon, BeaconCodec
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role, check, remove
@@ -146,7 +146,7 @@ def test_a_cancelled_wait_leaves_nothing(run: Run) -> None:
         a, keyring = await town.add("a"), guest(town)
         await a.close()
         coming = asyncio.ensure_future(come(town, keyring, ticket(a)))
-        await asyncio.sleep(KNOCK_S / 2)
+        await asyncio.sleep(REDIAL_S / 2)
         coming.cancel()
         await asyncio.wait([coming])
         assert keyring.credential is None
@@ -162,7 +162,7 @@ def test_a_rejection_is_reported_at_once(run: Run) -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(NotAuthorised, match="permanently removed"):
             await come(town, keyring, ticket(a))
-        assert asyncio.get_running_loop().time() - began < KNOCK_S
+        assert asyncio.get_running_loop().time() - began < REDIAL_S
 
     run(story)
 
@@ -206,7 +206,7 @@ def test_joining_another_mesh_replaces_the_membership(
         own = await come(town, keyring, ticket(a))
         assert own.credential.mesh == a.credential.mesh != before.credential.mesh
         assert own.incarnation == 2
-        assert "leaves the mesh" in caplog.text
+        assert "leaves its previous mesh" in caplog.text
         assert own.link is not None
         await own.link.close()
 
@@ -251,7 +251,7 @@ def test_an_inviter_without_the_ticket_is_not_dialled_endlessly(run: Run) -> Non
         with pytest.raises(NotAuthorised, match="Ticket rejected") as raised:
             await come(town, keyring, text)
         assert raised.value.hint
-        assert asyncio.get_running_loop().time() - began < 2 * MAX_HUNG_UP * KNOCK_S
+        assert asyncio.get_running_loop().time() - began < 2 * MAX_CLOSED * REDIAL_S
 
     run(story)
 
@@ -303,7 +303,7 @@ def test_a_beacon_gives_the_address_of_the_inviter(
     @asynccontextmanager
     async def fake(psk: bytes, me: NodeId, hear: Any) -> Any:
         heard.append(hear)
-        yield Beacon(Code(psk), me, hear)
+        yield Beacon(BeaconCodec(psk), me, hear)
 
     monkeypatch.setattr(module, "open_beacon", fake)
 

@@ -20,7 +20,7 @@ from meshllm.node.net.beacon import (
     MAX_ADDRESSES,
     MAX_BEACON_BYTES,
     Beacon,
-    Code,
+    BeaconCodec,
     Guests,
     open_beacon,
 )
@@ -29,7 +29,7 @@ from meshllm.testing.clock import run_virtual
 MESH = MeshId(b"m" * 16)
 GUEST = b"g" * 32
 ME, PEER = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
-CODE = Code(MESH)
+CODE = BeaconCodec(MESH)
 AT = ("ws://10.0.0.7:7700", "ws://[fe80::1]:7700")
 Heard = list[tuple[NodeId, tuple[str, ...]]]
 
@@ -84,7 +84,7 @@ def test_long_addresses_are_left_out_from_the_end() -> None:
 
 
 def test_another_mesh_cannot_decrypt_a_beacon() -> None:
-    assert Code(MeshId(bytes(16))).read(CODE.write(PEER, AT)) is None
+    assert BeaconCodec(MeshId(bytes(16))).read(CODE.write(PEER, AT)) is None
 
 
 def test_no_two_beacons_have_the_same_bytes() -> None:
@@ -153,7 +153,12 @@ def test_own_beacons_and_noise_are_ignored() -> None:
 
     async def story() -> FakeTransport:
         beacon, transport = beacon_of(heard, "ws://me")
-        for data in (CODE.write(ME, AT), b"", b"noise", Code(MeshId(bytes(16))).write(PEER, AT)):
+        for data in (
+            CODE.write(ME, AT),
+            b"",
+            b"noise",
+            BeaconCodec(MeshId(bytes(16))).write(PEER, AT),
+        ):
             beacon.datagram_received(data, ("10.0.0.7", 7701))
         beacon.error_received(OSError("no route"))
         return transport
@@ -199,7 +204,11 @@ def test_a_node_without_addresses_queries_and_does_not_answer() -> None:
     async def story() -> FakeTransport:
         beacon, transport = beacon_of(heard)
         beacon.send()
-        for data in (CODE.write(PEER, AT), CODE.write(PEER, ()), Code(GUEST).write(PEER, ())):
+        for data in (
+            CODE.write(PEER, AT),
+            CODE.write(PEER, ()),
+            BeaconCodec(GUEST).write(PEER, ()),
+        ):
             beacon.datagram_received(data, ())
         return transport
 
@@ -231,11 +240,11 @@ def test_a_guest_is_answered_under_the_key_of_its_ticket() -> None:
 
     async def story() -> list[bytes]:
         beacon, transport = beacon_of(heard, "ws://me", guests=lambda: [*others, GUEST])
-        beacon.datagram_received(Code(GUEST).write(PEER, ()), ())
+        beacon.datagram_received(BeaconCodec(GUEST).write(PEER, ()), ())
         return [data for _, data, _ in transport.sent]
 
     (answer,) = run_virtual(story())
-    assert Code(GUEST).read(answer) == (ME, ("ws://me",))
+    assert BeaconCodec(GUEST).read(answer) == (ME, ("ws://me",))
     assert CODE.read(answer) is None
     assert heard == []
 
@@ -250,7 +259,7 @@ def test_unknown_datagrams_are_decrypted_with_a_rate_limit() -> None:
     async def story() -> FakeTransport:
         beacon, transport = beacon_of([], "ws://me", guests=guests)
         for _ in range(5):
-            for noise in (b"noise", Code(GUEST).write(PEER, ()), MAGIC + bytes(99)):
+            for noise in (b"noise", BeaconCodec(GUEST).write(PEER, ()), MAGIC + bytes(99)):
                 beacon.datagram_received(noise, ())
             await asyncio.sleep(ANSWER_S)
         return transport

@@ -10,7 +10,7 @@ import pytest
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, UserError
 from meshllm.names import NodeId
-from meshllm.node.net.dialer import DIAL_S, MAX_TRIED, STAGGER_S, Caller
+from meshllm.node.net.dialer import DIAL_S, MAX_TRIED, STAGGER_S, NodeDialer
 from meshllm.node.net.secure import SecureLink, secure_accept
 from meshllm.protocol.trust.credential import Credential
 from meshllm.protocol.trust.handshake import Own, Purpose
@@ -80,9 +80,9 @@ class Net:
                 await asyncio.gather(serving, return_exceptions=True)
 
     async def reach(self, *names: str, expect: NodeId | None = HOST.node) -> SecureLink:
-        caller = Caller({"loopback": self}, AS_MEMBER)
+        dialer = NodeDialer({"loopback": self}, AS_MEMBER)
         addresses = [name if ":" in name else f"loopback:{name}" for name in names]
-        return await caller.reach(addresses, Purpose.MESH, expect=expect, removals=NOBODY)
+        return await dialer.dial(addresses, Purpose.MESH, expect=expect, removals=NOBODY)
 
     async def open_links(self) -> int:
         """Count the links that were dialled and not closed on this side."""
@@ -209,7 +209,8 @@ def test_an_invalid_address_does_not_block_the_others(odd: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "told"), [((), "at no address"), (("ws://a:1", "ftp:b"), "at `ws://a:1`, `ftp:b`")]
+    ("names", "told"),
+    [((), "it has none"), (("ws://a:1", "ftp:b"), "addresses: `ws://a:1`, `ftp:b`")],
 )
 def test_addresses_of_other_transports_are_named(names: tuple[str, ...], told: str) -> None:
     async def story(net: Net) -> None:
@@ -270,10 +271,10 @@ def test_a_bug_of_a_transport_does_not_block_the_others(caplog: pytest.LogCaptur
 
 
 async def test_an_address_without_transport_is_not_dialled() -> None:
-    caller = Caller({}, AS_MEMBER)
+    dialer = NodeDialer({}, AS_MEMBER)
 
     with pytest.raises(LinkLost, match="No transport for the address"):
-        await caller._dial("ws://x", Purpose.MESH, GUEST.node, NOBODY)
+        await dialer._dial_one("ws://x", Purpose.MESH, GUEST.node, NOBODY)
 
 
 def test_an_address_that_cannot_be_dialled_is_no_error_of_the_user() -> None:

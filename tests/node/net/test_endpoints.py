@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from meshllm.errors import UserError
-from meshllm.node.net.endpoints import Place, open_place, prepare, share_out
+from meshllm.node.net.endpoints import Endpoints, assign_addresses, open_endpoints, prepare
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.membership.records import MAX_ADDRESSES
 from meshllm.protocol.trust.identity import NodeKey
@@ -75,8 +75,10 @@ class Clever(Plain):
         return self.network
 
 
-def place(*listeners: Ears, transports: tuple[Transport, ...] = (), advertised: str = "") -> Place:
-    return Place(transports, listeners, (advertised,) if advertised else ())
+def place(
+    *listeners: Ears, transports: tuple[Transport, ...] = (), advertised: str = ""
+) -> Endpoints:
+    return Endpoints(transports, listeners, (advertised,) if advertised else ())
 
 
 def test_addresses_of_transports_are_interleaved() -> None:
@@ -121,14 +123,14 @@ def test_an_identified_transport_gets_the_key() -> None:
 
 
 def test_a_relay_without_a_transport_is_refused() -> None:
-    with pytest.raises(UserError, match="and `plain` does not") as raised:
+    with pytest.raises(UserError, match="`plain` does not support relays") as raised:
         prepare((Plain(),), KEY, ("clever:relay",))
 
     assert raised.value.hint == "leave out `--transport`, or write `--transport websocket,quic`"
 
 
 def shares(*addresses: str) -> dict[str, str | None]:
-    return {each.name: at for each, at in share_out(addresses, (Plain(), Clever()))}
+    return {each.name: at for each, at in assign_addresses(addresses, (Plain(), Clever()))}
 
 
 def test_each_transport_gets_the_address_of_its_scheme() -> None:
@@ -155,7 +157,7 @@ def test_unknown_schemes_and_duplicate_addresses_are_refused(
     addresses: tuple[str, ...], error: str
 ) -> None:
     with pytest.raises(UserError, match=error):
-        share_out(addresses, (Plain(), Clever()))
+        assign_addresses(addresses, (Plain(), Clever()))
 
 
 async def test_a_given_transport_listens_at_the_option(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ async def test_a_given_transport_listens_at_the_option(tmp_path: Path) -> None:
         state=tmp_path, listen=("clever:5",), advertise=("clever:proxy",), relays=("clever:r",)
     )
 
-    async with open_place(options, KEY, clever) as own:
+    async with open_endpoints(options, KEY, clever) as own:
         assert own.addresses == ("clever:proxy", "clever:here")
 
     assert (clever.listened, clever.relays, clever.seeds) == (

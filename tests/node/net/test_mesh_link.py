@@ -305,7 +305,7 @@ def test_only_nodes_open_ring_links(run: Run) -> None:
 def test_an_unknown_node_cannot_be_dialled(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
-        with pytest.raises(LinkLost, match="no address"):
+        with pytest.raises(LinkLost, match="it has none"):
             await a.links.dial_ring(NodeId(bytes(32)))
 
     run(story)
@@ -315,11 +315,11 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     async def story(town: Town) -> None:
         a, dialled = await town.add("a"), list[list[str]]()
 
-        async def reach(_: object, addresses: list[str], *__: object, **___: object) -> None:
+        async def dial(_: object, addresses: list[str], *__: object, **___: object) -> None:
             dialled.append(addresses)
             raise LinkLost("nobody is there")
 
-        monkeypatch.setattr(type(a.caller), "reach", reach)
+        monkeypatch.setattr(type(a.dialer), "dial", dial)
         a.links.hint(a.me, ["loopback:a"])
         for _ in range(3):
             a.links.hint(NodeId(bytes(32)), ["loopback:x"])
@@ -336,7 +336,7 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 def test_unknown_peers_do_no_harm(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
-        strangers = [await town.transport.dial(a.address) for _ in range(module.MAX_SHAKING + 5)]
+        strangers = [await town.transport.dial(a.address) for _ in range(module.MAX_HANDSHAKES + 5)]
         for number, link in enumerate(strangers):
             if number % 2:
                 await link.send([b"GET / HTTP/1.1"], Channel.CONTROL)

@@ -15,7 +15,7 @@ _LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SavedRecords:
     """A snapshot of the records to save."""
 
     lasting: tuple[Item, ...]
@@ -31,21 +31,21 @@ class Memory:
         return cls(machine.lasting, met, frozenset((machine.me, *machine.removals)))
 
 
-def write_down(keyring: Keyring, memory: Memory) -> None:
+def save_records(keyring: Keyring, records: SavedRecords) -> None:
     """Save the records in the state folder; addresses of nodes not met in this run are kept.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    items = [item.encode() for item in memory.lasting]
+    items = [item.encode() for item in records.lasting]
     keyring.remember(_NAME, b"".join(len(item).to_bytes(_LENGTH_BYTES) + item for item in items))
-    met = memory.met
+    met = records.met
     known = {**met, **{node: at for node, at in keyring.peers.items() if node not in met}}
-    lasting = [node for node in known if node not in memory.gone]
+    lasting = [node for node in known if node not in records.gone]
     keyring.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
 
 
-def read_back(keyring: Keyring) -> list[Item]:
+def load_records(keyring: Keyring) -> list[Item]:
     """Load the saved records; raise `PeerFault` if they are corrupt."""
     data = keyring.recall(_NAME)
     items, at = [], 0

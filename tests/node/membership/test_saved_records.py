@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.names import NodeId
-from meshllm.node.membership.recollection import Memory, write_down
+from meshllm.node.membership.saved_records import SavedRecords, save_records
 from meshllm.node.membership.state_store import Keyring
 from meshllm.protocol.membership.records import MAX_MEMBERS
 
@@ -17,14 +17,14 @@ def keyring(tmp_path: Path) -> Keyring:
     return Keyring.open(tmp_path)
 
 
-def met(*nodes: NodeId, removed: tuple[NodeId, ...] = (), at: str = "loopback:new") -> Memory:
-    return Memory((), dict.fromkeys((ME, *nodes), (at,)), frozenset((ME, *removed)))
+def met(*nodes: NodeId, removed: tuple[NodeId, ...] = (), at: str = "loopback:new") -> SavedRecords:
+    return SavedRecords((), dict.fromkeys((ME, *nodes), (at,)), frozenset((ME, *removed)))
 
 
 def test_addresses_of_nodes_not_met_are_kept(keyring: Keyring) -> None:
     keyring.peers = {ANN: ["loopback:ann"], BOB: ["loopback:bob"]}
 
-    write_down(keyring, met(BOB))
+    save_records(keyring, met(BOB))
 
     assert keyring.peers == {ANN: ("loopback:ann",), BOB: ("loopback:new",)}
 
@@ -32,7 +32,7 @@ def test_addresses_of_nodes_not_met_are_kept(keyring: Keyring) -> None:
 def test_addresses_of_removed_nodes_are_dropped(keyring: Keyring) -> None:
     keyring.peers = {ANN: ["loopback:ann"], EVE: ["loopback:eve"]}
 
-    write_down(keyring, met(ANN, EVE, removed=(EVE,)))
+    save_records(keyring, met(ANN, EVE, removed=(EVE,)))
 
     assert keyring.peers == {ANN: ("loopback:new",)}
 
@@ -41,7 +41,7 @@ def test_of_too_many_addresses_those_of_met_nodes_are_kept(keyring: Keyring) -> 
     crowd = [NodeId(number.to_bytes(32)) for number in range(1000, 1000 + MAX_MEMBERS)]
     keyring.peers = {node: ["loopback:old"] for node in crowd}
 
-    write_down(keyring, met(ANN))
+    save_records(keyring, met(ANN))
 
     assert len(keyring.peers) == MAX_MEMBERS
     assert keyring.peers[ANN] == ("loopback:new",)
