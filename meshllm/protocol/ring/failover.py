@@ -23,7 +23,9 @@ from meshllm.errors import LinkLost
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 
 ATTEMPTS = 8  # tries in a row without a new token, including the first
-RETRY_DELAY_S = 0.25  # s before the second retry in a row, the first is immediate; then that much longer
+RETRY_DELAY_S = (
+    0.25  # s before the second retry in a row, the first is immediate; then that much longer
+)
 
 
 class Reported(LinkLost):

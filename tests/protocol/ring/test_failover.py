@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import LinkLost
-from meshllm.protocol.ring.failover import RETRY_DELAY_S, ATTEMPTS, Failover, Reported
+from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, Reported
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from tests.builders.fake_ring import answer_of
 
